@@ -1,0 +1,35 @@
+# Everything a fresh machine needs is `make demo` or `make test`; both set up .venv first.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: setup demo test check bench fuzz clean
+
+setup: $(VENV)/.done
+
+$(VENV)/.done: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet --editable '.[dev]'
+	@touch $@
+
+demo: setup
+	$(RUN) -m examples.push_pull
+
+test: setup
+	$(RUN) -m pytest -n 2
+
+check: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(RUN) -m pytest -n 2
+
+bench: setup
+	$(RUN) -m benchmarks.ps --json
+
+# A longer search than the one in `make test`; SECONDS_EACH sets how long.
+fuzz: setup
+	FLEET_FUZZ_FRAMES=20000000 $(RUN) -m pytest tests/test_fuzz.py -q --timeout 7200
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,39 @@
+"""Everything torchfleet raises on purpose. A message says what was expected, what was found, and what to do."""
+
+from __future__ import annotations
+
+
+class FleetError(Exception):
+    """Base of all of them."""
+
+
+class WireError(FleetError):
+    """Bytes that are not a message of our protocol."""
+
+
+class TableError(FleetError):
+    """A request that a table cannot take; the table is as it was before."""
+
+
+class PermissionRefused(FleetError):
+    """A command that this role may not give."""
+
+
+class SecurityError(FleetError):
+    """Keys that are missing or unusable, or an address that must not be used without them."""
+
+
+class BarrierError(FleetError):
+    """Not all workers arrived in time."""
+
+
+class ServerError(FleetError):
+    """A server answered a request with an error."""
+
+
+class ServerUnreachable(FleetError):
+    """A server gave no answer within the time-out."""
+
+
+class ServerRestarted(FleetError):
+    """A server came back as another process: what it held before is gone."""

@@ -1,0 +1,65 @@
+"""Duplicates in a batch: distinct keys with an inverse, and sums of gradients by key."""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+
+from torchfleet.kernels.hashing import mix
+
+_S32 = np.uint64(32)
+
+
+@nb.njit(nogil=True, cache=True)
+def unique_inverse(keys_N: np.ndarray, places_P: np.ndarray, distinct_N: np.ndarray, inverse_N: np.ndarray) -> int:
+    """Fill distinct_N with the distinct keys in order of first appearance; keys_N[i] = distinct_N[inverse_N[i]].
+
+    Returns how many there are. `places_P` is zeroed scratch, a power of two and at least 2 N long.
+    """
+    mask = np.uint64(len(places_P) - 1)
+    num = 0
+    for i in range(len(keys_N)):
+        key = keys_N[i]
+        at = (mix(key) >> _S32) & mask
+        while places_P[at] != 0 and distinct_N[places_P[at] - 1] != key:
+            at = (at + np.uint64(1)) & mask
+        if places_P[at] == 0:
+            distinct_N[num] = key
+            num += 1
+            places_P[at] = num
+        inverse_N[i] = places_P[at] - 1
+    return num
+
+
+@nb.njit(nogil=True, cache=True)
+def segment_sum(grads_ND: np.ndarray, inverse_N: np.ndarray, sums_UD: np.ndarray) -> None:
+    """sums_UD[u] = Σ grads_ND[i] over inverse_N[i] = u, added in the order of i. Every u must appear."""
+    num, dim = grads_ND.shape
+    seen = 0
+    for i in range(num):
+        u = inverse_N[i]
+        if u == seen:  # first appearances come in the order 0, 1, 2, ...
+            seen += 1
+            for d in range(dim):
+                sums_UD[u, d] = grads_ND[i, d]
+        else:
+            for d in range(dim):
+                sums_UD[u, d] += grads_ND[i, d]
+
+
+def unique(keys_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(distinct keys in order of first appearance, inverse as int32)."""
+    num = len(keys_N)
+    places = np.zeros(1 << max(4, (2 * num - 1).bit_length()), np.int32)
+    distinct, inverse = np.empty(num, np.uint64), np.empty(num, np.int32)
+    return distinct[: unique_inverse(keys_N, places, distinct, inverse)], inverse
+
+
+def sum_by_key(keys_N: np.ndarray, grads_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(distinct keys, their summed gradients); the inputs themselves when no key repeats."""
+    distinct, inverse = unique(keys_N)
+    if len(distinct) == len(keys_N):
+        return keys_N, grads_ND
+    sums = np.empty((len(distinct), grads_ND.shape[1]), np.float32)
+    segment_sum(grads_ND, inverse, sums)
+    return distinct, sums

@@ -1,0 +1,136 @@
+"""Rows of a store: copy them out and in, and apply an optimizer's rule to them.
+
+A store is one flat float32 array of rows of `width` words: `offset` words for the key (2, or 0 where the row number
+is the key), the value (`dim`), then the rule's state (0, dim or 2 dim). `rows_N` are row numbers, all different in
+the functions that write. `low` and `high` bound the value after an update (-inf, inf: no bounds).
+"""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+
+from torchfleet.kernels.intrinsics import copy_words
+
+_EXPONENT = np.uint32(0x7F800000)
+
+
+@nb.njit(nogil=True, cache=True)
+def all_finite(bits_N: np.ndarray) -> bool:
+    """No NaN and no infinity among float32 numbers, given as their bits: an exponent of all ones is neither."""
+    largest = np.uint32(0)
+    for i in range(len(bits_N)):
+        largest = max(largest, bits_N[i] & _EXPONENT)
+    return largest != _EXPONENT
+
+
+@nb.njit(nogil=True, cache=True)
+def gather(store: np.ndarray, width: int, offset: int, rows_N: np.ndarray, out_NC: np.ndarray) -> None:
+    """out_NC[i] = the first C words behind `offset` of row rows_N[i]; zeros where the row is missing (negative)."""
+    num, num_words = out_NC.shape
+    for i in range(num):
+        if rows_N[i] >= 0:
+            copy_words(out_NC, i * num_words, store, rows_N[i] * width + offset, num_words)
+        else:
+            out_NC[i, :] = 0
+
+
+@nb.njit(nogil=True, cache=True)
+def scatter(store: np.ndarray, width: int, offset: int, rows_N: np.ndarray, values_NC: np.ndarray) -> None:
+    """The inverse of gather: writes the first C words behind `offset` of every row."""
+    num, num_words = values_NC.shape
+    for i in range(num):
+        copy_words(store, rows_N[i] * width + offset, values_NC, i * num_words, num_words)
+
+
+@nb.njit(inline="always")
+def _bound(store: np.ndarray, w: np.uint64, dim: np.uint64, low: np.float32, high: np.float32) -> None:
+    """In a loop of its own, for those who ask: inside an update it would take as long as the update."""
+    if low > -np.inf or high < np.inf:
+        for d in range(dim):
+            store[w + d] = min(max(store[w + d], low), high)
+
+
+@nb.njit(nogil=True, cache=True)
+def sgd(
+    store: np.ndarray,
+    width: int,
+    offset: int,
+    rows_N: np.ndarray,
+    grads_ND: np.ndarray,
+    lr: float,
+    low: float,
+    high: float,
+) -> None:
+    """w ← w - lr g"""
+    dim = np.uint64(grads_ND.shape[1])
+    grads = grads_ND.reshape(-1)
+    rate, low, high = np.float32(lr), np.float32(low), np.float32(high)
+    for i in range(len(rows_N)):
+        w, at = np.uint64(rows_N[i] * width + offset), np.uint64(i) * dim
+        for d in range(dim):
+            store[w + d] -= rate * grads[at + d]
+        _bound(store, w, dim, low, high)
+
+
+@nb.njit(nogil=True, cache=True)
+def adagrad(
+    store: np.ndarray,
+    width: int,
+    offset: int,
+    rows_N: np.ndarray,
+    grads_ND: np.ndarray,
+    lr: float,
+    eps: float,
+    low: float,
+    high: float,
+) -> None:
+    """s ← s + g²;  w ← w - lr g / (√s + eps)"""
+    dim = np.uint64(grads_ND.shape[1])
+    grads = grads_ND.reshape(-1)
+    rate, eps, low, high = np.float32(lr), np.float32(eps), np.float32(low), np.float32(high)
+    for i in range(len(rows_N)):
+        w, at = np.uint64(rows_N[i] * width + offset), np.uint64(i) * dim
+        s = w + dim
+        for d in range(dim):
+            g = grads[at + d]
+            total = store[s + d] + g * g
+            store[s + d] = total
+            store[w + d] -= rate * (g / (np.sqrt(total) + eps))
+        _bound(store, w, dim, low, high)
+
+
+@nb.njit(nogil=True, cache=True)
+def adam(
+    store: np.ndarray,
+    width: int,
+    offset: int,
+    rows_N: np.ndarray,
+    grads_ND: np.ndarray,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    step: int,
+    low: float,
+    high: float,
+) -> None:
+    """m ← m + (1 - β1)(g - m);  v ← v + (1 - β2)(g² - v);  w ← w - lr √(1 - β2^t) / (1 - β1^t) · m / (√v + eps)
+
+    Only the given rows move, t counts the table's updates: the formula of torch.optim.SparseAdam.
+    """
+    dim = np.uint64(grads_ND.shape[1])
+    grads = grads_ND.reshape(-1)
+    rate = np.float32(lr * np.sqrt(1.0 - beta2**step) / (1.0 - beta1**step))
+    one_less1, one_less2, eps = np.float32(1.0 - beta1), np.float32(1.0 - beta2), np.float32(eps)
+    low, high = np.float32(low), np.float32(high)
+    for i in range(len(rows_N)):
+        w, at = np.uint64(rows_N[i] * width + offset), np.uint64(i) * dim
+        m, v = w + dim, w + dim + dim
+        for d in range(dim):
+            g = grads[at + d]
+            mean = store[m + d] + (g - store[m + d]) * one_less1
+            square = store[v + d] + (g * g - store[v + d]) * one_less2
+            store[m + d], store[v + d] = mean, square
+            store[w + d] -= rate * (mean / (np.sqrt(square) + eps))
+        _bound(store, w, dim, low, high)

@@ -1,0 +1,56 @@
+"""Memory for tables: address space first, pages when they are touched.
+
+A table reserves the address space of its largest size and never moves: growing copies nothing and no kernel ever
+sees an array change its place. Untouched pages cost nothing, and read as zeros.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.errors import TableError
+
+HUGE_PAGE = 2 << 20
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+def physical_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+class Memory:
+    """A private, zeroed, lazily filled stretch of memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        try:
+            self._map = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=flags)
+        except (OSError, ValueError, OverflowError) as error:
+            raise TableError(
+                f"cannot reserve {num_bytes:,} bytes of address space for a table ({error}). Give the server a smaller "
+                "max_table_bytes, or raise `ulimit -v` or vm.overcommit_memory."
+            ) from None
+        # The first page stays small, so that a small table is small. Huge pages save a third of a lookup's time.
+        if num_bytes > 2 * HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE, HUGE_PAGE)
+        self._released = 0
+
+    def array(self, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """The whole of it; the array keeps the memory alive."""
+        return np.frombuffer(self._map, dtype, len(self._map) // np.dtype(dtype).itemsize)
+
+    def release_up_to(self, num_bytes: int) -> None:
+        """Give the pages of the first `num_bytes` back to the system; they read as zeros from now on."""
+        end = num_bytes // HUGE_PAGE * HUGE_PAGE
+        if end > self._released:
+            self._map.madvise(mmap.MADV_DONTNEED, self._released, end - self._released)
+            self._released = end
+
+    @property
+    def held_bytes(self) -> int:
+        return len(self._map) - self._released
