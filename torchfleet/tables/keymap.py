@@ -62,6 +62,11 @@ class KeyMap:
         slots = sum(memory.held_bytes for memory in self._slots_memory)
         return slots + 4 * self.width * int(self._state[NEXT_ROW]) + 4 * int(self._state[NUM_FREE])
 
+    @property
+    def num_free_rows(self) -> int:
+        """How many more keys there is room for."""
+        return self._max_rows - self.num_keys
+
     def check(self, keys: Keys) -> None:
         """Every key is a good key."""
 
@@ -71,7 +76,10 @@ class KeyMap:
         return int(hashmap.find(*self._arrays(), keys, rows, KEY_WORDS + num_words))
 
     def insert_missing(self, keys: Keys, rows: Rows) -> Rows:
-        """Give rows to the keys that `find` missed. Returns the places in `keys` of those that are new."""
+        """Give rows to the keys that `find` missed. Returns the places in `keys` of those that are new.
+
+        The caller has checked `num_free_rows`.
+        """
         self._make_room(len(keys))
         fresh = np.empty(len(keys), np.int64)
         num_fresh = hashmap.insert_missing(*self._arrays(), self._free_rows, keys, rows, fresh)
@@ -108,12 +116,6 @@ class KeyMap:
         return self._slots[OLD], self._slots[NEW], self._num_buckets, self._state, self._words
 
     def _make_room(self, num: int) -> None:
-        state = self._state
-        if int(state[NEXT_ROW]) - int(state[NUM_FREE]) + num > self._max_rows:
-            raise TableError(
-                f"the table is full: {self.num_keys:,} rows of {4 * self.width} bytes, {num:,} keys more asked for, room "
-                f"for {self._max_rows:,} rows. Give the server a larger max_table_bytes, use more servers, or evict."
-            )
         needed = int((self.num_keys + num) / (MAX_LOAD * BUCKET)) + 1
         if needed > int(self._num_buckets[NEW]):
             self._finish_migration()

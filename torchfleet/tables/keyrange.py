@@ -34,6 +34,10 @@ class KeyRange:
         return self.num_keys / max(1, self.num_row_numbers)
 
     @property
+    def num_free_rows(self) -> int:
+        return self.num_row_numbers - self.num_keys
+
+    @property
     def num_bytes(self) -> int:
         return self.num_keys * self.width * 4 + self.num_row_numbers
 

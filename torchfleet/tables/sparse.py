@@ -47,18 +47,30 @@ class SparseTable:
 
         Missing keys get a row with its first value, or with create=False no row and zeros.
         """
-        self._index.check(keys)
+        self.check_keys(keys, create)
         out = np.empty((len(keys), self.spec.dim), np.float32)
         for start in range(0, len(keys), CHUNK):
             at = self._locate(keys[start : start + CHUNK], create, self.spec.dim)
             rows.gather(self._index.store, *self._layout, at, out[start : start + CHUNK])
         return out
 
+    def check_keys(self, keys: Keys, create: bool = False) -> None:
+        """Raise TableError if these keys cannot be looked up, or (create) if there is no room for the new ones."""
+        self._index.check(keys)
+        if create and len(keys) > self._index.num_free_rows:
+            missing = {int(key) for start in range(0, len(keys), CHUNK) for key in self._absent(keys[start : start + CHUNK])}
+            if len(missing) > self._index.num_free_rows:
+                raise TableError(
+                    f"table '{self.spec.name}' is full: {self._index.num_keys:,} rows, {len(missing):,} new keys, room for "
+                    f"{self._index.num_free_rows:,} rows. Give the server a larger max_table_bytes, use more servers, "
+                    "or evict."
+                )
+
     def check_push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """Raise TableError if `push` could not take this."""
         _check_block(self.spec, keys, grads, self.spec.dim, "gradients")
         learning_rate(self.spec.rule, lr, 1)
-        self._index.check(keys)
+        self.check_keys(keys, create=True)
 
     def push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """One update: gradients of equal keys are summed, then the rule is applied once per key."""
@@ -74,7 +86,7 @@ class SparseTable:
     def check_assign(self, keys: Keys, values: Floats) -> None:
         num_words = self._row_words if values.shape[1:] == (self._row_words,) else self.spec.dim
         _check_block(self.spec, keys, values, num_words, f"values (or {self._row_words} with state)")
-        self._index.check(keys)
+        self.check_keys(keys, create=True)
 
     def assign(self, keys: Keys, values: Floats) -> None:
         """Set values, or values and state when the rows are that wide. Of equal keys the last one stands."""
@@ -85,7 +97,7 @@ class SparseTable:
 
     def erase(self, keys: Keys) -> int:
         """Drop rows; absent keys are passed over. Returns how many were there. Their memory is reused."""
-        self._index.check(keys)
+        self.check_keys(keys)
         return self._index.erase(keys)
 
     def chunks(self, num_rows: int = 1 << 16) -> Iterator[tuple[Keys, Floats]]:
@@ -109,6 +121,9 @@ class SparseTable:
             "load_factor": self._index.load_factor,
             "step": self.step,
         }
+
+    def _absent(self, keys: Keys) -> Keys:
+        return keys[self._locate(keys, False, 0) < 0]
 
     def _locate(self, keys: Keys, create: bool, num_words: int) -> Rows:
         """Row numbers of `keys`, valid until the next call; `num_words` of each row are about to be used."""

@@ -1,0 +1,41 @@
+"""What all benchmarks share: progress on stderr, one JSON object as the last line of stdout."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def interleave(rounds: int, contenders: dict[str, Callable[[], float]]) -> dict[str, float]:
+    """Median of each contender over `rounds`, taken in turns (A B A B ...), so that drift hits all alike."""
+    found: dict[str, list[float]] = {name: [] for name in contenders}
+    for turn in range(rounds):
+        for name, measure in contenders.items():
+            found[name].append(measure())
+        say(f"  round {turn + 1}/{rounds}: " + ", ".join(f"{name} {values[-1]:,.0f}" for name, values in found.items()))
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def rate(num: int, work: Callable[[], None]) -> float:
+    """`num` things per second of `work`."""
+    start = time.perf_counter()
+    work()
+    return num / (time.perf_counter() - start)
+
+
+def report(result: dict[str, Any], as_json: bool) -> None:
+    result = {**result, "machine": f"{platform.machine()}, Python {platform.python_version()}"}
+    if as_json:
+        print(json.dumps(result))
+        return
+    for name, value in result.items():
+        print(f"{name:28} {value:,.4g}" if isinstance(value, float) else f"{name:28} {value}")

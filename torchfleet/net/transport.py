@@ -1,0 +1,104 @@
+"""How frames travel: the interface, and the way inside one process.
+
+A client sees a Channel to one server. A server sees requests as (peer, frames) and answers to the peer; what a peer
+is, only the transport knows.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from torchfleet.net.wire import Frame, Role
+
+Peer = object
+
+
+class Channel(Protocol):
+    """One client's way to one server. Frames may be lost, repeated or reordered; they arrive whole or not at all."""
+
+    def send(self, frames: Sequence[Frame]) -> bool:
+        """Hand a message over without waiting; False if there is no room for it now."""
+
+    def receive(self, timeout: float) -> Sequence[Frame] | None:
+        """The next message, or None after `timeout` seconds without one."""
+
+    def reconnect(self) -> None:
+        """Give up whatever is under way and start anew."""
+
+    def close(self) -> None: ...
+
+    def now(self) -> float:
+        """Seconds, as this channel's time-outs count them."""
+
+
+class Handler(Protocol):
+    """What a transport needs of a server."""
+
+    def handle(self, peer: Peer, frames: Sequence[Frame], role: Role | None) -> list[tuple[Peer, list[Frame]]]:
+        """Replies that are now ready, to this or to other peers. `role` is what the transport proved, if it did."""
+
+    def tick(self, now: float) -> list[tuple[Peer, list[Frame]]]:
+        """Replies that became due by the passing of time."""
+
+
+class InProcess:
+    """A server in this very process: a request is a function call, arrays pass by reference."""
+
+    def __init__(self, server: Handler) -> None:
+        self._server = server
+        self._lock = threading.Lock()  # a table has one owner at a time; here, whichever thread is calling
+
+    def connect(self) -> InProcessChannel:
+        return InProcessChannel(self._call)
+
+    def _call(self, channel: InProcessChannel, frames: Sequence[Frame] | None) -> None:
+        with self._lock:
+            ready = self._server.tick(channel.now())
+            if frames is not None:
+                ready += self._server.handle(channel, frames, None)
+        for peer, reply in ready:
+            if isinstance(peer, InProcessChannel):
+                peer.deliver(reply)
+
+
+class InProcessChannel:
+    """One client of an InProcess server."""
+
+    def __init__(self, call: Callable[[InProcessChannel, Sequence[Frame] | None], None]) -> None:
+        self._call = call
+        self._replies: deque[Sequence[Frame]] = deque()
+        self._arrived = threading.Condition()
+
+    def send(self, frames: Sequence[Frame]) -> bool:
+        self._call(self, frames)
+        return True
+
+    def receive(self, timeout: float) -> Sequence[Frame] | None:
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._arrived:
+                if not self._replies:
+                    self._arrived.wait(min(0.05, max(0.0, deadline - time.monotonic())))
+                if self._replies:
+                    return self._replies.popleft()
+            if time.monotonic() >= deadline:
+                return None
+            self._call(self, None)  # nobody else watches the clock of a server without a loop
+
+    def deliver(self, frames: Sequence[Frame]) -> None:
+        with self._arrived:
+            self._replies.append(frames)
+            self._arrived.notify()
+
+    def reconnect(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._replies.clear()
+
+    def now(self) -> float:
+        return time.monotonic()

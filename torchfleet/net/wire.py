@@ -1,0 +1,183 @@
+"""Messages and their frames. docs/protocol.md describes every byte; nothing here trusts a length it was told.
+
+A message is a header frame and one frame per array. The header holds the count, width and dtype of every array, and
+a frame whose length differs from what they say is refused before anything is made of it: decoding allocates nothing
+that depends on a number in the message.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.errors import WireError
+
+MAGIC = b"TFLT"
+VERSION = 1
+MAX_ARRAYS = 4096
+MAX_FRAME = 1 << 30
+_HEADER = struct.Struct("<4sBBBBIHxxQQQQ")
+_ARRAY = struct.Struct("<IBxxxIQ")
+_DTYPES = {1: np.dtype("<u1"), 2: np.dtype("<u8"), 3: np.dtype("<f4"), 4: np.dtype("<f8")}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+Frame = Any  # bytes, memoryview, zmq.Frame's buffer or a numpy array: anything with the buffer protocol
+Body = TypeVar("Body")
+
+if sys.byteorder != "little":
+    raise ImportError("torchfleet's frames are little-endian, and so must the machine be")
+
+
+class Command(IntEnum):
+    PING = 1
+    STATS = 2
+    CREATE_TABLE = 3
+    PULL = 4
+    PUSH = 5
+    SET = 6
+    ERASE = 7
+    BARRIER = 8
+    LEAVE = 9
+    STOP = 10
+
+
+class Role(IntEnum):
+    """Who asks. Where keys are in use, the key decides and not the message."""
+
+    WORKER = 1
+    FIRST_WORKER = 2
+    LAUNCHER = 3
+
+
+OK, ERROR = 0, 1
+NO_CREATE = 1  # flag of PULL: missing keys read as zeros and take no row
+
+
+@dataclass(slots=True)
+class Array:
+    """An array frame and the table it belongs to; always two-dimensional, (rows, columns)."""
+
+    table: int
+    data: npt.NDArray[Any]
+
+
+@dataclass(slots=True)
+class Message:
+    """A request or its reply (which repeats command, client and call)."""
+
+    command: int
+    role: int = Role.WORKER  # in a reply: OK or ERROR
+    flags: int = 0
+    worker: int = 0
+    client: int = 0  # a random number per client; in a reply: a random number per server process
+    call: int = 0  # numbers a client's requests, so that replies find them
+    sequence: int = 0  # numbers a client's changes per server from 1 on; 0: a request that may be repeated freely
+    floor: int = 0  # all changes of this client below this sequence are settled
+    arrays: list[Array] = field(default_factory=list)
+
+
+def encode(message: Message) -> list[Frame]:
+    """Frames of a message. Arrays are not copied: leave them alone until the message has been sent."""
+    parts = [b""]
+    frames: list[Frame] = [b""]
+    for array in message.arrays:
+        data = array.data if array.data.ndim == 2 else array.data.reshape(-1, 1)
+        if not data.flags.c_contiguous:
+            data = np.ascontiguousarray(data)
+        if data.nbytes > MAX_FRAME:
+            raise WireError(
+                f"an array of {data.nbytes:,} bytes is too large for one message (at most {MAX_FRAME:,}). "
+                "Send it in ranges, or use more servers."
+            )
+        parts.append(_ARRAY.pack(array.table, _CODES[data.dtype], data.shape[1], data.shape[0]))
+        frames.append(data)
+    if len(message.arrays) > MAX_ARRAYS:
+        raise WireError(f"{len(message.arrays)} arrays in one message, at most {MAX_ARRAYS}")
+    parts[0] = _HEADER.pack(
+        MAGIC, VERSION, message.command, message.role, message.flags, message.worker, len(message.arrays),
+        message.client, message.call, message.sequence, message.floor,
+    )  # fmt: skip
+    frames[0] = b"".join(parts)
+    return frames
+
+
+def call_of(frames: Sequence[Frame]) -> int:
+    """The call number of a request that may be broken in every other way, so that its sender can be told; else 0."""
+    header = bytes(_as_bytes(frames[0])[: _HEADER.size]) if frames else b""
+    return int(_HEADER.unpack(header)[8]) if len(header) == _HEADER.size and header.startswith(MAGIC) else 0
+
+
+def decode(frames: Sequence[Frame]) -> Message:
+    """The message in these frames, its arrays over the frames' own memory. Raises WireError and nothing else."""
+    if not frames:
+        raise WireError("expected a header frame, found no frame at all")
+    header = memoryview(_as_bytes(frames[0]))
+    if len(header) < _HEADER.size:
+        raise WireError(f"expected a header of at least {_HEADER.size} bytes, found {len(header)}")
+    magic, version, command, role, flags, worker, num_arrays, client, call, sequence, floor = _HEADER.unpack_from(header)
+    if magic != MAGIC:
+        raise WireError(f"expected the magic bytes {MAGIC!r}, found {magic!r}: this is not a torchfleet client")
+    if version != VERSION:
+        raise WireError(f"expected protocol version {VERSION}, found {version}: use the same torchfleet on both sides")
+    if num_arrays > MAX_ARRAYS or len(header) != _HEADER.size + num_arrays * _ARRAY.size:
+        raise WireError(f"a header for {num_arrays} arrays cannot have {len(header)} bytes")
+    if len(frames) != 1 + num_arrays:
+        raise WireError(f"the header announces {num_arrays} arrays, found {len(frames) - 1}")
+    arrays = [_decode_array(header, i, frames[1 + i]) for i in range(num_arrays)]
+    return Message(command, role, flags, worker, client, call, sequence, floor, arrays)
+
+
+def _decode_array(header: memoryview, index: int, frame: Frame) -> Array:
+    table, code, num_columns, num_rows = _ARRAY.unpack_from(header, _HEADER.size + index * _ARRAY.size)
+    dtype = _DTYPES.get(code)
+    if dtype is None:
+        raise WireError(f"array {index} has the unknown dtype code {code}; known are {sorted(_DTYPES)}")
+    data = _as_bytes(frame)
+    if num_rows * num_columns * dtype.itemsize != len(data):
+        raise WireError(
+            f"array {index} is announced as {num_rows} x {num_columns} {dtype}, which is "
+            f"{num_rows * num_columns * dtype.itemsize} bytes; its frame has {len(data)}"
+        )
+    if num_rows > MAX_FRAME:  # only possible when a row is empty
+        raise WireError(f"array {index} is announced with {num_rows} rows of no bytes")
+    values = data.view(dtype) if _is_aligned(data, dtype) else np.frombuffer(data.tobytes(), dtype)
+    return Array(table, values.reshape(num_rows, num_columns))
+
+
+def _as_bytes(frame: Frame) -> npt.NDArray[np.uint8]:
+    """The memory of a frame as a flat array of bytes, whatever it is made of."""
+    if isinstance(frame, np.ndarray):
+        return frame.reshape(-1).view(np.uint8)
+    return np.frombuffer(frame, np.uint8) if len(frame) else np.empty(0, np.uint8)
+
+
+def _is_aligned(data: npt.NDArray[np.uint8], dtype: np.dtype[Any]) -> bool:
+    """Small frames lie anywhere in the receive buffer; kernels read whole words."""
+    return data.ctypes.data % dtype.itemsize == 0
+
+
+def pack(body: object) -> Array:
+    """A structured body (a table's description, statistics, an error) as an array frame of bytes."""
+    return Array(0, np.frombuffer(msgspec.msgpack.encode(body), np.uint8).reshape(-1, 1))
+
+
+def unpack(array: Array, expected: type[Body]) -> Body:
+    """The body, checked field by field against its type. Raises WireError."""
+    if array.data.dtype != np.uint8:
+        raise WireError(f"expected a body of bytes, found an array of {array.data.dtype}")
+    try:
+        return msgspec.msgpack.decode(memoryview(array.data.reshape(-1)), type=expected)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"expected a {expected.__name__}: {error}") from None
+
+
+def error_reply(kind: str, text: str) -> list[Array]:
+    return [pack({"kind": kind, "text": text})]

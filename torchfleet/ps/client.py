@@ -1,0 +1,275 @@
+"""A worker's view of the fleet of servers: pull and push, to all owners at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.errors import FleetError, TableError
+from torchfleet.kernels.rows import all_finite
+from torchfleet.net.keys import KeyFolder
+from torchfleet.net.sockets import SocketChannel
+from torchfleet.net.transport import Channel
+from torchfleet.net.wire import NO_CREATE, Array, Command, Role, pack, unpack
+from torchfleet.ps.connection import DEFAULT_WINDOW, Call, Connection, Patience
+from torchfleet.ps.shard import Floats, Keys, Shards, as_keys, shard
+from torchfleet.tables.spec import TableSpec, part_range
+
+Result = TypeVar("Result")
+_NO_KEYS = np.empty(0, np.uint64)
+
+
+class Future(Generic[Result]):
+    """A request under way to all servers it concerns."""
+
+    def __init__(self, waits: Sequence[tuple[Connection, Call]], finish: Callable[[list[list[Array]]], Result]) -> None:
+        self._waits, self._finish = waits, finish
+        self.is_awaited = False
+
+    @property
+    def is_done(self) -> bool:
+        """All answers are in. Answers are taken in by whoever waits, so a `result` or another request may be needed."""
+        return all(call.is_done for _, call in self._waits)
+
+    def result(self) -> Result:
+        """Wait for all answers. Raises the first error; every wait ends at the request's time-out."""
+        self.is_awaited = True
+        return self._finish([connection.wait(call) for connection, call in self._waits])
+
+
+class Client:
+    """Pull and push over `channels`, one per server, in the same order in every client. Belongs to one thread.
+
+    Every call sends one message per server, to all of them before it waits for any. Methods that return a Future do
+    not wait; the others do. At most `window` requests per server are under way: one more waits for the oldest.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[Channel],
+        *,
+        names: Sequence[str] = (),
+        worker: int = 0,
+        role: Role = Role.FIRST_WORKER,
+        patience: Patience | None = None,
+        window: int = DEFAULT_WINDOW,
+    ) -> None:
+        if not channels:
+            raise FleetError("a client needs at least one server")
+        labels = names or [f"server {i}" for i in range(len(channels))]
+        self._patience = patience or Patience()
+        self._connections = [
+            Connection(label, channel, worker, role, self._patience, window)
+            for label, channel in zip(labels, channels, strict=True)
+        ]
+        self._specs: dict[str, TableSpec] = {}
+        self._unawaited: deque[Future[None]] = deque()
+
+    @classmethod
+    def connect(cls, endpoints: Sequence[str], keys: KeyFolder | None = None, **options: Any) -> Client:
+        """A client of servers at tcp:// or ipc:// addresses."""
+        role = options.get("role", Role.FIRST_WORKER)
+        names = [f"server {i} ({endpoint})" for i, endpoint in enumerate(endpoints)]
+        return cls([SocketChannel(endpoint, keys, role) for endpoint in endpoints], names=names, **options)
+
+    @property
+    def num_servers(self) -> int:
+        return len(self._connections)
+
+    @property
+    def num_retries(self) -> int:
+        return sum(connection.num_retries for connection in self._connections)
+
+    def create_table(self, spec: TableSpec) -> None:
+        """Make a table on all servers. Doing it again with the same description does no harm."""
+        parts = [self.part(spec, i) for i in range(self.num_servers)]
+        self._ask(Command.CREATE_TABLE, [[pack(part)] for part in parts]).result()
+        self.attach(spec)
+
+    def attach(self, spec: TableSpec) -> None:
+        """Use a table that another client made."""
+        self._specs[spec.name] = spec
+
+    def part(self, spec: TableSpec, server: int) -> TableSpec:
+        return msgspec.structs.replace(spec, part=server, num_parts=self.num_servers)
+
+    def pull(self, table: str, keys: npt.ArrayLike, create: bool = True) -> Future[Floats]:
+        """Rows for `keys`, shape (number of keys, dim), in their order. Keys may repeat; missing ones are created,
+        or with create=False read as zeros."""
+        many = self.pull_tables({table: keys}, create)
+        return Future(many._waits, lambda replies: many._finish(replies)[table])
+
+    def pull_tables(self, keys: Mapping[str, npt.ArrayLike], create: bool = True) -> Future[dict[str, Floats]]:
+        """Rows of several tables in one message per server."""
+        shards = {name: self._shard(name, wanted) for name, wanted in keys.items()}
+        arrays = [
+            [Array(self._specs[name].number, part.of(server)) for name, part in shards.items()]
+            for server in range(self.num_servers)
+        ]
+
+        def finish(replies: list[list[Array]]) -> dict[str, Floats]:
+            return {name: self._gather(part, [reply[i].data for reply in replies], name) for i, (name, part) in enumerate(shards.items())}
+
+        return self._ask(Command.PULL, arrays, flags=0 if create else NO_CREATE, finish=finish)
+
+    def push(self, table: str, keys: npt.ArrayLike, grads: Floats, lr: float | None = None) -> Future[None]:
+        """One update of a sparse table; `lr` takes the place of the table's own. Leave `grads` alone until it is done."""
+        return self.push_tables({table: (keys, grads)}, {} if lr is None else {table: lr})
+
+    def push_tables(
+        self, grads: Mapping[str, tuple[npt.ArrayLike, Floats] | Floats], rates: Mapping[str, float] | None = None
+    ) -> Future[None]:
+        """One update of several tables in one message per server: (keys, rows) for a sparse, a block for a dense one.
+
+        An error of a push that nobody waits for is raised by the next push or by `flush`.
+        """
+        while self._unawaited and self._unawaited[0].is_done:
+            self._await_oldest()
+        given = rates or {}
+        lr = np.array([given.get(name, np.nan) for name in grads], np.float64)
+        arrays: list[list[Array]] = [[Array(0, lr)] for _ in self._connections]
+        for name, block in grads.items():
+            for server, pair in enumerate(self._push_parts(name, block)):
+                arrays[server].extend(pair)
+        future = self._ask(Command.PUSH, arrays, once=True)
+        self._unawaited.append(future)
+        return future
+
+    def pull_dense(self, table: str) -> Future[Floats]:
+        """The whole block of a dense table."""
+        spec = self._spec(table)
+        ranges = [part_range(spec.size, i, self.num_servers) for i in range(self.num_servers)]
+        arrays = [[Array(spec.number, np.array([0, stop - start], np.uint64))] for start, stop in ranges]
+        return self._ask(Command.PULL, arrays, finish=lambda replies: np.concatenate([r[0].data.reshape(-1) for r in replies]))
+
+    def push_dense(self, table: str, grads: Floats, lr: float | None = None) -> Future[None]:
+        """One update of a dense table."""
+        return self.push_tables({table: grads}, {} if lr is None else {table: lr})
+
+    def set_dense(self, table: str, values: Floats) -> None:
+        """Overwrite a dense table."""
+        parts = self._dense_parts(table, values)
+        number = self._specs[table].number
+        self._ask(Command.SET, [[Array(number, np.zeros(1, np.uint64)), Array(number, part)] for part in parts], once=True).result()
+
+    def assign(self, table: str, keys: npt.ArrayLike, values: Floats) -> None:
+        """Overwrite rows of a sparse table: their values, or values and state when `values` is that wide."""
+        part = self._shard(table, keys)
+        grouped, number = part.split_rows(_rows(values)), self._specs[table].number
+        pairs = [[Array(number, part.of(i)), Array(number, part.rows_of(grouped, i))] for i in range(self.num_servers)]
+        self._ask(Command.SET, pairs, once=True).result()
+
+    def erase(self, table: str, keys: npt.ArrayLike) -> None:
+        """Drop rows; keys without one are passed over."""
+        part = self._shard(table, keys)
+        number = self._specs[table].number
+        self._ask(Command.ERASE, [[Array(number, part.of(i))] for i in range(self.num_servers)], once=True).result()
+
+    def flush(self) -> None:
+        """Wait until every push has been applied; raises what went wrong with any of them."""
+        while self._unawaited:
+            self._await_oldest()
+
+    def barrier(self, name: str, num_workers: int, timeout: float = 600.0) -> None:
+        """Wait until all workers that have not left are here. Server 0 keeps the list."""
+        body = pack({"name": name, "num_workers": num_workers, "timeout": float(timeout)})
+        first = self._connections[0]
+        # The server ends the wait itself and says who is missing; only if it is silent the client gives up.
+        first.wait(first.submit(Command.BARRIER, [body], once=True, timeout=timeout + self._patience.timeout))
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Per server: tables with their rows and bytes, requests, errors, uptime."""
+        return self._ask(Command.STATS, finish=lambda replies: [unpack(reply[0], dict) for reply in replies]).result()
+
+    def ping(self) -> None:
+        self._ask(Command.PING).result()
+
+    def leave(self) -> None:
+        """Apply what is under way and tell the servers that this worker has done its work."""
+        self.flush()
+        self._ask(Command.LEAVE).result()
+
+    def stop_servers(self) -> None:
+        """End all servers; needs the launcher's role."""
+        self._ask(Command.STOP).result()
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _ask(
+        self,
+        command: Command,
+        arrays: Sequence[list[Array]] | None = None,
+        flags: int = 0,
+        once: bool = False,
+        finish: Callable[[list[list[Array]]], Any] = lambda replies: None,
+    ) -> Future[Any]:
+        parts = arrays if arrays is not None else [[] for _ in self._connections]
+        waits = [
+            (connection, connection.submit(command, part, flags, once))
+            for connection, part in zip(self._connections, parts, strict=True)
+        ]
+        return Future(waits, finish)
+
+    def _await_oldest(self) -> None:
+        oldest = self._unawaited.popleft()
+        if not oldest.is_awaited:
+            oldest.result()
+
+    def _spec(self, table: str) -> TableSpec:
+        spec = self._specs.get(table)
+        if spec is None:
+            known = ", ".join(f"'{name}'" for name in sorted(self._specs)) or "none"
+            raise TableError(f"no table '{table}' here; known tables: {known}. Use create_table or attach first.")
+        return spec
+
+    def _shard(self, table: str, keys: npt.ArrayLike) -> Shards:
+        return shard(self._spec(table), as_keys(keys), self.num_servers)
+
+    def _gather(self, part: Shards, replies: list[Floats], table: str) -> Floats:
+        if part.places is None:
+            return replies[0]
+        out = np.empty((len(part.keys), self._specs[table].dim), np.float32)
+        for server, values in enumerate(replies):
+            part.place(server, values, out)
+        return out
+
+    def _push_parts(self, table: str, block: tuple[npt.ArrayLike, Floats] | Floats) -> list[tuple[Array, Array]]:
+        spec = self._spec(table)
+        if isinstance(block, tuple):
+            part, grads = self._shard(table, block[0]), _rows(block[1])
+            if grads.shape != (len(part.keys), spec.dim):
+                raise TableError(f"table '{table}' expects gradients of shape ({len(part.keys)}, {spec.dim}), found {grads.shape}")
+            # Checked here as well as on the servers: what one of them refuses, none of them may apply.
+            if not all_finite(grads.reshape(-1).view(np.uint32)):
+                raise TableError(f"NaN or infinity in the gradients for table '{table}'; nothing was sent. Look for it in the loss.")
+            grouped = part.split_rows(grads)
+            return [(Array(spec.number, part.of(i)), Array(spec.number, part.rows_of(grouped, i))) for i in range(self.num_servers)]
+        return [(Array(spec.number, _NO_KEYS), Array(spec.number, piece)) for piece in self._dense_parts(table, block)]
+
+    def _dense_parts(self, table: str, values: Floats) -> list[Floats]:
+        spec = self._spec(table)
+        flat = np.ascontiguousarray(values, np.float32).reshape(-1)
+        if len(flat) != spec.size:
+            raise TableError(f"dense table '{table}' has {spec.size:,} elements, found {len(flat):,}")
+        if not all_finite(flat.view(np.uint32)):
+            raise TableError(f"NaN or infinity in the values for table '{table}'; nothing was sent. Look for it in the loss.")
+        return [flat[slice(*part_range(spec.size, i, self.num_servers))] for i in range(self.num_servers)]
+
+
+def _rows(values: Floats) -> Floats:
+    rows = np.ascontiguousarray(values, np.float32)
+    return rows if rows.ndim == 2 else rows.reshape(len(rows), -1)

@@ -1,0 +1,159 @@
+"""Requests under way to one server: numbered, bounded, repeated when no answer comes, given up in time."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchfleet import errors
+from torchfleet.errors import FleetError, ServerError, ServerRestarted, ServerUnreachable, WireError
+from torchfleet.net.transport import Channel
+from torchfleet.net.wire import ERROR, Array, Command, Frame, Message, Role, decode, encode, unpack
+
+DEFAULT_WINDOW = 8
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a request may take in all, and how often it is sent again within that time.
+
+    Pauses double: with 3 retries in 30 s it is sent at 0, 2, 6 and 14 s, and given up at 30 s.
+    """
+
+    timeout: float = 30.0
+    retries: int = 3
+
+    def resend_at(self, sent: float, attempt: int, timeout: float) -> float:
+        """When to send for the attempt after number `attempt` (1, 2, ...), for a request first sent at `sent`."""
+        if attempt > self.retries:
+            return sent + timeout
+        return sent + timeout * (2**attempt - 1) / (2 ** (self.retries + 1) - 1)
+
+
+@dataclass(slots=True)
+class Call:
+    """One request and, in the end, its reply or its error."""
+
+    command: int
+    number: int
+    sequence: int
+    message: Message
+    started: float
+    timeout: float
+    resend_at: float
+    attempt: int = 1
+    reply: list[Array] | None = None
+    error: FleetError | None = None
+
+    @property
+    def is_done(self) -> bool:
+        return self.reply is not None or self.error is not None
+
+
+class Connection:
+    """A client's side of the talk with one server. Belongs to one thread; whoever waits does the work."""
+
+    def __init__(self, name: str, channel: Channel, worker: int, role: Role, patience: Patience, window: int) -> None:
+        self._name, self._channel, self._patience, self._window = name, channel, patience, window
+        self._worker, self._role = worker, role
+        self._client = secrets.randbits(63) | 1
+        self._next_call = self._next_sequence = 1
+        self._calls: dict[int, Call] = {}
+        self._incarnation = 0
+        self.num_retries = 0
+
+    def submit(self, command: Command, arrays: list[Array], flags: int = 0, once: bool = False, timeout: float | None = None) -> Call:
+        """Send a request; waits only while the window is full. `once`: the server applies it once, however often sent."""
+        while len(self._calls) >= self._window:
+            self._work()
+        sequence = self._next_sequence if once else 0
+        self._next_sequence += once
+        message = Message(command, self._role, flags, self._worker, self._client, self._next_call, sequence, 0, arrays)
+        self._next_call += 1
+        now = self._channel.now()
+        seconds = self._patience.timeout if timeout is None else timeout
+        resend_at = self._patience.resend_at(now, 1, seconds)
+        call = Call(command, message.call, sequence, message, now, seconds, resend_at)
+        self._calls[call.number] = call
+        self._send(call)
+        return call
+
+    def wait(self, call: Call) -> list[Array]:
+        """The reply, or the error raised. At the latest after the call's time-out."""
+        while not call.is_done:
+            self._work()
+        if call.error is not None:
+            raise call.error
+        assert call.reply is not None
+        return call.reply
+
+    def close(self) -> None:
+        self._calls.clear()
+        self._channel.close()
+
+    def _send(self, call: Call) -> None:
+        # The floor tells the server what it need not remember any longer: all changes below it are settled.
+        open_changes = [other.sequence for other in self._calls.values() if other.sequence]
+        call.message.floor = min(open_changes, default=self._next_sequence)
+        frames = encode(call.message)
+        while not self._channel.send(frames) and not call.is_done:
+            self._work()
+
+    def _work(self) -> None:
+        """Take in replies: those that are here, or the first that comes before the next deadline."""
+        now = self._channel.now()
+        pause = min((call.resend_at for call in self._calls.values()), default=now) - now
+        frames = self._channel.receive(max(0.0, min(pause, 1.0)))
+        while frames is not None:
+            self._take(frames)
+            frames = self._channel.receive(0.0)
+        self._look_at_clock(self._channel.now())
+
+    def _take(self, frames: Sequence[Frame]) -> None:
+        try:
+            reply = decode(frames)
+        except WireError:
+            return  # not a reply we could use; its request is sent again
+        call = self._calls.get(reply.call)
+        if call is None:
+            return  # the answer to a repeat
+        del self._calls[call.number]
+        if self._incarnation not in (0, reply.client):
+            call.error = ServerRestarted(
+                f"{self._name} is another process than before: its tables are gone. Start the job anew from the last checkpoint."
+            )
+        elif reply.role == ERROR:
+            call.error = self._error(call, reply.arrays)
+        else:
+            call.reply = reply.arrays
+        self._incarnation = self._incarnation or reply.client
+
+    def _error(self, call: Call, arrays: list[Array]) -> FleetError:
+        """The server's error, as the class it had there where that is one of ours."""
+        body: dict[str, Any] = unpack(arrays[0], dict) if arrays else {}
+        kind = getattr(errors, str(body.get("kind")), ServerError)
+        known = isinstance(kind, type) and issubclass(kind, FleetError)
+        text = f"{self._name} refused {Command(call.command).name}: {body.get('text')}"
+        return (kind if known else ServerError)(text)
+
+    def _look_at_clock(self, now: float) -> None:
+        late = [call for call in self._calls.values() if now >= call.resend_at]
+        for call in late:
+            if now >= call.started + call.timeout:
+                del self._calls[call.number]
+                call.error = ServerUnreachable(
+                    f"{self._name} gave no answer to {Command(call.command).name} within {call.timeout:g} s "
+                    f"({call.attempt} attempts). Is its process alive, and the address right? Its log says more."
+                )
+            else:
+                call.attempt += 1
+                call.resend_at = self._patience.resend_at(call.started, call.attempt, call.timeout)
+        if any(not call.is_done for call in late):
+            # A connection that lost one message is not trusted with the others: a new one, and all of them again.
+            self._channel.reconnect()
+            for call in list(self._calls.values()):
+                self.num_retries += 1
+                if not call.is_done:
+                    self._send(call)

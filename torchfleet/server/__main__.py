@@ -1,0 +1,58 @@
+"""A server of its own: `python -m torchfleet.server --endpoint tcp://127.0.0.1:7000`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from types import FrameType
+
+from torchfleet.errors import FleetError
+from torchfleet.net.keys import KeyFolder
+from torchfleet.net.sockets import Listener
+from torchfleet.server.server import Server
+from torchfleet.server.warm import warm_up
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchfleet.server",
+        description="Run one parameter server. It prints the address it listens on and serves until it is told to stop "
+        "(by a client with the launcher's role, or by SIGTERM / Ctrl-C). Several servers on one machine use its cores.",
+    )
+    parser.add_argument("--endpoint", default="tcp://127.0.0.1:0", help="tcp://HOST:PORT (port 0: any free one) or ipc://PATH")
+    parser.add_argument("--key_dir", default=os.environ.get("FLEET_KEY_DIR"), help="folder of keys; needed off loopback")
+    parser.add_argument("--insecure", action="store_true", help="serve other machines without keys: anyone may connect")
+    parser.add_argument("--max_table_bytes", type=int, help="largest size of one table (default: this machine's memory)")
+    parser.add_argument("--num_workers", type=int, default=0, help="end when so many workers have left (0: never)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    ended = False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal ended
+        ended = True
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    try:
+        server = Server(options.max_table_bytes, options.num_workers)
+        warm_up()
+        listener = Listener(options.endpoint, KeyFolder(options.key_dir) if options.key_dir else None, options.insecure)
+    except FleetError as error:
+        print(f"torchfleet server: {error}", file=sys.stderr)
+        return 2
+    print(f"listening on {listener.endpoint}", flush=True)
+    try:
+        listener.serve(server, lambda: ended or server.is_stopping)
+    finally:
+        listener.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

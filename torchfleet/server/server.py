@@ -1,0 +1,102 @@
+"""One process, one loop, owner of its tables: from frames to the command that they name, and back."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+
+from torchfleet.errors import FleetError, PermissionRefused, WireError
+from torchfleet.net.transport import Peer
+from torchfleet.net.wire import ERROR, OK, Command, Frame, Message, Role, call_of, decode, encode, error_reply
+from torchfleet.server.commands import COMMANDS, Entry, Reply, State
+from torchfleet.server.request import Request
+from torchfleet.server.sessions import Outcome
+
+
+class Server:
+    """The state machine behind a transport: requests in, replies out, no sockets, no threads."""
+
+    def __init__(self, max_table_bytes: int | None = None, num_workers: int = 0) -> None:
+        self.state = State(num_workers=num_workers)
+        if max_table_bytes is not None:
+            self.state.max_table_bytes = max_table_bytes
+        self._incarnation = secrets.randbits(63) | 1
+
+    @property
+    def is_stopping(self) -> bool:
+        return self.state.is_stopping
+
+    def handle(self, peer: Peer, frames: Sequence[Frame], role: Role | None) -> list[tuple[Peer, list[Frame]]]:
+        """Take one request; returns all replies that are ready now, among them those of earlier requests."""
+        self.state.num_requests += 1
+        try:
+            message = decode(frames)
+        except WireError as error:
+            broken = Request(Message(Command.PING, call=call_of(frames)), peer)
+            self.state.finish(broken, error)
+            return self._replies()
+        request = Request(message, peer, time.monotonic())
+        result = self._run(request, role)
+        if result is not None:
+            self.state.finish(request, result)
+        return self._replies()
+
+    def tick(self, now: float) -> list[tuple[Peer, list[Frame]]]:
+        for request, error in self.state.barriers.expired(now):
+            self.state.finish(request, error)
+        return self._replies()
+
+    def _run(self, request: Request, role: Role | None) -> Reply | FleetError | None:
+        try:
+            entry = self._entry(request.message, role)
+            if not entry.once:
+                return entry.run(self.state, request)
+            return self._run_once(entry, request)
+        except FleetError as error:
+            return error
+        except Exception as error:  # our own mistake must not end the service of all others
+            traceback.print_exc(file=sys.stderr)
+            return FleetError(f"internal error of the server: {type(error).__name__}: {error}")
+
+    def _run_once(self, entry: Entry, request: Request) -> Reply | FleetError | None:
+        message = request.message
+        if message.sequence < 1:
+            raise WireError(f"command {message.command} changes things and needs a sequence number")
+        before = self.state.sessions.begin(message.client, message.sequence, message.floor)
+        if isinstance(before, FleetError):
+            return before
+        if before is Outcome.APPLIED:
+            return []
+        return entry.run(self.state, request)  # also for one that is waiting: its reply then goes to the repeat
+
+    @staticmethod
+    def _entry(message: Message, proved: Role | None) -> Entry:
+        entry = COMMANDS.get(message.command)
+        if entry is None:
+            raise WireError(f"unknown command {message.command}; known are {[command.name for command in Command]}")
+        role = message.role if proved is None else proved
+        if role not in entry.roles:
+            allowed = ", ".join(sorted(known.name.lower() for known in entry.roles))
+            name = Role(role).name.lower() if role in tuple(Role) else f"role {role}"
+            raise PermissionRefused(f"{Command(message.command).name} is for {allowed}; this is a {name}")
+        return entry
+
+    def _replies(self) -> list[tuple[Peer, list[Frame]]]:
+        finished, self.state.finished = self.state.finished, []
+        return [(request.peer, self._reply(request, result)) for request, result in finished]
+
+    def _reply(self, request: Request, result: Reply | FleetError) -> list[Frame]:
+        message = request.message
+        reply = Message(message.command, OK, 0, message.worker, self._incarnation, message.call)
+        if isinstance(result, FleetError):
+            self.state.num_errors += 1
+            reply.role, reply.arrays = ERROR, error_reply(type(result).__name__, str(result))
+        else:
+            reply.arrays = result
+        if message.sequence:
+            outcome = result if isinstance(result, FleetError) else Outcome.APPLIED
+            self.state.sessions.settle(message.client, message.sequence, outcome)
+        return encode(reply)
