@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ def spec(name: str, dim: int) -> TableSpec:
     return TableSpec(name, dim=dim, rule=Rule("adagrad", lr=0.01), initializer=Initializer("uniform", -0.01, 0.01))
 
 
-def pipelined(num_in_flight: int, requests: list[Callable[[], Future[Any]]]) -> None:
+def pipelined(num_in_flight: int, requests: Sequence[Callable[[], Future[Any]]]) -> None:
     """All requests, with at most so many under way."""
     under_way: deque[Future[Any]] = deque()
     for ask in requests:
@@ -97,10 +98,8 @@ def measure_speed(chosen: argparse.Namespace) -> dict[str, float]:
             for i, keys in enumerate(batches):
                 bare.push(keys, grads[i % 4])
 
-        pulls: list[Callable[[], Future[Any]]] = [lambda keys=keys: client.pull("speed", keys) for keys in batches]
-        pushes: list[Callable[[], Future[Any]]] = [
-            lambda i=i, keys=keys: client.push("speed", keys, grads[i % 4]) for i, keys in enumerate(batches)
-        ]
+        pulls = [partial(client.pull, "speed", keys) for keys in batches]
+        pushes = [partial(client.push, "speed", keys, grads[i % 4]) for i, keys in enumerate(batches)]
         say("pull and push, keys per second")
         found = interleave(
             chosen.rounds,

@@ -1,7 +1,7 @@
 """Keys of a fleet: one CURVE pair per role, in a folder. Who holds a role's secret key may give its commands.
 
-    server.key  worker.key  first_worker.key  launcher.key               public, on every machine
-    *.key_secret                                                          only where that role runs
+server.key  worker.key  first_worker.key  launcher.key               public, on every machine
+*.key_secret                                                          only where that role runs
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def require_keys(endpoint: str, keys: KeyFolder | None, insecure: bool) -> None:
     """Refuse to serve strangers: an address others can reach needs keys, or the word --insecure."""
     if keys is None and not insecure and not is_private(endpoint):
         raise SecurityError(
-            f"{endpoint} can be reached from other machines, and no keys are given. Make keys (`fleetrun --keygen DIR`) "
-            "and set FLEET_KEY_DIR or --key_dir; or say --insecure if everyone on this network may read and change "
-            "the model."
+            f"{endpoint} can be reached from other machines, and no keys are given. Make keys (`fleetrun --keygen "
+            "DIR`) and set FLEET_KEY_DIR or --key_dir; or say --insecure if everyone on this network may read and "
+            "change the model."
         )

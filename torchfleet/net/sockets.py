@@ -38,8 +38,10 @@ class Listener:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
             self.close()
-            raise FleetError(f"cannot listen on {endpoint}: {error}. Is the port in use, the address of this machine?") from None
-        self.endpoint = self._socket.last_endpoint.decode().rstrip("\0")
+            raise FleetError(
+                f"cannot listen on {endpoint}: {error}. Is the port in use, the address of this machine?"
+            ) from None
+        self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0")
 
     def serve(self, handler: Handler, is_over: Callable[[], bool]) -> None:
         """Answer requests until `is_over`, which is looked at after every request and every TICK."""
@@ -125,7 +127,9 @@ class SocketChannel:
             connection.connect(self._endpoint)
         except zmq.ZMQError as error:
             connection.close(linger=0)
-            raise FleetError(f"not an address to connect to: {self._endpoint!r} ({error}); expected tcp://host:port") from None
+            raise FleetError(
+                f"not an address to connect to: {self._endpoint!r} ({error}); expected tcp://host:port"
+            ) from None
         return connection
 
 

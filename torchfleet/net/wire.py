@@ -26,7 +26,7 @@ MAX_ARRAYS = 4096
 MAX_FRAME = 1 << 30
 _HEADER = struct.Struct("<4sBBBBIHxxQQQQ")
 _ARRAY = struct.Struct("<IBxxxIQ")
-_DTYPES = {1: np.dtype("<u1"), 2: np.dtype("<u8"), 3: np.dtype("<f4"), 4: np.dtype("<f8")}
+_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u8"), 3: np.dtype("<f4"), 4: np.dtype("<f8")}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 Frame = Any  # bytes, memoryview, zmq.Frame's buffer or a numpy array: anything with the buffer protocol
@@ -119,10 +119,12 @@ def decode(frames: Sequence[Frame]) -> Message:
     """The message in these frames, its arrays over the frames' own memory. Raises WireError and nothing else."""
     if not frames:
         raise WireError("expected a header frame, found no frame at all")
-    header = memoryview(_as_bytes(frames[0]))
+    header = _as_bytes(frames[0]).data
     if len(header) < _HEADER.size:
         raise WireError(f"expected a header of at least {_HEADER.size} bytes, found {len(header)}")
-    magic, version, command, role, flags, worker, num_arrays, client, call, sequence, floor = _HEADER.unpack_from(header)
+    magic, version, command, role, flags, worker, num_arrays, client, call, sequence, floor = _HEADER.unpack_from(
+        header
+    )
     if magic != MAGIC:
         raise WireError(f"expected the magic bytes {MAGIC!r}, found {magic!r}: this is not a torchfleet client")
     if version != VERSION:
@@ -174,7 +176,7 @@ def unpack(array: Array, expected: type[Body]) -> Body:
     if array.data.dtype != np.uint8:
         raise WireError(f"expected a body of bytes, found an array of {array.data.dtype}")
     try:
-        return msgspec.msgpack.decode(memoryview(array.data.reshape(-1)), type=expected)
+        return msgspec.msgpack.decode(array.data.tobytes(), type=expected)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise WireError(f"expected a {expected.__name__}: {error}") from None
 

@@ -18,7 +18,7 @@ from torchfleet.net.sockets import SocketChannel
 from torchfleet.net.transport import Channel
 from torchfleet.net.wire import NO_CREATE, Array, Command, Role, pack, unpack
 from torchfleet.ps.connection import DEFAULT_WINDOW, Call, Connection, Patience
-from torchfleet.ps.shard import Floats, Keys, Shards, as_keys, shard
+from torchfleet.ps.shard import Floats, Shards, as_keys, shard
 from torchfleet.tables.spec import TableSpec, part_range
 
 Result = TypeVar("Result")
@@ -114,12 +114,15 @@ class Client:
         ]
 
         def finish(replies: list[list[Array]]) -> dict[str, Floats]:
-            return {name: self._gather(part, [reply[i].data for reply in replies], name) for i, (name, part) in enumerate(shards.items())}
+            return {
+                name: self._gather(part, [reply[i].data for reply in replies], name)
+                for i, (name, part) in enumerate(shards.items())
+            }
 
         return self._ask(Command.PULL, arrays, flags=0 if create else NO_CREATE, finish=finish)
 
     def push(self, table: str, keys: npt.ArrayLike, grads: Floats, lr: float | None = None) -> Future[None]:
-        """One update of a sparse table; `lr` takes the place of the table's own. Leave `grads` alone until it is done."""
+        """One update of a sparse table; `lr` takes the place of its own. Leave `grads` alone until it is done."""
         return self.push_tables({table: (keys, grads)}, {} if lr is None else {table: lr})
 
     def push_tables(
@@ -146,7 +149,9 @@ class Client:
         spec = self._spec(table)
         ranges = [part_range(spec.size, i, self.num_servers) for i in range(self.num_servers)]
         arrays = [[Array(spec.number, np.array([0, stop - start], np.uint64))] for start, stop in ranges]
-        return self._ask(Command.PULL, arrays, finish=lambda replies: np.concatenate([r[0].data.reshape(-1) for r in replies]))
+        return self._ask(
+            Command.PULL, arrays, finish=lambda replies: np.concatenate([r[0].data.reshape(-1) for r in replies])
+        )
 
     def push_dense(self, table: str, grads: Floats, lr: float | None = None) -> Future[None]:
         """One update of a dense table."""
@@ -156,7 +161,9 @@ class Client:
         """Overwrite a dense table."""
         parts = self._dense_parts(table, values)
         number = self._specs[table].number
-        self._ask(Command.SET, [[Array(number, np.zeros(1, np.uint64)), Array(number, part)] for part in parts], once=True).result()
+        self._ask(
+            Command.SET, [[Array(number, np.zeros(1, np.uint64)), Array(number, part)] for part in parts], once=True
+        ).result()
 
     def assign(self, table: str, keys: npt.ArrayLike, values: Floats) -> None:
         """Overwrite rows of a sparse table: their values, or values and state when `values` is that wide."""
@@ -185,7 +192,10 @@ class Client:
 
     def stats(self) -> list[dict[str, Any]]:
         """Per server: tables with their rows and bytes, requests, errors, uptime."""
-        return self._ask(Command.STATS, finish=lambda replies: [unpack(reply[0], dict) for reply in replies]).result()
+        asked: Future[list[dict[str, Any]]] = self._ask(
+            Command.STATS, finish=lambda replies: [unpack(reply[0], dict) for reply in replies]
+        )
+        return asked.result()
 
     def ping(self) -> None:
         self._ask(Command.PING).result()
@@ -206,7 +216,9 @@ class Client:
     def __enter__(self) -> Client:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def _ask(
@@ -252,12 +264,19 @@ class Client:
         if isinstance(block, tuple):
             part, grads = self._shard(table, block[0]), _rows(block[1])
             if grads.shape != (len(part.keys), spec.dim):
-                raise TableError(f"table '{table}' expects gradients of shape ({len(part.keys)}, {spec.dim}), found {grads.shape}")
+                raise TableError(
+                    f"table '{table}' expects gradients of shape ({len(part.keys)}, {spec.dim}), found {grads.shape}"
+                )
             # Checked here as well as on the servers: what one of them refuses, none of them may apply.
             if not all_finite(grads.reshape(-1).view(np.uint32)):
-                raise TableError(f"NaN or infinity in the gradients for table '{table}'; nothing was sent. Look for it in the loss.")
+                raise TableError(
+                    f"NaN or infinity in the gradients for table '{table}'; nothing was sent. Look for it in the loss."
+                )
             grouped = part.split_rows(grads)
-            return [(Array(spec.number, part.of(i)), Array(spec.number, part.rows_of(grouped, i))) for i in range(self.num_servers)]
+            return [
+                (Array(spec.number, part.of(i)), Array(spec.number, part.rows_of(grouped, i)))
+                for i in range(self.num_servers)
+            ]
         return [(Array(spec.number, _NO_KEYS), Array(spec.number, piece)) for piece in self._dense_parts(table, block)]
 
     def _dense_parts(self, table: str, values: Floats) -> list[Floats]:
@@ -266,7 +285,9 @@ class Client:
         if len(flat) != spec.size:
             raise TableError(f"dense table '{table}' has {spec.size:,} elements, found {len(flat):,}")
         if not all_finite(flat.view(np.uint32)):
-            raise TableError(f"NaN or infinity in the values for table '{table}'; nothing was sent. Look for it in the loss.")
+            raise TableError(
+                f"NaN or infinity in the values for table '{table}'; nothing was sent. Look for it in the loss."
+            )
         return [flat[slice(*part_range(spec.size, i, self.num_servers))] for i in range(self.num_servers)]
 
 

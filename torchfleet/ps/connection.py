@@ -29,7 +29,7 @@ class Patience:
         """When to send for the attempt after number `attempt` (1, 2, ...), for a request first sent at `sent`."""
         if attempt > self.retries:
             return sent + timeout
-        return sent + timeout * (2**attempt - 1) / (2 ** (self.retries + 1) - 1)
+        return sent + timeout * ((1 << attempt) - 1) / ((1 << (self.retries + 1)) - 1)
 
 
 @dataclass(slots=True)
@@ -64,8 +64,10 @@ class Connection:
         self._incarnation = 0
         self.num_retries = 0
 
-    def submit(self, command: Command, arrays: list[Array], flags: int = 0, once: bool = False, timeout: float | None = None) -> Call:
-        """Send a request; waits only while the window is full. `once`: the server applies it once, however often sent."""
+    def submit(
+        self, command: Command, arrays: list[Array], flags: int = 0, once: bool = False, timeout: float | None = None
+    ) -> Call:
+        """Send a request; waits only while the window is full. `once`: applied once, however often it is sent."""
         while len(self._calls) >= self._window:
             self._work()
         sequence = self._next_sequence if once else 0
@@ -122,7 +124,8 @@ class Connection:
         del self._calls[call.number]
         if self._incarnation not in (0, reply.client):
             call.error = ServerRestarted(
-                f"{self._name} is another process than before: its tables are gone. Start the job anew from the last checkpoint."
+                f"{self._name} is another process than before, and what it held is gone. Start the job anew from the "
+                "last checkpoint."
             )
         elif reply.role == ERROR:
             call.error = self._error(call, reply.arrays)

@@ -21,10 +21,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description="Run one parameter server. It prints the address it listens on and serves until it is told to stop "
         "(by a client with the launcher's role, or by SIGTERM / Ctrl-C). Several servers on one machine use its cores.",
     )
-    parser.add_argument("--endpoint", default="tcp://127.0.0.1:0", help="tcp://HOST:PORT (port 0: any free one) or ipc://PATH")
-    parser.add_argument("--key_dir", default=os.environ.get("FLEET_KEY_DIR"), help="folder of keys; needed off loopback")
+    parser.add_argument(
+        "--endpoint", default="tcp://127.0.0.1:0", help="tcp://HOST:PORT (port 0: any free one) or ipc://PATH"
+    )
+    parser.add_argument(
+        "--key_dir", default=os.environ.get("FLEET_KEY_DIR"), help="folder of keys; needed off loopback"
+    )
     parser.add_argument("--insecure", action="store_true", help="serve other machines without keys: anyone may connect")
-    parser.add_argument("--max_table_bytes", type=int, help="largest size of one table (default: this machine's memory)")
+    parser.add_argument(
+        "--max_table_bytes", type=int, help="largest size of one table (default: this machine's memory)"
+    )
     parser.add_argument("--num_workers", type=int, default=0, help="end when so many workers have left (0: never)")
     return parser.parse_args(arguments)
 

@@ -231,7 +231,9 @@ def _start(keys: npt.NDArray[np.uint64]) -> int:
 def _check_pull(table: Table, keys: npt.NDArray[np.uint64], create: bool) -> None:
     if isinstance(table, DenseTable):
         if len(keys) != 2:
-            raise WireError(f"expected a range (start, stop) for dense table '{table.spec.name}', found {len(keys)} numbers")
+            raise WireError(
+                f"expected a range (start, stop) for dense table '{table.spec.name}', found {len(keys)} numbers"
+            )
         table.check_range(int(keys[0]), int(keys[1]))
     else:
         table.check_keys(keys, create)
@@ -240,7 +242,9 @@ def _check_pull(table: Table, keys: npt.NDArray[np.uint64], create: bool) -> Non
         raise TableError(f"a reply of {4 * size:,} bytes is too large for one message: ask for at most {MAX_FRAME:,}")
 
 
-def _pairs(state: State, arrays: list[Array]) -> Iterator[tuple[Table, npt.NDArray[np.uint64], npt.NDArray[np.float32]]]:
+def _pairs(
+    state: State, arrays: list[Array]
+) -> Iterator[tuple[Table, npt.NDArray[np.uint64], npt.NDArray[np.float32]]]:
     if len(arrays) % 2:
         raise WireError(f"expected pairs of keys and values, found {len(arrays)} arrays")
     if len({array.table for array in arrays}) * 2 < len(arrays):

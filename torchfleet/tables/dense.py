@@ -32,7 +32,7 @@ class DenseTable:
     def get(self, start: int, stop: int) -> Floats:
         """A copy of elements start..stop."""
         self.check_range(start, stop)
-        return self._weights[start:stop].copy()
+        return np.array(self._weights[start:stop])
 
     def check_set(self, start: int, values: Floats) -> None:
         self.check_range(start, start + values.size)
@@ -45,7 +45,9 @@ class DenseTable:
 
     def check_push(self, grads: Floats, lr: float | None = None) -> None:
         if grads.size != self.size:
-            raise TableError(f"dense table '{self.spec.name}' expects {self.size:,} gradients here, found {grads.size:,}")
+            raise TableError(
+                f"dense table '{self.spec.name}' expects {self.size:,} gradients here, found {grads.size:,}"
+            )
         self._check_finite(grads)
         learning_rate(self.spec.rule, lr, 1)
 
@@ -57,12 +59,18 @@ class DenseTable:
         apply_to_block(self.spec.rule, self._weights, self._states, grads.reshape(-1), rate, self.step)
 
     def stats(self) -> dict[str, float]:
-        return {"rows": self.size, "bytes": self.size * 4 * (1 + len(self._states)), "load_factor": 1.0, "step": self.step}
+        return {
+            "rows": self.size,
+            "bytes": self.size * 4 * (1 + len(self._states)),
+            "load_factor": 1.0,
+            "step": self.step,
+        }
 
     def check_range(self, start: int, stop: int) -> None:
         if not 0 <= start <= stop <= self.size:
             raise TableError(
-                f"dense table '{self.spec.name}' holds elements 0 to {self.size:,} here; asked for {start:,} to {stop:,}"
+                f"dense table '{self.spec.name}' holds elements 0 to {self.size:,} here; asked for {start:,} to "
+                f"{stop:,}"
             )
 
     def _check_finite(self, values: Floats) -> None:

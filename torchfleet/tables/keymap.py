@@ -16,12 +16,12 @@ from torchfleet.tables.memory import Memory
 Keys = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
 
-MAX_LOAD = 0.75
+MAX_LOAD = 0.72
 GROWTH = 1.25
 FIRST_BUCKETS = 64
 SPARE_BUCKETS = 64
 SMALL = 1 << 14  # buckets; below it a map doubles, and is carried over in one go (under a millisecond)
-MOVES_PER_KEY = 2  # buckets carried over per new key: done after 1/16 of a map's size, long before it is full again
+MOVES_PER_KEY = 2  # buckets carried over per new key: done when the old slots have filled up by 1/16 more
 KEY_WORDS = 2
 
 

@@ -33,7 +33,9 @@ def learning_rate(rule: Rule, lr: float | None, step: int) -> float:
     return rate / (1 + (step - 1) * rule.lr_decay) if rule.name == "adagrad" else rate
 
 
-def apply_to_rows(rule: Rule, store: Any, layout: tuple[int, int], at: Any, grads: Floats, rate: float, step: int) -> None:
+def apply_to_rows(
+    rule: Rule, store: Any, layout: tuple[int, int], at: Any, grads: Floats, rate: float, step: int
+) -> None:
     """Update the rows numbered `at`, all different; layout is (width, offset) of the store."""
     if rule.name == "sgd":
         rows.sgd(store, *layout, at, grads, rate, rule.low, rule.high)
@@ -53,6 +55,4 @@ def apply_to_block(rule: Rule, weights: Floats, states: Floats, grads: Floats, r
     elif rule.name == "adagrad":
         dense.adagrad(weights, states[0], grads, rate, rule.eps, decay, shrink)
     else:
-        dense.adam(
-            weights, states[0], states[1], grads, rate, rule.beta1, rule.beta2, rule.eps, decay, shrink, step
-        )
+        dense.adam(weights, states[0], states[1], grads, rate, rule.beta1, rule.beta2, rule.eps, decay, shrink, step)

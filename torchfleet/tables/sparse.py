@@ -58,12 +58,14 @@ class SparseTable:
         """Raise TableError if these keys cannot be looked up, or (create) if there is no room for the new ones."""
         self._index.check(keys)
         if create and len(keys) > self._index.num_free_rows:
-            missing = {int(key) for start in range(0, len(keys), CHUNK) for key in self._absent(keys[start : start + CHUNK])}
+            missing = {
+                int(key) for start in range(0, len(keys), CHUNK) for key in self._absent(keys[start : start + CHUNK])
+            }
             if len(missing) > self._index.num_free_rows:
                 raise TableError(
-                    f"table '{self.spec.name}' is full: {self._index.num_keys:,} rows, {len(missing):,} new keys, room for "
-                    f"{self._index.num_free_rows:,} rows. Give the server a larger max_table_bytes, use more servers, "
-                    "or evict."
+                    f"table '{self.spec.name}' is full: {self._index.num_keys:,} rows, {len(missing):,} new keys, "
+                    f"room for {self._index.num_free_rows:,} rows. Give the server a larger max_table_bytes, use "
+                    "more servers, or evict."
                 )
 
     def check_push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
@@ -142,7 +144,7 @@ class SparseTable:
 def _stream(seed: int, name: str) -> np.uint64:
     """What (seed, table) contribute to a row's first value; by name, so that the order of creation plays no part."""
     digest = hashlib.blake2b(name.encode(), digest_size=8, key=seed.to_bytes(8, "little")).digest()
-    return np.frombuffer(digest, "<u8")[0]
+    return np.uint64(int.from_bytes(digest, "little"))
 
 
 def _check_block(spec: TableSpec, keys: npt.NDArray[np.uint64], block: Floats, num_words: int, what: str) -> None:
