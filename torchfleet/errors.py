@@ -7,6 +7,18 @@ class FleetError(Exception):
     """Base of all of them."""
 
 
+class StrategyError(FleetError):
+    """A setting that is unknown, wrong, contradictory or not available."""
+
+
+class RoleError(FleetError):
+    """The environment, or the caller, does not say clearly which role this process has."""
+
+
+class ModelError(FleetError):
+    """A model or optimizer that cannot be distributed as it is."""
+
+
 class WireError(FleetError):
     """Bytes that are not a message of our protocol."""
 

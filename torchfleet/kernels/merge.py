@@ -47,12 +47,17 @@ def segment_sum(grads_ND: np.ndarray, inverse_N: np.ndarray, sums_UD: np.ndarray
                 sums_UD[u, d] += grads_ND[i, d]
 
 
-def unique(keys_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(distinct keys in order of first appearance, inverse as int32)."""
+def unique_places(keys_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(distinct keys in order of first appearance, inverse as int32, where to find them again)."""
     num = len(keys_N)
     places = np.zeros(1 << max(4, (2 * num - 1).bit_length()), np.int32)
     distinct, inverse = np.empty(num, np.uint64), np.empty(num, np.int32)
-    return distinct[: unique_inverse(keys_N, places, distinct, inverse)], inverse
+    return distinct[: unique_inverse(keys_N, places, distinct, inverse)], inverse, places
+
+
+def unique(keys_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(distinct keys in order of first appearance, inverse as int32)."""
+    return unique_places(keys_N)[:2]
 
 
 def sum_by_key(keys_N: np.ndarray, grads_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

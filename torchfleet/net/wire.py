@@ -47,6 +47,7 @@ class Command(IntEnum):
     BARRIER = 8
     LEAVE = 9
     STOP = 10
+    PULL_CHANGED = 11
 
 
 class Role(IntEnum):
@@ -59,6 +60,10 @@ class Role(IntEnum):
 
 OK, ERROR = 0, 1
 NO_CREATE = 1  # flag of PULL: missing keys read as zeros and take no row
+VERSIONS = 2  # flag of PULL: the reply ends with the number of updates that each section's table has seen
+SYNC = 4  # flag of PUSH: one update with the mean of all workers' gradients, answered when it has been made
+DENSE_BACK = 8  # flag of PUSH: the reply holds the dense sections' new values
+DELTA = 16  # flag of PUSH: differences to be added, instead of gradients
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -16,13 +17,32 @@ from torchfleet.kernels.rows import all_finite
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.sockets import SocketChannel
 from torchfleet.net.transport import Channel
-from torchfleet.net.wire import NO_CREATE, Array, Command, Role, pack, unpack
+from torchfleet.net.wire import DENSE_BACK, NO_CREATE, VERSIONS, Array, Command, Role, pack, unpack
 from torchfleet.ps.connection import DEFAULT_WINDOW, Call, Connection, Patience
-from torchfleet.ps.shard import Floats, Shards, as_keys, shard
+from torchfleet.ps.shard import Floats, Keys, Shards, as_keys, shard
 from torchfleet.tables.spec import TableSpec, part_range
 
 Result = TypeVar("Result")
 _NO_KEYS = np.empty(0, np.uint64)
+
+
+Dense = dict[str, Floats]
+
+
+@dataclass(slots=True)
+class Pulled:
+    """Rows by table, and per server how many updates the table had seen by then."""
+
+    rows: dict[str, Floats]
+    versions: dict[str, list[float]]
+
+
+@dataclass(slots=True)
+class Changed:
+    """The numbers of the replies, per server, and by table (keys, rows); a dense table has no keys."""
+
+    numbers: list[int]
+    rows: dict[str, tuple[Keys, Floats]]
 
 
 class Future(Generic[Result]):
@@ -69,7 +89,7 @@ class Client:
             for label, channel in zip(labels, channels, strict=True)
         ]
         self._specs: dict[str, TableSpec] = {}
-        self._unawaited: deque[Future[None]] = deque()
+        self._unawaited: deque[Future[Dense]] = deque()
 
     @classmethod
     def connect(cls, endpoints: Sequence[str], keys: KeyFolder | None = None, **options: Any) -> Client:
@@ -103,9 +123,9 @@ class Client:
         """Rows for `keys`, shape (number of keys, dim), in their order. Keys may repeat; missing ones are created,
         or with create=False read as zeros."""
         many = self.pull_tables({table: keys}, create)
-        return Future(many._waits, lambda replies: many._finish(replies)[table])
+        return Future(many._waits, lambda replies: many._finish(replies).rows[table])
 
-    def pull_tables(self, keys: Mapping[str, npt.ArrayLike], create: bool = True) -> Future[dict[str, Floats]]:
+    def pull_tables(self, keys: Mapping[str, npt.ArrayLike], create: bool = True) -> Future[Pulled]:
         """Rows of several tables in one message per server."""
         shards = {name: self._shard(name, wanted) for name, wanted in keys.items()}
         arrays = [
@@ -113,47 +133,87 @@ class Client:
             for server in range(self.num_servers)
         ]
 
-        def finish(replies: list[list[Array]]) -> dict[str, Floats]:
-            return {
+        def finish(replies: list[list[Array]]) -> Pulled:
+            rows = {
                 name: self._gather(part, [reply[i].data for reply in replies], name)
                 for i, (name, part) in enumerate(shards.items())
             }
+            versions = [reply[-1].data.reshape(-1) for reply in replies]
+            return Pulled(rows, {name: [float(v[i]) for v in versions] for i, name in enumerate(shards)})
 
-        return self._ask(Command.PULL, arrays, flags=0 if create else NO_CREATE, finish=finish)
+        return self._ask(Command.PULL, arrays, flags=VERSIONS | (0 if create else NO_CREATE), finish=finish)
 
-    def push(self, table: str, keys: npt.ArrayLike, grads: Floats, lr: float | None = None) -> Future[None]:
+    def push(self, table: str, keys: npt.ArrayLike, grads: Floats, lr: float | None = None) -> Future[Dense]:
         """One update of a sparse table; `lr` takes the place of its own. Leave `grads` alone until it is done."""
         return self.push_tables({table: (keys, grads)}, {} if lr is None else {table: lr})
 
     def push_tables(
-        self, grads: Mapping[str, tuple[npt.ArrayLike, Floats] | Floats], rates: Mapping[str, float] | None = None
-    ) -> Future[None]:
+        self,
+        grads: Mapping[str, tuple[npt.ArrayLike, Floats] | Floats],
+        rates: Mapping[str, float] | None = None,
+        versions: Mapping[str, Sequence[float]] | None = None,
+        flags: int = 0,
+        timeout: float | None = None,
+    ) -> Future[Dense]:
         """One update of several tables in one message per server: (keys, rows) for a sparse, a block for a dense one.
 
-        An error of a push that nobody waits for is raised by the next push or by `flush`.
+        An error of a push that nobody waits for is raised by the next push or by `flush`. The result holds the dense
+        tables' new values if the flag DENSE_BACK asked for them, and is empty if that reply had to be repeated.
         """
         while self._unawaited and self._unawaited[0].is_done:
             self._await_oldest()
-        given = rates or {}
-        lr = np.array([given.get(name, np.nan) for name in grads], np.float64)
-        arrays: list[list[Array]] = [[Array(0, lr)] for _ in self._connections]
+        given, seen = rates or {}, versions or {}
+        arrays: list[list[Array]] = [
+            [
+                Array(
+                    0,
+                    np.array([[given.get(name, np.nan), seen[name][i] if name in seen else np.nan] for name in grads]),
+                )
+            ]
+            for i in range(self.num_servers)
+        ]
         for name, block in grads.items():
             for server, pair in enumerate(self._push_parts(name, block)):
                 arrays[server].extend(pair)
-        future = self._ask(Command.PUSH, arrays, once=True)
+        dense = [name for name, block in grads.items() if not isinstance(block, tuple)]
+
+        def finish(replies: list[list[Array]]) -> Dense:
+            if not flags & DENSE_BACK or any(len(reply) != len(dense) for reply in replies):
+                return {}
+            return {name: _joined(replies, i) for i, name in enumerate(dense)}
+
+        future = self._ask(Command.PUSH, arrays, flags, once=True, timeout=timeout, finish=finish)
         self._unawaited.append(future)
         return future
+
+    def pull_changed(self, tables: Sequence[str], received: Sequence[int]) -> Future[Changed]:
+        """What other workers changed (geo training): rows of sparse tables, whole dense tables.
+
+        `received`: per server, the number of the last result that was taken in; zeros to begin with.
+        """
+        numbers = [self._spec(name).number for name in tables]
+        arrays = [
+            [Array(0, np.array([last], np.uint64)), *(Array(number, _NO_KEYS) for number in numbers)]
+            for last in received
+        ]
+
+        def finish(replies: list[list[Array]]) -> Changed:
+            rows: dict[str, tuple[Keys, Floats]] = {}
+            for i, name in enumerate(tables):
+                keys = np.concatenate([reply[1 + 2 * i].data.reshape(-1) for reply in replies])
+                rows[name] = keys, np.concatenate([reply[2 + 2 * i].data for reply in replies])
+            return Changed([int(reply[0].data[0, 0]) for reply in replies], rows)
+
+        return self._ask(Command.PULL_CHANGED, arrays, finish=finish)
 
     def pull_dense(self, table: str) -> Future[Floats]:
         """The whole block of a dense table."""
         spec = self._spec(table)
         ranges = [part_range(spec.size, i, self.num_servers) for i in range(self.num_servers)]
         arrays = [[Array(spec.number, np.array([0, stop - start], np.uint64))] for start, stop in ranges]
-        return self._ask(
-            Command.PULL, arrays, finish=lambda replies: np.concatenate([r[0].data.reshape(-1) for r in replies])
-        )
+        return self._ask(Command.PULL, arrays, finish=lambda replies: _joined(replies, 0))
 
-    def push_dense(self, table: str, grads: Floats, lr: float | None = None) -> Future[None]:
+    def push_dense(self, table: str, grads: Floats, lr: float | None = None) -> Future[Dense]:
         """One update of a dense table."""
         return self.push_tables({table: grads}, {} if lr is None else {table: lr})
 
@@ -227,11 +287,12 @@ class Client:
         arrays: Sequence[list[Array]] | None = None,
         flags: int = 0,
         once: bool = False,
+        timeout: float | None = None,
         finish: Callable[[list[list[Array]]], Any] = lambda replies: None,
     ) -> Future[Any]:
         parts = arrays if arrays is not None else [[] for _ in self._connections]
         waits = [
-            (connection, connection.submit(command, part, flags, once))
+            (connection, connection.submit(command, part, flags, once, timeout))
             for connection, part in zip(self._connections, parts, strict=True)
         ]
         return Future(waits, finish)
@@ -289,6 +350,12 @@ class Client:
                 f"NaN or infinity in the values for table '{table}'; nothing was sent. Look for it in the loss."
             )
         return [flat[slice(*part_range(spec.size, i, self.num_servers))] for i in range(self.num_servers)]
+
+
+def _joined(replies: list[list[Array]], index: int) -> Floats:
+    """A dense table from its parts."""
+    parts = [reply[index].data.reshape(-1) for reply in replies]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _rows(values: Floats) -> Floats:

@@ -63,6 +63,7 @@ class Connection:
         self._calls: dict[int, Call] = {}
         self._incarnation = 0
         self.num_retries = 0
+        self._heard = channel.now()
 
     def submit(
         self, command: Command, arrays: list[Array], flags: int = 0, once: bool = False, timeout: float | None = None
@@ -84,12 +85,24 @@ class Connection:
 
     def wait(self, call: Call) -> list[Array]:
         """The reply, or the error raised. At the latest after the call's time-out."""
+        ping: Call | None = None
         while not call.is_done:
             self._work()
+            if call.timeout > self._patience.timeout:
+                ping = self._ask_if_alive(ping)
         if call.error is not None:
             raise call.error
         assert call.reply is not None
         return call.reply
+
+    def _ask_if_alive(self, ping: Call | None) -> Call | None:
+        """In a wait that other workers may make long: a silent server is asked now and then whether it is there."""
+        if ping is not None and ping.error is not None:
+            raise ping.error
+        silent = self._channel.now() - self._heard
+        if silent > self._patience.timeout / 4 and (ping is None or ping.is_done) and len(self._calls) < self._window:
+            return self.submit(Command.PING, [])
+        return ping
 
     def close(self) -> None:
         self._calls.clear()
@@ -118,6 +131,7 @@ class Connection:
             reply = decode(frames)
         except WireError:
             return  # not a reply we could use; its request is sent again
+        self._heard = self._channel.now()
         call = self._calls.get(reply.call)
         if call is None:
             return  # the answer to a repeat

@@ -16,9 +16,23 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.errors import FleetError, TableError, WireError
-from torchfleet.net.wire import MAX_FRAME, NO_CREATE, Array, Command, Role, pack, unpack
+from torchfleet.net.wire import (
+    DELTA,
+    DENSE_BACK,
+    MAX_FRAME,
+    NO_CREATE,
+    SYNC,
+    VERSIONS,
+    Array,
+    Command,
+    Role,
+    pack,
+    unpack,
+)
 from torchfleet.server.barrier import Barriers
+from torchfleet.server.changes import Changes
 from torchfleet.server.request import Request
+from torchfleet.server.sections import Section, mean_section
 from torchfleet.server.sessions import Sessions
 from torchfleet.tables.dense import DenseTable
 from torchfleet.tables.memory import physical_bytes
@@ -41,6 +55,8 @@ class State:
     tables: dict[int, Table] = field(default_factory=dict)
     sessions: Sessions = field(default_factory=Sessions)
     barriers: Barriers = field(default_factory=Barriers)
+    changes: Changes = field(default_factory=Changes)
+    sync_step: dict[int, Request] = field(default_factory=dict)  # this step's pushes so far, by worker
     finished: list[tuple[Request, Reply | FleetError]] = field(default_factory=list)
     num_requests: int = 0
     num_errors: int = 0
@@ -50,6 +66,16 @@ class State:
     def finish(self, request: Request, result: Reply | FleetError) -> None:
         """Answer a request that was told to wait."""
         self.finished.append((request, result))
+
+    def add_table(self, spec: TableSpec) -> None:
+        existing = self.tables.get(spec.number)
+        if existing is not None and existing.spec != spec:
+            raise TableError(f"table '{existing.spec.name}' exists as {existing.spec}, and was asked for as {spec}")
+        if existing is None:
+            if len(self.tables) >= MAX_TABLES:
+                raise TableError(f"{MAX_TABLES} tables exist already, which is the limit")
+            make = DenseTable if spec.kind == "dense" else SparseTable
+            self.tables[spec.number] = make(spec, self.max_table_bytes)
 
     def table(self, number: int) -> Table:
         found = self.tables.get(number)
@@ -85,14 +111,7 @@ def stats(state: State, request: Request) -> Reply:
 def create_table(state: State, request: Request) -> Reply:
     """Make a table. Making it again with the same description changes nothing; with another one it is an error."""
     spec = unpack(_only(request), TableSpec)
-    existing = state.tables.get(spec.number)
-    if existing is not None and existing.spec != spec:
-        raise TableError(f"table '{existing.spec.name}' exists as {existing.spec}, and was asked for as {spec}")
-    if existing is None:
-        if len(state.tables) >= MAX_TABLES:
-            raise TableError(f"{MAX_TABLES} tables exist already, which is the limit")
-        make = DenseTable if spec.kind == "dense" else SparseTable
-        state.tables[spec.number] = make(spec, state.max_table_bytes)
+    state.add_table(spec)
     return []
 
 
@@ -108,23 +127,87 @@ def pull(state: State, request: Request) -> Reply:
             reply.append(Array(table.spec.number, table.get(int(keys[0]), int(keys[1])).reshape(-1, 1)))
         else:
             reply.append(Array(table.spec.number, table.pull(keys, create)))
+    if request.message.flags & VERSIONS:
+        reply.append(Array(0, np.array([[table.step] for table, _ in sections], np.uint64).reshape(-1, 1)))
     return reply
 
 
-def push(state: State, request: Request) -> Reply:
+def push(state: State, request: Request) -> Reply | None:
     """One update of each section's table; all sections are checked before the first is applied."""
+    flags = request.message.flags
     sections = list(_push_sections(state, request))
-    for table, keys, grads, rate in sections:
-        if isinstance(table, DenseTable):
-            table.check_push(grads, rate)
+    for section in sections:
+        section.check()
+    if flags & SYNC:
+        _keep_for_step(state, request)
+        return None
+    for section in sections:
+        if flags & DELTA:
+            section.add()
+            state.changes.note(section.table.spec.number, section.keys, request.message.worker)
         else:
-            table.check_push(keys, grads, rate)
-    for table, keys, grads, rate in sections:
-        if isinstance(table, DenseTable):
-            table.push(grads, rate)
-        else:
-            table.push(keys, grads, rate)
-    return []
+            section.apply()
+    return _new_dense_values(sections) if flags & DENSE_BACK else []
+
+
+def _keep_for_step(state: State, request: Request) -> None:
+    """Keep a worker's gradients until all workers' are here; whoever waits is answered by `close_sync_step`."""
+    if not state.num_workers:
+        raise TableError("this server was not told the number of workers, so it cannot wait for all: use num_workers")
+    state.sync_step[request.message.worker] = request
+    close_sync_step(state)
+
+
+def close_sync_step(state: State) -> None:
+    """If no worker is missing: one update with the mean gradient, summed in the order of the workers."""
+    expected = set(range(state.num_workers)) - state.barriers.left
+    if not state.sync_step or expected - set(state.sync_step):
+        return
+    requests = [state.sync_step[worker] for worker in sorted(state.sync_step)]
+    state.sync_step = {}
+    per_worker = [list(_push_sections(state, request)) for request in requests]
+    try:
+        merged = [mean_section(list(same_table)) for same_table in zip(*per_worker, strict=True)]
+        for section in merged:
+            section.check()
+        for section in merged:
+            section.apply()
+    except (FleetError, ValueError) as error:
+        text = f"the workers' gradients of this step cannot be put together: {error}"
+        for request in requests:
+            state.finish(request, TableError(text))
+        return
+    for request, sections in zip(requests, per_worker, strict=True):
+        state.finish(request, _new_dense_values(sections) if request.message.flags & DENSE_BACK else [])
+
+
+def _new_dense_values(sections: list[Section]) -> Reply:
+    tables = [section.table for section in sections if isinstance(section.table, DenseTable)]
+    return [Array(table.spec.number, table.get(0, table.size).reshape(-1, 1)) for table in tables]
+
+
+def pull_changed(state: State, request: Request) -> Reply:
+    """Rows of sparse tables that others changed since this worker's last call, and whole dense tables.
+
+    The first array is the number of the last reply that this worker has taken in; a reply that got lost is made
+    again. The reply starts with its own number, then per section: keys and rows, or no keys and the block.
+    """
+    if not request.message.arrays:
+        raise WireError("expected the number of the last reply, found no array")
+    received = _column(request.message.arrays[0], np.uint64)
+    tables = [state.table(array.table) for array in request.message.arrays[1:]]
+    if len(received) != 1:
+        raise WireError(f"expected the number of the last reply, found {len(received)} numbers")
+    names = [table.spec.number for table in tables if isinstance(table, SparseTable)]
+    number, changed = state.changes.since(request.message.worker, int(received[0]), names)
+    reply = [Array(0, np.array([number], np.uint64))]
+    for table in tables:
+        keys = changed.get(table.spec.number, np.empty(0, np.uint64))
+        values = (
+            table.get(0, table.size).reshape(-1, 1) if isinstance(table, DenseTable) else table.pull(keys, create=False)
+        )
+        reply += [Array(table.spec.number, keys), Array(table.spec.number, values)]
+    return reply
 
 
 def set_values(state: State, request: Request) -> Reply:
@@ -167,6 +250,7 @@ def leave(state: State, request: Request) -> Reply:
     """The worker has done its work: nobody waits for it any more, and after the last one the server ends."""
     for going in state.barriers.leave(request.message.worker):
         state.finish(going, [])
+    close_sync_step(state)
     if state.num_workers and len(state.barriers.left) >= state.num_workers:
         state.is_stopping = True
     return []
@@ -201,6 +285,7 @@ COMMANDS: dict[int, Entry] = {
     Command.BARRIER: Entry(barrier, _ALL, once=True),
     Command.LEAVE: Entry(leave, _ALL),
     Command.STOP: Entry(stop, _LAUNCHER),
+    Command.PULL_CHANGED: Entry(pull_changed, _ALL),
 }
 
 
@@ -255,15 +340,17 @@ def _pairs(
         yield state.table(keys.table), _column(keys, np.uint64), _floats(values)
 
 
-def _push_sections(
-    state: State, request: Request
-) -> Iterator[tuple[Table, npt.NDArray[np.uint64], npt.NDArray[np.float32], float | None]]:
-    """The first array holds a learning rate per section (NaN: the table's own), then come keys and gradients."""
+def _push_sections(state: State, request: Request) -> Iterator[Section]:
+    """The first array holds per section a learning rate (NaN: the table's own) and, if the client knows it, the
+    number of updates that the table had seen when its rows were pulled; then come keys and gradients."""
     if not request.message.arrays:
         raise WireError("expected learning rates, found no array")
-    rates = _column(request.message.arrays[0], np.float64)
-    sections = list(_pairs(state, request.message.arrays[1:]))
-    if len(rates) != len(sections):
-        raise WireError(f"{len(rates)} learning rates for {len(sections)} sections")
-    for rate, (table, keys, grads) in zip(rates, sections, strict=True):
-        yield table, keys, grads, None if np.isnan(rate) else float(rate)
+    rates = request.message.arrays[0].data
+    if rates.dtype != np.float64 or rates.shape[1] not in (1, 2):
+        raise WireError(f"expected learning rates, one or two columns of float64, found {rates.shape} of {rates.dtype}")
+    pairs = list(_pairs(state, request.message.arrays[1:]))
+    if len(rates) != len(pairs):
+        raise WireError(f"{len(rates)} learning rates for {len(pairs)} sections")
+    for rate, (table, keys, grads) in zip(rates, pairs, strict=True):
+        version = rate[1] if len(rate) == 2 and np.isfinite(rate[1]) else None
+        yield Section(table, keys, grads, None if np.isnan(rate[0]) else float(rate[0]), version)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from torchfleet.errors import TableError
@@ -9,6 +11,7 @@ from torchfleet.kernels.rows import all_finite
 from torchfleet.tables.memory import Memory
 from torchfleet.tables.rules import Floats, apply_to_block, learning_rate, num_dense_states
 from torchfleet.tables.spec import TableSpec
+from torchfleet.tables.staleness import Staleness
 
 
 class DenseTable:
@@ -17,6 +20,8 @@ class DenseTable:
     def __init__(self, spec: TableSpec, max_bytes: int) -> None:
         self.spec = spec
         self.step = 0
+        self.staleness = Staleness()
+        self.is_set = False  # nobody has given it values yet
         self.size = spec.num_elements
         num_rows = 1 + num_dense_states(spec.rule)
         if self.size * num_rows * 4 > max_bytes:
@@ -42,6 +47,13 @@ class DenseTable:
         """Overwrite elements from `start` on; the optimizer's state stays."""
         self.check_set(start, values)
         self._weights[start : start + values.size] = values.reshape(-1)
+        self.is_set = True
+
+    def add(self, deltas: Floats) -> None:
+        """weights ← weights + delta, for differences that another copy has learned."""
+        self.check_push(deltas)
+        self.step += 1
+        self._weights += deltas.reshape(-1)
 
     def check_push(self, grads: Floats, lr: float | None = None) -> None:
         if grads.size != self.size:
@@ -58,12 +70,14 @@ class DenseTable:
         rate = learning_rate(self.spec.rule, lr, self.step)
         apply_to_block(self.spec.rule, self._weights, self._states, grads.reshape(-1), rate, self.step)
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         return {
             "rows": self.size,
             "bytes": self.size * 4 * (1 + len(self._states)),
             "load_factor": 1.0,
             "step": self.step,
+            "is_set": self.is_set,
+            "staleness": self.staleness.counts(),
         }
 
     def check_range(self, start: int, stop: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +16,7 @@ from torchfleet.tables.keymap import KeyMap, Keys, Rows
 from torchfleet.tables.keyrange import KeyRange
 from torchfleet.tables.rules import Floats, apply_to_rows, learning_rate, num_states
 from torchfleet.tables.spec import TableSpec
+from torchfleet.tables.staleness import Staleness
 
 CHUNK = 2048  # keys taken through find and then through the next kernel while their rows are still in the cache
 _KINDS = {
@@ -31,6 +33,7 @@ class SparseTable:
     def __init__(self, spec: TableSpec, max_bytes: int) -> None:
         self.spec = spec
         self.step = 0
+        self.staleness = Staleness()
         num_words = spec.dim * (1 + num_states(spec.rule))
         self._index: KeyMap | KeyRange
         if spec.kind == "array":
@@ -58,9 +61,7 @@ class SparseTable:
         """Raise TableError if these keys cannot be looked up, or (create) if there is no room for the new ones."""
         self._index.check(keys)
         if create and len(keys) > self._index.num_free_rows:
-            missing = {
-                int(key) for start in range(0, len(keys), CHUNK) for key in self._absent(keys[start : start + CHUNK])
-            }
+            missing = np.unique(self.absent(keys))
             if len(missing) > self._index.num_free_rows:
                 raise TableError(
                     f"table '{self.spec.name}' is full: {self._index.num_keys:,} rows, {len(missing):,} new keys, "
@@ -84,6 +85,15 @@ class SparseTable:
             at = self._locate(keys[start : start + CHUNK], True, self._row_words)
             chunk = grads[start : start + CHUNK]
             apply_to_rows(self.spec.rule, self._index.store, self._layout, at, chunk, rate, self.step)
+
+    def add(self, keys: Keys, deltas: Floats) -> None:
+        """value ← value + delta, for differences that another copy of the rows has learned."""
+        self.check_push(keys, deltas)
+        self.step += 1
+        keys, deltas = sum_by_key(keys, deltas)
+        for start in range(0, len(keys), CHUNK):
+            at = self._locate(keys[start : start + CHUNK], True, self.spec.dim)
+            rows.sgd(self._index.store, *self._layout, at, deltas[start : start + CHUNK], -1.0, -np.inf, np.inf)
 
     def check_assign(self, keys: Keys, values: Floats) -> None:
         num_words = self._row_words if values.shape[1:] == (self._row_words,) else self.spec.dim
@@ -116,16 +126,19 @@ class SparseTable:
             yield keys, out
             start += num_rows
 
-    def stats(self) -> dict[str, float]:
+    def stats(self) -> dict[str, Any]:
         return {
             "rows": self._index.num_keys,
             "bytes": self._index.num_bytes,
             "load_factor": self._index.load_factor,
             "step": self.step,
+            "staleness": self.staleness.counts(),
         }
 
-    def _absent(self, keys: Keys) -> Keys:
-        return keys[self._locate(keys, False, 0) < 0]
+    def absent(self, keys: Keys) -> Keys:
+        """Those of `keys` that have no row."""
+        chunks = [keys[start : start + CHUNK] for start in range(0, len(keys), CHUNK)]
+        return np.concatenate([chunk[self._locate(chunk, False, 0) < 0] for chunk in chunks] or [keys])
 
     def _locate(self, keys: Keys, create: bool, num_words: int) -> Rows:
         """Row numbers of `keys`, valid until the next call; `num_words` of each row are about to be used."""
@@ -144,7 +157,8 @@ class SparseTable:
 def _stream(seed: int, name: str) -> np.uint64:
     """What (seed, table) contribute to a row's first value; by name, so that the order of creation plays no part."""
     digest = hashlib.blake2b(name.encode(), digest_size=8, key=seed.to_bytes(8, "little")).digest()
-    return np.uint64(int.from_bytes(digest, "little"))
+    stream: np.uint64 = np.uint64(int.from_bytes(digest, "little"))
+    return stream
 
 
 def _check_block(spec: TableSpec, keys: npt.NDArray[np.uint64], block: Floats, num_words: int, what: str) -> None:

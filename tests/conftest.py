@@ -1,0 +1,38 @@
+"""Fixtures that more than one file of tests uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from fleets import Fleet, in_process
+
+from torchfleet.server.server import Server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_server_outlives_the_tests() -> Iterator[None]:
+    yield
+    left = [child for child in psutil.Process().children(recursive=True) if _is_server(child)]
+    assert not left, f"server processes were left behind: {left}"
+
+
+def _is_server(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and "torchfleet" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture
+def server() -> Server:
+    """A server without a transport: requests are given to it by hand."""
+    return Server(max_table_bytes=1 << 22)
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    """Two servers in this process."""
+    with in_process(2) as made:
+        yield made

@@ -1,0 +1,202 @@
+"""The facade: one check and one call per function. The only place that holds the process's job."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from types import FrameType
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from torchfleet.printing import configuration, tables
+from torchfleet.errors import FleetError
+from torchfleet.job import Job, ServerJob, WorkerJob
+from torchfleet.ps.optimizer import DistributedOptimizer
+from torchfleet.role import SERVER, PaddleCloudRoleMaker, RoleInfo
+from torchfleet.strategy import DistributedStrategy
+
+Item = TypeVar("Item")
+
+
+class RoleMaker(Protocol):
+    def read(self) -> RoleInfo: ...
+
+
+_job: Job | None = None
+_worker: WorkerJob | None = None
+_server: ServerJob | None = None
+
+
+def init(
+    role_maker: RoleMaker | None = None, is_collective: bool = False, strategy: DistributedStrategy | None = None
+) -> None:
+    """Find this process's role: from the environment, or as `role_maker` says. Without either: one local worker."""
+    global _job
+    if _job is not None:
+        raise FleetError("fleet.init was called before; call it once per process")
+    _job = Job((role_maker or PaddleCloudRoleMaker(is_collective)).read(), strategy)
+
+
+def distributed_model(model: torch.nn.Module) -> torch.nn.Module:
+    """The same model, with its sparse embeddings on the servers."""
+    return _get_job().distribute_model(model)
+
+
+def distributed_optimizer(
+    optimizer: torch.optim.Optimizer, strategy: DistributedStrategy | None = None
+) -> DistributedOptimizer:
+    """The optimizer with its updates on the servers; SGD, Adagrad, Adam, AdamW and SparseAdam."""
+    _get_job().use(strategy, "fleet.distributed_optimizer")
+    return _get_job().distribute_optimizer(optimizer)
+
+
+def distributed_scheduler(scheduler: Any) -> Any:
+    """The same scheduler, counting global steps: in geo training each of its steps stands for one of every worker.
+
+    For schedules that advance once per batch. One that advances per epoch needs no change.
+    """
+    job = _get_job()
+    if job.strategy is not None and job.strategy.mode == "geo":
+        step, repeats = scheduler.step, job.info.num_workers
+
+        def step_globally(*args: Any, **kwargs: Any) -> None:
+            for _ in range(repeats):
+                step(*args, **kwargs)
+
+        scheduler.step = step_globally
+    return scheduler
+
+
+def is_server() -> bool:
+    return _get_job().info.role == SERVER
+
+
+def is_worker() -> bool:
+    return not is_server()
+
+
+def is_first_worker() -> bool:
+    return is_worker() and worker_index() == 0
+
+
+def worker_index() -> int:
+    return _get_job().info.worker_index
+
+
+def worker_num() -> int:
+    return _get_job().info.num_workers
+
+
+def server_index() -> int:
+    return _get_job().info.server_index
+
+
+def server_num() -> int:
+    return _get_job().info.num_servers
+
+
+def worker_endpoints(to_string: bool = False) -> list[str] | str:
+    endpoints = list(_get_job().info.worker_endpoints)
+    return ",".join(endpoints) if to_string else endpoints
+
+
+def server_endpoints(to_string: bool = False) -> list[str] | str:
+    endpoints = list(_get_job().info.server_endpoints)
+    return ",".join(endpoints) if to_string else endpoints
+
+
+def init_server(dirname: str | None = None, var_names: list[str] | None = None) -> None:
+    """Make this server's tables."""
+    global _server
+    if dirname is not None or var_names is not None:
+        raise FleetError("init_server(dirname=...): loading a saved model is not available yet; call init_server()")
+    if not is_server():
+        raise FleetError("fleet.init_server is for servers, and this process is a worker: ask fleet.is_server() first")
+    _server = ServerJob(_get_job())
+
+
+def run_server() -> None:
+    """Serve until all workers have stopped."""
+    if _server is None:
+        raise FleetError("call fleet.init_server() before fleet.run_server()")
+    server = _server
+
+    def end(number: int, frame: FrameType | None) -> None:
+        server.end()
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, end)
+    server.run()
+
+
+def init_worker() -> None:
+    """Connect to the servers; all workers start from worker 0's parameters."""
+    global _worker
+    if is_server():
+        raise FleetError("fleet.init_worker is for workers, and this process is a server: ask fleet.is_server() first")
+    if _worker is not None:
+        raise FleetError("fleet.init_worker was called before")
+    job = _get_job()
+    _ = job.plan  # model and optimizer must be there
+    print(configuration(job), flush=True)
+    _worker = WorkerJob(job)
+    if job.info.debug:
+        print(describe(), flush=True)
+
+
+def stop_worker() -> None:
+    """Send what is queued and tell the servers; they end when the last worker has stopped."""
+    global _worker, _job, _server
+    worker = _get_worker()
+    worker.stop()
+    _job = _worker = _server = None
+
+
+def barrier_worker() -> None:
+    """Wait for all other workers."""
+    _get_worker().barrier()
+
+
+def prefetch(loader: Iterable[Item]) -> Iterator[Item]:
+    """The loader's batches; where the mode allows it, rows of the next batch are pulled while this one computes."""
+    return _get_worker().engine.prefetch(loader)
+
+
+def flush() -> None:
+    """Wait until every gradient of this worker has reached the servers."""
+    _get_worker().communicator.flush()
+
+
+def report(**metrics: float) -> None:
+    """Numbers (loss, auc, ...) for the launcher's display."""
+    _get_worker().reported.update({name: float(value) for name, value in metrics.items()})
+
+
+def stats() -> dict[str, Any]:
+    """Counters and times of this worker and of all servers, staleness histograms among them."""
+    return _get_worker().stats()
+
+
+def describe() -> str:
+    """The tables, which parameter goes to which, and what each server holds."""
+    job = _get_job()
+    return tables(job.plan, job.info, _worker.client.stats() if _worker is not None else [])
+
+
+def save_persistables(dirname: str, mode: int = 0) -> None:
+    """Save the model."""
+    raise FleetError("fleet.save_persistables: saving is not available yet")
+
+
+def _get_job() -> Job:
+    if _job is None:
+        raise FleetError("call fleet.init() first")
+    return _job
+
+
+def _get_worker() -> WorkerJob:
+    if _worker is None:
+        raise FleetError("call fleet.init_worker() first (on a worker)")
+    return _worker

@@ -1,0 +1,246 @@
+"""One process's part in a job, as server or as worker: what fleet.py's functions act on."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import torch
+
+from torchfleet.errors import FleetError, ModelError, ServerUnreachable, StrategyError
+from torchfleet.net.keys import KeyFolder
+from torchfleet.net.sockets import Listener
+from torchfleet.net.transport import InProcess
+from torchfleet.net.wire import Role
+from torchfleet.nn import convert
+from torchfleet.ps.asynchronous import Async
+from torchfleet.ps.client import Client
+from torchfleet.ps.communicator import Communicator, HalfAsync, Sync
+from torchfleet.ps.connection import Patience
+from torchfleet.ps.engine import Engine
+from torchfleet.ps.geo import Geo
+from torchfleet.ps.optimizer import DistributedOptimizer
+from torchfleet.ps.plan import Plan, make_plan
+from torchfleet.role import RoleInfo
+from torchfleet.server.server import Server
+from torchfleet.server.warm import warm_up
+from torchfleet.status import StatusFile
+from torchfleet.strategy import DistributedStrategy
+from torchfleet.tables.spec import TableSpec
+
+START_SECONDS = 300.0  # servers import torch and may compile kernels before they answer
+_CHUNK = 1 << 16
+
+
+class Job:
+    """Model, optimizer and strategy of a process, and the tables they lead to."""
+
+    def __init__(self, info: RoleInfo, strategy: DistributedStrategy | None) -> None:
+        self.info = info
+        self.strategy = strategy
+        self.model: torch.nn.Module | None = None
+        self.optimizer: DistributedOptimizer | None = None
+
+    def use(self, strategy: DistributedStrategy | None, user: str) -> None:
+        """The strategy may be given to init or to distributed_optimizer, but not twice with differences."""
+        if strategy is not None and self.strategy is not None and strategy != self.strategy:
+            raise StrategyError(f"{user} got another strategy than was given before: give one, to fleet.init or here")
+        self.strategy = strategy or self.strategy
+
+    def distribute_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        if self.model is not None:
+            raise ModelError("fleet.distributed_model was called before: a job has one model")
+        self.model = convert(model)
+        return self.model
+
+    def distribute_optimizer(self, optimizer: torch.optim.Optimizer) -> DistributedOptimizer:
+        if self.model is None:
+            raise ModelError("call fleet.distributed_model(model) before fleet.distributed_optimizer")
+        if self.optimizer is not None:
+            raise ModelError("fleet.distributed_optimizer was called before: a job has one optimizer")
+        self.strategy = self.strategy or DistributedStrategy()
+        self.strategy.freeze("fleet.distributed_optimizer")
+        plan = make_plan(self.model, optimizer, self.info.num_servers)
+        if self.strategy.mode == "geo" and not isinstance(optimizer, torch.optim.SGD):
+            raise StrategyError(
+                f"geo training (k_steps={self.strategy.a_sync_configs['k_steps']}) sums differences and works with SGD "
+                f"only, found {type(optimizer).__name__}. Use torch.optim.SGD, or k_steps=0 for async training."
+            )
+        self.optimizer = DistributedOptimizer(optimizer, plan)
+        return self.optimizer
+
+    @property
+    def plan(self) -> Plan:
+        if self.optimizer is None:
+            raise FleetError("call fleet.distributed_model and fleet.distributed_optimizer before this")
+        return self.optimizer.plan
+
+    def part(self, spec: TableSpec, server: int) -> TableSpec:
+        return msgspec.structs.replace(spec, part=server, num_parts=self.info.num_servers)
+
+
+class ServerJob:
+    """The server's life: tables made by `init`, served by `run` until all workers have left."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._server = Server(num_workers=job.info.num_workers)
+        for spec in job.plan.specs:
+            self._server.state.add_table(job.part(spec, job.info.server_index))
+        self._ended = False
+
+    def run(self) -> None:
+        warm_up()
+        info = self._job.info
+        keys = KeyFolder(info.key_dir) if info.key_dir else None
+        listener = Listener(f"tcp://{info.server_endpoints[info.server_index]}", keys, info.insecure)
+        status = StatusFile(info.status_file, self._status)
+
+        def is_over() -> bool:
+            status.write()
+            return self._ended or self._server.is_stopping
+
+        try:
+            listener.serve(self._server, is_over)
+        finally:
+            status.write(now=True)
+            listener.close()
+
+    def end(self) -> None:
+        """From a signal handler: finish the request at hand and return from `run`."""
+        self._ended = True
+
+    def _status(self) -> dict[str, Any]:
+        state = self._server.state
+        rows = {table.spec.name: table.stats()["rows"] for table in state.tables.values()}
+        return {"role": "server", "requests": state.num_requests, "errors": state.num_errors, "rows": rows}
+
+
+class WorkerJob:
+    """The worker's life: connected, tables ready, everybody's first values equal; then steps; then leave."""
+
+    def __init__(self, job: Job) -> None:
+        self._job, self.info = job, job.info
+        assert job.strategy is not None
+        self.strategy = job.strategy
+        self._local = InProcess(Server(num_workers=1)) if self.info.is_local else None
+        self._keys = KeyFolder(self.info.key_dir) if self.info.key_dir else None
+        self.client = self._connect()
+        self._num_barriers = 0
+        self._started = time.monotonic()
+        self.reported: dict[str, float] = {}
+        self._wait_for_servers()
+        self._make_tables()
+        self.communicator = self._communicator()
+        dims = {name: group.spec.dim for name, group in job.plan.sparse.items()}
+        self.engine = Engine(self.communicator, dims)
+        self._status = StatusFile(self.info.status_file, self._status_now)
+        self._bind()
+        self.communicator.start()
+        self._status.write(now=True)
+
+    def barrier(self) -> None:
+        self._num_barriers += 1
+        self.client.barrier(f"barrier {self._num_barriers}", self.info.num_workers, self.strategy.sync_timeout)
+
+    def stop(self) -> None:
+        """Everything under way reaches the servers, then they are told."""
+        self.communicator.stop()
+        self._status.write(now=True)
+        self.client.leave()
+        self.client.close()
+
+    def stats(self) -> dict[str, Any]:
+        worker = {
+            **self.communicator.stats(),
+            "samples": self.engine.num_samples,
+            "lookups": self.engine.num_lookups,
+            "unforeseen_lookups": self.engine.foresight.num_unforeseen,
+        }
+        return {"mode": self.strategy.mode, "worker": worker, "servers": self.client.stats()}
+
+    def _connect(self) -> Client:
+        patience = Patience(self.strategy.rpc_timeout, self.strategy.rpc_retry_times)
+        role = Role.FIRST_WORKER if self.info.worker_index == 0 else Role.WORKER
+        options: dict[str, Any] = {"worker": self.info.worker_index, "role": role, "patience": patience}
+        if self._local is not None:
+            client = Client([self._local.connect()], names=["the local server"], **options)
+        else:
+            client = Client.connect([f"tcp://{place}" for place in self.info.server_endpoints], self._keys, **options)
+        for spec in self._job.plan.specs:
+            client.attach(spec)
+        return client
+
+    def _wait_for_servers(self) -> None:
+        """Servers may still be starting; one that is not there after START_SECONDS is named."""
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            try:
+                self.client.ping()
+                return
+            except ServerUnreachable:
+                if time.monotonic() >= deadline:
+                    raise
+
+    def _make_tables(self) -> None:
+        if self.info.worker_index == 0 and not self.info.restart:
+            for spec in self._job.plan.specs:
+                self.client.create_table(spec)
+            for name, group in self._job.plan.sparse.items():
+                first = group.modules[0].first_values
+                for start in range(0, len(first) if first is not None else 0, _CHUNK):
+                    assert first is not None
+                    rows = first[start : start + _CHUNK]
+                    self.client.assign(name, range(start, start + len(rows)), rows)
+            for dense in self._job.plan.dense:
+                self.client.set_dense(dense.spec.name, dense.values())
+        if self.info.num_workers > 1 and not self.info.restart:
+            self._wait_for_first_values()
+        for dense in self._job.plan.dense:
+            dense.write(self.client.pull_dense(dense.spec.name).result())
+
+    def _wait_for_first_values(self) -> None:
+        if self.strategy.a_sync_configs["launch_barrier"]:
+            self.client.barrier("start", self.info.num_workers, max(START_SECONDS, self.strategy.sync_timeout))
+            return
+        names = {dense.spec.name for dense in self._job.plan.dense}
+        while not all(server["tables"][name]["is_set"] for server in self.client.stats() for name in names):
+            time.sleep(0.05)
+
+    def _communicator(self) -> Communicator:
+        plan, configs, mode = self._job.plan, self.strategy.a_sync_configs, self.strategy.mode
+        assert self._job.optimizer is not None
+        if mode == "sync":
+            return Sync(self.client, plan, self.strategy.sync_timeout)
+        if mode == "half_async":
+            return HalfAsync(self.client, plan)
+        if mode == "async":
+            return Async(self.client, plan, self._connect, configs)
+        step = self._job.optimizer.step_locally
+        return Geo(self.client, plan, self._connect, configs["k_steps"], self.info.num_workers, step)
+
+    def _bind(self) -> None:
+        assert self._job.model is not None
+        assert self._job.optimizer is not None
+        for group in self._job.plan.sparse.values():
+            for module in group.modules:
+                module.bind(self.engine)
+        self._job.model.register_forward_pre_hook(
+            lambda model, args, kwargs: self.engine.enter([args, kwargs]), with_kwargs=True
+        )
+        self._job.optimizer.bind(self.engine, self.communicator)
+        self._job.optimizer.after_step = lambda: self._status.write()
+
+    def _status_now(self) -> dict[str, Any]:
+        seconds = max(1e-9, time.monotonic() - self._started)
+        stats = self.communicator.stats()
+        return {
+            "role": "worker",
+            "mode": self.strategy.mode,
+            "steps": stats["steps"],
+            "steps_per_s": stats["steps"] / seconds,
+            "samples_per_s": self.engine.num_samples / seconds,
+            "queue": stats["queue"],
+            **self.reported,
+        }

@@ -1,0 +1,101 @@
+"""From the rows of a batch's distinct keys to what a model sees, and back from its gradients."""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+
+from torchfleet.kernels.hashing import mix
+
+_S32 = np.uint64(32)
+ABSENT = -1
+
+
+@nb.njit(nogil=True, cache=True)
+def index_of(keys_N: np.ndarray, places_P: np.ndarray, distinct_U: np.ndarray, index_N: np.ndarray) -> int:
+    """distinct_U[index_N[i]] = keys_N[i], or index_N[i] = ABSENT; returns how many are absent.
+
+    places_P is what merge.unique_inverse made of distinct_U.
+    """
+    mask = np.uint64(len(places_P) - 1)
+    num_absent = 0
+    for i in range(len(keys_N)):
+        key = keys_N[i]
+        at = (mix(key) >> _S32) & mask
+        while places_P[at] != 0 and distinct_U[places_P[at] - 1] != key:
+            at = (at + np.uint64(1)) & mask
+        index_N[i] = places_P[at] - 1
+        num_absent += places_P[at] == 0
+    return num_absent
+
+
+@nb.njit(nogil=True, cache=True)
+def add_rows(grads: np.ndarray, dim: int, index_N: np.ndarray, sums: np.ndarray, touched_U: np.ndarray) -> None:
+    """sums[index_N[i]] += grads[i], in the order of i; negative indices are passed over. Flat arrays of rows of dim."""
+    size = np.uint64(dim)
+    for i in range(len(index_N)):
+        u = index_N[i]
+        if u < 0:
+            continue
+        to, source = np.uint64(u) * size, np.uint64(i) * size
+        if touched_U[u]:
+            for d in range(size):
+                sums[to + d] += grads[source + d]
+        else:
+            touched_U[u] = True
+            for d in range(size):
+                sums[to + d] = grads[source + d]
+
+
+@nb.njit(nogil=True, cache=True)
+def pool(rows: np.ndarray, dim: int, index_N: np.ndarray, offsets_B1: np.ndarray, mean: bool, out: np.ndarray) -> None:
+    """out[b] = sum (or mean) of rows[index_N[i]] for i from offsets_B1[b] to offsets_B1[b + 1]; an empty bag is zeros.
+
+    Negative indices (padding) count neither in the sum nor in the mean.
+    """
+    size = np.uint64(dim)
+    for b in range(len(offsets_B1) - 1):
+        to = np.uint64(b) * size
+        for d in range(size):
+            out[to + d] = 0
+        num = 0
+        for i in range(offsets_B1[b], offsets_B1[b + 1]):
+            if index_N[i] >= 0:
+                num += 1
+                source = np.uint64(index_N[i]) * size
+                for d in range(size):
+                    out[to + d] += rows[source + d]
+        if mean and num > 1:
+            for d in range(size):
+                out[to + d] /= np.float32(num)
+
+
+@nb.njit(nogil=True, cache=True)
+def unpool(
+    grads: np.ndarray,
+    dim: int,
+    index_N: np.ndarray,
+    offsets_B1: np.ndarray,
+    mean: bool,
+    sums: np.ndarray,
+    touched_U: np.ndarray,
+) -> None:
+    """The gradient of `pool`: each row of a bag gets the bag's gradient, divided by its length for a mean."""
+    size = np.uint64(dim)
+    for b in range(len(offsets_B1) - 1):
+        source = np.uint64(b) * size
+        num = 0
+        for i in range(offsets_B1[b], offsets_B1[b + 1]):
+            num += index_N[i] >= 0
+        share = np.float32(1.0 / num) if mean and num > 1 else np.float32(1.0)
+        for i in range(offsets_B1[b], offsets_B1[b + 1]):
+            u = index_N[i]
+            if u < 0:
+                continue
+            to = np.uint64(u) * size
+            if not touched_U[u]:
+                touched_U[u] = True
+                for d in range(size):
+                    sums[to + d] = 0
+            for d in range(size):
+                sums[to + d] += share * grads[source + d]

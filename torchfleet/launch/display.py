@@ -1,0 +1,86 @@
+"""The state of all roles: a live table on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from torchfleet.launch.processes import Process
+
+_PERIOD = 5.0  # seconds between plain lines
+_KNOWN = ("role", "mode", "steps", "steps_per_s", "samples_per_s", "queue", "requests", "errors", "rows")
+
+
+class Display:
+    """Shows processes until it is closed. Lines given to `say` stand above the table."""
+
+    def __init__(self) -> None:
+        self._console = Console(file=sys.stdout)
+        self._live: Live | None = None
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, refresh_per_second=4, transient=True)
+            self._live.start()
+        self._next = time.monotonic() + _PERIOD
+
+    def say(self, line: str) -> None:
+        if self._live:
+            self._live.console.print(line, markup=False, highlight=False)
+        else:
+            print(line, flush=True)
+
+    def show(self, processes: Sequence[Process]) -> None:
+        if self._live:
+            self._live.update(_table(processes))
+        elif time.monotonic() >= self._next:
+            self._next = time.monotonic() + _PERIOD
+            self.say("[fleetrun] " + "; ".join(_line(process) for process in processes))
+
+    def close(self) -> None:
+        if self._live:
+            self._live.stop()
+
+
+def state(process: Process) -> str:
+    code = process.returncode
+    if code is None:
+        return "running" if process.status() else "starting"
+    return "done" if code == 0 else f"ended with {code}"
+
+
+def _line(process: Process) -> str:
+    status = process.status()
+    if process.task.role == "server":
+        rows = sum(status.get("rows", {}).values())
+        return f"{process.task.name}: {state(process)}, {rows:,} rows"
+    speed = f", step {status['steps']:,}, {status['samples_per_s']:,.0f} samples/s" if "steps" in status else ""
+    return f"{process.task.name}: {state(process)}{speed}{_metrics(status)}"
+
+
+def _metrics(status: dict[str, Any]) -> str:
+    return "".join(f", {name} {value:.4f}" for name, value in status.items() if name not in _KNOWN)
+
+
+def _table(processes: Sequence[Process]) -> Table:
+    table = Table()
+    for heading in ("role", "state", "steps", "steps/s", "samples/s", "queue", "metrics", "rows"):
+        table.add_column(heading, justify="left" if heading in ("role", "state", "metrics", "rows") else "right")
+    for process in processes:
+        status = process.status()
+        rows = ", ".join(f"{name} {num:,}" for name, num in status.get("rows", {}).items())
+        table.add_row(
+            process.task.name,
+            state(process),
+            f"{status['steps']:,}" if "steps" in status else "",
+            f"{status['steps_per_s']:.1f}" if "steps_per_s" in status else "",
+            f"{status['samples_per_s']:,.0f}" if "samples_per_s" in status else "",
+            str(status.get("queue", "")),
+            _metrics(status).removeprefix(", "),
+            rows,
+        )
+    return table

@@ -1,0 +1,123 @@
+"""Processes of a job: started in groups of their own, logged, watched, and ended together."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from torchfleet.launch.roles import Task
+
+_GRACE = 3.0  # seconds between asking a process to end and ending it
+_PR_SET_PDEATHSIG = 1
+
+
+class Process:
+    """A running task, its log and its status file."""
+
+    def __init__(self, task: Task, command: Sequence[str], log_dir: Path, echo: Callable[[str], None] | None) -> None:
+        self.task, self._command, self._log_dir, self._echo = task, list(command), log_dir, echo
+        self.log = log_dir / task.log_name
+        self.status_file = log_dir / f".status.{task.role}.{task.index}"
+        self.num_restarts = 0
+        self._start("wb")
+
+    def _start(self, mode: str) -> None:
+        self.status_file.unlink(missing_ok=True)
+        environment = {**os.environ, **self.task.environment, "FLEET_STATUS_FILE": str(self.status_file)}
+        if self.num_restarts:
+            environment["FLEET_RESTART"] = str(self.num_restarts)
+        self._sink: IO[bytes] = open(self.log, mode)
+        self._process = subprocess.Popen(
+            self._command,
+            env=environment,
+            stdout=subprocess.PIPE if self._echo else self._sink,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )
+        self._reader = threading.Thread(target=self._copy_output, daemon=True) if self._echo else None
+        if self._reader:
+            self._reader.start()
+
+    def restart(self) -> None:
+        self.num_restarts += 1
+        self._sink.close()
+        self._start("ab")
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def status(self) -> dict[str, Any]:
+        """The last thing the process said of itself; empty before the first."""
+        try:
+            found = json.loads(self.status_file.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def last_lines(self, num: int = 20) -> list[str]:
+        if self._reader:
+            self._reader.join(timeout=2)
+        with open(self.log, "rb") as log:
+            log.seek(0, os.SEEK_END)
+            log.seek(max(0, log.tell() - 16384))
+            return log.read().decode(errors="replace").splitlines()[-num:]
+
+    def signal(self, number: int) -> None:
+        """To the whole group: a worker's own children end with it."""
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            pass
+
+    def close(self) -> None:
+        self.signal(signal.SIGKILL)  # whatever is left of its group
+        self._process.wait()
+        if self._reader:
+            self._reader.join(timeout=2)
+        self._sink.close()
+        self.status_file.unlink(missing_ok=True)
+
+    def _copy_output(self) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            self._sink.write(line)
+            self._sink.flush()
+            if self._echo:
+                self._echo(line.decode(errors="replace").rstrip("\n"))
+
+
+def end_all(processes: Sequence[Process]) -> None:
+    """Ask all to end, wait a little, end the rest. Returns with none of them running."""
+    for process in processes:
+        if process.returncode is None:
+            process.signal(signal.SIGTERM)
+    deadline = time.monotonic() + _GRACE
+    while any(process.returncode is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for process in processes:
+        process.close()
+
+
+def script_command(script: str, arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, script, *arguments]
+
+
+def _end_with_parent() -> None:
+    """In the child, before it becomes the script: the kernel ends it should the launcher be killed outright."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,126 @@
+"""The watch over a job: what one process's end means for the others."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchfleet.errors import FleetError
+from torchfleet.launch.display import Display
+from torchfleet.launch.processes import Process, end_all
+from torchfleet.launch.roles import Layout, Task
+from torchfleet.net.keys import KeyFolder
+from torchfleet.net.wire import Role
+from torchfleet.ps.client import Client
+from torchfleet.ps.connection import Patience
+
+_FREE_MODES = ("async", "half_async", "geo")  # no worker waits for another, so one may be missing
+
+
+class Watch:
+    """Starts the tasks, and returns the job's exit status when all is over."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        command: Sequence[str],
+        log_dir: Path,
+        layout: Layout,
+        max_restart: int,
+        key_dir: str | None,
+    ) -> None:
+        self._tasks, self._command, self._log_dir = tasks, command, log_dir
+        self._layout, self._max_restart, self._key_dir = layout, max_restart, key_dir
+        self._processes: list[Process] = []
+        self._lost: list[str] = []
+        self._signal = 0
+        self._servers_ended_at: float | None = None
+
+    def run(self) -> int:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda received, frame: setattr(self, "_signal", received))
+        display = Display()
+        try:
+            return self._run(display)
+        finally:
+            end_all(self._processes)
+            display.close()
+
+    def _run(self, display: Display) -> int:
+        first = next((task for task in self._tasks if task.role == "worker"), None)
+        for task in self._tasks:
+            echo = (lambda line: display.say(f"[{first.name}] {line}")) if first and task is first else None
+            self._processes.append(Process(task, self._command, self._log_dir, echo))
+        while not self._signal:
+            failed = next(
+                (p for p in self._processes if p.returncode not in (None, 0) and p.task.name not in self._lost), None
+            )
+            if failed is not None and not self._go_on_without(failed, display):
+                self._tell(failed, display)
+                return 1
+            if self._is_over():
+                return self._conclude(display)
+            display.show(self._processes)
+            time.sleep(0.1)
+        display.say(f"[fleetrun] {signal.Signals(self._signal).name}: ending {len(self._processes)} processes")
+        return 128 + self._signal
+
+    def _is_over(self) -> bool:
+        """All workers here have ended and so have the servers, which wait for workers elsewhere too."""
+        running = [process for process in self._processes if process.returncode is None]
+        workers_here = any(process.task.role == "worker" for process in self._processes)
+        if any(process.task.role == "worker" for process in running):
+            return False
+        if workers_here and len(self._lost) == sum(process.task.role == "worker" for process in self._processes):
+            return True  # nobody is left to tell the servers
+        return not running
+
+    def _conclude(self, display: Display) -> int:
+        for name in self._lost:
+            display.say(f"[fleetrun] {name} was lost on the way; the others finished without it")
+        display.say(f"[fleetrun] finished; logs in {self._log_dir}")
+        return 1 if self._lost else 0
+
+    def _go_on_without(self, process: Process, display: Display) -> bool:
+        """A worker of a free mode is started again (--max_restart), or, if it was killed, done without."""
+        mode = process.status().get("mode")
+        if process.task.role != "worker" or mode not in _FREE_MODES:
+            return False
+        code = process.returncode or 0
+        if process.num_restarts < self._max_restart:
+            display.say(f"[fleetrun] {process.task.name} ended with {code}; starting it again")
+            process.restart()
+            return True
+        if code > 0:
+            return False  # the script itself failed, as it would elsewhere
+        self._lost.append(process.task.name)
+        display.say(
+            f"[fleetrun] {process.task.name} was killed by {signal.Signals(-code).name}; {mode} training goes on without it"
+        )
+        return self._leave_for(process.task.index, display)
+
+    def _leave_for(self, worker: int, display: Display) -> bool:
+        """Tell the servers that this worker will not come back, so that they end with the last of the others."""
+        try:
+            keys = KeyFolder(self._key_dir) if self._key_dir else None
+            endpoints = [f"tcp://{place}" for place in self._layout.servers]
+            with Client.connect(
+                endpoints, keys, worker=worker, role=Role.LAUNCHER, patience=Patience(5.0, 1)
+            ) as client:
+                client.leave()
+        except FleetError as error:
+            display.say(f"[fleetrun] cannot tell the servers: {error}")
+            return False
+        return True
+
+    def _tell(self, process: Process, display: Display) -> None:
+        code = process.returncode or 0
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        place = ""
+        if process.task.role == "server":
+            place = f" ({self._layout.servers[process.task.index]})"
+        display.say(f"[fleetrun] {process.task.name}{place} {how}; the job ends. Last lines of {process.log}:")
+        for line in process.last_lines():
+            display.say(f"    {line}")

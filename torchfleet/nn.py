@@ -1,0 +1,162 @@
+"""Embeddings whose rows live on the servers, and the conversion of torch's own sparse embeddings into them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from torchfleet.errors import ModelError
+from torchfleet.tables.spec import Initializer
+
+if TYPE_CHECKING:
+    from torchfleet.ps.engine import Engine
+
+
+def Constant(value: float) -> Initializer:
+    """Every number of a new row is `value`."""
+    return Initializer("constant", float(value))
+
+
+def Uniform(low: float, high: float) -> Initializer:
+    """Numbers evenly spread between `low` and `high`."""
+    return Initializer("uniform", float(low), float(high))
+
+
+def Normal(mean: float = 0.0, std: float = 1.0) -> Initializer:
+    """Normally distributed numbers."""
+    return Initializer("normal", float(mean), float(std))
+
+
+def TruncatedNormal(mean: float = 0.0, std: float = 1.0) -> Initializer:
+    """Normally distributed numbers within two standard deviations."""
+    return Initializer("truncated_normal", float(mean), float(std))
+
+
+class SparseEmbedding(torch.nn.Module):
+    """Rows of `dim` numbers for any 64-bit ids, held by the servers and created when an id is first seen.
+
+    Called with ids of any shape it returns (*shape, dim). Called with `offsets` (as in torch.nn.EmbeddingBag: where
+    each bag starts) it returns one row per bag, the `pooling` ("sum" or "mean") of its ids' rows. Modules with the
+    same `name` share one table. Ids equal to `padding_idx` read as zeros and learn nothing.
+
+    `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
+    group can give it a learning rate of its own. While the module is in eval mode, or under torch.no_grad(), ids
+    without a row read as zeros and get none.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        name: str | None = None,
+        entry: Any = None,
+        initializer: Initializer | None = None,
+        padding_idx: int | None = None,
+        pooling: str = "sum",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if entry is not None:
+            raise ModelError("SparseEmbedding(entry=...): admission policies are not available yet; leave entry=None")
+        if pooling not in ("sum", "mean"):
+            raise ModelError(f"SparseEmbedding: pooling must be 'sum' or 'mean', found {pooling!r}")
+        if dim < 1:
+            raise ModelError(f"SparseEmbedding: dim must be at least 1, found {dim}")
+        self.dim, self.name, self.padding_idx, self.pooling, self.seed = dim, name, padding_idx, pooling, seed
+        self.initializer = initializer or Uniform(-0.05, 0.05)
+        self.num_embeddings: int | None = None  # a declared size: ids from 0 up to it
+        self.first_values: np.ndarray[Any, Any] | None = None  # of a converted torch embedding
+        self.weight = torch.nn.Parameter(torch.empty(0, dim))
+        self._engine: Engine | None = None
+
+    def bind(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        if self._engine is None or self.name is None:
+            raise ModelError(
+                f"SparseEmbedding '{self.name}' is not connected to servers: call fleet.distributed_model, "
+                "fleet.distributed_optimizer and fleet.init_worker before the model."
+            )
+        create = self.training and torch.is_grad_enabled()
+        if offsets is None:
+            return self._engine.lookup(self.name, self.weight, ids, self.padding_idx, create)
+        bounds = np.append(offsets.detach().cpu().numpy().astype(np.int64), ids.numel())
+        if (np.diff(bounds) < 0).any() or bounds[0] != 0:
+            raise ModelError(
+                f"offsets must start at 0 and never fall, up to {ids.numel()} ids; found {offsets.tolist()[:8]}..."
+            )
+        mean = self.pooling == "mean"
+        return self._engine.pooled(self.name, self.weight, ids, bounds, mean, self.padding_idx, create)
+
+    def extra_repr(self) -> str:
+        size = "" if self.num_embeddings is None else f", num_embeddings={self.num_embeddings}"
+        return f"{self.dim}, name={self.name!r}{size}"
+
+
+class SparseEmbeddingBag(SparseEmbedding):
+    """What torch.nn.EmbeddingBag(sparse=True) becomes: two-dimensional ids are bags of equal length."""
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        if ids.dim() == 2:
+            if offsets is not None:
+                raise ModelError(
+                    "EmbeddingBag: offsets go with one-dimensional ids; two-dimensional ids are bags already"
+                )
+            offsets = torch.arange(0, ids.numel(), max(1, ids.size(1)))[: ids.size(0)]
+        elif offsets is None:
+            raise ModelError("EmbeddingBag: one-dimensional ids need offsets")
+        return super().forward(ids, offsets)
+
+
+def convert(model: torch.nn.Module) -> torch.nn.Module:
+    """Replace torch's sparse embeddings, in place, and give every SparseEmbedding a name. Returns the model."""
+    if isinstance(model, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and model.sparse:
+        raise ModelError("the model is itself a sparse embedding: put it into a module, so that it can be replaced")
+    replaced: dict[int, SparseEmbedding] = {}
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
+            if id(module.weight) not in replaced:
+                replaced[id(module.weight)] = _converted(module, path)
+            parent, _, child = path.rpartition(".")
+            setattr(model.get_submodule(parent), child, replaced[id(module.weight)])
+    for path, module in model.named_modules():
+        if isinstance(module, SparseEmbedding) and module.name is None:
+            module.name = path
+    return model
+
+
+def sparse_embeddings(model: torch.nn.Module) -> dict[str, list[SparseEmbedding]]:
+    """The model's embeddings by table; those that share a table must agree on it."""
+    found: dict[str, list[SparseEmbedding]] = {}
+    for module in model.modules():
+        if isinstance(module, SparseEmbedding):
+            assert module.name is not None
+            found.setdefault(module.name, []).append(module)
+    for name, modules in found.items():
+        for field in ("dim", "initializer", "seed", "num_embeddings"):
+            values = {getattr(module, field) for module in modules}
+            if len(values) > 1:
+                raise ModelError(
+                    f"table '{name}' is shared by embeddings with different {field}: {values}. Make them equal."
+                )
+    return found
+
+
+def _converted(module: torch.nn.Embedding | torch.nn.EmbeddingBag, path: str) -> SparseEmbedding:
+    for field, neutral in (("max_norm", None), ("scale_grad_by_freq", False)):
+        if getattr(module, field) != neutral:
+            raise ModelError(
+                f"'{path}': {field}={getattr(module, field)} is not supported on servers; leave it {neutral}"
+            )
+    kind = SparseEmbedding
+    options: dict[str, Any] = {"name": path, "padding_idx": module.padding_idx}
+    if isinstance(module, torch.nn.EmbeddingBag):
+        if module.mode not in ("sum", "mean") or module.include_last_offset:
+            raise ModelError(f"'{path}': EmbeddingBag supports mode 'sum' and 'mean' without include_last_offset")
+        kind, options["pooling"] = SparseEmbeddingBag, module.mode
+    converted = kind(module.embedding_dim, **options)
+    converted.num_embeddings = module.num_embeddings
+    converted.first_values = module.weight.detach().to(torch.float32).numpy().copy()
+    return converted

@@ -1,0 +1,122 @@
+"""When gradients travel and when values come back: one small class per mode behind one interface.
+
+sync        one update per step with the mean gradient of all workers; everybody waits for it
+half_async  this worker's update, waited for; nobody waits for anybody else
+async       (ps/asynchronous.py) gradients go into a queue, a thread sends them, training goes on
+geo         (ps/geo.py) training on a local copy, differences exchanged now and then
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchfleet.net.wire import DENSE_BACK, SYNC
+from torchfleet.ps.client import Client, Dense
+from torchfleet.ps.engine import PullAhead
+from torchfleet.ps.plan import Plan
+from torchfleet.ps.shard import Floats, Keys
+
+
+@dataclass(slots=True)
+class Gradients:
+    """What one step leaves to be pushed."""
+
+    sparse: dict[str, tuple[Keys, Floats]]
+    versions: dict[str, list[float]]
+    dense: dict[str, Floats]
+    rates: dict[str, float]
+
+    def sections(self) -> Mapping[str, tuple[Keys, Floats] | Floats]:
+        return {**self.dense, **self.sparse}
+
+
+class Communicator(ABC):
+    """The worker's side of a mode. `pull` and `step` are called from the training thread."""
+
+    pulls_ahead = False
+
+    def __init__(self, client: Client, plan: Plan) -> None:
+        self._client, self._plan = client, plan
+        self._seconds = {"pull": 0.0, "push": 0.0}
+        self._num_steps = 0
+
+    def start(self) -> None:
+        """Begin whatever runs beside training."""
+
+    def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead:
+        """Rows of several tables, on their way."""
+        return TimedPull(self._client.pull_tables(keys, create), self._note_pull)
+
+    def step(self, gradients: Gradients) -> None:
+        """One step's gradients are there."""
+        start = time.perf_counter()
+        self._num_steps += 1
+        self._push(gradients)
+        self._seconds["push"] += time.perf_counter() - start
+
+    def flush(self) -> None:
+        """Return when everything given to `step` has reached the tables."""
+        self._client.flush()
+
+    def stop(self) -> None:
+        """Flush, and end whatever runs beside training."""
+        self.flush()
+
+    def stats(self) -> dict[str, Any]:
+        """Times in milliseconds per step that the training thread waited."""
+        steps = max(1, self._num_steps)
+        waits = {f"{name}_wait_ms": 1000 * seconds / steps for name, seconds in self._seconds.items()}
+        return {"steps": self._num_steps, **waits, "retries": self._client.num_retries, "queue": 0}
+
+    @abstractmethod
+    def _push(self, gradients: Gradients) -> None: ...
+
+    def _write(self, values: Dense) -> None:
+        for group in self._plan.dense:
+            if group.spec.name in values:
+                group.write(values[group.spec.name])
+
+    def _note_pull(self, seconds: float) -> None:
+        self._seconds["pull"] += seconds
+
+
+class TimedPull:
+    """A pull whose waiting time is noted."""
+
+    def __init__(self, pull: PullAhead, note: Callable[[float], None]) -> None:
+        self._pull, self._note = pull, note
+
+    def result(self) -> Any:
+        start = time.perf_counter()
+        pulled = self._pull.result()
+        self._note(time.perf_counter() - start)
+        return pulled
+
+
+class HalfAsync(Communicator):
+    """P14: the push is applied, and this worker's dense parameters are the server's, before training goes on."""
+
+    _flags = DENSE_BACK
+    _timeout: float | None = None
+
+    def _push(self, gradients: Gradients) -> None:
+        values = self._client.push_tables(
+            gradients.sections(), gradients.rates, gradients.versions, self._flags, self._timeout
+        ).result()
+        if not values:  # the reply had to be repeated, and a repeat brings no values
+            values = {group.spec.name: self._client.pull_dense(group.spec.name).result() for group in self._plan.dense}
+        self._write(values)
+
+
+class Sync(HalfAsync):
+    """P12: as HalfAsync, but the update is made with the mean of all workers' gradients, once all are there."""
+
+    _flags = DENSE_BACK | SYNC
+
+    def __init__(self, client: Client, plan: Plan, timeout: float) -> None:
+        super().__init__(client, plan)
+        self._timeout = timeout

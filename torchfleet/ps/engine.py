@@ -1,0 +1,198 @@
+"""Lookups of a worker: from ids to rows in as few messages as can be, and the gradients of a step collected."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchfleet.kernels.merge import sum_by_key
+from torchfleet.ps.client import Pulled
+from torchfleet.ps.foresight import Foresight, is_no_padding, tensors
+from torchfleet.ps.rows import BatchRows, Lookup, PooledLookup
+from torchfleet.ps.shard import Floats, Keys, as_keys
+
+Item = TypeVar("Item")
+
+
+class PullAhead(Protocol):
+    """A pull that is under way."""
+
+    def result(self) -> Pulled: ...
+
+
+class Source(Protocol):
+    """Where rows come from: the communicator of the mode."""
+
+    pulls_ahead: bool  # rows may be asked for before the step before them has ended
+
+    def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead: ...
+
+
+class Batch:
+    """One batch's tensors and rows. What was foreseen is pulled in one go at the first lookup, or before."""
+
+    def __init__(self, parts: dict[str, torch.Tensor], expected: dict[str, BatchRows]) -> None:
+        self.parts, self.rows = parts, expected
+        self.pointers = {tensor.untyped_storage().data_ptr() for tensor in parts.values()}
+        self.under_way: PullAhead | None = None
+        self.is_pulled = not expected
+
+
+class Engine:
+    """All lookups of one worker. Each training thread has its own current batch."""
+
+    def __init__(self, source: Source, dims: Mapping[str, int]) -> None:
+        self._source, self._dims = source, dict(dims)
+        self._own = threading.local()
+        self.foresight = Foresight()
+        self.num_lookups = 0
+        self.num_samples = 0
+
+    def prefetch(self, loader: Iterable[Item]) -> Iterator[Item]:
+        """The loader's batches; while one is computed with, the rows of the next are on their way."""
+        iterator = iter(loader)
+        item = next(iterator, _END)
+        batch = self._foresee(item)
+        while item is not _END:
+            following = next(iterator, _END)
+            next_batch = self._foresee(following)
+            self._own.batch = batch
+            yield item
+            item, batch = following, next_batch
+
+    def enter(self, inputs: Any) -> None:
+        """The model is called with these inputs: a new batch, unless prefetch brought it."""
+        parts = dict(tensors(inputs, "call"))
+        self.num_samples += next((len(tensor) for tensor in parts.values() if tensor.dim()), 0)
+        current = self._current()
+        if current is None or not any(
+            tensor.untyped_storage().data_ptr() in current.pointers for tensor in parts.values()
+        ):
+            self._own.batch = Batch(parts, self._expect(parts))
+        else:
+            current.parts.update(parts)
+
+    def lookup(
+        self, table: str, weight: torch.Tensor, ids: torch.Tensor, padding: int | None, create: bool
+    ) -> torch.Tensor:
+        """One row per id: shape (*ids.shape, dim)."""
+        batch, index = self._index(table, ids, padding, create)
+        out: torch.Tensor = Lookup.apply(weight, batch, index)  # type: ignore[no-untyped-call]
+        return out.view(*ids.shape, batch.dim).to(ids.device)
+
+    def pooled(
+        self,
+        table: str,
+        weight: torch.Tensor,
+        ids: torch.Tensor,
+        offsets: npt.NDArray[np.int64],
+        mean: bool,
+        padding: int | None,
+        create: bool,
+    ) -> torch.Tensor:
+        """One row per bag; bag b holds the ids from offsets[b] to offsets[b + 1]."""
+        batch, index = self._index(table, ids, padding, create)
+        out: torch.Tensor = PooledLookup.apply(weight, batch, index, offsets, mean)  # type: ignore[no-untyped-call]
+        return out.to(ids.device)
+
+    def take_gradients(self) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
+        """Gradients of all lookups since the last call, summed per key, and how fresh their rows were."""
+        pending: dict[str, list[BatchRows]] = {}
+        for table, batch in self._pending():
+            pending.setdefault(table, []).append(batch)
+        grads, versions = {}, {}
+        for table, batches in pending.items():
+            parts = [part for batch in batches if (part := batch.gradients()) is not None]
+            if parts:
+                grads[table] = (
+                    parts[0] if len(parts) == 1 else sum_by_key(*map(np.concatenate, zip(*parts, strict=True)))
+                )
+                versions[table] = [min(seen) for seen in zip(*(batch.versions for batch in batches), strict=True)]
+        self._pending().clear()
+        self._own.batch = None
+        return grads, versions
+
+    def drop_gradients(self) -> None:
+        for _, batch in self._pending():
+            batch.drop_gradients()
+        self._pending().clear()
+
+    def _foresee(self, item: Any) -> Batch | None:
+        if item is _END:
+            return None
+        parts = dict(tensors(item, "batch"))
+        batch = Batch(parts, self._expect(parts))
+        if self._source.pulls_ahead and batch.rows:
+            self._send(batch, create=torch.is_grad_enabled())
+        return batch
+
+    def _expect(self, parts: dict[str, torch.Tensor]) -> dict[str, BatchRows]:
+        expected = {}
+        for table, keys in self.foresight.keys(parts).items():
+            expected[table] = self._new_rows(table)
+            expected[table].expect(keys)
+        return expected
+
+    def _send(self, batch: Batch, create: bool) -> None:
+        batch.under_way = self._source.pull({table: rows.keys for table, rows in batch.rows.items()}, create)
+
+    def _index(
+        self, table: str, ids: torch.Tensor, padding: int | None, create: bool
+    ) -> tuple[BatchRows, npt.NDArray[np.int32]]:
+        if ids.is_floating_point():
+            raise TypeError(f"table '{table}' expects integer ids, found {ids.dtype}")
+        self.num_lookups += 1
+        batch = self._current()
+        if batch is None:
+            batch = self._own.batch = Batch({}, {})
+        self._receive(batch, create)
+        rows = batch.rows.get(table)
+        if rows is None:
+            rows = batch.rows[table] = self._new_rows(table)
+        keys = as_keys(ids.detach().cpu().numpy())
+        real = None if padding is None else is_no_padding(keys, padding)
+        wanted = keys if real is None else keys[real]
+        index, foreseen = rows.index(wanted, lambda missing: self._pull_now(table, missing, create))
+        if not foreseen:
+            self.foresight.learn(batch.parts, table, ids, padding)
+        if real is not None:
+            every = np.full(len(keys), -1, np.int32)
+            every[real] = index
+            index = every
+        return rows, index
+
+    def _receive(self, batch: Batch, create: bool) -> None:
+        if batch.is_pulled:
+            return
+        if batch.under_way is None:
+            self._send(batch, create)
+        assert batch.under_way is not None
+        pulled = batch.under_way.result()
+        for table, rows in batch.rows.items():
+            rows.values, rows.versions = pulled.rows[table], pulled.versions[table]
+        batch.is_pulled = True
+
+    def _pull_now(self, table: str, keys: Keys, create: bool) -> tuple[Floats, list[float]]:
+        pulled = self._source.pull({table: keys}, create).result()
+        return pulled.rows[table], pulled.versions[table]
+
+    def _new_rows(self, table: str) -> BatchRows:
+        pending = self._pending()  # of the thread that looks up, whichever thread runs backward
+        return BatchRows(self._dims[table], lambda rows: pending.append((table, rows)))
+
+    def _current(self) -> Batch | None:
+        return getattr(self._own, "batch", None)
+
+    def _pending(self) -> list[tuple[str, BatchRows]]:
+        if not hasattr(self._own, "pending"):
+            self._own.pending = []
+        pending: list[tuple[str, BatchRows]] = self._own.pending
+        return pending
+
+
+_END: Any = object()

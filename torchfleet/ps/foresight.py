@@ -1,0 +1,99 @@
+"""Which inputs of a batch reach which table: watched once, foreseen from then on.
+
+When an embedding is asked for ids that are (a view of) a tensor of the batch, the way from the batch to the table is
+remembered: the place of the tensor in the batch and the shape of the view. For the next batches all ids can then be
+collected before the model runs, and pulled in one message per server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchfleet.ps.shard import Keys, as_keys
+
+
+@dataclass(frozen=True)
+class View:
+    """A window on a tensor whose first dimension is the batch, or the tensor as it is (`sizes` None)."""
+
+    offset: int = 0
+    sizes: tuple[int, ...] | None = None
+    strides: tuple[int, ...] = ()
+    base_strides: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, base: torch.Tensor) -> View | None:
+        if ids.numel() == base.numel() and ids.storage_offset() == base.storage_offset():
+            return cls()
+        if not ids.dim() or not base.dim() or ids.size(0) != base.size(0):
+            return None
+        offset = ids.storage_offset() - base.storage_offset()
+        return cls(int(offset), tuple(ids.shape[1:]), tuple(ids.stride()), tuple(base.stride()))
+
+    def on(self, base: torch.Tensor) -> torch.Tensor | None:
+        """The same window on another batch's tensor, or None if that is laid out differently."""
+        if self.sizes is None:
+            return base
+        if not base.dim() or tuple(base.stride()) != self.base_strides:
+            return None
+        sizes = (base.size(0), *self.sizes)
+        last = base.storage_offset() + self.offset + sum((n - 1) * s for n, s in zip(sizes, self.strides, strict=True))
+        if base.numel() == 0 or last >= base.untyped_storage().nbytes() // base.element_size():
+            return None
+        return base.as_strided(sizes, self.strides, base.storage_offset() + self.offset)
+
+
+@dataclass
+class Foresight:
+    """What has been learned: place in the batch → tables and views; and how often it did not help."""
+
+    ways: dict[str, set[tuple[str, View, int | None]]] = field(default_factory=dict)
+    num_unforeseen: int = 0
+
+    def learn(self, batch: Mapping[str, torch.Tensor], table: str, ids: torch.Tensor, padding: int | None) -> None:
+        """An embedding was asked for `ids`, padding aside, that had not been foreseen."""
+        self.num_unforeseen += 1
+        pointer = ids.untyped_storage().data_ptr()
+        for place, tensor in batch.items():
+            if tensor.untyped_storage().data_ptr() == pointer and (view := View.of(ids, tensor)) is not None:
+                self.ways.setdefault(place, set()).add((table, view, padding))
+                return
+
+    def keys(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Keys]:
+        """All ids that this batch is going to ask for, by table."""
+        found: dict[str, list[Keys]] = {}
+        for place, ways in self.ways.items():
+            tensor = batch.get(place)
+            if tensor is None or tensor.is_floating_point():
+                continue
+            for table, view, padding in ways:
+                ids = view.on(tensor)
+                if ids is not None:
+                    keys = as_keys(ids.detach().cpu().numpy())
+                    found.setdefault(table, []).append(
+                        keys[is_no_padding(keys, padding)] if padding is not None else keys
+                    )
+        return {table: parts[0] if len(parts) == 1 else np.concatenate(parts) for table, parts in found.items()}
+
+
+def is_no_padding(keys: Keys, padding: int) -> npt.NDArray[np.bool_]:
+    real: npt.NDArray[np.bool_] = keys != np.int64(padding).astype(np.uint64)
+    return real
+
+
+def tensors(batch: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a batch, however nested, with the place they stand in."""
+    if isinstance(batch, torch.Tensor):
+        yield place, batch
+    elif isinstance(batch, Mapping):
+        for name, value in batch.items():
+            yield from tensors(value, f"{place}.{name}")
+    elif isinstance(batch, (list, tuple)):
+        for i, value in enumerate(batch):
+            yield from tensors(value, f"{place}[{i}]")

@@ -1,0 +1,199 @@
+"""geo (P15): every worker trains its own copy with SGD; every k steps the differences are exchanged beside training.
+
+x is the local value, b the base: what this worker believes the server has. Every k steps, for the rows touched since:
+    d = (x - b) / workers;   b ← b + d;   the server adds d
+and for rows (and the dense block) that others changed, s being the server's value:
+    x ← x + (s - b);   b ← s
+The server's value is its first value plus all differences ever sent.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from torchfleet.errors import FleetError
+from torchfleet.kernels.merge import unique
+from torchfleet.net.wire import DELTA
+from torchfleet.ps.client import Changed, Client, Pulled
+from torchfleet.ps.communicator import Communicator, Gradients
+from torchfleet.ps.engine import PullAhead
+from torchfleet.ps.plan import Plan
+from torchfleet.ps.shard import Floats, Keys
+from torchfleet.tables.memory import physical_bytes
+from torchfleet.tables.sparse import SparseTable
+
+Deltas = dict[str, tuple[Keys, Floats] | Floats]
+
+
+class Ready:
+    """A pull that has its result already."""
+
+    def __init__(self, pulled: Pulled) -> None:
+        self._pulled = pulled
+
+    def result(self) -> Pulled:
+        return self._pulled
+
+
+class Geo(Communicator):
+    """Tables and base are touched by the training thread only; a thread beside it carries differences and answers."""
+
+    def __init__(
+        self,
+        client: Client,
+        plan: Plan,
+        connect: Callable[[], Client],
+        k_steps: int,
+        num_workers: int,
+        step_dense: Callable[[], Any],
+    ) -> None:
+        super().__init__(client, plan)
+        self._connect, self._k_steps, self._num_workers = connect, k_steps, num_workers
+        self._step_dense = step_dense
+        specs = {
+            name: msgspec.structs.replace(group.spec, kind="sparse", size=0, part=0, num_parts=1)
+            for name, group in plan.sparse.items()
+        }
+        limit = physical_bytes()
+        self._local = {name: SparseTable(spec, limit) for name, spec in specs.items()}
+        self._base = {name: SparseTable(spec, limit) for name, spec in specs.items()}
+        self._dense_base = {group.spec.name: group.values() for group in plan.dense}
+        self._touched: dict[str, list[Keys]] = {name: [] for name in specs}
+        self._out: queue.Queue[Deltas | None] = queue.Queue(1)
+        self._back: queue.Queue[Changed | FleetError] = queue.Queue()
+        self._under_way = False
+        self._num_exchanges = 0
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        self._take_in(self._wait())  # the first answer: from now on the servers note what others change for us
+
+    def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead:
+        """Rows of the local copy; those it does not have yet come from the servers first."""
+        missing = {name: absent for name, wanted in keys.items() if len(absent := self._local[name].absent(wanted))}
+        if missing:
+            fetched = super().pull(missing, create).result().rows
+            if not create:
+                return Ready(self._mixed(keys, missing, fetched))
+            for name, values in fetched.items():
+                self._local[name].assign(missing[name], values)
+                self._base[name].assign(missing[name], values)
+        rows = {name: self._local[name].pull(wanted) for name, wanted in keys.items()}
+        return Ready(Pulled(rows, {name: [] for name in keys}))
+
+    def _mixed(self, keys: Mapping[str, Keys], missing: Mapping[str, Keys], fetched: Mapping[str, Floats]) -> Pulled:
+        """For prediction: local rows, and the servers' for ids this worker never trained on, without keeping them."""
+        rows = {}
+        for name, wanted in keys.items():
+            rows[name] = self._local[name].pull(wanted, create=False)
+            if name in missing:
+                order = np.argsort(missing[name])
+                at = np.searchsorted(missing[name], wanted, sorter=order)
+                at = order[np.minimum(at, len(order) - 1)]
+                strangers = missing[name][at] == wanted
+                rows[name][strangers] = fetched[name][at[strangers]]
+        return Pulled(rows, {name: [] for name in keys})
+
+    def _push(self, gradients: Gradients) -> None:
+        for name, (keys, grads) in gradients.sparse.items():
+            self._local[name].push(keys, grads, gradients.rates[name])
+            self._touched[name].append(keys)
+        self._step_dense()
+        if not self._back.empty():
+            self._take_in(self._checked(self._back.get()))
+        if self._num_steps % self._k_steps == 0 and not self._under_way:
+            self._send()
+
+    def flush(self) -> None:
+        """All differences are on the servers, and what others had sent by then is here."""
+        if self._under_way:
+            self._take_in(self._wait())
+        self._send()
+        self._take_in(self._wait())
+
+    def stop(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._out.put(None)
+            self._thread.join(timeout=10)
+
+    def stats(self) -> dict[str, Any]:
+        return {**super().stats(), "queue": int(self._under_way), "exchanges": self._num_exchanges}
+
+    def _send(self) -> None:
+        deltas: Deltas = {}
+        share = np.float32(1.0 / self._num_workers)
+        for group in self._plan.dense:
+            base = self._dense_base[group.spec.name]
+            deltas[group.spec.name] = delta = (group.values() - base) * share
+            base += delta
+        for name, parts in self._touched.items():
+            keys = unique(np.concatenate(parts or [np.empty(0, np.uint64)]))[0]
+            base = self._base[name].pull(keys)
+            rows = (self._local[name].pull(keys) - base) * share
+            self._base[name].assign(keys, base + rows)
+            deltas[name] = (keys, rows)
+            self._touched[name] = []
+        self._under_way = True
+        self._num_exchanges += 1
+        self._out.put(deltas)
+
+    def _wait(self) -> Changed:
+        while True:
+            try:
+                return self._checked(self._back.get(timeout=0.5))
+            except queue.Empty:
+                if not self._thread.is_alive():
+                    raise FleetError("the thread that exchanges with the servers has ended") from None
+
+    @staticmethod
+    def _checked(answer: Changed | FleetError) -> Changed:
+        if isinstance(answer, FleetError):
+            raise answer
+        return answer
+
+    def _take_in(self, answer: Changed) -> None:
+        self._under_way = False
+        for group in self._plan.dense:
+            values = answer.rows[group.spec.name][1].reshape(-1)
+            group.write(group.values() + (values - self._dense_base[group.spec.name]))
+            self._dense_base[group.spec.name] = values.copy()
+        for name in self._plan.sparse:
+            self._fold_in(name, *answer.rows[name])
+
+    def _fold_in(self, name: str, keys: Keys, values: Floats) -> None:
+        local, base = self._local[name], self._base[name]
+        if not len(keys):
+            return
+        strangers = np.isin(keys, local.absent(keys))  # rows that this worker does not hold
+        keys, values = keys[~strangers], values[~strangers]
+        local.assign(keys, local.pull(keys) + (values - base.pull(keys)))
+        base.assign(keys, values)
+
+    def _carry(self) -> None:
+        """The thread beside training."""
+        names = [group.spec.name for group in self._plan.dense] + list(self._plan.sparse)
+        try:
+            with self._connect() as client:
+                received = [0] * client.num_servers
+                changed = client.pull_changed(names, received).result()
+                while True:
+                    received = changed.numbers
+                    self._back.put(changed)
+                    deltas = self._out.get()
+                    if deltas is None:
+                        return
+                    client.push_tables(deltas, flags=DELTA).result()
+                    changed = client.pull_changed(names, received).result()
+        except FleetError as error:
+            self._back.put(error)
+        except Exception as error:  # must reach the training thread, whatever it is
+            self._back.put(FleetError(f"the exchange with the servers failed: {type(error).__name__}: {error}"))

@@ -1,0 +1,60 @@
+"""The user's optimizer, with the update moved to the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchfleet.errors import FleetError
+from torchfleet.ps.communicator import Communicator, Gradients
+from torchfleet.ps.engine import Engine
+from torchfleet.ps.plan import Plan
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Stands where the user's optimizer stood: same param groups (shared with it), same step() and zero_grad().
+
+    Learning rates are read from the param groups at every step, so torch's schedulers work on it as they are.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        self.__dict__.update(optimizer.__dict__)  # param_groups is shared: a scheduler made before works too
+        self._inner, self.plan = optimizer, plan
+        self._engine: Engine | None = None
+        self._communicator: Communicator | None = None
+        self.after_step: Callable[[], None] = lambda: None
+
+    def bind(self, engine: Engine, communicator: Communicator) -> None:
+        self._engine, self._communicator = engine, communicator
+
+    def step_locally(self) -> None:
+        """The dense parameters by torch's own rule, as geo training does it."""
+        self._inner.step()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Hand this step's gradients over. Whether it waits for the servers is the mode's affair."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._engine is None or self._communicator is None:
+            raise FleetError("optimizer.step() before fleet.init_worker(): there are no servers to send gradients to")
+        sparse, versions = self._engine.take_gradients()
+        for name, group in self.plan.sparse.items():  # a step counts for every table, also where no key was touched
+            if name not in sparse:
+                sparse[name] = np.empty(0, np.uint64), np.empty((0, group.spec.dim), np.float32)
+        sparse = {name: sparse[name] for name in self.plan.sparse}
+        dense = {group.spec.name: group.gradients() for group in self.plan.dense}
+        known = {name: seen for name, seen in versions.items() if seen}
+        self._communicator.step(Gradients(sparse, known, dense, self.plan.rates()))
+        self.after_step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, those of sparse rows included."""
+        if self._engine is not None:
+            self._engine.drop_gradients()
+        super().zero_grad(set_to_none)

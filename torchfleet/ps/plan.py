@@ -1,0 +1,219 @@
+"""Which parameter goes to which table, under which rule: worked out from the model and the optimizer, on every role."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchfleet.errors import ModelError
+from torchfleet.nn import SparseEmbedding, sparse_embeddings
+from torchfleet.ps.shard import Floats
+from torchfleet.tables.spec import Rule, TableSpec
+
+_REFUSED = ("maximize", "amsgrad", "differentiable", "capturable")
+
+
+@dataclass
+class DenseGroup:
+    """The dense parameters of one param group: one table."""
+
+    spec: TableSpec
+    names: list[str]
+    parameters: list[torch.nn.Parameter]
+    group: dict[str, Any]
+
+    def values(self) -> Floats:
+        return _flat([parameter.detach() for parameter in self.parameters])
+
+    def gradients(self) -> Floats:
+        """A parameter that took no part in the step counts as gradient zero."""
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
+        return _flat([grad.to_dense() if grad.is_sparse else grad for grad in grads])
+
+    def write(self, values: Floats) -> None:
+        block = torch.from_numpy(np.ascontiguousarray(values, np.float32))
+        with torch.no_grad():
+            start = 0
+            for parameter in self.parameters:
+                parameter.copy_(block[start : start + parameter.numel()].view_as(parameter))
+                start += parameter.numel()
+
+
+@dataclass
+class SparseGroup:
+    """One sparse table, the embeddings that use it and the param group that trains it."""
+
+    spec: TableSpec
+    modules: list[SparseEmbedding]
+    group: dict[str, Any]
+
+
+@dataclass
+class Plan:
+    """All tables of a job."""
+
+    dense: list[DenseGroup] = field(default_factory=list)
+    sparse: dict[str, SparseGroup] = field(default_factory=dict)
+
+    @property
+    def specs(self) -> list[TableSpec]:
+        return [group.spec for group in self.dense] + [group.spec for group in self.sparse.values()]
+
+    def rates(self) -> dict[str, float]:
+        """Today's learning rates: schedulers change them in the param groups."""
+        groups: list[DenseGroup | SparseGroup] = [*self.dense, *self.sparse.values()]
+        return {group.spec.name: float(group.group["lr"]) for group in groups}
+
+    def describe(self) -> list[tuple[str, ...]]:
+        """Rows of (table, kind, shape, rule, initializer, parameters)."""
+        lines: list[tuple[str, ...]] = []
+        for dense in self.dense:
+            lines.append(
+                (
+                    dense.spec.name,
+                    "dense",
+                    f"{dense.spec.size:,}",
+                    _rule_text(dense.spec.rule),
+                    "worker 0",
+                    ", ".join(dense.names),
+                )
+            )
+        for name, sparse in self.sparse.items():
+            size = "any id" if sparse.spec.kind == "sparse" else f"{sparse.spec.size:,} ids"
+            first = sparse.spec.initializer
+            start = (
+                "worker 0" if sparse.modules[0].first_values is not None else f"{first.name}({first.a:g}, {first.b:g})"
+            )
+            lines.append(
+                (
+                    name,
+                    sparse.spec.kind,
+                    f"{size} x {sparse.spec.dim}",
+                    _rule_text(sparse.spec.rule),
+                    start,
+                    f"{len(sparse.modules)} lookups",
+                )
+            )
+        return lines
+
+
+def make_plan(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_servers: int) -> Plan:
+    """The tables for this model and optimizer; an error where torch's meaning could not be kept."""
+    plan = Plan()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    embeddings = sparse_embeddings(model)
+    owners = {id(module.weight): name for name, modules in embeddings.items() for module in modules}
+    for number, group in enumerate(optimizer.param_groups):
+        dense = []
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ModelError(
+                    "the optimizer holds a parameter that is not in the model. Make the optimizer after "
+                    "`model = fleet.distributed_model(model)`, from model.parameters()."
+                )
+            if id(parameter) in owners:
+                _add_sparse(plan, owners[id(parameter)], embeddings, optimizer, group, num_servers)
+            elif parameter.requires_grad:
+                dense.append(parameter)
+        if dense:
+            _check_float32(dense, names)
+            size = sum(parameter.numel() for parameter in dense)
+            spec = TableSpec(f"dense.{number}", "dense", size=size, rule=_rule(optimizer, group), num_parts=num_servers)
+            plan.dense.append(DenseGroup(spec, [names[id(p)] for p in dense], dense, group))
+    for name in embeddings:
+        if name not in plan.sparse:
+            raise ModelError(f"embedding '{name}' is in no param group of the optimizer: give it model.parameters()")
+    return plan
+
+
+def _add_sparse(
+    plan: Plan,
+    name: str,
+    embeddings: dict[str, list[SparseEmbedding]],
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    num_servers: int,
+) -> None:
+    if name in plan.sparse:
+        if plan.sparse[name].group is not group:
+            raise ModelError(
+                f"embeddings of table '{name}' are in two param groups: one table has one rule. Put them into one."
+            )
+        return
+    rule = _rule(optimizer, group)
+    for option in ("momentum", "weight_decay"):
+        if getattr(rule, option):
+            raise ModelError(
+                f"{option}={getattr(rule, option)} cannot act on the sparse rows of '{name}', which are touched only now and "
+                f"then. Put the embeddings into a param group of their own with {option}=0: "
+                f"[{{'params': dense}}, {{'params': sparse, '{option}': 0}}]."
+            )
+    first = embeddings[name][0]
+    spec = TableSpec(
+        name,
+        "sparse" if first.num_embeddings is None else "array",
+        dim=first.dim,
+        size=first.num_embeddings or 0,
+        rule=rule,
+        initializer=first.initializer,
+        seed=first.seed,
+        num_parts=num_servers,
+    )
+    plan.sparse[name] = SparseGroup(spec, embeddings[name], group)
+
+
+def _rule(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
+    for option in _REFUSED:
+        if group.get(option):
+            raise ModelError(f"{type(optimizer).__name__}({option}=True) is not supported on servers; leave it out")
+    lr = float(group["lr"])
+    if isinstance(optimizer, torch.optim.SGD):
+        if group["dampening"]:
+            raise ModelError(f"SGD(dampening={group['dampening']}) is not supported on servers; leave it 0")
+        return Rule(
+            "sgd", lr, momentum=group["momentum"], nesterov=group["nesterov"], weight_decay=group["weight_decay"]
+        )
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return Rule(
+            "adagrad",
+            lr,
+            eps=group["eps"],
+            lr_decay=group["lr_decay"],
+            initial_accumulator=group["initial_accumulator_value"],
+            weight_decay=group["weight_decay"],
+        )
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.SparseAdam)):  # AdamW is an Adam since torch 2.7
+        return _adam_rule(optimizer, group, lr)
+    if isinstance(optimizer, torch.optim.AdamW):
+        return _adam_rule(optimizer, group, lr)
+    raise ModelError(
+        f"{type(optimizer).__name__} cannot run on servers. Supported: torch.optim.SGD, Adagrad, Adam, AdamW, SparseAdam."
+    )
+
+
+def _adam_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], lr: float) -> Rule:
+    beta1, beta2 = group["betas"]
+    decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
+    decay = group.get("weight_decay", 0.0)
+    return Rule("adam", lr, group["eps"], float(beta1), float(beta2), weight_decay=decay, decoupled_decay=decoupled)
+
+
+def _rule_text(rule: Rule) -> str:
+    shown = {name: getattr(rule, name) for name in ("lr", "momentum", "weight_decay") if getattr(rule, name)}
+    return f"{rule.name}({', '.join(f'{name}={value:g}' for name, value in shown.items())})"
+
+
+def _check_float32(parameters: list[torch.nn.Parameter], names: dict[int, str]) -> None:
+    for parameter in parameters:
+        if parameter.dtype != torch.float32:
+            raise ModelError(
+                f"parameter '{names[id(parameter)]}' is {parameter.dtype}: servers hold float32. Use model.float()."
+            )
+
+
+def _flat(parts: list[torch.Tensor]) -> Floats:
+    flat: Floats = torch.cat([part.detach().reshape(-1) for part in parts]).cpu().numpy()
+    return flat

@@ -1,0 +1,61 @@
+"""For geo training: which rows other workers changed since a worker last asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.kernels.merge import unique
+
+Keys = npt.NDArray[np.uint64]
+_NONE: Keys = np.empty(0, np.uint64)
+
+
+@dataclass(slots=True)
+class Record:
+    """One worker's list for one table. Repeats are dropped when it has doubled: it stays below twice the rows."""
+
+    pending: list[Keys] = field(default_factory=list)
+    sent: Keys = field(default_factory=lambda: _NONE)  # in the last reply, which may have got lost
+    num_pending: int = 0
+    compact_at: int = 1 << 16
+
+    def note(self, keys: Keys) -> None:
+        self.pending.append(keys)
+        self.num_pending += len(keys)
+        if self.num_pending > self.compact_at:
+            self.pending = [unique(np.concatenate(self.pending))[0]]
+            self.num_pending = len(self.pending[0])
+            self.compact_at = max(1 << 16, 2 * self.num_pending)
+
+
+class Changes:
+    """Per worker and table, the keys that others changed. A worker is known from its first call of `since` on."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, dict[int, Record]] = {}
+        self._numbers: dict[int, int] = {}
+
+    def note(self, table: int, keys: Keys, worker: int) -> None:
+        """`worker` changed these rows."""
+        held = keys.copy()  # the request's memory is not ours to keep
+        for other, records in self._records.items():
+            if other != worker and len(keys):
+                records.setdefault(table, Record()).note(held)
+
+    def since(self, worker: int, received: int, tables: list[int]) -> tuple[int, dict[int, Keys]]:
+        """(number of this reply, changed keys by table). `received`: the last reply that arrived; 0 starts anew."""
+        if received == 0 or worker not in self._records:
+            self._records[worker], self._numbers[worker] = {}, 0
+        arrived = received == self._numbers[worker]
+        self._numbers[worker] += 1
+        changed = {}
+        for table in tables:
+            record = self._records[worker].setdefault(table, Record())
+            lost = _NONE if arrived else record.sent
+            record.sent = unique(np.concatenate([lost, *record.pending]))[0]
+            record.pending, record.num_pending = [], 0
+            changed[table] = record.sent
+        return self._numbers[worker], changed
