@@ -10,9 +10,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-from torchfleet.printing import configuration, tables
 from torchfleet.errors import FleetError
 from torchfleet.job import Job, ServerJob, WorkerJob
+from torchfleet.printing import configuration, tables
 from torchfleet.ps.optimizer import DistributedOptimizer
 from torchfleet.role import SERVER, PaddleCloudRoleMaker, RoleInfo
 from torchfleet.strategy import DistributedStrategy

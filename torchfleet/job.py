@@ -230,7 +230,7 @@ class WorkerJob:
             lambda model, args, kwargs: self.engine.enter([args, kwargs]), with_kwargs=True
         )
         self._job.optimizer.bind(self.engine, self.communicator)
-        self._job.optimizer.after_step = lambda: self._status.write()
+        self._job.optimizer.after_step = self._status.write
 
     def _status_now(self) -> dict[str, Any]:
         seconds = max(1e-9, time.monotonic() - self._started)

@@ -69,13 +69,14 @@ class PaddleCloudRoleMaker:
         workers = _endpoints(found.get("FLEET_WORKER_ENDPOINTS") or found.get("PADDLE_TRAINER_ENDPOINTS") or "")
         if workers and len(workers) != num_workers:
             raise RoleError(
-                f"FLEET_WORKER_ENDPOINTS / PADDLE_TRAINER_ENDPOINTS lists {len(workers)} workers, but FLEET_NUM_WORKERS / "
-                f"PADDLE_TRAINERS_NUM says {num_workers}. Make them agree."
+                f"FLEET_WORKER_ENDPOINTS / PADDLE_TRAINER_ENDPOINTS lists {len(workers)} workers, but "
+                f"FLEET_NUM_WORKERS / PADDLE_TRAINERS_NUM says {num_workers}. Make them agree."
             )
         worker = self._number("FLEET_WORKER_INDEX", "PADDLE_TRAINER_ID") if role == WORKER else 0
         if worker >= num_workers:
             raise RoleError(
-                f"FLEET_WORKER_INDEX / PADDLE_TRAINER_ID is {worker}, but there are {num_workers} workers, numbered from 0"
+                f"FLEET_WORKER_INDEX / PADDLE_TRAINER_ID is {worker}, but there are {num_workers} workers, numbered "
+                "from 0"
             )
         server = self._server_index(servers) if role == SERVER else 0
         restart = self._number("FLEET_RESTART") if "FLEET_RESTART" in found else 0
@@ -98,7 +99,8 @@ class PaddleCloudRoleMaker:
                 return self._environment[name]
         role = "FLEET_ROLE" if "FLEET_ROLE" in self._environment else "TRAINING_ROLE"
         raise RoleError(
-            f"{role} is set, but {' (or '.join(names)}{')' * (len(names) - 1)} is missing. Set it, or start with fleetrun."
+            f"{role} is set, but {' (or '.join(names)}{')' * (len(names) - 1)} is missing. Set it, or start "
+            "with fleetrun."
         )
 
     def _number(self, *names: str, at_least: int = 0) -> int:

@@ -32,11 +32,23 @@ _AT_LEAST = {
 
 # Fields of the specification whose feature is still to be built, with the value at which they do nothing.
 _NOT_YET: dict[str, Any] = {
-    **{name: False for name in (
-        "amp", "recompute", "gradient_merge", "lars", "lamb", "dgc", "localsgd", "adaptive_localsgd", "sharding",
-        "pipeline", "tensor_parallel", "fp16_allreduce", "use_hierarchical_allreduce", "sync_batch_norm",
-        "find_unused_parameters", "cudnn_exhaustive_search", "cudnn_batchnorm_spatial_persistent",
-    )},
+    "amp": False,
+    "recompute": False,
+    "gradient_merge": False,
+    "lars": False,
+    "lamb": False,
+    "dgc": False,
+    "localsgd": False,
+    "adaptive_localsgd": False,
+    "sharding": False,
+    "pipeline": False,
+    "tensor_parallel": False,
+    "fp16_allreduce": False,
+    "use_hierarchical_allreduce": False,
+    "sync_batch_norm": False,
+    "find_unused_parameters": False,
+    "cudnn_exhaustive_search": False,
+    "cudnn_batchnorm_spatial_persistent": False,
     **{name: {} for name in (
         "amp_configs", "recompute_configs", "gradient_merge_configs", "lars_configs", "lamb_configs", "dgc_configs",
         "localsgd_configs", "adaptive_localsgd_configs", "sharding_configs", "pipeline_configs",
@@ -133,8 +145,8 @@ class DistributedStrategy:
             for name in ("k_steps", "half_async"):
                 if configs[name]:
                     raise StrategyError(
-                        f"a_sync_configs['{name}']={configs[name]} needs a_sync=True: it is a form of asynchronous training. "
-                        f"Set a_sync=True, or leave '{name}' out for synchronous training."
+                        f"a_sync_configs['{name}']={configs[name]} needs a_sync=True: it is a form of asynchronous "
+                        f"training. Set a_sync=True, or leave '{name}' out for synchronous training."
                     )
         self._used_by = self._used_by or user
 

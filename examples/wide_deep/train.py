@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 import torchfleet as fleet
 
 sys.path.insert(0, str(Path(__file__).parent))
-from data import NUM_DENSE, NUM_SLOTS, Rows, criteo, generated  # noqa: E402
+from data import NUM_DENSE, NUM_SLOTS, Rows, criteo, generated
 
 
 class WideDeep(torch.nn.Module):
@@ -56,7 +56,10 @@ def main() -> None:
     fleet.init()
     strategy = fleet.DistributedStrategy()
     strategy.a_sync = options.mode != "sync"
-    strategy.a_sync_configs = {"geo": {"k_steps": options.k_steps}, "half_async": {"half_async": True}}.get(options.mode, {})
+    if options.mode == "geo":
+        strategy.a_sync_configs = {"k_steps": options.k_steps}
+    elif options.mode == "half_async":
+        strategy.a_sync_configs = {"half_async": True}
     model = fleet.distributed_model(WideDeep())
     if options.mode == "geo":
         inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=options.lr or 0.5)
@@ -127,7 +130,9 @@ def own_share(rows: Rows, batch_size: int) -> Rows:
     """Every n-th row; all workers get the same number of whole batches, as sync mode needs."""
     size = len(rows[2]) // fleet.worker_num() // batch_size * batch_size
     if not size:
-        raise SystemExit(f"{len(rows[2])} rows are less than a batch of {batch_size} for each of {fleet.worker_num()} workers")
+        raise SystemExit(
+            f"{len(rows[2])} rows are not a batch of {batch_size} for each of {fleet.worker_num()} workers"
+        )
     return tuple(part[fleet.worker_index() :: fleet.worker_num()][:size] for part in rows)  # type: ignore[return-value]
 
 

@@ -126,8 +126,8 @@ def _refuse_open_servers(layout: Layout) -> None:
     for i in layout.local_servers:
         if not is_private(f"tcp://{layout.servers[i]}"):
             raise RoleError(
-                f"server {i} at {layout.servers[i]} can be reached from other machines, and there are no keys. Make them with "
-                "`fleetrun --keygen DIR`, copy DIR to every machine and give --key_dir DIR; or say --insecure."
+                f"server {i} at {layout.servers[i]} can be reached from other machines, and there are no keys. Make "
+                "them with `fleetrun --keygen DIR`, copy DIR to every machine and give --key_dir DIR; or say --insecure."
             )
 
 

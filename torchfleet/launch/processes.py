@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import json
 import os
 import signal
@@ -17,7 +17,8 @@ from typing import IO, Any
 from torchfleet.launch.roles import Task
 
 _GRACE = 3.0  # seconds between asking a process to end and ending it
-_PR_SET_PDEATHSIG = 1
+# Run before the script itself: should the launcher be killed outright, the kernel ends its children (PR_SET_PDEATHSIG).
+_TIE_TO_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 
 
 class Process:
@@ -35,15 +36,14 @@ class Process:
         environment = {**os.environ, **self.task.environment, "FLEET_STATUS_FILE": str(self.status_file)}
         if self.num_restarts:
             environment["FLEET_RESTART"] = str(self.num_restarts)
-        self._sink: IO[bytes] = open(self.log, mode)
+        self._sink: IO[bytes] = open(self.log, mode)  # noqa: SIM115  (open as long as the process)
         self._process = subprocess.Popen(
-            self._command,
+            [sys.executable, "-c", _TIE_TO_PARENT, *self._command],
             env=environment,
             stdout=subprocess.PIPE if self._echo else self._sink,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
         )
         self._reader = threading.Thread(target=self._copy_output, daemon=True) if self._echo else None
         if self._reader:
@@ -80,10 +80,8 @@ class Process:
 
     def signal(self, number: int) -> None:
         """To the whole group: a worker's own children end with it."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-        except ProcessLookupError:
-            pass
 
     def close(self) -> None:
         self.signal(signal.SIGKILL)  # whatever is left of its group
@@ -116,8 +114,3 @@ def end_all(processes: Sequence[Process]) -> None:
 
 def script_command(script: str, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, script, *arguments]
-
-
-def _end_with_parent() -> None:
-    """In the child, before it becomes the script: the kernel ends it should the launcher be killed outright."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -51,8 +51,8 @@ def several_machines(servers: Sequence[str], workers: Sequence[str]) -> Layout:
     if not local_servers and not local_workers:
         hosts = ", ".join(sorted({place.rpartition(":")[0] for place in (*servers, *workers)}))
         raise RoleError(
-            f"none of the hosts {hosts} is this machine ({', '.join(sorted(own))}). Name it in --servers or --workers by one "
-            "of these, or set POD_IP to the name it has in the lists."
+            f"none of the hosts {hosts} is this machine ({', '.join(sorted(own))}). Name it in --servers or --workers "
+            "by one of these, or set POD_IP to the name it has in the lists."
         )
     return Layout(tuple(servers), tuple(workers), local_servers, local_workers)
 

@@ -97,7 +97,8 @@ class Watch:
             return False  # the script itself failed, as it would elsewhere
         self._lost.append(process.task.name)
         display.say(
-            f"[fleetrun] {process.task.name} was killed by {signal.Signals(-code).name}; {mode} training goes on without it"
+            f"[fleetrun] {process.task.name} was killed by {signal.Signals(-code).name}; {mode} training goes on "
+            "without it"
         )
         return self._leave_for(process.task.index, display)
 

@@ -44,12 +44,15 @@ class Communicator(ABC):
         self._seconds = {"pull": 0.0, "push": 0.0}
         self._num_steps = 0
 
-    def start(self) -> None:
+    def start(self) -> None:  # noqa: B027  (most modes have nothing beside training)
         """Begin whatever runs beside training."""
 
     def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead:
         """Rows of several tables, on their way."""
-        return TimedPull(self._client.pull_tables(keys, create), self._note_pull)
+        start = time.perf_counter()
+        pull = TimedPull(self._client.pull_tables(keys, create), self._note_pull)
+        self._note_pull(time.perf_counter() - start)  # in one process, asking is already the work
+        return pull
 
     def step(self, gradients: Gradients) -> None:
         """One step's gradients are there."""

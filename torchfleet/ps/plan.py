@@ -147,8 +147,8 @@ def _add_sparse(
     for option in ("momentum", "weight_decay"):
         if getattr(rule, option):
             raise ModelError(
-                f"{option}={getattr(rule, option)} cannot act on the sparse rows of '{name}', which are touched only now and "
-                f"then. Put the embeddings into a param group of their own with {option}=0: "
+                f"{option}={getattr(rule, option)} cannot act on the sparse rows of '{name}', which are touched only "
+                f"now and then. Put the embeddings into a param group of their own with {option}=0: "
                 f"[{{'params': dense}}, {{'params': sparse, '{option}': 0}}]."
             )
     first = embeddings[name][0]
@@ -190,7 +190,8 @@ def _rule(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
     if isinstance(optimizer, torch.optim.AdamW):
         return _adam_rule(optimizer, group, lr)
     raise ModelError(
-        f"{type(optimizer).__name__} cannot run on servers. Supported: torch.optim.SGD, Adagrad, Adam, AdamW, SparseAdam."
+        f"{type(optimizer).__name__} cannot run on servers. Supported: torch.optim.SGD, Adagrad, Adam, AdamW, "
+        "SparseAdam."
     )
 
 
