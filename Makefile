@@ -13,7 +13,7 @@ $(VENV)/.done: pyproject.toml
 	@touch $@
 
 demo: setup
-	$(RUN) -m examples.push_pull
+	$(VENV)/bin/fleetrun --server_num 2 --worker_num 2 examples/wide_deep/train.py --rows 300000
 
 test: setup
 	$(RUN) -m pytest -n 2

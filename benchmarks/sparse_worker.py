@@ -13,7 +13,6 @@ import torch
 
 import torchfleet as fleet
 
-
 Batch = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 

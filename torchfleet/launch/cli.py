@@ -127,7 +127,8 @@ def _refuse_open_servers(layout: Layout) -> None:
         if not is_private(f"tcp://{layout.servers[i]}"):
             raise RoleError(
                 f"server {i} at {layout.servers[i]} can be reached from other machines, and there are no keys. Make "
-                "them with `fleetrun --keygen DIR`, copy DIR to every machine and give --key_dir DIR; or say --insecure."
+                "them with `fleetrun --keygen DIR`, copy DIR to every machine and give --key_dir DIR; or say "
+                "--insecure."
             )
 
 
