@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
 
+from torchfleet.kernels.jit import kernel
 
-@nb.njit(nogil=True, cache=True)
+
+@kernel
 def sgd(
     weights: np.ndarray,
     velocity: np.ndarray,
@@ -33,7 +34,7 @@ def sgd(
         weights[i] = weight - rate * g
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def adagrad(
     weights: np.ndarray, sums: np.ndarray, grads: np.ndarray, lr: float, eps: float, decay: float, shrink: float
 ) -> None:
@@ -46,7 +47,7 @@ def adagrad(
         weights[i] = weight - rate * g / (np.sqrt(sums[i]) + eps)
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def adam(
     weights: np.ndarray,
     means: np.ndarray,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
+
+from torchfleet.kernels.jit import inlined
 
 _M1 = np.uint64(0xBF58476D1CE4E5B9)
 _M2 = np.uint64(0x94D049BB133111EB)
@@ -14,7 +15,7 @@ _S30, _S27, _S31, _S32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(
 _OWNER_SALT = np.uint64(0x6A09E667F3BCC909)
 
 
-@nb.njit(inline="always")
+@inlined
 def mix(x: np.uint64) -> np.uint64:
     """The finaliser of SplitMix64: a bijection on 64 bits in which every input bit moves every output bit."""
     x = (x ^ (x >> _S30)) * _M1
@@ -22,7 +23,7 @@ def mix(x: np.uint64) -> np.uint64:
     return x ^ (x >> _S31)
 
 
-@nb.njit(inline="always")
+@inlined
 def owner_of(key: np.uint64, num_owners: np.uint64) -> np.uint64:
     """Which of `num_owners` servers owns the key; consecutive keys are spread evenly."""
     return ((mix(key ^ _OWNER_SALT) >> _S32) * num_owners) >> _S32

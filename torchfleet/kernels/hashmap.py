@@ -19,10 +19,10 @@ The hash is salted per map: whoever can choose keys still cannot make them colli
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
 
 from torchfleet.kernels.hashing import mix
+from torchfleet.kernels.jit import inlined, kernel
 
 MISSING = -1
 OVERFLOW = -1  # the spare buckets are used up: with a salted hash this means a broken invariant, not bad luck
@@ -37,22 +37,22 @@ _LINE = np.uint64(16)  # words in a cache line
 _LOW = np.uint64(0xFFFFFFFF)
 
 
-@nb.njit(inline="always")
+@inlined
 def _tag(key: np.uint64, salt: np.uint64) -> np.uint64:
     return mix(key ^ salt) >> _S32
 
 
-@nb.njit(inline="always")
+@inlined
 def key_at(words_RW: np.ndarray, row: np.uint64) -> np.uint64:
     return np.uint64(words_RW[row, 0]) | (np.uint64(words_RW[row, 1]) << _S32)
 
 
-@nb.njit(inline="always")
+@inlined
 def _home(tag: np.uint64, num_buckets: np.uint64) -> np.uint64:
     return (tag * num_buckets) >> _S32
 
 
-@nb.njit(inline="always")
+@inlined
 def _match(slots: np.ndarray, at: np.uint64, tag: np.uint64) -> np.uint64:
     """A slot of the bucket at `at` with this tag, or 0; no branch, so nothing to mispredict."""
     found = _U0
@@ -62,7 +62,7 @@ def _match(slots: np.ndarray, at: np.uint64, tag: np.uint64) -> np.uint64:
     return found
 
 
-@nb.njit(inline="always")
+@inlined
 def _first_match(slots: np.ndarray, home: np.uint64, tag: np.uint64) -> np.uint64:
     at = home * _U8
     found = _match(slots, at, tag)
@@ -72,7 +72,7 @@ def _first_match(slots: np.ndarray, home: np.uint64, tag: np.uint64) -> np.uint6
     return found
 
 
-@nb.njit(inline="always")
+@inlined
 def _vacancy(slots: np.ndarray, home: np.uint64) -> np.uint64:
     """The first empty slot from the home bucket on; counted, not searched, so that little is mispredicted."""
     at = home * _U8
@@ -84,7 +84,7 @@ def _vacancy(slots: np.ndarray, home: np.uint64) -> np.uint64:
     return at + num_taken
 
 
-@nb.njit
+@kernel
 def _place(slots: np.ndarray, words_RW: np.ndarray, key: np.uint64, tag: np.uint64, home: np.uint64) -> np.uint64:
     """The slot that holds `key`, else the empty slot where it belongs. The exact search behind `_first_match`."""
     at = home * _U8
@@ -93,7 +93,7 @@ def _place(slots: np.ndarray, words_RW: np.ndarray, key: np.uint64, tag: np.uint
     return at
 
 
-@nb.njit(inline="always")
+@inlined
 def _place_missing(
     slots: np.ndarray, words_RW: np.ndarray, key: np.uint64, tag: np.uint64, home: np.uint64
 ) -> np.uint64:
@@ -103,7 +103,7 @@ def _place_missing(
     return _vacancy(slots, home)
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def find(
     old: np.ndarray,
     new: np.ndarray,
@@ -150,7 +150,7 @@ def find(
     return num_missing
 
 
-@nb.njit
+@kernel
 def _find_exactly(
     old: np.ndarray,
     new: np.ndarray,
@@ -170,7 +170,7 @@ def _find_exactly(
     return np.int64(slot & _LOW) - 1
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def insert_missing(
     old: np.ndarray,
     new: np.ndarray,
@@ -225,7 +225,7 @@ def insert_missing(
     return num_fresh
 
 
-@nb.njit
+@kernel
 def _close_hole(slots: np.ndarray, at: np.uint64, num_buckets: np.uint64) -> None:
     """Empty the slot `at` and restore "all buckets from a key's home to its own are full"."""
     bucket = at // _U8
@@ -249,7 +249,7 @@ def _close_hole(slots: np.ndarray, at: np.uint64, num_buckets: np.uint64) -> Non
         bucket = candidate // _U8
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def erase(
     old: np.ndarray,
     new: np.ndarray,
@@ -284,7 +284,7 @@ def erase(
     return num_erased
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def migrate(old: np.ndarray, new: np.ndarray, num_buckets: np.ndarray, state: np.ndarray, num_to_move: int) -> int:
     """Carry at least `num_to_move` buckets from old to new, in order, and stop behind one that was not full.
 

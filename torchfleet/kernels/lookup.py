@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
 
 from torchfleet.kernels.hashing import mix
+from torchfleet.kernels.jit import kernel
 
 _S32 = np.uint64(32)
 ABSENT = -1
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def index_of(keys_N: np.ndarray, places_P: np.ndarray, distinct_U: np.ndarray, index_N: np.ndarray) -> int:
     """distinct_U[index_N[i]] = keys_N[i], or index_N[i] = ABSENT; returns how many are absent.
 
@@ -29,7 +29,7 @@ def index_of(keys_N: np.ndarray, places_P: np.ndarray, distinct_U: np.ndarray, i
     return num_absent
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def add_rows(grads: np.ndarray, dim: int, index_N: np.ndarray, sums: np.ndarray, touched_U: np.ndarray) -> None:
     """sums[index_N[i]] += grads[i], in the order of i; negative indices are passed over. Flat arrays of rows of dim."""
     size = np.uint64(dim)
@@ -47,7 +47,7 @@ def add_rows(grads: np.ndarray, dim: int, index_N: np.ndarray, sums: np.ndarray,
                 sums[to + d] = grads[source + d]
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def pool(rows: np.ndarray, dim: int, index_N: np.ndarray, offsets_B1: np.ndarray, mean: bool, out: np.ndarray) -> None:
     """out[b] = sum (or mean) of rows[index_N[i]] for i from offsets_B1[b] to offsets_B1[b + 1]; an empty bag is zeros.
 
@@ -70,7 +70,7 @@ def pool(rows: np.ndarray, dim: int, index_N: np.ndarray, offsets_B1: np.ndarray
                 out[to + d] /= np.float32(num)
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def unpool(
     grads: np.ndarray,
     dim: int,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
 
 from torchfleet.kernels.hashing import mix
+from torchfleet.kernels.jit import kernel
 
 _S32 = np.uint64(32)
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def unique_inverse(keys_N: np.ndarray, places_P: np.ndarray, distinct_N: np.ndarray, inverse_N: np.ndarray) -> int:
     """Fill distinct_N with the distinct keys in order of first appearance; keys_N[i] = distinct_N[inverse_N[i]].
 
@@ -31,7 +31,7 @@ def unique_inverse(keys_N: np.ndarray, places_P: np.ndarray, distinct_N: np.ndar
     return num
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def segment_sum(grads_ND: np.ndarray, inverse_N: np.ndarray, sums_UD: np.ndarray) -> None:
     """sums_UD[u] = Σ grads_ND[i] over inverse_N[i] = u, added in the order of i. Every u must appear."""
     num, dim = grads_ND.shape

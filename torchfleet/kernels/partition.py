@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
 
 from torchfleet.kernels.hashing import owner_of
+from torchfleet.kernels.jit import kernel
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def owners_by_hash(keys_N: np.ndarray, num_owners: int, owners_N: np.ndarray) -> None:
     for i in range(len(keys_N)):
         owners_N[i] = owner_of(keys_N[i], np.uint64(num_owners))
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def group_by_owner(
     keys_N: np.ndarray, owners_N: np.ndarray, starts_S: np.ndarray, grouped_N: np.ndarray, places_N: np.ndarray
 ) -> None:

@@ -7,10 +7,10 @@ between machines: the same row comes out on x86-64 and aarch64, to the bit.
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
 
 from torchfleet.kernels.hashing import mix
+from torchfleet.kernels.jit import kernel
 
 CONSTANT, UNIFORM, NORMAL, TRUNCATED_NORMAL = range(4)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -58,7 +58,7 @@ _FAR_TAIL = np.array(
 )
 
 
-@nb.njit
+@kernel
 def _ratio(terms_82: np.ndarray, x: float) -> float:
     above, below = terms_82[7, 0], terms_82[7, 1]
     for i in range(6, -1, -1):
@@ -67,7 +67,7 @@ def _ratio(terms_82: np.ndarray, x: float) -> float:
     return above / below
 
 
-@nb.njit
+@kernel
 def _log(x: float) -> float:
     """ln x for 0 < x < 1: x = m 2^e with m near 1, ln m = 2 artanh((m - 1) / (m + 1)) by its series."""
     exponent = 0
@@ -82,7 +82,7 @@ def _log(x: float) -> float:
     return 2.0 * s * total + exponent * _LN2
 
 
-@nb.njit
+@kernel
 def normal_quantile(p: float) -> float:
     """The x with P(standard normal < x) = p, for 0 < p < 1."""
     q = p - 0.5
@@ -93,14 +93,14 @@ def normal_quantile(p: float) -> float:
     return -x if q < 0.0 else x
 
 
-@nb.njit
+@kernel
 def _uniform(base: np.uint64, d: int) -> float:
     """A number strictly between 0 and 1: (53 random bits + 1/2) / 2^53, rounded to even below 1."""
     bits = mix(base + np.uint64(d + 1) * _GOLDEN) >> _S11
     return min((np.float64(bits) + 0.5) * 1.1102230246251565e-16, 0.9999999999999999)
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def initialise(
     values: np.ndarray,
     width: int,

@@ -7,15 +7,15 @@ the functions that write. `low` and `high` bound the value after an update (-inf
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
 
 from torchfleet.kernels.intrinsics import copy_words
+from torchfleet.kernels.jit import inlined, kernel
 
 _EXPONENT = np.uint32(0x7F800000)
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def all_finite(bits_N: np.ndarray) -> bool:
     """No NaN and no infinity among float32 numbers, given as their bits: an exponent of all ones is neither."""
     largest = np.uint32(0)
@@ -24,7 +24,7 @@ def all_finite(bits_N: np.ndarray) -> bool:
     return largest != _EXPONENT
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def gather(store: np.ndarray, width: int, offset: int, rows_N: np.ndarray, out_NC: np.ndarray) -> None:
     """out_NC[i] = the first C words behind `offset` of row rows_N[i]; zeros where the row is missing (negative)."""
     num, num_words = out_NC.shape
@@ -35,7 +35,7 @@ def gather(store: np.ndarray, width: int, offset: int, rows_N: np.ndarray, out_N
             out_NC[i, :] = 0
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def scatter(store: np.ndarray, width: int, offset: int, rows_N: np.ndarray, values_NC: np.ndarray) -> None:
     """The inverse of gather: writes the first C words behind `offset` of every row."""
     num, num_words = values_NC.shape
@@ -43,7 +43,7 @@ def scatter(store: np.ndarray, width: int, offset: int, rows_N: np.ndarray, valu
         copy_words(store, rows_N[i] * width + offset, values_NC, i * num_words, num_words)
 
 
-@nb.njit(inline="always")
+@inlined
 def _bound(store: np.ndarray, w: np.uint64, dim: np.uint64, low: np.float32, high: np.float32) -> None:
     """In a loop of its own, for those who ask: inside an update it would take as long as the update."""
     if low > -np.inf or high < np.inf:
@@ -51,7 +51,7 @@ def _bound(store: np.ndarray, w: np.uint64, dim: np.uint64, low: np.float32, hig
             store[w + d] = min(max(store[w + d], low), high)
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def sgd(
     store: np.ndarray,
     width: int,
@@ -73,7 +73,7 @@ def sgd(
         _bound(store, w, dim, low, high)
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def adagrad(
     store: np.ndarray,
     width: int,
@@ -100,7 +100,7 @@ def adagrad(
         _bound(store, w, dim, low, high)
 
 
-@nb.njit(nogil=True, cache=True)
+@kernel
 def adam(
     store: np.ndarray,
     width: int,

@@ -162,8 +162,8 @@ class Connection:
                 del self._calls[call.number]
                 call.error = ServerUnreachable(
                     f"{self._name} gave no answer to {Command(call.command).name} within {call.timeout:g} s "
-                    f"({call.attempt} attempts). Is its process alive, the address right, and (with keys) this client's "
-                    "key known to it?"
+                    f"({call.attempt} attempts). Is its process alive, the address right, and (with keys) this "
+                    "client's key known to it?"
                 )
             else:
                 call.attempt += 1

@@ -1,0 +1,48 @@
+"""Examples and benchmarks do what their documents say, and print the numbers they promise."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples import push_pull
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_push_pull_fits_its_rows():
+    """Plain gradient descent on a quadratic: the error falls by a constant factor each step."""
+    assert push_pull.main() < 1e-6
+
+
+def benchmark(name: str, *options: str) -> dict[str, float]:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *options, "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.slow
+def test_the_ps_benchmark_reports_all_its_figures():
+    small = ["--quick", "--rows", "1000000", "--growth_rows", "10000000", "--rounds", "1", "--batches", "10"]
+    found = benchmark("ps", *small)
+    for what in ("pull", "push"):
+        ratio = found[f"{what}_keys_per_s"] / found[f"{what}_roof_keys_per_s"]
+        assert found[f"{what}_ratio"] == pytest.approx(ratio)
+        assert 0.1 < ratio < 1.5  # two busy cores tell no more; docs/log.md has the quiet figures
+    assert found["bytes_per_row_ratio"] <= 1.25
+    assert 0 < found["growth_p999_ms"] <= found["growth_max_ms"]
+
+
+@pytest.mark.slow
+def test_the_sparse_benchmark_reports_all_its_figures():
+    found = benchmark("sparse", "--quick", "--seconds", "1")
+    assert found["ratio"] == pytest.approx(found["samples_per_s"] / found["local_samples_per_s"])
+    assert found["step_ms"] == pytest.approx(found["pull_ms"] + found["push_ms"] + found["compute_ms"])
+    assert found["samples_per_s_two_workers"] > 0
