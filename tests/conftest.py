@@ -14,7 +14,8 @@ from torchfleet.server.server import Server
 @pytest.fixture(scope="session", autouse=True)
 def no_server_outlives_the_tests() -> Iterator[None]:
     yield
-    left = [child for child in psutil.Process().children(recursive=True) if _is_server(child)]
+    children = [child for child in psutil.Process().children(recursive=True) if _is_server(child)]
+    _, left = psutil.wait_procs(children, timeout=5)
     assert not left, f"server processes were left behind: {left}"
 
 

@@ -1,4 +1,4 @@
-"""Fleets to test with: servers in this process, behind sockets in threads, and as processes; and what they must hold."""
+"""Fleets to test with: servers in this process, behind sockets in threads, as processes; and what they must hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.net.keys import KeyFolder
-from torchfleet.net.sockets import Listener
+from torchfleet.net.sockets import Listener, SocketChannel
 from torchfleet.net.transport import Channel, InProcess
 from torchfleet.net.wire import ERROR, Array, Command, Message, Role, decode, encode, pack, unpack
 from torchfleet.ps.client import Client
@@ -31,7 +31,9 @@ OWN_RATE = np.array([np.nan])  # in a push by hand: the table's own learning rat
 class Fleet:
     """Servers and the clients made for them."""
 
-    def __init__(self, connect: Callable[[Role], Sequence[Channel]], names: Sequence[str], servers: Sequence[Any]) -> None:
+    def __init__(
+        self, connect: Callable[[Role], Sequence[Channel]], names: Sequence[str], servers: Sequence[Any]
+    ) -> None:
         self._connect, self.names, self.servers = connect, names, servers
         self._clients: list[Client] = []
 
@@ -113,8 +115,6 @@ def in_processes(num_servers: int = 1, *options: str) -> Iterator[Fleet]:
 def _over_sockets(
     servers: Sequence[ServerThread | ServerProcess], keys: KeyFolder | None
 ) -> contextlib.AbstractContextManager[Fleet]:
-    from torchfleet.net.sockets import SocketChannel
-
     names = [f"server {i} ({server.endpoint})" for i, server in enumerate(servers)]
     return contextlib.closing(
         Fleet(lambda role: [SocketChannel(server.endpoint, keys, role) for server in servers], names, servers)

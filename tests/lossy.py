@@ -24,7 +24,7 @@ class Faults:
 
     lose: float = 0.0
     repeat: float = 0.0
-    delay: float = 0.01  # mean; exponential, so that messages overtake each other
+    delay: float = 0.0  # mean; exponential, so that messages overtake each other
     refuse: float = 0.0  # share of sends for which there is no room
 
 
@@ -47,8 +47,8 @@ class Network:
     def carry(self, deliver: Callable[[], None]) -> None:
         """Take a message in: it arrives once, more than once, or not at all."""
         while self.dice.random() >= self._faults.lose:
-            arrival = self.now + self.dice.expovariate(1 / self._faults.delay)
-            heapq.heappush(self._under_way, (arrival, next(self._ties), deliver))
+            delay = self.dice.expovariate(1 / self._faults.delay) if self._faults.delay else 0.0
+            heapq.heappush(self._under_way, (self.now + delay, next(self._ties), deliver))
             if self.dice.random() >= self._faults.repeat:
                 break
 

@@ -217,9 +217,7 @@ def workers() -> Iterator[Callable[..., Future]]:
 class TestWorkers:
     """Real threads, each with a client of its own."""
 
-    def test_all_are_released_when_the_last_arrives(
-        self, met_fleet: Fleet, workers: Callable[..., Future]
-    ) -> None:
+    def test_all_are_released_when_the_last_arrives(self, met_fleet: Fleet, workers: Callable[..., Future]) -> None:
         passed: list[int] = []
 
         def work(worker: int) -> None:

@@ -66,7 +66,9 @@ class TestRoles:
     @pytest.mark.parametrize("role", Role, ids=lambda role: role.name)
     @pytest.mark.parametrize("is_proved", [False, True], ids=["by its word", "by its key"])
     def test_a_command_is_for_its_roles(self, talk: Talk, command: Command, role: Role, is_proved: bool) -> None:
-        least = Role.LAUNCHER if command is Command.STOP else Role.FIRST_WORKER if command in self.FIRST else Role.WORKER
+        least = (
+            Role.LAUNCHER if command is Command.STOP else Role.FIRST_WORKER if command in self.FIRST else Role.WORKER
+        )
         claimed = Role.LAUNCHER if is_proved else role
         message = talk.message(command, *some_arrays(command), once=COMMANDS[command].once, role=claimed)
         (answer,) = talk.server.handle(talk, wire.encode(message), role if is_proved else None)
@@ -275,7 +277,9 @@ class TestPull:
             assert contents(talk.server)["rows"][0] == 0
 
     @pytest.mark.parametrize("command", [Command.PULL, Command.PULL_CHANGED])
-    def test_a_request_with_as_many_arrays_as_a_message_can_have_is_answered(self, talk: Talk, command: Command) -> None:
+    def test_a_request_with_as_many_arrays_as_a_message_can_have_is_answered(
+        self, talk: Talk, command: Command
+    ) -> None:
         """The reply has more arrays than the request; that must not end the server."""
         received = [Array(0, np.zeros(1, np.uint64))] if command is Command.PULL_CHANGED else []
         arrays = received + [keys_of(ROWS, [])] * (MAX_ARRAYS - len(received))
@@ -287,9 +291,9 @@ class TestPull:
         self, talk: Talk, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Every way to a large reply is to be checked; if one is not, it must not end the server."""
-        monkeypatch.setattr(wire, "MAX_FRAME", 300)  # larger than an error, smaller than the table
-        big = TableSpec("big", "dense", size=100)
+        big = TableSpec("big", "dense", size=1000)
         talk.create(big)
+        monkeypatch.setattr(wire, "MAX_FRAME", 1000)  # larger than an error, smaller than the table
         reply = talk.ask(Command.PULL_CHANGED, Array(0, np.zeros(1, np.uint64)), keys_of(big, []))
         assert "too large" in refusal(reply)[1]
 
@@ -299,7 +303,10 @@ Sections = Callable[[], list[Array]]
 BAD_PUSHES: dict[str, tuple[Sections, str]] = {
     "no array": (lambda: [], "WireError"),
     "no rate": (lambda: push_arrays(ROWS, [1], [[1, 1]])[1:], "WireError"),
-    "rates in float32": (lambda: [Array(0, np.ones(1, np.float32)), *push_arrays(ROWS, [1], [[1, 1]])[1:]], "WireError"),
+    "rates in float32": (
+        lambda: [Array(0, np.ones(1, np.float32)), *push_arrays(ROWS, [1], [[1, 1]])[1:]],
+        "WireError",
+    ),
     "a rate too many": (lambda: [Array(0, np.ones(2)), *push_arrays(ROWS, [1], [[1, 1]])[1:]], "WireError"),
     "a rate too few": (lambda: [Array(0, np.ones(0)), *push_arrays(ROWS, [1], [[1, 1]])[1:]], "WireError"),
     "rates of no width": (lambda: [Array(0, np.ones((1, 0))), *push_arrays(ROWS, [1], [[1, 1]])[1:]], "WireError"),

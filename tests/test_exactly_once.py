@@ -150,22 +150,26 @@ def _expect(found: np.ndarray, possible: set[float], what: str) -> None:
         raise Mismatch(f"{what}: found {found}, possible are {sorted(possible)}")
 
 
-@pytest.mark.timeout(120)
-def test_a_thousand_bad_networks_change_nothing_about_the_result() -> None:
-    given_up = [seed for seed in range(NUM_SCHEDULES) if not Schedule(seed, PATIENT, worst=0.25).run()]
-    assert len(given_up) <= NUM_SCHEDULES // 100, f"these schedules were to come to their end: {given_up}"
+def run_all(seeds: range) -> list[int]:
+    """The seeds of the schedules that did not come to their end."""
+    return [seed for seed in seeds if not Schedule(seed, PATIENT, worst=0.25).run()]
+
+
+@pytest.mark.parametrize("start", range(0, NUM_SCHEDULES, 250))
+def test_a_thousand_bad_networks_change_nothing_about_the_result(start: int) -> None:
+    given_up = run_all(range(start, start + 250))
+    assert len(given_up) <= 3, f"these schedules were to come to their end: {given_up}"
 
 
 def test_a_change_that_was_given_up_is_made_once_or_not_at_all() -> None:
     ended = [Schedule(seed, HASTY, worst=0.6).run() for seed in range(300)]
-    assert 100 < ended.count(False), "a network as bad as this was to make most schedules give up"
+    assert ended.count(False) > 100, "a network as bad as this was to make most schedules give up"
 
 
 def test_the_schedules_find_a_server_that_applies_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Sessions, "begin", lambda *_: Outcome.RUNNING)
     with pytest.raises(Mismatch):
-        for seed in range(50):
-            Schedule(seed, PATIENT, worst=0.25).run()
+        run_all(range(50))
 
 
 def test_the_schedules_find_a_server_that_forgets_what_is_not_settled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,21 +180,20 @@ def test_the_schedules_find_a_server_that_forgets_what_is_not_settled(monkeypatc
 
     monkeypatch.setattr(Sessions, "begin", with_too_high_a_floor)
     with pytest.raises(Mismatch):
-        for seed in range(50):
-            Schedule(seed, PATIENT, worst=0.25).run()
+        run_all(range(50))
 
 
 def test_an_error_is_repeated_to_a_client_whose_first_reply_was_lost() -> None:
     network = Network(1, Faults(lose=0.4, repeat=0.4, delay=0.5))
     server = Server(max_table_bytes=1 << 14)
     client = Client([network.connect(server)], patience=PATIENT)
-    client.create_table(ROWS)
+    client.attach(ROWS)
     for _ in range(20):
         # One message can reach the server several times; each of its answers must be the same error.
-        with pytest.raises(TableError, match=r"table 'rows' expects values"):
-            client.assign("rows", [1], np.ones((1, 5), np.float32))
+        with pytest.raises(TableError, match="no table with number"):
+            client.assign("rows", [1], np.ones((1, 2), np.float32))
     network.deliver_all()
-    assert server.state.tables[ROWS.number].stats()["rows"] == 0
+    assert server.state.num_errors > 20
 
 
 def num_outcomes(server: Server) -> int:

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from torchfleet.kernels.merge import sum_by_key, unique
 
-keys = st.lists(st.sampled_from([0, 1, 2**63, 2**64 - 1]) | st.integers(0, 20) | st.integers(0, 2**64 - 1), max_size=200)
+keys = st.lists(
+    st.sampled_from([0, 1, 2**63, 2**64 - 1]) | st.integers(0, 20) | st.integers(0, 2**64 - 1), max_size=200
+)
 floats = st.floats(-(2.0**100), 2.0**100, width=32)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 
+import numpy as np
 import pytest
 from fleets import Talk, assert_ok, keys_of, refusal, values_of
 
@@ -150,6 +151,18 @@ class TestServer:
         assert refusal(talk.ask(Command.SET, *arrays, sequence=1, floor=1, role=1))[0] == "PermissionRefused"
         assert_ok(talk.ask(Command.SET, *arrays, sequence=1, floor=1))
         assert talk.pull(SPEC, [1]).tolist() == [[7]]
+
+    def test_a_remembered_error_does_not_keep_its_request(self, talk: Talk) -> None:
+        """An exception knows the functions that it came through, and they know the arrays."""
+        rows = np.full((1_000_000, 1), np.nan, np.float32)
+        tracemalloc.start()
+        try:
+            for _ in range(10):
+                assert refusal(talk.push(SPEC, np.arange(len(rows)), rows.copy(), floor=1))[0] == "TableError"
+            kept, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert kept < 3_000_000, f"after 10 refused pushes of 12 MB the server keeps {kept:,} bytes"
 
     @pytest.mark.parametrize(
         "body",

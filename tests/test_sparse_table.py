@@ -111,7 +111,8 @@ def test_the_first_value_of_a_row_is_the_same_whatever_the_number_of_servers(kin
     size = 500 * (kind == "array")
     spec = TableSpec("t", kind, dim=3, size=size, seed=4, initializer=Initializer("normal", 0.0, 1.0))
     keys = np.arange(500, dtype=np.uint64)
-    expected = np.array([twins.first_value(int(sparse._stream(4, "t")), key, 3, "normal", 0.0, 1.0) for key in range(500)])
+    stream = int(sparse._stream(4, "t"))
+    expected = np.array([twins.first_value(stream, key, 3, "normal", 0.0, 1.0) for key in range(500)])
     parts = shard(spec, keys, num_servers)
     out = np.empty((500, 3), np.float32)
     for server in range(num_servers):
@@ -128,7 +129,7 @@ def test_the_first_value_of_a_row_is_the_same_whatever_the_number_of_servers(kin
 
 
 def test_push_sums_the_gradients_of_a_key_and_applies_the_rule_once():
-    """Adagrad shows the difference: of 3 + 4 it makes 49 and one step of lr, of 3 and then 4 it would make 25 and two."""
+    """Adagrad shows the difference: of 3 + 4 it makes 49 and one step, of 3 and then 4 it would make 25 and two."""
     table = make_table(dim=1, rule=Rule("adagrad", lr=0.5))
     table.push(as_keys(8, 9, 8), as_rows([3], [1], [4]))
     assert contents(table) == {8: [-0.5, 49.0], 9: [-0.5, 1.0]}
@@ -327,12 +328,8 @@ def test_a_row_that_lives_through_a_walk_in_chunks_comes_exactly_once(kind, seed
             gone = rng.integers(0, 5000, 40, dtype=np.uint64)
             table.erase(gone)
             lives -= set(gone.tolist())
-            for keys in (rng.integers(0, 10_000, 100, dtype=np.uint64), np.array(sorted(lives)[:50], np.uint64)):
-                table.push(keys, np.ones((len(keys), 1), np.float32))
-                # A row whose key repeats in a push gets a gradient of 2; keep them out of the sums above.
-                repeated = [key for key in set(keys.tolist()) if (keys == key).sum() > 1]
-                table.erase(np.array(repeated, np.uint64))
-                lives -= set(repeated)
+            some = np.append(rng.integers(0, 10_000, 100, dtype=np.uint64), np.array(sorted(lives)[:50], np.uint64))
+            table.push(np.unique(some), np.ones((len(np.unique(some)), 1), np.float32))
     for key in lives:
         assert seen.count(key) == 1
 
@@ -369,11 +366,11 @@ def test_an_array_table_holds_every_id_below_its_size_and_no_other():
     before = snapshot(table)
     for bad in (10, LARGEST):
         for act in (
-            lambda keys: table.pull(keys),
+            table.pull,
             lambda keys: table.pull(keys, create=False),
             lambda keys: table.push(keys, np.ones((2, 2), np.float32)),
             lambda keys: table.assign(keys, np.ones((2, 2), np.float32)),
-            lambda keys: table.erase(keys),
+            table.erase,
         ):
             with pytest.raises(TableError, match=rf"below the declared size 10; found {bad:,}"):
                 act(as_keys(3, bad))
@@ -499,17 +496,17 @@ def test_a_push_at_an_unusable_rate_is_refused(lr):
 
 @pytest.mark.parametrize("call", ["pull", "push", "add", "assign"])
 def test_a_table_that_cannot_get_memory_for_more_slots_refuses_the_batch_whole(call):
-    """The map of a long batch grows in its middle, and the address space may be used up (`ulimit -v`)."""
+    """The map of a long batch grows in its middle, and the address space may be used up by then (`ulimit -v`)."""
     table = make_table(dim=1, rule=Rule("sgd", lr=1.0))
     table.pull(np.arange(10, dtype=np.uint64))
-    before = snapshot(table)
+    before = contents(table), table.step
     keys, grads = np.arange(3 * CHUNK, dtype=np.uint64), np.ones((3 * CHUNK, 1), np.float32)
-    left = 2
+    num_growths = 0
 
     def reserve(num_bytes: int) -> Memory:
-        nonlocal left
-        left -= 1
-        if left < 0:
+        nonlocal num_growths
+        num_growths += num_bytes > 0
+        if num_growths == 2:
             raise TableError("cannot reserve address space for a table")
         return Memory(num_bytes)
 
@@ -517,7 +514,7 @@ def test_a_table_that_cannot_get_memory_for_more_slots_refuses_the_batch_whole(c
         try:
             getattr(table, call)(keys, *([] if call == "pull" else [grads]))
         except TableError:
-            assert snapshot(table) == before
+            assert (contents(table), table.step) == before
 
 
 # A sequence of operations, against a dict of rows
@@ -637,4 +634,4 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTableIsADictOfRows = TableMachine.TestCase
-TestTableIsADictOfRows.settings = settings(deadline=None, max_examples=1500, stateful_step_count=30)
+TestTableIsADictOfRows.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import msgspec
@@ -169,7 +170,7 @@ def test_parts_cover_a_dense_table_evenly_and_in_order(size, num_parts):
     ranges = [part_range(size, part, num_parts) for part in range(num_parts)]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == size
-    assert all(before[1] == after[0] for before, after in zip(ranges, ranges[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
     lengths = [stop - start for start, stop in ranges]
     assert max(lengths) - min(lengths) <= 1
 

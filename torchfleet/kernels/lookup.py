@@ -12,7 +12,9 @@ ABSENT = -1
 
 
 @kernel
-def index_of(keys_N: np.ndarray, places_P: np.ndarray, distinct_U: np.ndarray, index_N: np.ndarray) -> int:
+def index_of(
+    keys_N: np.ndarray, places_P: np.ndarray, distinct_U: np.ndarray, index_N: np.ndarray, salt: np.uint64
+) -> int:
     """distinct_U[index_N[i]] = keys_N[i], or index_N[i] = ABSENT; returns how many are absent.
 
     places_P is what merge.unique_inverse made of distinct_U.
@@ -21,7 +23,7 @@ def index_of(keys_N: np.ndarray, places_P: np.ndarray, distinct_U: np.ndarray, i
     num_absent = 0
     for i in range(len(keys_N)):
         key = keys_N[i]
-        at = (mix(key) >> _S32) & mask
+        at = (mix(key ^ salt) >> _S32) & mask
         while places_P[at] != 0 and distinct_U[places_P[at] - 1] != key:
             at = (at + np.uint64(1)) & mask
         index_N[i] = places_P[at] - 1

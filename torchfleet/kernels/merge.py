@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 
 from torchfleet.kernels.hashing import mix
@@ -9,9 +11,15 @@ from torchfleet.kernels.jit import kernel
 
 _S32 = np.uint64(32)
 
+# Per process, so that whoever can choose keys cannot make them collide. Passed to the kernels, not a global of theirs:
+# numba would write it into its cache.
+SALT = np.uint64(int.from_bytes(os.urandom(8), "little"))
+
 
 @kernel
-def unique_inverse(keys_N: np.ndarray, places_P: np.ndarray, distinct_N: np.ndarray, inverse_N: np.ndarray) -> int:
+def unique_inverse(
+    keys_N: np.ndarray, places_P: np.ndarray, distinct_N: np.ndarray, inverse_N: np.ndarray, salt: np.uint64
+) -> int:
     """Fill distinct_N with the distinct keys in order of first appearance; keys_N[i] = distinct_N[inverse_N[i]].
 
     Returns how many there are. `places_P` is zeroed scratch, a power of two and at least 2 N long.
@@ -20,7 +28,7 @@ def unique_inverse(keys_N: np.ndarray, places_P: np.ndarray, distinct_N: np.ndar
     num = 0
     for i in range(len(keys_N)):
         key = keys_N[i]
-        at = (mix(key) >> _S32) & mask
+        at = (mix(key ^ salt) >> _S32) & mask
         while places_P[at] != 0 and distinct_N[places_P[at] - 1] != key:
             at = (at + np.uint64(1)) & mask
         if places_P[at] == 0:
@@ -52,7 +60,7 @@ def unique_places(keys_N: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
     num = len(keys_N)
     places = np.zeros(1 << max(4, (2 * num - 1).bit_length()), np.int32)
     distinct, inverse = np.empty(num, np.uint64), np.empty(num, np.int32)
-    return distinct[: unique_inverse(keys_N, places, distinct, inverse)], inverse, places
+    return distinct[: unique_inverse(keys_N, places, distinct, inverse, SALT)], inverse, places
 
 
 def unique(keys_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

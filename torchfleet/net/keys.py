@@ -78,7 +78,7 @@ class KeyFolder:
 def is_private(endpoint: str) -> bool:
     """Whether an address is reachable from this machine only: ipc, or a loopback address."""
     if not endpoint.startswith("tcp://"):
-        return True
+        return endpoint.startswith(("ipc://", "inproc://"))  # others, such as tipc://, leave the machine
     host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
     try:
         found = {info[4][0] for info in socket.getaddrinfo(host, None)}

@@ -155,7 +155,9 @@ def _decode_array(header: memoryview, index: int, frame: Frame) -> Array:
         )
     if num_rows > MAX_FRAME:  # only possible when a row is empty
         raise WireError(f"array {index} is announced with {num_rows} rows of no bytes")
-    values = data.view(dtype) if _is_aligned(data, dtype) else np.frombuffer(data.tobytes(), dtype)
+    values = data.view(dtype)
+    if not values.flags.aligned:  # small frames lie anywhere in the receive buffer; kernels read whole words
+        values = data.copy().view(dtype)
     return Array(table, values.reshape(num_rows, num_columns))
 
 
@@ -164,11 +166,6 @@ def _as_bytes(frame: Frame) -> npt.NDArray[np.uint8]:
     if isinstance(frame, np.ndarray):
         return frame.reshape(-1).view(np.uint8)
     return np.frombuffer(frame, np.uint8) if len(frame) else np.empty(0, np.uint8)
-
-
-def _is_aligned(data: npt.NDArray[np.uint8], dtype: np.dtype[Any]) -> bool:
-    """Small frames lie anywhere in the receive buffer; kernels read whole words."""
-    return data.ctypes.data % dtype.itemsize == 0
 
 
 def pack(body: object) -> Array:

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.errors import FleetError, TableError
+from torchfleet.errors import FleetError, TableError, WireError
 from torchfleet.kernels.rows import all_finite
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.sockets import SocketChannel
@@ -20,6 +20,7 @@ from torchfleet.net.transport import Channel
 from torchfleet.net.wire import DENSE_BACK, NO_CREATE, VERSIONS, Array, Command, Role, pack, unpack
 from torchfleet.ps.connection import DEFAULT_WINDOW, Call, Connection, Patience
 from torchfleet.ps.shard import Floats, Keys, Shards, as_keys, shard
+from torchfleet.tables.rules import num_states
 from torchfleet.tables.spec import TableSpec, part_range
 
 Result = TypeVar("Result")
@@ -163,6 +164,9 @@ class Client:
         while self._unawaited and self._unawaited[0].is_done:
             self._await_oldest()
         given, seen = rates or {}, versions or {}
+        for name, rate in given.items():
+            if not 0 <= rate < np.inf:
+                raise TableError(f"a learning rate must be a finite number >= 0, found {rate} for table '{name}'")
         arrays: list[list[Array]] = [
             [
                 Array(
@@ -208,7 +212,7 @@ class Client:
 
     def pull_dense(self, table: str) -> Future[Floats]:
         """The whole block of a dense table."""
-        spec = self._spec(table)
+        spec = self._dense_spec(table)
         ranges = [part_range(spec.size, i, self.num_servers) for i in range(self.num_servers)]
         arrays = [[Array(spec.number, np.array([0, stop - start], np.uint64))] for start, stop in ranges]
         return self._ask(Command.PULL, arrays, finish=lambda replies: _joined(replies, 0))
@@ -227,8 +231,16 @@ class Client:
 
     def assign(self, table: str, keys: npt.ArrayLike, values: Floats) -> None:
         """Overwrite rows of a sparse table: their values, or values and state when `values` is that wide."""
-        part = self._shard(table, keys)
-        grouped, number = part.split_rows(_rows(values)), self._specs[table].number
+        part, rows = self._shard(table, keys), _rows(values)
+        widths = (self._specs[table].dim, self._specs[table].dim * (1 + num_states(self._specs[table].rule)))
+        if len(rows) != len(part.keys) or rows.shape[1] not in widths:
+            raise TableError(
+                f"table '{table}' expects {len(part.keys)} rows of {widths[0]} values (or {widths[1]} with state), "
+                f"found {rows.shape}"
+            )
+        if not all_finite(rows.reshape(-1).view(np.uint32)):
+            raise TableError(f"NaN or infinity in the values for table '{table}'; nothing was sent")
+        grouped, number = part.split_rows(rows), self._specs[table].number
         pairs = [[Array(number, part.of(i)), Array(number, part.rows_of(grouped, i))] for i in range(self.num_servers)]
         self._ask(Command.SET, pairs, once=True).result()
 
@@ -310,9 +322,17 @@ class Client:
         return spec
 
     def _shard(self, table: str, keys: npt.ArrayLike) -> Shards:
-        return shard(self._spec(table), as_keys(keys), self.num_servers)
+        spec = self._spec(table)
+        if spec.kind == "dense":
+            raise TableError(f"table '{table}' is dense and has no keys: use pull_dense, push_dense and set_dense")
+        return shard(spec, as_keys(keys), self.num_servers)
 
     def _gather(self, part: Shards, replies: list[Floats], table: str) -> Floats:
+        dim = self._specs[table].dim
+        for server, values in enumerate(replies):
+            if values.dtype != np.float32 or values.shape != (len(part.of(server)), dim):
+                wanted = (len(part.of(server)), dim)
+                raise WireError(f"server {server} answered with {values.shape} {values.dtype}, not {wanted} float32")
         if part.places is None:
             return replies[0]
         out = np.empty((len(part.keys), self._specs[table].dim), np.float32)
@@ -340,8 +360,14 @@ class Client:
             ]
         return [(Array(spec.number, _NO_KEYS), Array(spec.number, piece)) for piece in self._dense_parts(table, block)]
 
-    def _dense_parts(self, table: str, values: Floats) -> list[Floats]:
+    def _dense_spec(self, table: str) -> TableSpec:
         spec = self._spec(table)
+        if spec.kind != "dense":
+            raise TableError(f"table '{table}' has rows and is not dense: use pull, push and assign")
+        return spec
+
+    def _dense_parts(self, table: str, values: Floats) -> list[Floats]:
+        spec = self._dense_spec(table)
         flat = np.ascontiguousarray(values, np.float32).reshape(-1)
         if len(flat) != spec.size:
             raise TableError(f"dense table '{table}' has {spec.size:,} elements, found {len(flat):,}")
@@ -360,4 +386,4 @@ def _joined(replies: list[list[Array]], index: int) -> Floats:
 
 def _rows(values: Floats) -> Floats:
     rows = np.ascontiguousarray(values, np.float32)
-    return rows if rows.ndim == 2 else rows.reshape(len(rows), -1)
+    return rows if rows.ndim == 2 else rows.reshape(len(rows), int(np.prod(rows.shape[1:])))

@@ -13,6 +13,7 @@ from torchfleet.net.transport import Channel
 from torchfleet.net.wire import ERROR, Array, Command, Frame, Message, Role, decode, encode, unpack
 
 DEFAULT_WINDOW = 8
+MAX_AHEAD = 1 << 10  # changes above the oldest without an answer; a server remembers four times as many
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Connection:
         self, command: Command, arrays: list[Array], flags: int = 0, once: bool = False, timeout: float | None = None
     ) -> Call:
         """Send a request; waits only while the window is full. `once`: applied once, however often it is sent."""
-        while len(self._calls) >= self._window:
+        while len(self._calls) >= self._window or (once and self._next_sequence - self._floor() >= MAX_AHEAD):
             self._work()
         sequence = self._next_sequence if once else 0
         self._next_sequence += once
@@ -80,7 +81,11 @@ class Connection:
         resend_at = self._patience.resend_at(now, 1, seconds)
         call = Call(command, message.call, sequence, message, now, seconds, resend_at)
         self._calls[call.number] = call
-        self._send(call)
+        try:
+            self._send(call)
+        except FleetError:
+            self._calls.pop(call.number, None)  # it cannot be sent, now or later
+            raise
         return call
 
     def wait(self, call: Call) -> list[Array]:
@@ -105,16 +110,20 @@ class Connection:
         return ping
 
     def close(self) -> None:
+        for call in self._calls.values():
+            call.error = FleetError(f"{self._name}: closed before {Command(call.command).name} was answered")
         self._calls.clear()
         self._channel.close()
 
     def _send(self, call: Call) -> None:
         # The floor tells the server what it need not remember any longer: all changes below it are settled.
-        open_changes = [other.sequence for other in self._calls.values() if other.sequence]
-        call.message.floor = min(open_changes, default=self._next_sequence)
+        call.message.floor = self._floor()
         frames = encode(call.message)
         while not self._channel.send(frames) and not call.is_done:
             self._work()
+
+    def _floor(self) -> int:
+        return min((call.sequence for call in self._calls.values() if call.sequence), default=self._next_sequence)
 
     def _work(self) -> None:
         """Take in replies: those that are here, or the first that comes before the next deadline."""
@@ -149,7 +158,10 @@ class Connection:
 
     def _error(self, call: Call, arrays: list[Array]) -> FleetError:
         """The server's error, as the class it had there where that is one of ours."""
-        body: dict[str, Any] = unpack(arrays[0], dict) if arrays else {}
+        try:
+            body: dict[str, Any] = unpack(arrays[0], dict) if arrays else {}
+        except WireError as error:
+            body = {"text": f"(its reason cannot be read: {error})"}
         kind = getattr(errors, str(body.get("kind")), ServerError)
         known = isinstance(kind, type) and issubclass(kind, FleetError)
         text = f"{self._name} refused {Command(call.command).name}: {body.get('text')}"

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from torchfleet.kernels import lookup, rows
-from torchfleet.kernels.merge import unique_places
+from torchfleet.kernels.merge import SALT, unique_places
 from torchfleet.ps.shard import Floats, Keys
 
 Index = npt.NDArray[np.int32]
@@ -37,12 +37,12 @@ class BatchRows:
     def index(self, keys: Keys, pull: Callable[[Keys], tuple[Floats, list[float]]]) -> tuple[Index, bool]:
         """(place of each key among the rows, whether all were foreseen); those that were not are pulled now."""
         found = np.empty(len(keys), np.int32)
-        if not lookup.index_of(keys, self._places, self.keys, found):
+        if not lookup.index_of(keys, self._places, self.keys, found, SALT):
             return found, True
         new = unique_places(keys[found < 0])[0]
         values, versions = pull(new)
         self._append(new, values, versions)
-        lookup.index_of(keys, self._places, self.keys, found)
+        lookup.index_of(keys, self._places, self.keys, found, SALT)
         return found, False
 
     def gradients(self) -> tuple[Keys, Floats] | None:

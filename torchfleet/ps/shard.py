@@ -20,7 +20,7 @@ def as_keys(keys: npt.ArrayLike) -> Keys:
     array = np.asarray(keys)
     if array.dtype.kind not in "iu" and array.size:
         raise TableError(f"keys must be integers, found {array.dtype}")
-    flat = np.ascontiguousarray(array.reshape(-1))
+    flat = np.ascontiguousarray(array.reshape(-1), array.dtype.newbyteorder("="))
     return flat.view(np.uint64) if flat.dtype.itemsize == 8 else flat.astype(np.int64).view(np.uint64)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 
 from torchfleet.errors import BarrierError
 from torchfleet.server.request import Request
 
 MAX_NAMES = 1024
+MAX_NAMED = 20
 
 
 @dataclass(slots=True)
@@ -33,17 +35,16 @@ class Barriers:
 
     def arrive(self, name: str, request: Request, num_workers: int, timeout: float, now: float) -> list[Request]:
         """Returns the requests that may go on: none yet, or all of this barrier. A repeat replaces its first."""
-        self._left.discard(request.message.worker)
-        meeting = self._meetings.get(name)
-        if meeting is None:
-            if len(self._meetings) >= MAX_NAMES:
-                raise BarrierError(f"more than {MAX_NAMES} barriers are waiting")
-            meeting = self._meetings[name] = Meeting(num_workers, now + timeout, timeout, {})
+        meeting = self._meetings.get(name) or Meeting(num_workers, now + timeout, timeout, {})
         if request.message.worker >= num_workers or num_workers != meeting.num_workers:
             raise BarrierError(
                 f"barrier '{name}' is for {meeting.num_workers} workers numbered from 0; worker "
                 f"{request.message.worker} came for one of {num_workers}. All workers must be started with one number."
             )
+        if name not in self._meetings and len(self._meetings) >= MAX_NAMES:
+            raise BarrierError(f"more than {MAX_NAMES} barriers are waiting")
+        self._left.discard(request.message.worker)
+        self._meetings[name] = meeting
         meeting.waiting[request.message.worker] = request
         return self._open(name)
 
@@ -58,7 +59,7 @@ class Barriers:
         for name, meeting in list(self._meetings.items()):
             if now < meeting.deadline:
                 continue
-            missing = ", ".join(str(worker) for worker in sorted(self._missing(meeting)))
+            missing = self._missing(meeting)
             error = BarrierError(
                 f"barrier '{name}': after {meeting.timeout:g} s still waiting for worker {missing} of "
                 f"{meeting.num_workers}. Look at their logs; if they are only slow, give a longer timeout."
@@ -69,10 +70,18 @@ class Barriers:
 
     def _open(self, name: str) -> list[Request]:
         meeting = self._meetings[name]
-        if self._missing(meeting):
+        if self._num_there(meeting) < meeting.num_workers:
             return []
         del self._meetings[name]
         return list(meeting.waiting.values())
 
-    def _missing(self, meeting: Meeting) -> set[int]:
-        return set(range(meeting.num_workers)) - self._left - set(meeting.waiting)
+    def _num_there(self, meeting: Meeting) -> int:
+        gone = sum(worker < meeting.num_workers and worker not in meeting.waiting for worker in self._left)
+        return len(meeting.waiting) + gone
+
+    def _missing(self, meeting: Meeting) -> str:
+        """The numbers of those who never came; the first few, for a text that somebody is to read."""
+        absent = (n for n in range(meeting.num_workers) if n not in self._left and n not in meeting.waiting)
+        named = [str(worker) for worker in islice(absent, MAX_NAMED)]
+        more = meeting.num_workers - self._num_there(meeting) - len(named)
+        return ", ".join(named) + (f" and {more:,} more" if more else "")

@@ -40,6 +40,7 @@ from torchfleet.tables.sparse import SparseTable
 from torchfleet.tables.spec import TableSpec
 
 MAX_TABLES = 1024
+MAX_WORKERS = 1 << 16
 MAX_BARRIER_SECONDS = 7 * 24 * 3600.0
 
 Table = SparseTable | DenseTable
@@ -117,10 +118,12 @@ def create_table(state: State, request: Request) -> Reply:
 
 def pull(state: State, request: Request) -> Reply:
     """Per section: rows for keys of a sparse table, or a range (start, stop) of a dense one."""
+    _expect_distinct(request.message.arrays)
     sections = [(state.table(array.table), _column(array, np.uint64)) for array in request.message.arrays]
     create = not request.message.flags & NO_CREATE
-    for table, keys in sections:
-        _check_pull(table, keys, create)
+    num_bytes = sum(_check_pull(table, keys, create) for table, keys in sections)
+    if num_bytes > MAX_FRAME:
+        raise TableError(f"a reply of {num_bytes:,} bytes is too large for one message: ask for at most {MAX_FRAME:,}")
     reply = []
     for table, keys in sections:
         if isinstance(table, DenseTable):
@@ -152,6 +155,7 @@ def push(state: State, request: Request) -> Reply | None:
 
 def _keep_for_step(state: State, request: Request) -> None:
     """Keep a worker's gradients until all workers' are here; whoever waits is answered by `close_sync_step`."""
+    _check_worker(state, request)
     if not state.num_workers:
         raise TableError("this server was not told the number of workers, so it cannot wait for all: use num_workers")
     state.sync_step[request.message.worker] = request
@@ -194,6 +198,7 @@ def pull_changed(state: State, request: Request) -> Reply:
     """
     if not request.message.arrays:
         raise WireError("expected the number of the last reply, found no array")
+    _check_worker(state, request)
     received = _column(request.message.arrays[0], np.uint64)
     tables = [state.table(array.table) for array in request.message.arrays[1:]]
     if len(received) != 1:
@@ -248,6 +253,7 @@ def barrier(state: State, request: Request) -> None:
 
 def leave(state: State, request: Request) -> Reply:
     """The worker has done its work: nobody waits for it any more, and after the last one the server ends."""
+    _check_worker(state, request)
     for going in state.barriers.leave(request.message.worker):
         state.finish(going, [])
     close_sync_step(state)
@@ -313,7 +319,8 @@ def _start(keys: npt.NDArray[np.uint64]) -> int:
     return int(keys[0])
 
 
-def _check_pull(table: Table, keys: npt.NDArray[np.uint64], create: bool) -> None:
+def _check_pull(table: Table, keys: npt.NDArray[np.uint64], create: bool) -> int:
+    """Returns the size of the reply in bytes."""
     if isinstance(table, DenseTable):
         if len(keys) != 2:
             raise WireError(
@@ -323,8 +330,18 @@ def _check_pull(table: Table, keys: npt.NDArray[np.uint64], create: bool) -> Non
     else:
         table.check_keys(keys, create)
     size = int(keys[1] - keys[0]) if isinstance(table, DenseTable) else len(keys) * table.spec.dim
-    if 4 * size > MAX_FRAME:
-        raise TableError(f"a reply of {4 * size:,} bytes is too large for one message: ask for at most {MAX_FRAME:,}")
+    return 4 * size
+
+
+def _check_worker(state: State, request: Request) -> None:
+    num_workers = state.num_workers or MAX_WORKERS
+    if request.message.worker >= num_workers:
+        raise WireError(f"there are {num_workers} workers, numbered from 0; found number {request.message.worker}")
+
+
+def _expect_distinct(arrays: list[Array]) -> None:
+    if len({array.table for array in arrays}) < len(arrays):
+        raise WireError("a table appears twice in one message: put its keys together")
 
 
 def _pairs(

@@ -33,7 +33,8 @@ class Section:
 
     def apply(self) -> None:
         if self.version is not None:
-            self.table.staleness.note(max(0, self.table.step - int(self.version)))
+            seen = min(max(self.version, 0.0), float(self.table.step))
+            self.table.staleness.note(self.table.step - int(seen))
         if isinstance(self.table, DenseTable):
             self.table.push(self.grads, self.rate)
         else:

@@ -15,6 +15,8 @@ from torchfleet.server.commands import COMMANDS, Entry, Reply, State
 from torchfleet.server.request import Request
 from torchfleet.server.sessions import Outcome
 
+MAX_TEXT = 2000
+
 
 class Server:
     """The state machine behind a transport: requests in, replies out, no sockets, no threads."""
@@ -56,7 +58,7 @@ class Server:
                 return entry.run(self.state, request)
             return self._run_once(entry, request)
         except FleetError as error:
-            return error
+            return _plain(error)
         except Exception as error:  # our own mistake must not end the service of all others
             traceback.print_exc(file=sys.stderr)
             return FleetError(f"internal error of the server: {type(error).__name__}: {error}")
@@ -99,4 +101,14 @@ class Server:
         if message.sequence:
             outcome = result if isinstance(result, FleetError) else Outcome.APPLIED
             self.state.sessions.settle(message.client, message.sequence, outcome)
-        return encode(reply)
+        try:
+            return encode(reply)
+        except WireError as error:  # more than a message can hold: that must not end the service of all others
+            self.state.num_errors += 1
+            reply.role, reply.arrays = ERROR, error_reply(type(error).__name__, str(error))
+            return encode(reply)
+
+
+def _plain(error: FleetError) -> FleetError:
+    """To be remembered: of bounded length, and without a traceback, which would keep the request's arrays alive."""
+    return type(error)(str(error)[:MAX_TEXT])

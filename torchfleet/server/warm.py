@@ -15,7 +15,7 @@ def warm_up() -> None:
     keys = np.array([1, 2, 1], np.uint64)
     grads = np.ones((3, 2), np.float32)
     for rule in (Rule("sgd"), Rule("adagrad"), Rule("adam")):
-        sparse = SparseTable(TableSpec("warm", dim=2, rule=rule, initializer=Initializer("normal", 0, 1)), _BYTES)
+        sparse = SparseTable(TableSpec("warm", dim=2, rule=rule, initializer=Initializer("normal", 0.0, 1.0)), _BYTES)
         sparse.pull(keys)
         sparse.push(keys, grads)
         dense = DenseTable(TableSpec("warm", "dense", size=2, rule=rule), _BYTES)

@@ -59,13 +59,20 @@ class KeyMap:
     @property
     def num_bytes(self) -> int:
         """Bytes in use: slots, rows up to the highest ever used, and the list of free rows."""
-        slots = sum(memory.held_bytes for memory in self._slots_memory)
-        return slots + 4 * self.width * int(self._state[NEXT_ROW]) + 4 * int(self._state[NUM_FREE])
+        old, new = (memory.held_bytes for memory in self._slots_memory)
+        if self._migrating:  # in the order of the hash: pages behind the last bucket carried over are untouched
+            new = new * int(self._state[MOVED]) * BUCKET // self._slots[OLD].size
+        return old + new + 4 * self.width * int(self._state[NEXT_ROW]) + 4 * int(self._state[NUM_FREE])
 
     @property
     def num_free_rows(self) -> int:
         """How many more keys there is room for."""
         return self._max_rows - self.num_keys
+
+    @property
+    def easy_room(self) -> int:
+        """As many new keys as can be reserved without looking: at worst the map grows a little early."""
+        return int(self._num_buckets[NEW])
 
     def check(self, keys: Keys) -> None:
         """Every key is a good key."""
@@ -78,9 +85,9 @@ class KeyMap:
     def insert_missing(self, keys: Keys, rows: Rows) -> Rows:
         """Give rows to the keys that `find` missed. Returns the places in `keys` of those that are new.
 
-        The caller has checked `num_free_rows`.
+        The caller has checked `num_free_rows`, and has called `reserve` if an error here would come too late.
         """
-        self._make_room(len(keys))
+        self.reserve(int((rows < 0).sum()))
         fresh = np.empty(len(keys), np.int64)
         num_fresh = hashmap.insert_missing(*self._arrays(), self._free_rows, keys, rows, fresh)
         self._expect(num_fresh)
@@ -115,7 +122,8 @@ class KeyMap:
     def _arrays(self) -> tuple[Any, ...]:
         return self._slots[OLD], self._slots[NEW], self._num_buckets, self._state, self._words
 
-    def _make_room(self, num: int) -> None:
+    def reserve(self, num: int) -> None:
+        """Make room for so many new keys; begins to grow the map if need be. Raises TableError or changes nothing."""
         needed = int((self.num_keys + num) / (MAX_LOAD * BUCKET)) + 1
         if needed > int(self._num_buckets[NEW]):
             self._finish_migration()

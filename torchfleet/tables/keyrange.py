@@ -38,6 +38,13 @@ class KeyRange:
         return self.num_row_numbers - self.num_keys
 
     @property
+    def easy_room(self) -> int:
+        return self.num_row_numbers
+
+    def reserve(self, num: int) -> None:
+        """Nothing to do: the place of every id is there."""
+
+    @property
     def num_bytes(self) -> int:
         return self.num_keys * self.width * 4 + self.num_row_numbers
 

@@ -6,6 +6,7 @@ sees an array change its place. Untouched pages cost nothing, and read as zeros.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from typing import Any
@@ -16,6 +17,7 @@ import numpy.typing as npt
 from torchfleet.errors import TableError
 
 HUGE_PAGE = 2 << 20
+RELEASE = 1 << 16  # bytes given back at a time: small next to the slots of a map that is carried over
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
@@ -37,7 +39,8 @@ class Memory:
             ) from None
         # The first page stays small, so that a small table is small. Huge pages save a third of a lookup's time.
         if num_bytes > 2 * HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE, HUGE_PAGE)
+            with contextlib.suppress(OSError):  # advice: a kernel without huge pages answers with EINVAL
+                self._map.madvise(mmap.MADV_HUGEPAGE, HUGE_PAGE)
         self._released = 0
 
     def array(self, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -46,7 +49,7 @@ class Memory:
 
     def release_up_to(self, num_bytes: int) -> None:
         """Give the pages of the first `num_bytes` back to the system; they read as zeros from now on."""
-        end = num_bytes // HUGE_PAGE * HUGE_PAGE
+        end = num_bytes // RELEASE * RELEASE
         if end > self._released:
             self._map.madvise(mmap.MADV_DONTNEED, self._released, end - self._released)
             self._released = end

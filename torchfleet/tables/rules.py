@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from torchfleet.errors import TableError
 from torchfleet.kernels import dense, rows
-from torchfleet.tables.spec import Rule
+from torchfleet.tables.spec import MAX_FLOAT, Rule
 
 Floats = npt.NDArray[np.float32]
 
@@ -28,8 +28,8 @@ def num_dense_states(rule: Rule) -> int:
 def learning_rate(rule: Rule, lr: float | None, step: int) -> float:
     """The rate of update number `step`: the one given with the push, else the table's own."""
     rate = rule.lr if lr is None else lr
-    if not 0 <= rate < np.inf:
-        raise TableError(f"a learning rate must be a finite number >= 0, found {rate}")
+    if not 0 <= rate <= MAX_FLOAT:
+        raise TableError(f"a learning rate must be a finite float32 number >= 0, found {rate}")
     return rate / (1 + (step - 1) * rule.lr_decay) if rule.name == "adagrad" else rate
 
 

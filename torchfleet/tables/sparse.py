@@ -60,14 +60,17 @@ class SparseTable:
     def check_keys(self, keys: Keys, create: bool = False) -> None:
         """Raise TableError if these keys cannot be looked up, or (create) if there is no room for the new ones."""
         self._index.check(keys)
-        if create and len(keys) > self._index.num_free_rows:
-            missing = np.unique(self.absent(keys))
-            if len(missing) > self._index.num_free_rows:
-                raise TableError(
-                    f"table '{self.spec.name}' is full: {self._index.num_keys:,} rows, {len(missing):,} new keys, "
-                    f"room for {self._index.num_free_rows:,} rows. Give the server a larger max_table_bytes, use "
-                    "more servers, or evict."
-                )
+        if not create:
+            return
+        num_new, room = len(keys), self._index.num_free_rows
+        if num_new > min(room, self._index.easy_room):
+            num_new = len(np.unique(self.absent(keys)))
+        if num_new > room:
+            raise TableError(
+                f"table '{self.spec.name}' is full: {self._index.num_keys:,} rows, {num_new:,} new keys, room for "
+                f"{room:,} rows. Give the server a larger max_table_bytes, use more servers, or evict."
+            )
+        self._index.reserve(num_new)
 
     def check_push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """Raise TableError if `push` could not take this."""
@@ -168,8 +171,11 @@ def _check_block(spec: TableSpec, keys: npt.NDArray[np.uint64], block: Floats, n
             f"found {block.shape}"
         )
     if not rows.all_finite(block.reshape(-1).view(np.uint32)):
-        row = int(np.flatnonzero(~np.isfinite(block).all(axis=1))[0])
-        raise TableError(
-            f"table '{spec.name}': NaN or infinity in the row for key {int(keys[row])} (row {row} of {len(keys)}); "
-            "nothing was applied. Look for it in the loss, or clip the gradients."
-        )
+        is_bad = ~np.isfinite(block)
+        is_bad[:, spec.dim :] = np.isnan(block[:, spec.dim :])  # the square of a gradient that was taken may overflow
+        if is_bad.any():
+            row = int(np.flatnonzero(is_bad.any(axis=1))[0])
+            raise TableError(
+                f"table '{spec.name}': NaN or infinity in the row for key {int(keys[row])} (row {row} of {len(keys)}); "
+                "nothing was applied. Look for it in the loss, or clip the gradients."
+            )

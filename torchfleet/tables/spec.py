@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from torchfleet.errors import TableError
 
 MAX_DIM = 1 << 16
+MAX_FLOAT = 3.4028234663852886e38  # the largest float32
+RuleName = Literal["sgd", "adagrad", "adam"]
+InitializerName = Literal["constant", "uniform", "normal", "truncated_normal"]
 MAX_SIZE = 1 << 48
 MAX_PARTS = 1 << 16
 
@@ -27,7 +30,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     "every step" at which they could act. `low` and `high` bound sparse weights after each update.
     """
 
-    name: Literal["sgd", "adagrad", "adam"] = "sgd"
+    name: RuleName = "sgd"
     lr: float = 0.01
     eps: float = 1e-10
     beta1: float = 0.9
@@ -42,8 +45,9 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     high: float = math.inf
 
     def __post_init__(self) -> None:
+        _expect(self.name in get_args(RuleName), f"rule.name must be one of {get_args(RuleName)}, found {self.name!r}")
         for field in ("lr", "eps", "lr_decay", "initial_accumulator", "weight_decay"):
-            _expect(0 <= getattr(self, field) < math.inf, f"rule.{field} must be >= 0, found {getattr(self, field)}")
+            _expect(0 <= getattr(self, field) <= MAX_FLOAT, f"rule.{field} must be >= 0, found {getattr(self, field)}")
         for field in ("beta1", "beta2", "momentum"):
             _expect(0 <= getattr(self, field) < 1, f"rule.{field} must be in [0, 1), found {getattr(self, field)}")
         _expect(self.low < self.high, f"rule.low must be below rule.high, found {self.low} and {self.high}")
@@ -53,12 +57,18 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Initializer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """First values of rows: constant (a), uniform from a to b, normal or truncated normal with mean a, deviation b."""
 
-    name: Literal["constant", "uniform", "normal", "truncated_normal"] = "constant"
+    name: InitializerName = "constant"
     a: float = 0.0
     b: float = 0.0
 
     def __post_init__(self) -> None:
-        _expect(math.isfinite(self.a) and math.isfinite(self.b), f"initializer needs finite numbers, found {self}")
+        _expect(
+            self.name in get_args(InitializerName),
+            f"initializer.name must be one of {get_args(InitializerName)}, found {self.name!r}",
+        )
+        _expect(
+            abs(self.a) <= MAX_FLOAT and abs(self.b) <= MAX_FLOAT, f"initializer needs finite numbers, found {self}"
+        )
         _expect(self.name != "uniform" or self.a <= self.b, f"uniform needs low <= high, found {self.a}, {self.b}")
         _expect("normal" not in self.name or self.b >= 0, f"{self.name} needs a deviation >= 0, found {self.b}")
 

@@ -1,0 +1,49 @@
+"""Plays the roles of a job without torch, in a second: what the launcher does about processes can be seen on these.
+
+stand_in.py SERVER WORKER   each an action, or several with commas between them, done one after the other
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SECONDS = 100.0  # longer than any test
+
+
+def main() -> None:
+    server, worker = sys.argv[1:3]
+    index = int(os.environ.get("FLEET_WORKER_INDEX", "0"))
+    for action in (server if os.environ["FLEET_ROLE"] == "SERVER" else worker).split(","):
+        name, _, value = action.partition(":")
+        print(f"{name} {value}", flush=True)
+        if name == "sleep":
+            time.sleep(float(value or SECONDS))
+        elif name == "serve":
+            serve()
+        elif name == "async":  # what a worker of this mode tells the launcher
+            Path(os.environ["FLEET_STATUS_FILE"]).write_text(json.dumps({"role": "worker", "mode": "async"}))
+        elif name == "child":  # as a data loader's worker would be
+            subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({SECONDS})"])
+        elif name == "die" and index == int(value or 0) and "FLEET_RESTART" not in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif name == "deaf":
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        elif name == "exit":
+            sys.exit(int(value or 0))
+
+
+def serve() -> None:
+    from torchfleet.server.__main__ import main as run
+
+    place = os.environ["FLEET_SERVER_ENDPOINTS"].split(",")[int(os.environ["FLEET_SERVER_INDEX"])]
+    sys.exit(run(["--endpoint", f"tcp://{place}", "--num_workers", os.environ["FLEET_NUM_WORKERS"]]))
+
+
+if __name__ == "__main__":
+    main()
