@@ -18,7 +18,8 @@ import numpy.typing as npt
 import psutil
 
 from benchmarks.timing import interleave, rate, report, say
-from torchfleet.ps.client import Client, Future
+from torchfleet.ps.client import Client
+from torchfleet.ps.future import Future
 from torchfleet.server.process import ServerProcess
 from torchfleet.tables.sparse import SparseTable
 from torchfleet.tables.spec import Initializer, Rule, TableSpec

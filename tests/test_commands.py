@@ -12,8 +12,9 @@ from fleets import OWN_RATE, Talk, assert_ok, keys_of, push_arrays, refusal, val
 from torchfleet.net import wire
 from torchfleet.net.wire import MAX_ARRAYS, NO_CREATE, OK, VERSIONS, Array, Command, Role, decode, pack, unpack
 from torchfleet.server import commands as module
-from torchfleet.server.commands import COMMANDS, MAX_TABLES
+from torchfleet.server.commands import COMMANDS
 from torchfleet.server.server import Server
+from torchfleet.server.state import MAX_TABLES
 from torchfleet.tables.spec import Initializer, Rule, TableSpec
 
 SGD = Rule("sgd", lr=1.0)

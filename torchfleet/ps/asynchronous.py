@@ -13,9 +13,10 @@ import numpy as np
 from torchfleet.errors import FleetError
 from torchfleet.kernels.merge import sum_by_key
 from torchfleet.net.wire import DENSE_BACK
-from torchfleet.ps.client import Client, Dense
+from torchfleet.ps.client import Client
 from torchfleet.ps.communicator import Communicator, Gradients
 from torchfleet.ps.engine import PullAhead
+from torchfleet.ps.future import Dense
 from torchfleet.ps.plan import Plan
 
 _LOOK = 0.001  # seconds between two looks into an empty queue

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,50 +17,13 @@ from torchfleet.net.keys import KeyFolder
 from torchfleet.net.sockets import SocketChannel
 from torchfleet.net.transport import Channel
 from torchfleet.net.wire import DENSE_BACK, NO_CREATE, VERSIONS, Array, Command, Role, pack, unpack
-from torchfleet.ps.connection import DEFAULT_WINDOW, Call, Connection, Patience
+from torchfleet.ps.connection import DEFAULT_WINDOW, Connection, Patience
+from torchfleet.ps.future import Changed, Dense, Future, Pulled
 from torchfleet.ps.shard import Floats, Keys, Shards, as_keys, shard
 from torchfleet.tables.rules import num_states
 from torchfleet.tables.spec import TableSpec, part_range
 
-Result = TypeVar("Result")
 _NO_KEYS = np.empty(0, np.uint64)
-
-
-Dense = dict[str, Floats]
-
-
-@dataclass(slots=True)
-class Pulled:
-    """Rows by table, and per server how many updates the table had seen by then."""
-
-    rows: dict[str, Floats]
-    versions: dict[str, list[float]]
-
-
-@dataclass(slots=True)
-class Changed:
-    """The numbers of the replies, per server, and by table (keys, rows); a dense table has no keys."""
-
-    numbers: list[int]
-    rows: dict[str, tuple[Keys, Floats]]
-
-
-class Future(Generic[Result]):
-    """A request under way to all servers it concerns."""
-
-    def __init__(self, waits: Sequence[tuple[Connection, Call]], finish: Callable[[list[list[Array]]], Result]) -> None:
-        self._waits, self._finish = waits, finish
-        self.is_awaited = False
-
-    @property
-    def is_done(self) -> bool:
-        """All answers are in. Answers are taken in by whoever waits, so a `result` or another request may be needed."""
-        return all(call.is_done for _, call in self._waits)
-
-    def result(self) -> Result:
-        """Wait for all answers. Raises the first error; every wait ends at the request's time-out."""
-        self.is_awaited = True
-        return self._finish([connection.wait(call) for connection, call in self._waits])
 
 
 class Client:

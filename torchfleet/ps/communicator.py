@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchfleet.net.wire import DENSE_BACK, SYNC
-from torchfleet.ps.client import Client, Dense
+from torchfleet.ps.client import Client
 from torchfleet.ps.engine import PullAhead
+from torchfleet.ps.future import Dense
 from torchfleet.ps.plan import Plan
 from torchfleet.ps.shard import Floats, Keys
 

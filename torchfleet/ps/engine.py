@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from torchfleet.kernels.merge import sum_by_key
-from torchfleet.ps.client import Pulled
 from torchfleet.ps.foresight import Foresight, is_no_padding, tensors
+from torchfleet.ps.future import Pulled
 from torchfleet.ps.rows import BatchRows, Lookup, PooledLookup
 from torchfleet.ps.shard import Floats, Keys, as_keys
 

@@ -20,9 +20,10 @@ import numpy as np
 from torchfleet.errors import FleetError
 from torchfleet.kernels.merge import unique
 from torchfleet.net.wire import DELTA
-from torchfleet.ps.client import Changed, Client, Pulled
+from torchfleet.ps.client import Client
 from torchfleet.ps.communicator import Communicator, Gradients
 from torchfleet.ps.engine import PullAhead
+from torchfleet.ps.future import Changed, Pulled
 from torchfleet.ps.plan import Plan
 from torchfleet.ps.shard import Floats, Keys
 from torchfleet.tables.memory import physical_bytes

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from torchfleet.errors import FleetError, TableError, WireError
 from torchfleet.net.wire import (
@@ -29,61 +28,24 @@ from torchfleet.net.wire import (
     pack,
     unpack,
 )
-from torchfleet.server.barrier import Barriers
-from torchfleet.server.changes import Changes
+from torchfleet.server.arrays import (
+    check_pull,
+    check_worker,
+    column,
+    expect_distinct,
+    only,
+    pairs,
+    push_sections,
+    start,
+)
 from torchfleet.server.request import Request
 from torchfleet.server.sections import Section, mean_section
-from torchfleet.server.sessions import Sessions
+from torchfleet.server.state import Reply, State
 from torchfleet.tables.dense import DenseTable
-from torchfleet.tables.memory import physical_bytes
 from torchfleet.tables.sparse import SparseTable
 from torchfleet.tables.spec import TableSpec
 
-MAX_TABLES = 1024
-MAX_WORKERS = 1 << 16
 MAX_BARRIER_SECONDS = 7 * 24 * 3600.0
-
-Table = SparseTable | DenseTable
-Reply = list[Array]
-
-
-@dataclass
-class State:
-    """All that a server owns."""
-
-    max_table_bytes: int = field(default_factory=physical_bytes)
-    num_workers: int = 0  # ends when so many have left; 0: only on STOP or a signal
-    tables: dict[int, Table] = field(default_factory=dict)
-    sessions: Sessions = field(default_factory=Sessions)
-    barriers: Barriers = field(default_factory=Barriers)
-    changes: Changes = field(default_factory=Changes)
-    sync_step: dict[int, Request] = field(default_factory=dict)  # this step's pushes so far, by worker
-    finished: list[tuple[Request, Reply | FleetError]] = field(default_factory=list)
-    num_requests: int = 0
-    num_errors: int = 0
-    is_stopping: bool = False
-    started: float = field(default_factory=time.monotonic)
-
-    def finish(self, request: Request, result: Reply | FleetError) -> None:
-        """Answer a request that was told to wait."""
-        self.finished.append((request, result))
-
-    def add_table(self, spec: TableSpec) -> None:
-        existing = self.tables.get(spec.number)
-        if existing is not None and existing.spec != spec:
-            raise TableError(f"table '{existing.spec.name}' exists as {existing.spec}, and was asked for as {spec}")
-        if existing is None:
-            if len(self.tables) >= MAX_TABLES:
-                raise TableError(f"{MAX_TABLES} tables exist already, which is the limit")
-            make = DenseTable if spec.kind == "dense" else SparseTable
-            self.tables[spec.number] = make(spec, self.max_table_bytes)
-
-    def table(self, number: int) -> Table:
-        found = self.tables.get(number)
-        if found is None:
-            known = ", ".join(sorted(f"'{table.spec.name}'" for table in self.tables.values())) or "none"
-            raise TableError(f"no table with number {number}; known tables: {known}. Create it first.")
-        return found
 
 
 class BarrierBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -111,17 +73,17 @@ def stats(state: State, request: Request) -> Reply:
 
 def create_table(state: State, request: Request) -> Reply:
     """Make a table. Making it again with the same description changes nothing; with another one it is an error."""
-    spec = unpack(_only(request), TableSpec)
+    spec = unpack(only(request), TableSpec)
     state.add_table(spec)
     return []
 
 
 def pull(state: State, request: Request) -> Reply:
     """Per section: rows for keys of a sparse table, or a range (start, stop) of a dense one."""
-    _expect_distinct(request.message.arrays)
-    sections = [(state.table(array.table), _column(array, np.uint64)) for array in request.message.arrays]
+    expect_distinct(request.message.arrays)
+    sections = [(state.table(array.table), column(array, np.uint64)) for array in request.message.arrays]
     create = not request.message.flags & NO_CREATE
-    num_bytes = sum(_check_pull(table, keys, create) for table, keys in sections)
+    num_bytes = sum(check_pull(table, keys, create) for table, keys in sections)
     if num_bytes > MAX_FRAME:
         raise TableError(f"a reply of {num_bytes:,} bytes is too large for one message: ask for at most {MAX_FRAME:,}")
     reply = []
@@ -138,7 +100,7 @@ def pull(state: State, request: Request) -> Reply:
 def push(state: State, request: Request) -> Reply | None:
     """One update of each section's table; all sections are checked before the first is applied."""
     flags = request.message.flags
-    sections = list(_push_sections(state, request))
+    sections = list(push_sections(state, request))
     for section in sections:
         section.check()
     if flags & SYNC:
@@ -155,7 +117,7 @@ def push(state: State, request: Request) -> Reply | None:
 
 def _keep_for_step(state: State, request: Request) -> None:
     """Keep a worker's gradients until all workers' are here; whoever waits is answered by `close_sync_step`."""
-    _check_worker(state, request)
+    check_worker(state, request)
     if not state.num_workers:
         raise TableError("this server was not told the number of workers, so it cannot wait for all: use num_workers")
     state.sync_step[request.message.worker] = request
@@ -169,7 +131,7 @@ def close_sync_step(state: State) -> None:
         return
     requests = [state.sync_step[worker] for worker in sorted(state.sync_step)]
     state.sync_step = {}
-    per_worker = [list(_push_sections(state, request)) for request in requests]
+    per_worker = [list(push_sections(state, request)) for request in requests]
     try:
         merged = [mean_section(list(same_table)) for same_table in zip(*per_worker, strict=True)]
         for section in merged:
@@ -198,8 +160,8 @@ def pull_changed(state: State, request: Request) -> Reply:
     """
     if not request.message.arrays:
         raise WireError("expected the number of the last reply, found no array")
-    _check_worker(state, request)
-    received = _column(request.message.arrays[0], np.uint64)
+    check_worker(state, request)
+    received = column(request.message.arrays[0], np.uint64)
     tables = [state.table(array.table) for array in request.message.arrays[1:]]
     if len(received) != 1:
         raise WireError(f"expected the number of the last reply, found {len(received)} numbers")
@@ -217,22 +179,22 @@ def pull_changed(state: State, request: Request) -> Reply:
 
 def set_values(state: State, request: Request) -> Reply:
     """Overwrite: pairs of arrays, (keys, values) of a sparse table or (start, values) of a dense one."""
-    sections = list(_pairs(state, request.message.arrays))
+    sections = list(pairs(state, request.message.arrays))
     for table, keys, values in sections:
         if isinstance(table, DenseTable):
-            table.check_set(_start(keys), values)
+            table.check_set(start(keys), values)
         else:
             table.check_assign(keys, values)
     for table, keys, values in sections:
         if isinstance(table, DenseTable):
-            table.set(_start(keys), values)
+            table.set(start(keys), values)
         else:
             table.assign(keys, values)
     return []
 
 
 def erase(state: State, request: Request) -> Reply:
-    sections = [(state.table(array.table), _column(array, np.uint64)) for array in request.message.arrays]
+    sections = [(state.table(array.table), column(array, np.uint64)) for array in request.message.arrays]
     for table, keys in sections:
         if isinstance(table, DenseTable):
             raise TableError(f"'{table.spec.name}' is dense: it has no rows to erase")
@@ -244,7 +206,7 @@ def erase(state: State, request: Request) -> Reply:
 
 
 def barrier(state: State, request: Request) -> None:
-    body = unpack(_only(request), BarrierBody)
+    body = unpack(only(request), BarrierBody)
     if not 0 < body.timeout <= MAX_BARRIER_SECONDS or body.num_workers < 1:
         raise WireError(f"a barrier needs a timeout of up to {MAX_BARRIER_SECONDS:g} s and workers, found {body}")
     for going in state.barriers.arrive(body.name, request, body.num_workers, body.timeout, request.arrived):
@@ -253,7 +215,7 @@ def barrier(state: State, request: Request) -> None:
 
 def leave(state: State, request: Request) -> Reply:
     """The worker has done its work: nobody waits for it any more, and after the last one the server ends."""
-    _check_worker(state, request)
+    check_worker(state, request)
     for going in state.barriers.leave(request.message.worker):
         state.finish(going, [])
     close_sync_step(state)
@@ -293,81 +255,3 @@ COMMANDS: dict[int, Entry] = {
     Command.STOP: Entry(stop, _LAUNCHER),
     Command.PULL_CHANGED: Entry(pull_changed, _ALL),
 }
-
-
-def _only(request: Request) -> Array:
-    if len(request.message.arrays) != 1:
-        raise WireError(f"expected one array, found {len(request.message.arrays)}")
-    return request.message.arrays[0]
-
-
-def _column(array: Array, dtype: npt.DTypeLike) -> npt.NDArray[np.uint64]:
-    if array.data.dtype != dtype or array.data.shape[1] != 1:
-        raise WireError(f"expected one column of {np.dtype(dtype)}, found {array.data.shape} of {array.data.dtype}")
-    return array.data.reshape(-1)
-
-
-def _floats(array: Array) -> npt.NDArray[np.float32]:
-    if array.data.dtype != np.float32:
-        raise WireError(f"expected float32 values, found {array.data.dtype}")
-    return array.data
-
-
-def _start(keys: npt.NDArray[np.uint64]) -> int:
-    if len(keys) != 1:
-        raise WireError(f"expected the element to start at, found {len(keys)} numbers")
-    return int(keys[0])
-
-
-def _check_pull(table: Table, keys: npt.NDArray[np.uint64], create: bool) -> int:
-    """Returns the size of the reply in bytes."""
-    if isinstance(table, DenseTable):
-        if len(keys) != 2:
-            raise WireError(
-                f"expected a range (start, stop) for dense table '{table.spec.name}', found {len(keys)} numbers"
-            )
-        table.check_range(int(keys[0]), int(keys[1]))
-    else:
-        table.check_keys(keys, create)
-    size = int(keys[1] - keys[0]) if isinstance(table, DenseTable) else len(keys) * table.spec.dim
-    return 4 * size
-
-
-def _check_worker(state: State, request: Request) -> None:
-    num_workers = state.num_workers or MAX_WORKERS
-    if request.message.worker >= num_workers:
-        raise WireError(f"there are {num_workers} workers, numbered from 0; found number {request.message.worker}")
-
-
-def _expect_distinct(arrays: list[Array]) -> None:
-    if len({array.table for array in arrays}) < len(arrays):
-        raise WireError("a table appears twice in one message: put its keys together")
-
-
-def _pairs(
-    state: State, arrays: list[Array]
-) -> Iterator[tuple[Table, npt.NDArray[np.uint64], npt.NDArray[np.float32]]]:
-    if len(arrays) % 2:
-        raise WireError(f"expected pairs of keys and values, found {len(arrays)} arrays")
-    if len({array.table for array in arrays}) * 2 < len(arrays):
-        raise WireError("a table appears twice in one message: put its keys together")
-    for keys, values in zip(arrays[::2], arrays[1::2], strict=True):
-        if keys.table != values.table:
-            raise WireError(f"keys for table {keys.table} are followed by values for table {values.table}")
-        yield state.table(keys.table), _column(keys, np.uint64), _floats(values)
-
-
-def _push_sections(state: State, request: Request) -> Iterator[Section]:
-    """The first array holds per section a learning rate (NaN: the table's own) and, if the client knows it, the
-    number of updates that the table had seen when its rows were pulled; then come keys and gradients."""
-    if not request.message.arrays:
-        raise WireError("expected learning rates, found no array")
-    rates = request.message.arrays[0].data
-    if rates.dtype != np.float64 or rates.shape[1] not in (1, 2):
-        raise WireError(f"expected learning rates, one or two columns of float64, found {rates.shape} of {rates.dtype}")
-    pairs = list(_pairs(state, request.message.arrays[1:]))
-    if len(rates) != len(pairs):
-        raise WireError(f"{len(rates)} learning rates for {len(pairs)} sections")
-    for rate, (table, keys, grads) in zip(rates, pairs, strict=True):
-        version = rate[1] if len(rate) == 2 and np.isfinite(rate[1]) else None
-        yield Section(table, keys, grads, None if np.isnan(rate[0]) else float(rate[0]), version)

@@ -1,0 +1,93 @@
+"""The arrays of a request, checked for what a command needs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.errors import WireError
+from torchfleet.net.wire import Array
+from torchfleet.server.request import Request
+from torchfleet.server.sections import Section
+from torchfleet.server.state import State, Table
+from torchfleet.tables.dense import DenseTable
+
+MAX_WORKERS = 1 << 16
+
+
+def only(request: Request) -> Array:
+    if len(request.message.arrays) != 1:
+        raise WireError(f"expected one array, found {len(request.message.arrays)}")
+    return request.message.arrays[0]
+
+
+def column(array: Array, dtype: npt.DTypeLike) -> npt.NDArray[np.uint64]:
+    if array.data.dtype != dtype or array.data.shape[1] != 1:
+        raise WireError(f"expected one column of {np.dtype(dtype)}, found {array.data.shape} of {array.data.dtype}")
+    return array.data.reshape(-1)
+
+
+def floats(array: Array) -> npt.NDArray[np.float32]:
+    if array.data.dtype != np.float32:
+        raise WireError(f"expected float32 values, found {array.data.dtype}")
+    return array.data
+
+
+def start(keys: npt.NDArray[np.uint64]) -> int:
+    if len(keys) != 1:
+        raise WireError(f"expected the element to start at, found {len(keys)} numbers")
+    return int(keys[0])
+
+
+def check_pull(table: Table, keys: npt.NDArray[np.uint64], create: bool) -> int:
+    """Returns the size of the reply in bytes."""
+    if isinstance(table, DenseTable):
+        if len(keys) != 2:
+            raise WireError(
+                f"expected a range (start, stop) for dense table '{table.spec.name}', found {len(keys)} numbers"
+            )
+        table.check_range(int(keys[0]), int(keys[1]))
+    else:
+        table.check_keys(keys, create)
+    size = int(keys[1] - keys[0]) if isinstance(table, DenseTable) else len(keys) * table.spec.dim
+    return 4 * size
+
+
+def check_worker(state: State, request: Request) -> None:
+    num_workers = state.num_workers or MAX_WORKERS
+    if request.message.worker >= num_workers:
+        raise WireError(f"there are {num_workers} workers, numbered from 0; found number {request.message.worker}")
+
+
+def expect_distinct(arrays: list[Array]) -> None:
+    if len({array.table for array in arrays}) < len(arrays):
+        raise WireError("a table appears twice in one message: put its keys together")
+
+
+def pairs(state: State, arrays: list[Array]) -> Iterator[tuple[Table, npt.NDArray[np.uint64], npt.NDArray[np.float32]]]:
+    if len(arrays) % 2:
+        raise WireError(f"expected pairs of keys and values, found {len(arrays)} arrays")
+    if len({array.table for array in arrays}) * 2 < len(arrays):
+        raise WireError("a table appears twice in one message: put its keys together")
+    for keys, values in zip(arrays[::2], arrays[1::2], strict=True):
+        if keys.table != values.table:
+            raise WireError(f"keys for table {keys.table} are followed by values for table {values.table}")
+        yield state.table(keys.table), column(keys, np.uint64), floats(values)
+
+
+def push_sections(state: State, request: Request) -> Iterator[Section]:
+    """The first array holds per section a learning rate (NaN: the table's own) and, if the client knows it, the
+    number of updates that the table had seen when its rows were pulled; then come keys and gradients."""
+    if not request.message.arrays:
+        raise WireError("expected learning rates, found no array")
+    rates = request.message.arrays[0].data
+    if rates.dtype != np.float64 or rates.shape[1] not in (1, 2):
+        raise WireError(f"expected learning rates, one or two columns of float64, found {rates.shape} of {rates.dtype}")
+    sections = list(pairs(state, request.message.arrays[1:]))
+    if len(rates) != len(sections):
+        raise WireError(f"{len(rates)} learning rates for {len(sections)} sections")
+    for rate, (table, keys, grads) in zip(rates, sections, strict=True):
+        version = rate[1] if len(rate) == 2 and np.isfinite(rate[1]) else None
+        yield Section(table, keys, grads, None if np.isnan(rate[0]) else float(rate[0]), version)
