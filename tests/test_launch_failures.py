@@ -10,9 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from scripts.launching import STAND_IN, START, TINY, Started, fleetrun, in_log, seconds, wait_until
+from scripts.launching import STAND_IN, START, TINY, Started, fleetrun, in_log, seconds, soon, wait_until
 
-SOON = 5.0  # seconds that the end of a job may take
 ENDLESS = ("--steps", "1000000", "--pause", "0.02")
 
 
@@ -39,7 +38,7 @@ class TestTraining:
             assert job.left(grace=0) == []
         failed = re.search(r"about to fail at (\S+)", (tmp_path / "workerlog.1").read_text())
         assert failed
-        assert ended - float(failed.group(1)) < SOON
+        assert ended - float(failed.group(1)) < soon()
         assert "worker 1 ended with exit status 1; the job ends." in job.output
         assert f"Last lines of {tmp_path / 'workerlog.1'}:" in job.output
         assert "    Traceback (most recent call last):" in job.output
@@ -51,7 +50,7 @@ class TestTraining:
             os.kill(job.pid("SERVER", 0), signal.SIGKILL)
             with seconds() as taken:
                 assert job.wait(20) == 1
-                assert taken() < SOON
+                assert taken() < soon()
             assert job.left(grace=0) == []
         assert re.search(r"server 0 \(127\.0\.0\.1:\d+\) was killed by SIGKILL; the job ends", job.output)
 
@@ -74,7 +73,7 @@ class TestTraining:
             os.kill(job.pid("WORKER", 1), signal.SIGKILL)
             with seconds() as taken:
                 assert job.wait(20) == 1
-                assert taken() < SOON
+                assert taken() < soon()
             assert job.left(grace=0) == []
         assert "worker 1 was killed by SIGKILL; the job ends" in job.output
 
@@ -102,7 +101,7 @@ class TestTraining:
             os.kill(job.process.pid, signal.SIGINT)
             with seconds() as taken:
                 assert job.wait(20) == 130
-                assert taken() < SOON
+                assert taken() < soon()
             assert job.left(grace=0) == []
         assert "[fleetrun] SIGINT: ending 3 processes" in job.output
         assert "Traceback" not in job.output
@@ -146,7 +145,7 @@ class TestStandIns:
             os.kill(job.process.pid, number)
             with seconds() as taken:
                 assert job.wait(20) == status
-                assert taken() < SOON
+                assert taken() < soon()
             assert job.left(grace=1.0) == []
 
     def test_processes_end_with_a_launcher_that_was_killed(self, tmp_path: Path) -> None:
@@ -155,7 +154,7 @@ class TestStandIns:
             wait_until(in_log(tmp_path / "workerlog.1", "sleep"), 20, "worker")
             os.kill(job.process.pid, signal.SIGKILL)
             assert job.wait(20) == -signal.SIGKILL
-            assert job.left(grace=SOON) == []
+            assert job.left(grace=soon()) == []
 
     def test_children_of_a_worker_end_with_the_job(self, tmp_path: Path) -> None:
         with fleetrun(tmp_path, STAND_IN, "exit", "child,exit") as job:
@@ -200,6 +199,25 @@ class TestStandIns:
         with fleetrun(tmp_path, STAND_IN, "sleep", "exit:0") as job:
             job.wait(15)
             assert job.left(grace=0) == []
+
+    def test_a_worker_killed_by_a_signal_without_a_name_is_told_like_any_other(self, tmp_path: Path) -> None:
+        with fleetrun(tmp_path, STAND_IN, "sleep", "signal:40") as job:
+            assert job.wait(20) == 1
+        assert re.search(r"worker 0 was killed by .*40; the job ends", job.output)
+
+    def test_variables_of_another_job_around_it_do_not_reach_the_processes(self, tmp_path: Path) -> None:
+        """fleetrun in a pod or a shell that has a role already: the roles are those that fleetrun gives."""
+        around = {
+            "TRAINING_ROLE": "PSERVER",
+            "PADDLE_TRAINERS_NUM": "3",
+            "PADDLE_TRAINER_ENDPOINTS": "10.0.0.1:1,10.0.0.2:1,10.0.0.3:1",
+            "FLEET_RESTART": "5",
+        }
+        with fleetrun(tmp_path, "--worker_num", "2", STAND_IN, "role", "role", **around) as job:
+            assert job.wait(20) == 0
+        told = (tmp_path / "workerlog.1").read_text()
+        for part in ("role='worker'", "worker_index=1", "num_workers=2", "worker_endpoints=()", "restart=0"):
+            assert part in told
 
     def test_a_second_job_starts_its_logs_anew(self, tmp_path: Path) -> None:
         for _ in range(2):

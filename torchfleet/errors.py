@@ -11,6 +11,10 @@ class StrategyError(FleetError):
     """A setting that is unknown, wrong, contradictory or not available."""
 
 
+class UnknownFieldError(StrategyError, AttributeError):
+    """A field that a strategy does not have; also an AttributeError, so that hasattr works."""
+
+
 class RoleError(FleetError):
     """The environment, or the caller, does not say clearly which role this process has."""
 

@@ -15,6 +15,7 @@ from torchfleet.job import Job, ServerJob, WorkerJob
 from torchfleet.printing import configuration, tables
 from torchfleet.ps.optimizer import DistributedOptimizer
 from torchfleet.role import SERVER, PaddleCloudRoleMaker, RoleInfo
+from torchfleet.status import KNOWN
 from torchfleet.strategy import DistributedStrategy
 
 Item = TypeVar("Item")
@@ -36,7 +37,11 @@ def init(
     global _job
     if _job is not None:
         raise FleetError("fleet.init was called before; call it once per process")
-    _job = Job((role_maker or PaddleCloudRoleMaker(is_collective)).read(), strategy)
+    from_environment = PaddleCloudRoleMaker(is_collective)  # refuses is_collective, whoever makes the role
+    info = (role_maker or from_environment).read()
+    if info.num_threads:
+        torch.set_num_threads(info.num_threads)
+    _job = Job(info, strategy)
 
 
 def distributed_model(model: torch.nn.Module) -> torch.nn.Module:
@@ -171,6 +176,9 @@ def flush() -> None:
 
 def report(**metrics: float) -> None:
     """Numbers (loss, auc, ...) for the launcher's display."""
+    taken = sorted(set(metrics) & set(KNOWN))
+    if taken:
+        raise FleetError(f"fleet.report: {', '.join(taken)} is what torchfleet itself reports; choose another name")
     _get_worker().reported.update({name: float(value) for name, value in metrics.items()})
 
 

@@ -127,9 +127,9 @@ class WorkerJob:
         self._local = InProcess(Server(num_workers=1)) if self.info.is_local else None
         self._keys = KeyFolder(self.info.key_dir) if self.info.key_dir else None
         self.client = self._connect()
-        self._num_barriers = 0
         self._started = time.monotonic()
         self.reported: dict[str, float] = {}
+        self._left = False
         self._wait_for_servers()
         self._make_tables()
         self.communicator = self._communicator()
@@ -141,12 +141,13 @@ class WorkerJob:
         self._status.write(now=True)
 
     def barrier(self) -> None:
-        self._num_barriers += 1
-        self.client.barrier(f"barrier {self._num_barriers}", self.info.num_workers, self.strategy.sync_timeout)
+        # One name for all of them: a worker that was started again cannot know how many there have been.
+        self.client.barrier("workers", self.info.num_workers, self.strategy.sync_timeout)
 
     def stop(self) -> None:
         """Everything under way reaches the servers, then they are told."""
         self.communicator.stop()
+        self._left = True
         self._status.write(now=True)
         self.client.leave()
         self.client.close()
@@ -242,5 +243,6 @@ class WorkerJob:
             "steps_per_s": stats["steps"] / seconds,
             "samples_per_s": self.engine.num_samples / seconds,
             "queue": stats["queue"],
+            "left": self._left,
             **self.reported,
         }

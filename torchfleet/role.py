@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torchfleet.errors import RoleError
 
@@ -26,6 +27,7 @@ class RoleInfo:
     status_file: str | None = None
     restart: int = 0
     debug: bool = False
+    num_threads: int = 0  # of torch; 0: as torch decides
 
     @property
     def is_local(self) -> bool:
@@ -46,6 +48,7 @@ class PaddleCloudRoleMaker:
     FLEET_WORKER_INDEX                      PADDLE_TRAINER_ID
     FLEET_SERVER_INDEX                      POD_IP and PADDLE_PORT, looked up in the list of servers
     FLEET_WORKER_ENDPOINTS                  PADDLE_TRAINER_ENDPOINTS
+    CPU_NUM: threads of torch; PSERVER_DEBUG=1: print the plan and the servers' tables
     """
 
     def __init__(self, is_collective: bool = False, environment: Mapping[str, str] | None = None) -> None:
@@ -58,15 +61,18 @@ class PaddleCloudRoleMaker:
         common = {
             "key_dir": found.get("FLEET_KEY_DIR"),
             "insecure": found.get("FLEET_INSECURE", "0") == "1",
-            "status_file": found.get("FLEET_STATUS_FILE"),
-            "debug": found.get("PSERVER_DEBUG", "0") not in ("", "0"),
+            **_habits(found),
         }
         role = self._role()
         if role is None:
-            return RoleInfo(**common)  # type: ignore[arg-type]
-        servers = _endpoints(self._get("FLEET_SERVER_ENDPOINTS", "PADDLE_PSERVERS_IP_PORT_LIST"))
+            self._refuse_fleet_without_role()
+            return RoleInfo(**common)
+        servers = self._endpoints("FLEET_SERVER_ENDPOINTS", "PADDLE_PSERVERS_IP_PORT_LIST")
+        if not servers:
+            raise RoleError("FLEET_SERVER_ENDPOINTS / PADDLE_PSERVERS_IP_PORT_LIST lists no address")
         num_workers = self._number("FLEET_NUM_WORKERS", "PADDLE_TRAINERS_NUM", at_least=1)
-        workers = _endpoints(found.get("FLEET_WORKER_ENDPOINTS") or found.get("PADDLE_TRAINER_ENDPOINTS") or "")
+        names = ("FLEET_WORKER_ENDPOINTS", "PADDLE_TRAINER_ENDPOINTS")
+        workers = self._endpoints(*names) if any(found.get(name) for name in names) else ()
         if workers and len(workers) != num_workers:
             raise RoleError(
                 f"FLEET_WORKER_ENDPOINTS / PADDLE_TRAINER_ENDPOINTS lists {len(workers)} workers, but "
@@ -80,32 +86,52 @@ class PaddleCloudRoleMaker:
             )
         server = self._server_index(servers) if role == SERVER else 0
         restart = self._number("FLEET_RESTART") if "FLEET_RESTART" in found else 0
-        return RoleInfo(role, worker, num_workers, server, servers, workers, restart=restart, **common)  # type: ignore[arg-type]
+        return RoleInfo(role, worker, num_workers, server, servers, workers, restart=restart, **common)
 
     def _role(self) -> str | None:
-        value = self._environment.get("FLEET_ROLE") or self._environment.get("TRAINING_ROLE")
-        if value is None:
+        values = [value for name in ("FLEET_ROLE", "TRAINING_ROLE") if (value := self._environment.get(name))]
+        if not values:
             return None
+        value = values[0]
         known = {"WORKER": WORKER, "TRAINER": WORKER, "SERVER": SERVER, "PSERVER": SERVER}
         if value.upper() == "HETER_TRAINER":
             raise RoleError("TRAINING_ROLE=HETER_TRAINER: heter workers are not available yet")
         if value.upper() not in known:
             raise RoleError(f"FLEET_ROLE / TRAINING_ROLE is {value!r}; expected one of {', '.join(known)}")
+        if len({known.get(value.upper(), value) for value in values}) > 1:
+            raise RoleError(f"FLEET_ROLE is {values[0]!r} and TRAINING_ROLE is {values[1]!r}: set one of them")
         return known[value.upper()]
 
-    def _get(self, *names: str) -> str:
-        for name in names:
+    def _refuse_fleet_without_role(self) -> None:
+        """Addresses of servers mean a fleet; to train alone then would be a silent mistake."""
+        for name, missing in (
+            ("FLEET_SERVER_ENDPOINTS", "FLEET_ROLE"),
+            ("PADDLE_PSERVERS_IP_PORT_LIST", "TRAINING_ROLE"),
+        ):
             if self._environment.get(name):
-                return self._environment[name]
+                raise RoleError(f"{name} is set, but {missing} is missing. Set it, or start with fleetrun.")
+
+    def _get(self, *names: str) -> str:
+        values = {name: value for name in names if (value := self._environment.get(name))}
+        if len(set(values.values())) > 1:
+            raise RoleError(
+                " and ".join(f"{name}={value!r}" for name, value in values.items())
+                + " say different things. Set one of them, or make them agree."
+            )
+        if values:
+            return next(iter(values.values()))
         role = "FLEET_ROLE" if "FLEET_ROLE" in self._environment else "TRAINING_ROLE"
         raise RoleError(
             f"{role} is set, but {' (or '.join(names)}{')' * (len(names) - 1)} is missing. Set it, or start "
             "with fleetrun."
         )
 
+    def _endpoints(self, *names: str) -> tuple[str, ...]:
+        return _endpoints(self._get(*names), " / ".join(names))
+
     def _number(self, *names: str, at_least: int = 0) -> int:
         value = self._get(*names)
-        if not value.lstrip("-").isdigit() or int(value) < at_least:
+        if not (value.isascii() and value.removeprefix("-").isdigit()) or int(value) < at_least:
             raise RoleError(f"{' / '.join(names)} must be a number of at least {at_least}, found {value!r}")
         return int(value)
 
@@ -138,6 +164,10 @@ class UserDefinedRoleMaker:
     ) -> None:
         if role not in (WORKER, SERVER):
             raise RoleError(f"role must be 'worker' or 'server', found {role!r}")
+        if worker_num < 1:
+            raise RoleError(f"worker_num must be at least 1, found {worker_num}")
+        if worker_endpoints and len(worker_endpoints) != worker_num:
+            raise RoleError(f"worker_endpoints lists {len(worker_endpoints)} workers, but worker_num is {worker_num}")
         limit = worker_num if role == WORKER else len(server_endpoints)
         if not 0 <= current_id < max(1, limit):
             raise RoleError(f"current_id is {current_id}, but there are {limit} {role}s, numbered from 0")
@@ -148,23 +178,35 @@ class UserDefinedRoleMaker:
             current_id if role == WORKER else 0,
             worker_num,
             current_id if role == SERVER else 0,
-            _endpoints(",".join(server_endpoints)),
-            _endpoints(",".join(worker_endpoints)),
+            _endpoints(",".join(server_endpoints), "server_endpoints"),
+            _endpoints(",".join(worker_endpoints), "worker_endpoints"),
             key_dir,
             insecure,
         )
 
     def read(self) -> RoleInfo:
-        return self._info
+        return replace(self._info, **_habits(os.environ))
 
 
-def _endpoints(text: str) -> tuple[str, ...]:
-    """`host:port` parts; anything else is named."""
+def _habits(found: Mapping[str, str]) -> dict[str, Any]:
+    """What the environment says about a process, whoever gave it its role."""
+    threads = found.get("CPU_NUM", "0")
+    if not (threads.isascii() and threads.isdigit()):
+        raise RoleError(f"CPU_NUM must be a number of threads, found {threads!r}")
+    return {
+        "status_file": found.get("FLEET_STATUS_FILE"),
+        "debug": found.get("PSERVER_DEBUG", "0") not in ("", "0"),
+        "num_threads": int(threads),
+    }
+
+
+def _endpoints(text: str, source: str) -> tuple[str, ...]:
+    """`host:port` parts; anything else is named, with the variable or argument it stands in."""
     parts = tuple(part.strip() for part in text.split(",") if part.strip())
     for part in parts:
         host, colon, port = part.rpartition(":")
-        if not (host and colon and port.isdigit() and int(port) < 1 << 16):
-            raise RoleError(f"an address must be host:port, found {part!r} in {text!r}")
+        if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+            raise RoleError(f"{source}: an address must be host:port, found {part!r} in {text!r}")
     if len(set(parts)) != len(parts):
-        raise RoleError(f"an address appears twice in {text!r}")
+        raise RoleError(f"{source}: an address appears twice in {text!r}")
     return parts

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 _PERIOD = 0.5
+# What torchfleet itself tells; everything else in a worker's status is a metric of the script.
+KNOWN = ("role", "mode", "steps", "steps_per_s", "samples_per_s", "queue", "requests", "errors", "rows", "left")
 
 
 class StatusFile:

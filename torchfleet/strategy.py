@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from torchfleet.errors import StrategyError
+from torchfleet.errors import StrategyError, UnknownFieldError
 
 A_SYNC_DEFAULTS: dict[str, Any] = {
     "k_steps": 0,
@@ -29,6 +31,17 @@ _AT_LEAST = {
     "thread_pool_size": 1,
     "send_wait_times": 0,
 }
+
+_ASYNC_ONLY = (
+    "max_merge_var_num",
+    "send_queue_size",
+    "independent_recv_thread",
+    "min_send_grad_num_before_recv",
+    "thread_pool_size",
+    "send_wait_times",
+)
+_WEEK = 7 * 24 * 3600.0  # a server takes no longer wait (server/commands.py)
+_AT_MOST = {"rpc_retry_times": 1000, "rpc_timeout": _WEEK, "sync_timeout": _WEEK}
 
 # Fields of the specification whose feature is still to be built, with the value at which they do nothing.
 _NOT_YET: dict[str, Any] = {
@@ -77,7 +90,7 @@ class DistributedStrategy:
     sync_timeout      seconds that a worker waits for the others in sync mode and at barriers (1800)
     """
 
-    def __init__(self, **fields: Any) -> None:
+    def __init__(self, /, **fields: Any) -> None:
         self._values: dict[str, Any] = {
             "a_sync": False,
             "a_sync_configs": dict(A_SYNC_DEFAULTS),
@@ -88,13 +101,15 @@ class DistributedStrategy:
         }
         self._used_by = ""
         for name, value in sorted(fields.items()):  # a_sync comes before a_sync_configs
+            if name not in self._values:
+                raise StrategyError(_unknown("DistributedStrategy", name, self._values))
             setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         if name not in self._values:
-            raise StrategyError(_unknown("DistributedStrategy", name, self._values))
+            raise UnknownFieldError(_unknown("DistributedStrategy", name, self._values))
         value = self._values[name]
         return dict(value) if isinstance(value, dict) else value
 
@@ -114,6 +129,9 @@ class DistributedStrategy:
                 f"{_NOT_YET[name]!r}."
             )
         self._values[name] = self._checked(name, value)
+
+    def __copy__(self) -> DistributedStrategy:
+        return copy.deepcopy(self)  # a copy that shared its values would change the original
 
     def __repr__(self) -> str:
         """A table of what is in force."""
@@ -148,6 +166,13 @@ class DistributedStrategy:
                         f"a_sync_configs['{name}']={configs[name]} needs a_sync=True: it is a form of asynchronous "
                         f"training. Set a_sync=True, or leave '{name}' out for synchronous training."
                     )
+        if self.mode != "async":
+            for name in _ASYNC_ONLY:
+                if configs[name] != A_SYNC_DEFAULTS[name]:
+                    raise StrategyError(
+                        f"a_sync_configs['{name}']={configs[name]} acts in async mode only, and this strategy is "
+                        f"{self.mode}. Leave '{name}' out, or use a_sync=True without k_steps and half_async."
+                    )
         self._used_by = self._used_by or user
 
     def save_to_yaml(self, path: str | Path) -> None:
@@ -161,7 +186,7 @@ class DistributedStrategy:
         """Read settings back; an unknown or wrong one is an error that names it."""
         try:
             fields = msgspec.yaml.decode(Path(path).read_bytes())
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, ValueError, msgspec.MsgspecError) as error:  # ValueError: dates and numbers of YAML
             raise StrategyError(f"cannot read a strategy from {path}: {error}") from None
         if not isinstance(fields, dict):
             raise StrategyError(f"{path} should hold `field: value` lines, found {type(fields).__name__}")
@@ -172,7 +197,7 @@ class DistributedStrategy:
             return _checked_configs(value)
         default = self._values[name]
         if name in _NOT_YET:
-            return value
+            return copy.deepcopy(_NOT_YET[name])  # not the caller's own dictionary
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         fits = (
             number
@@ -183,6 +208,8 @@ class DistributedStrategy:
             raise StrategyError(f"{name} expects a {type(default).__name__}, found {value!r}")
         if number and (value < 0 or (isinstance(default, float) and value <= 0)):
             raise StrategyError(f"{name} cannot be {value!r}: it must be positive")
+        if number and not (math.isfinite(value) and value <= _AT_MOST[name]):
+            raise StrategyError(f"{name} must be at most {_AT_MOST[name]:g}, found {value!r}")
         return type(default)(value)
 
 
@@ -201,9 +228,10 @@ def _checked_configs(given: Any) -> dict[str, Any]:
         raise StrategyError(
             "a_sync_configs: k_steps > 0 is geo training and half_async is another mode. Choose one of them."
         )
-    if given.get("heter_worker_device_guard", "cpu") != "cpu":
+    guard = given.get("heter_worker_device_guard", "cpu")
+    if guard != "cpu":
         raise StrategyError(
-            "a_sync_configs['heter_worker_device_guard']: heter workers are not available yet; leave it 'cpu'."
+            f"a_sync_configs['heter_worker_device_guard']={guard!r}: heter workers are not available yet; use 'cpu'"
         )
     return {**A_SYNC_DEFAULTS, **given}
 

@@ -121,6 +121,11 @@ def wait_until(is_so: Callable[[], bool], timeout: float, what: str) -> None:
         time.sleep(0.02)
 
 
+def soon() -> float:
+    """Seconds that the end of a job may take: 5, and more on a machine that has too much else to do at the moment."""
+    return 5.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def in_log(log: Path, text: str) -> Callable[[], bool]:
     return lambda: log.exists() and text in log.read_text()
 

@@ -32,6 +32,12 @@ def main() -> None:
             subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({SECONDS})"])
         elif name == "die" and index == int(value or 0) and "FLEET_RESTART" not in os.environ:
             os.kill(os.getpid(), signal.SIGKILL)
+        elif name == "signal":
+            os.kill(os.getpid(), int(value))
+        elif name == "role":  # as fleet.init() would find it
+            from torchfleet.role import PaddleCloudRoleMaker
+
+            print(PaddleCloudRoleMaker().read(), flush=True)
         elif name == "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         elif name == "exit":

@@ -12,7 +12,7 @@ from torchfleet.errors import FleetError, RoleError
 from torchfleet.launch.processes import script_command
 from torchfleet.launch.roles import Layout, Task, one_machine, several_machines, tasks
 from torchfleet.launch.watch import Watch
-from torchfleet.net.keys import is_private, keygen
+from torchfleet.net.keys import KeyFolder, is_private, keygen
 
 _NOT_YET = ("heter_worker_num", "gpus", "nproc_per_node", "ips", "nnodes", "master", "rank", "cluster")
 
@@ -75,6 +75,8 @@ def _run(options: argparse.Namespace) -> int:
         raise RoleError(f"no script at {options.script}")
     if options.max_restart < 0:
         raise RoleError(f"--max_restart must be at least 0, found {options.max_restart}")
+    if options.key_dir:
+        KeyFolder(options.key_dir)  # a folder that is not there is named before anything starts
     layout, num_workers = _layout(options)
     base = {"FLEET_KEY_DIR": str(Path(options.key_dir).absolute())} if options.key_dir else {}
     if options.insecure:
@@ -117,8 +119,13 @@ def _addresses(option: str, text: str) -> list[str]:
     places = [place.strip() for place in text.split(",") if place.strip()]
     for place in places:
         host, _, port = place.rpartition(":")
-        if not host or not port.isdigit():
+        least = 1 if option == "--servers" else 0  # a worker needs no port, a server one that workers know
+        if not (host and port.isascii() and port.isdigit() and least <= int(port) < 1 << 16):
             raise RoleError(f"{option} expects host:port, separated by commas; found {place!r}")
+    if not places:
+        raise RoleError(f"{option} lists no address, found {text!r}")
+    if option == "--servers" and len(set(places)) != len(places):
+        raise RoleError(f"{option}: an address appears twice in {text!r}")
     return places
 
 

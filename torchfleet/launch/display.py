@@ -12,9 +12,9 @@ from rich.live import Live
 from rich.table import Table
 
 from torchfleet.launch.processes import Process
+from torchfleet.status import KNOWN
 
 _PERIOD = 5.0  # seconds between plain lines
-_KNOWN = ("role", "mode", "steps", "steps_per_s", "samples_per_s", "queue", "requests", "errors", "rows")
 
 
 class Display:
@@ -63,7 +63,7 @@ def _line(process: Process) -> str:
 
 
 def _metrics(status: dict[str, Any]) -> str:
-    return "".join(f", {name} {value:.4f}" for name, value in status.items() if name not in _KNOWN)
+    return "".join(f", {name} {value:.4f}" for name, value in status.items() if name not in KNOWN)
 
 
 def _table(processes: Sequence[Process]) -> Table:

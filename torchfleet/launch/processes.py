@@ -21,6 +21,14 @@ _GRACE = 3.0  # seconds between asking a process to end and ending it
 _TIE_TO_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 
 
+# A role that the launcher itself stands in is not its processes' role.
+_ROLES = {
+    "FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_INDEX", "FLEET_SERVER_INDEX", "FLEET_WORKER_ENDPOINTS",
+    "TRAINING_ROLE", "PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID",
+    "PADDLE_TRAINER_ENDPOINTS",
+}  # fmt: skip
+
+
 class Process:
     """A running task, its log and its status file."""
 
@@ -33,7 +41,8 @@ class Process:
 
     def _start(self, mode: str) -> None:
         self.status_file.unlink(missing_ok=True)
-        environment = {**os.environ, **self.task.environment, "FLEET_STATUS_FILE": str(self.status_file)}
+        around = {name: value for name, value in os.environ.items() if name not in _ROLES}
+        environment = {**around, **self.task.environment, "FLEET_STATUS_FILE": str(self.status_file)}
         if self.num_restarts:
             environment["FLEET_RESTART"] = str(self.num_restarts)
         self._sink: IO[bytes] = open(self.log, mode)  # noqa: SIM115  (open as long as the process)
@@ -50,6 +59,7 @@ class Process:
             self._reader.start()
 
     def restart(self) -> None:
+        self.signal(signal.SIGKILL)  # what is left of its group
         self.num_restarts += 1
         self._sink.close()
         self._start("ab")

@@ -107,7 +107,7 @@ def own_addresses() -> set[str]:
 
 
 def _is_here(place: str, own: set[str]) -> bool:
-    host = place.rpartition(":")[0]
+    host = place.rpartition(":")[0].strip("[]")
     if host in own:
         return True
     try:
@@ -117,5 +117,11 @@ def _is_here(place: str, own: set[str]) -> bool:
 
 
 def _numbered(workers: Sequence[str]) -> list[str]:
-    """Workers need no port (host:0); their entries are told apart by their place in the list."""
-    return [place if not place.endswith(":0") else f"{place[:-2]}:{i + 1}" for i, place in enumerate(workers)]
+    """Workers need no port (host:0); such entries get the first number that no other entry of the list has."""
+    taken = {place for place in workers if not place.endswith(":0")}
+    numbered = []
+    for place in workers:
+        free = (f"{place[:-2]}:{i}" for i in range(1, 1 << 16))
+        numbered.append(next(one for one in free if one not in taken) if place.endswith(":0") else place)
+        taken.add(numbered[-1])
+    return numbered

@@ -16,6 +16,7 @@ from torchfleet.net.wire import Role
 from torchfleet.ps.client import Client
 from torchfleet.ps.connection import Patience
 
+_TOO_LONG = 5.0  # seconds that servers run on after the last worker, or workers after a server, before it is a mistake
 _FREE_MODES = ("async", "half_async", "geo")  # no worker waits for another, so one may be missing
 
 
@@ -36,7 +37,7 @@ class Watch:
         self._processes: list[Process] = []
         self._lost: list[str] = []
         self._signal = 0
-        self._servers_ended_at: float | None = None
+        self._odd_since: float | None = None
 
     def run(self) -> int:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -60,12 +61,41 @@ class Watch:
             if failed is not None and not self._go_on_without(failed, display):
                 self._tell(failed, display)
                 return 1
+            odd = self._odd_end(display)
+            if odd is not None:
+                return odd
             if self._is_over():
                 return self._conclude(display)
             display.show(self._processes)
             time.sleep(0.1)
         display.say(f"[fleetrun] {signal.Signals(self._signal).name}: ending {len(self._processes)} processes")
         return 128 + self._signal
+
+    def _odd_end(self, display: Display) -> int | None:
+        """Ends that nobody would notice: a server that ended while workers need it, servers that nobody tells to."""
+        needing = [p for p in self._of("worker") if p.returncode is None and not p.status().get("left")]
+        early = [p for p in self._of("server") if p.returncode == 0] if needing else []
+        idle = [p for p in self._of("server") if p.returncode is None] if self._all_workers_ended_here() else []
+        if not early and not idle:
+            self._odd_since = None
+            return None
+        self._odd_since = self._odd_since or time.monotonic()
+        if time.monotonic() - self._odd_since < _TOO_LONG:
+            return None
+        if early:
+            self._tell(early[0], display)
+            return 1
+        names = ", ".join(process.task.name for process in idle)
+        display.say(f"[fleetrun] all workers have ended, but {names} not: does the script call fleet.stop_worker()?")
+        return 1
+
+    def _of(self, role: str) -> list[Process]:
+        return [process for process in self._processes if process.task.role == role]
+
+    def _all_workers_ended_here(self) -> bool:
+        workers = self._of("worker")
+        elsewhere = len(self._layout.workers) > len(self._layout.local_workers)
+        return bool(workers) and not elsewhere and all(process.returncode is not None for process in workers)
 
     def _is_over(self) -> bool:
         """All workers here have ended and so have the servers, which wait for workers elsewhere too."""
@@ -78,6 +108,9 @@ class Watch:
         return not running
 
     def _conclude(self, display: Display) -> int:
+        if self._lost and len(self._lost) == len(self._of("worker")):
+            display.say(f"[fleetrun] no worker is left; the job ends. Logs in {self._log_dir}")
+            return 1
         for name in self._lost:
             display.say(f"[fleetrun] {name} was lost on the way; the others finished without it")
         display.say(f"[fleetrun] finished; logs in {self._log_dir}")
@@ -96,10 +129,9 @@ class Watch:
         if code > 0:
             return False  # the script itself failed, as it would elsewhere
         self._lost.append(process.task.name)
-        display.say(
-            f"[fleetrun] {process.task.name} was killed by {signal.Signals(-code).name}; {mode} training goes on "
-            "without it"
-        )
+        rest = any(p.returncode is None for p in self._of("worker"))
+        then = f"; {mode} training goes on without it" if rest else ""
+        display.say(f"[fleetrun] {process.task.name} was killed by {_signal_name(-code)}{then}")
         return self._leave_for(process.task.index, display)
 
     def _leave_for(self, worker: int, display: Display) -> bool:
@@ -118,10 +150,17 @@ class Watch:
 
     def _tell(self, process: Process, display: Display) -> None:
         code = process.returncode or 0
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
         place = ""
         if process.task.role == "server":
             place = f" ({self._layout.servers[process.task.index]})"
         display.say(f"[fleetrun] {process.task.name}{place} {how}; the job ends. Last lines of {process.log}:")
+        if process.task.role == "worker" and process.num_restarts < self._max_restart:
+            mode = process.status().get("mode", "a job that has not begun")
+            display.say(f"[fleetrun] --max_restart acts in {', '.join(_FREE_MODES)}; this is {mode}")
         for line in process.last_lines():
             display.say(f"    {line}")
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in tuple(signal.Signals) else f"signal {number}"
