@@ -3,6 +3,7 @@ embeddings. One worker in sync mode: what torch would have read and learned is k
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -405,7 +406,8 @@ def test_a_torch_embedding_without_sparse_stays_a_dense_parameter() -> None:
         torch.testing.assert_close(embedding.weight, plain.weight, rtol=0, atol=1e-6)
 
 
-def test_a_frozen_torch_embedding_is_read_and_not_trained() -> None:
+@pytest.mark.parametrize("given", ["all parameters", "those that need a gradient"])
+def test_a_frozen_torch_embedding_is_read_and_not_trained(given: str) -> None:
     weights = torch.arange(12.0).reshape(6, 2)
 
     class Frozen(torch.nn.Module):
@@ -417,7 +419,11 @@ def test_a_frozen_torch_embedding_is_read_and_not_trained() -> None:
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return self.out(self.rows(ids))
 
-    with one_worker(Frozen()) as part:
+    def make(model: torch.nn.Module) -> torch.optim.Optimizer:
+        every = given == "all parameters"
+        return torch.optim.SGD([p for p in model.parameters() if every or p.requires_grad], lr=0.5)
+
+    with one_worker(Frozen(), make) as part:
         for _ in range(3):
             step(part, torch.tensor([1, 2]))
         assert torch.equal(part.rows("rows", range(6)), weights)
@@ -441,11 +447,8 @@ def test_the_row_of_a_padding_id_reads_as_in_torch_where_it_is_not_zero() -> Non
     torch.nn.init.normal_(embedding.weight)
     plain = copy.deepcopy(embedding)
     ids = torch.tensor([0, 1, 2])
-    try:
-        with one_worker(Of(embedding)) as part:
-            assert torch.equal(part.model(ids).detach(), plain(ids).detach())
-    except ModelError as error:  # refused is good as well; zeros without a word are not
-        assert "padding" in str(error)
+    with contextlib.suppress(ModelError), one_worker(Of(embedding)) as part:  # refused is good as well
+        assert torch.equal(part.model(ids).detach(), plain(ids).detach()), "zeros without a word are not"
 
 
 def test_one_torch_embedding_under_two_names_is_one_table() -> None:
@@ -531,7 +534,11 @@ def test_describe_names_tables_and_parameters(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_a_data_loader_trains_to_the_result_of_torch(num_workers: int, prefetch: bool) -> None:
     rng = np.random.default_rng(0)
-    rows = [rng.integers(0, jobs.NUM_ITEMS // 2, (22, 2)), rng.integers(0, jobs.NUM_WORDS, (22, 4)), rng.normal(size=22)]
+    rows = [
+        rng.integers(0, jobs.NUM_ITEMS // 2, (22, 2)),
+        rng.integers(0, jobs.NUM_WORDS, (22, 4)),
+        rng.normal(size=22),
+    ]
     dataset = TensorDataset(*(torch.from_numpy(part) for part in rows))
 
     class Small(torch.nn.Module):
@@ -562,8 +569,12 @@ def test_a_data_loader_trains_to_the_result_of_torch(num_workers: int, prefetch:
         for _ in range(2 if num_workers == 0 else 1):
             train(part.model, part.optimizer, part.prefetch(loader()) if prefetch else loader())
             train(plain, reference, loader())
-        torch.testing.assert_close(part.rows("items", range(jobs.NUM_ITEMS)), plain.items.weight.detach(), rtol=0, atol=1e-6)
-        torch.testing.assert_close(part.rows("words", range(jobs.NUM_WORDS)), plain.words.weight.detach(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            part.rows("items", range(jobs.NUM_ITEMS)), plain.items.weight.detach(), rtol=0, atol=1e-6
+        )
+        torch.testing.assert_close(
+            part.rows("words", range(jobs.NUM_WORDS)), plain.words.weight.detach(), rtol=0, atol=1e-6
+        )
         torch.testing.assert_close(part.model.out.weight, plain.out.weight, rtol=0, atol=1e-6)
         assert part.stats()["unforeseen_lookups"] <= 2 + 2 * prefetch  # each table in the first step, or the first two
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -176,12 +177,16 @@ def test_workers_that_changed_a_row_alike_move_it_as_one_would() -> None:
 
     def body(part: Part) -> torch.Tensor:
         step(part, [1, 2])
-        exchange_all(part)
-        return local(part, "rows", [1, 2])
+        part.flush()
+        part.barrier()
+        held = part.rows("rows", [1, 2])
+        part.barrier()
+        return held
 
-    done = jobs.run(body, Rows, jobs.sgd, mode="geo", num_workers=WORKERS, num_servers=2, k_steps=1)
+    done = jobs.run(body, Rows, jobs.sgd, mode="geo", num_workers=WORKERS, num_servers=2, k_steps=100)
     first = jobs.first_rows(done.parts[0], "rows", [1, 2])
-    torch.testing.assert_close(done.rows("rows", 3)[1:], first - 0.5, rtol=0, atol=1e-6)
+    for held in done.results:
+        torch.testing.assert_close(held, first - 0.5, rtol=0, atol=1e-6)
 
 
 def settle(part: Part) -> dict[str, torch.Tensor]:
@@ -233,7 +238,7 @@ def test_a_row_that_another_worker_trained_comes_in_with_the_next_exchange() -> 
         looked.set()
         return after - before
 
-    done = jobs.run(body, Rows, jobs.sgd, mode="geo", num_workers=2, num_servers=2, k_steps=1)
+    done = jobs.run(body, Rows, jobs.sgd, mode="geo", num_workers=2, num_servers=2, k_steps=100)
     torch.testing.assert_close(done.results[1], torch.full((1, 2), -0.5 * 2.0 / 2), rtol=0, atol=1e-6)
 
 
@@ -359,15 +364,12 @@ def test_a_distributed_scheduler_before_the_strategy_is_known_does_not_count_wro
         torchfleet.init(torchfleet.UserDefinedRoleMaker(1, worker_num=4, server_endpoints=["127.0.0.1:1"]))
         model = torchfleet.distributed_model(Net())
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        try:
+        with contextlib.suppress(torchfleet.FleetError):  # refused is good as well
             scheduler = torchfleet.distributed_scheduler(torch.optim.lr_scheduler.StepLR(inner, 8))
-        except torchfleet.FleetError as error:
-            assert "distributed_optimizer" in str(error)
-            return
-        torchfleet.distributed_optimizer(inner, jobs.strategy("geo"))
-        inner._opt_called = True
-        scheduler.step()
-        assert scheduler.last_epoch == 4
+            torchfleet.distributed_optimizer(inner, jobs.strategy("geo"))
+            inner._opt_called = True
+            scheduler.step()
+            assert scheduler.last_epoch == 4
 
 
 def test_a_schedule_reaches_the_local_copies() -> None:

@@ -63,7 +63,12 @@ def distributed_scheduler(scheduler: Any) -> Any:
     For schedules that advance once per batch. One that advances per epoch needs no change.
     """
     job = _get_job()
-    if job.strategy is not None and job.strategy.mode == "geo":
+    if job.strategy is None:
+        raise FleetError(
+            "fleet.distributed_scheduler needs to know the strategy: call fleet.distributed_optimizer before it, or "
+            "give the strategy to fleet.init"
+        )
+    if job.strategy.mode == "geo":
         step, repeats = scheduler.step, job.info.num_workers
 
         def step_globally(*args: Any, **kwargs: Any) -> None:

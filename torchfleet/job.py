@@ -133,8 +133,7 @@ class WorkerJob:
         self._wait_for_servers()
         self._make_tables()
         self.communicator = self._communicator()
-        dims = {name: group.spec.dim for name, group in job.plan.sparse.items()}
-        self.engine = Engine(self.communicator, dims)
+        self.engine = Engine(self.communicator, {name: group.modules for name, group in job.plan.sparse.items()})
         self._status = StatusFile(self.info.status_file, self._status_now)
         self._bind()
         self.communicator.start()
@@ -194,19 +193,22 @@ class WorkerJob:
                     assert first is not None
                     rows = first[start : start + _CHUNK]
                     self.client.assign(name, range(start, start + len(rows)), rows)
-            for dense in self._job.plan.dense:
+            for dense in (*self._job.plan.dense, *self._job.plan.fixed):
                 self.client.set_dense(dense.spec.name, dense.values())
         if self.info.num_workers > 1 and not self.info.restart:
             self._wait_for_first_values()
-        for dense in self._job.plan.dense:
+        for dense in (*self._job.plan.dense, *self._job.plan.fixed):
             dense.write(self.client.pull_dense(dense.spec.name).result())
 
     def _wait_for_first_values(self) -> None:
-        if self.strategy.a_sync_configs["launch_barrier"]:
+        if self.strategy.a_sync_configs["launch_barrier"] or not self._job.plan.dense:
             self.client.barrier("start", self.info.num_workers, max(START_SECONDS, self.strategy.sync_timeout))
             return
         names = {dense.spec.name for dense in self._job.plan.dense}
+        deadline = time.monotonic() + START_SECONDS
         while not all(server["tables"][name]["is_set"] for server in self.client.stats() for name in names):
+            if time.monotonic() > deadline:
+                raise FleetError(f"after {START_SECONDS:g} s worker 0 has not set the first values; look at its log")
             time.sleep(0.05)
 
     def _communicator(self) -> Communicator:

@@ -114,13 +114,15 @@ def convert(model: torch.nn.Module) -> torch.nn.Module:
     """Replace torch's sparse embeddings, in place, and give every SparseEmbedding a name. Returns the model."""
     if isinstance(model, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and model.sparse:
         raise ModelError("the model is itself a sparse embedding: put it into a module, so that it can be replaced")
-    replaced: dict[int, SparseEmbedding] = {}
+    replaced: dict[int, SparseEmbedding] = {}  # by module: several may share one weight, each with its own padding
+    tables: dict[int, str] = {}
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse:
-            if id(module.weight) not in replaced:
-                replaced[id(module.weight)] = _converted(module, path)
+            if id(module) not in replaced:
+                table = tables.setdefault(id(module.weight), path)
+                replaced[id(module)] = _converted(module, path, table)
             parent, _, child = path.rpartition(".")
-            setattr(model.get_submodule(parent), child, replaced[id(module.weight)])
+            setattr(model.get_submodule(parent), child, replaced[id(module)])
     for path, module in model.named_modules():
         if isinstance(module, SparseEmbedding) and module.name is None:
             module.name = path
@@ -144,19 +146,28 @@ def sparse_embeddings(model: torch.nn.Module) -> dict[str, list[SparseEmbedding]
     return found
 
 
-def _converted(module: torch.nn.Embedding | torch.nn.EmbeddingBag, path: str) -> SparseEmbedding:
+def _converted(module: torch.nn.Embedding | torch.nn.EmbeddingBag, path: str, table: str) -> SparseEmbedding:
+    if module.weight.dtype != torch.float32:
+        raise ModelError(f"'{path}' is {module.weight.dtype}: servers hold float32. Use model.float().")
+    padding = module.padding_idx if isinstance(module, torch.nn.Embedding) else None  # bags leave it out
+    if padding is not None and module.weight[padding].any():
+        raise ModelError(
+            f"'{path}': the row of padding_idx={padding} is not zero, and servers read it as zeros. Set it to zeros, "
+            "or leave padding_idx out."
+        )
     for field, neutral in (("max_norm", None), ("scale_grad_by_freq", False)):
         if getattr(module, field) != neutral:
             raise ModelError(
                 f"'{path}': {field}={getattr(module, field)} is not supported on servers; leave it {neutral}"
             )
     kind = SparseEmbedding
-    options: dict[str, Any] = {"name": path, "padding_idx": module.padding_idx}
+    options: dict[str, Any] = {"name": table, "padding_idx": module.padding_idx}
     if isinstance(module, torch.nn.EmbeddingBag):
         if module.mode not in ("sum", "mean") or module.include_last_offset:
             raise ModelError(f"'{path}': EmbeddingBag supports mode 'sum' and 'mean' without include_last_offset")
         kind, options["pooling"] = SparseEmbeddingBag, module.mode
     converted = kind(module.embedding_dim, **options)
+    converted.weight.requires_grad_(module.weight.requires_grad)
     converted.num_embeddings = module.num_embeddings
     converted.first_values = module.weight.detach().to(torch.float32).numpy().copy()
     return converted

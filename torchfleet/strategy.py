@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -111,7 +112,7 @@ class DistributedStrategy:
         if name not in self._values:
             raise UnknownFieldError(_unknown("DistributedStrategy", name, self._values))
         value = self._values[name]
-        return dict(value) if isinstance(value, dict) else value
+        return MappingProxyType(value) if isinstance(value, dict) else value  # set whole, so that it is checked
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name.startswith("_"):

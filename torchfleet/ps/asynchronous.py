@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ class Async(Communicator):
 
     pulls_ahead = True
 
-    def __init__(self, client: Client, plan: Plan, connect: Callable[[], Client], configs: dict[str, Any]) -> None:
+    def __init__(self, client: Client, plan: Plan, connect: Callable[[], Client], configs: Mapping[str, Any]) -> None:
         super().__init__(client, plan)
         self._connect, self._configs = connect, configs
         self._queue: queue.Queue[Gradients] = queue.Queue(configs["send_queue_size"])

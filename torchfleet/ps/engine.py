@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from torchfleet.kernels.merge import sum_by_key
+from torchfleet.nn import SparseEmbedding
 from torchfleet.ps.foresight import Foresight, is_no_padding, tensors
 from torchfleet.ps.future import Pulled
 from torchfleet.ps.rows import BatchRows, Lookup, PooledLookup
@@ -39,15 +40,16 @@ class Batch:
     def __init__(self, parts: dict[str, torch.Tensor], expected: dict[str, BatchRows]) -> None:
         self.parts, self.rows = parts, expected
         self.pointers = {tensor.untyped_storage().data_ptr() for tensor in parts.values()}
-        self.under_way: PullAhead | None = None
+        self.under_way: list[PullAhead] = []
         self.is_pulled = not expected
+        self.is_entered = False  # the model was called with it: another call is another batch
 
 
 class Engine:
     """All lookups of one worker. Each training thread has its own current batch."""
 
-    def __init__(self, source: Source, dims: Mapping[str, int]) -> None:
-        self._source, self._dims = source, dict(dims)
+    def __init__(self, source: Source, modules: Mapping[str, Sequence[SparseEmbedding]]) -> None:
+        self._source, self._modules = source, dict(modules)
         self._own = threading.local()
         self.foresight = Foresight()
         self.num_lookups = 0
@@ -70,12 +72,15 @@ class Engine:
         parts = dict(tensors(inputs, "call"))
         self.num_samples += next((len(tensor) for tensor in parts.values() if tensor.dim()), 0)
         current = self._current()
-        if current is None or not any(
-            tensor.untyped_storage().data_ptr() in current.pointers for tensor in parts.values()
+        if (
+            current is None
+            or current.is_entered
+            or not any(tensor.untyped_storage().data_ptr() in current.pointers for tensor in parts.values())
         ):
-            self._own.batch = Batch(parts, self._expect(parts))
+            current = self._own.batch = Batch(parts, self._expect(parts))
         else:
             current.parts.update(parts)
+        current.is_entered = True
 
     def lookup(
         self, table: str, weight: torch.Tensor, ids: torch.Tensor, padding: int | None, create: bool
@@ -112,7 +117,10 @@ class Engine:
                 grads[table] = (
                     parts[0] if len(parts) == 1 else sum_by_key(*map(np.concatenate, zip(*parts, strict=True)))
                 )
-                versions[table] = [min(seen) for seen in zip(*(batch.versions for batch in batches), strict=True)]
+                known = [batch.versions for batch in batches if batch.versions]  # none where no row was pulled
+                versions[table] = [min(seen) for seen in zip(*known, strict=True)]
+            for batch in batches:  # a later backward through the same graph starts anew
+                batch.drop_gradients()
         self._pending().clear()
         self._own.batch = None
         return grads, versions
@@ -128,7 +136,7 @@ class Engine:
         parts = dict(tensors(item, "batch"))
         batch = Batch(parts, self._expect(parts))
         if self._source.pulls_ahead and batch.rows:
-            self._send(batch, create=torch.is_grad_enabled())
+            self._send(batch)
         return batch
 
     def _expect(self, parts: dict[str, torch.Tensor]) -> dict[str, BatchRows]:
@@ -138,8 +146,13 @@ class Engine:
             expected[table].expect(keys)
         return expected
 
-    def _send(self, batch: Batch, create: bool) -> None:
-        batch.under_way = self._source.pull({table: rows.keys for table, rows in batch.rows.items()}, create)
+    def _send(self, batch: Batch) -> None:
+        """One message per server, or two where some tables create rows and others do not."""
+        wanted: dict[bool, dict[str, Keys]] = {}
+        for table, rows in batch.rows.items():
+            create = torch.is_grad_enabled() and any(module.training for module in self._modules[table])
+            wanted.setdefault(create, {})[table] = rows.keys
+        batch.under_way = [self._source.pull(keys, create) for create, keys in wanted.items()]
 
     def _index(
         self, table: str, ids: torch.Tensor, padding: int | None, create: bool
@@ -150,7 +163,7 @@ class Engine:
         batch = self._current()
         if batch is None:
             batch = self._own.batch = Batch({}, {})
-        self._receive(batch, create)
+        self._receive(batch)
         rows = batch.rows.get(table)
         if rows is None:
             rows = batch.rows[table] = self._new_rows(table)
@@ -166,15 +179,15 @@ class Engine:
             index = every
         return rows, index
 
-    def _receive(self, batch: Batch, create: bool) -> None:
+    def _receive(self, batch: Batch) -> None:
         if batch.is_pulled:
             return
-        if batch.under_way is None:
-            self._send(batch, create)
-        assert batch.under_way is not None
-        pulled = batch.under_way.result()
-        for table, rows in batch.rows.items():
-            rows.values, rows.versions = pulled.rows[table], pulled.versions[table]
+        if not batch.under_way:
+            self._send(batch)
+        for pull in batch.under_way:
+            pulled = pull.result()
+            for table, values in pulled.rows.items():
+                batch.rows[table].values, batch.rows[table].versions = values, pulled.versions[table]
         batch.is_pulled = True
 
     def _pull_now(self, table: str, keys: Keys, create: bool) -> tuple[Floats, list[float]]:
@@ -183,7 +196,7 @@ class Engine:
 
     def _new_rows(self, table: str) -> BatchRows:
         pending = self._pending()  # of the thread that looks up, whichever thread runs backward
-        return BatchRows(self._dims[table], lambda rows: pending.append((table, rows)))
+        return BatchRows(self._modules[table][0].dim, lambda rows: pending.append((table, rows)))
 
     def _current(self) -> Batch | None:
         return getattr(self._own, "batch", None)

@@ -2,6 +2,7 @@
 
 x is the local value, b the base: what this worker believes the server has. Every k steps, for the rows touched since:
     d = (x - b) / workers;   b ← b + d;   the server adds d
+(what the division leaves over travels with the next exchanges, and all of it at the end)
 and for rows (and the dense block) that others changed, s being the server's value:
     x ← x + (s - b);   b ← s
 The server's value is its first value plus all differences ever sent.
@@ -28,6 +29,8 @@ from torchfleet.ps.plan import Plan
 from torchfleet.ps.shard import Floats, Keys
 from torchfleet.tables.memory import physical_bytes
 from torchfleet.tables.sparse import SparseTable
+
+_NEGLIGIBLE = 1e-6  # a rest that no longer travels; float32 values near 1 are 1e-7 apart
 
 Deltas = dict[str, tuple[Keys, Floats] | Floats]
 
@@ -120,8 +123,11 @@ class Geo(Communicator):
         self._take_in(self._wait())
 
     def stop(self) -> None:
+        """Send what the divisions have left over, too: the sum of all exchanges that would still come."""
         try:
             self.flush()
+            self._send(share=1.0)
+            self._take_in(self._wait())
         finally:
             self._out.put(None)
             self._thread.join(timeout=10)
@@ -129,9 +135,9 @@ class Geo(Communicator):
     def stats(self) -> dict[str, Any]:
         return {**super().stats(), "queue": int(self._under_way), "exchanges": self._num_exchanges}
 
-    def _send(self) -> None:
+    def _send(self, share: float | None = None) -> None:
         deltas: Deltas = {}
-        share = np.float32(1.0 / self._num_workers)
+        share = np.float32(share or 1.0 / self._num_workers)
         for group in self._plan.dense:
             base = self._dense_base[group.spec.name]
             deltas[group.spec.name] = delta = (group.values() - base) * share
@@ -142,7 +148,8 @@ class Geo(Communicator):
             rows = (self._local[name].pull(keys) - base) * share
             self._base[name].assign(keys, base + rows)
             deltas[name] = (keys, rows)
-            self._touched[name] = []
+            rest = np.abs(self._local[name].pull(keys) - self._base[name].pull(keys)).max(axis=1, initial=0.0)
+            self._touched[name] = [keys[rest > _NEGLIGIBLE]]  # what the division left over goes with the next exchanges
         self._under_way = True
         self._num_exchanges += 1
         self._out.put(deltas)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from torchfleet.errors import FleetError
+from torchfleet.errors import FleetError, ModelError
 from torchfleet.ps.communicator import Communicator, Gradients
 from torchfleet.ps.engine import Engine
 from torchfleet.ps.plan import Plan
@@ -21,7 +21,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        self.__dict__.update(optimizer.__dict__)  # param_groups is shared: a scheduler made before works too
+        # param_groups is shared: a scheduler made before works too. It has wrapped the inner step, which is not ours.
+        self.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
         self._inner, self.plan = optimizer, plan
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
@@ -42,6 +43,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         if self._engine is None or self._communicator is None:
             raise FleetError("optimizer.step() before fleet.init_worker(): there are no servers to send gradients to")
+        self._inner._opt_called = True  # type: ignore[attr-defined]  # what a scheduler made before looks at
+        self.plan.check_options(self._inner)
         sparse, versions = self._engine.take_gradients()
         for name, group in self.plan.sparse.items():  # a step counts for every table, also where no key was touched
             if name not in sparse:
@@ -52,6 +55,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._communicator.step(Gradients(sparse, known, dense, self.plan.rates()))
         self.after_step()
         return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ModelError("add_param_group: the tables are made; add it before fleet.distributed_optimizer")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Options of the param groups; the optimizer's state is on the servers."""
+        groups = self.param_groups
+        super().load_state_dict(state_dict)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.update(loaded)
+        self.param_groups = groups  # schedulers and the plan hold these very dictionaries
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, those of sparse rows included."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -57,15 +58,30 @@ class Plan:
 
     dense: list[DenseGroup] = field(default_factory=list)
     sparse: dict[str, SparseGroup] = field(default_factory=dict)
+    fixed: list[DenseGroup] = field(default_factory=list)  # not trained, but the same on all workers
 
     @property
     def specs(self) -> list[TableSpec]:
-        return [group.spec for group in self.dense] + [group.spec for group in self.sparse.values()]
+        groups: list[DenseGroup | SparseGroup] = [*self.dense, *self.fixed, *self.sparse.values()]
+        return [group.spec for group in groups]
 
     def rates(self) -> dict[str, float]:
         """Today's learning rates: schedulers change them in the param groups."""
         groups: list[DenseGroup | SparseGroup] = [*self.dense, *self.sparse.values()]
         return {group.spec.name: float(group.group["lr"]) for group in groups}
+
+    def check_options(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ModelError if an option other than the learning rate has changed: the tables keep theirs."""
+        groups: list[DenseGroup | SparseGroup] = [*self.dense, *self.sparse.values()]
+        for group in groups:
+            if not group.group.get("params"):
+                continue
+            now = msgspec.structs.replace(_rule(optimizer, group.group), lr=group.spec.rule.lr)
+            if now != group.spec.rule:
+                raise ModelError(
+                    f"an option of table '{group.spec.name}' was changed from {group.spec.rule} to {now}: servers "
+                    "follow changes of lr only. (OneCycleLR and CyclicLR: cycle_momentum=False.)"
+                )
 
     def describe(self) -> list[tuple[str, ...]]:
         """Rows of (table, kind, shape, rule, initializer, parameters)."""
@@ -121,11 +137,21 @@ def make_plan(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_serv
         if dense:
             _check_float32(dense, names)
             size = sum(parameter.numel() for parameter in dense)
-            spec = TableSpec(f"dense.{number}", "dense", size=size, rule=_rule(optimizer, group), num_parts=num_servers)
+            name = f"dense.{number}"
+            while name in embeddings:  # a module's path may look like it
+                name += "'"
+            spec = TableSpec(name, "dense", size=size, rule=_rule(optimizer, group), num_parts=num_servers)
             plan.dense.append(DenseGroup(spec, [names[id(p)] for p in dense], dense, group))
     for name in embeddings:
+        if name not in plan.sparse and not any(module.weight.requires_grad for module in embeddings[name]):
+            plan.sparse[name] = _sparse_group(name, embeddings[name], Rule("sgd", 0.0), {"lr": 0.0}, num_servers)
         if name not in plan.sparse:
             raise ModelError(f"embedding '{name}' is in no param group of the optimizer: give it model.parameters()")
+    trained = {id(parameter) for group in plan.dense for parameter in group.parameters} | set(owners)
+    rest = [p for p in model.parameters() if id(p) not in trained and p.dtype == torch.float32 and p.numel()]
+    if rest:
+        spec = TableSpec("dense.fixed", "dense", size=sum(p.numel() for p in rest), num_parts=num_servers)
+        plan.fixed.append(DenseGroup(spec, [names[id(p)] for p in rest], rest, {"lr": 0.0}))
     return plan
 
 
@@ -151,7 +177,13 @@ def _add_sparse(
                 f"now and then. Put the embeddings into a param group of their own with {option}=0: "
                 f"[{{'params': dense}}, {{'params': sparse, '{option}': 0}}]."
             )
-    first = embeddings[name][0]
+    plan.sparse[name] = _sparse_group(name, embeddings[name], rule, group, num_servers)
+
+
+def _sparse_group(
+    name: str, modules: list[SparseEmbedding], rule: Rule, group: dict[str, Any], num_servers: int
+) -> SparseGroup:
+    first = modules[0]
     spec = TableSpec(
         name,
         "sparse" if first.num_embeddings is None else "array",
@@ -162,7 +194,7 @@ def _add_sparse(
         seed=first.seed,
         num_parts=num_servers,
     )
-    plan.sparse[name] = SparseGroup(spec, embeddings[name], group)
+    return SparseGroup(spec, modules, group)
 
 
 def _rule(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
