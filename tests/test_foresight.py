@@ -265,3 +265,18 @@ def test_prefetch_left_early_and_begun_again_trains_on() -> None:
                     break
         part.flush()
         assert part.stats()["steps"] == 9
+
+
+def test_ids_changed_in_place_after_they_were_foreseen_are_looked_up_as_they_are_now() -> None:
+    """The index of a foreseen tensor is known beforehand; torch's count of changes says when it no longer holds."""
+    model = Slots(lambda ids: [ids] * SLOTS)
+    with one_worker(model, mode="async") as part:
+        for ids in part.prefetch([new_ids(step) for step in range(4)]):
+            ids.add_(100_000)
+            train(part, ids)
+            part.flush()
+            with torch.no_grad():
+                found = model.slots[0](ids.clone())
+            assert torch.equal(found.reshape(-1, 2), part.rows("slot 0", ids.reshape(-1)))
+        last = new_ids(3) + 100_000
+        assert part.rows("slot 0", last.reshape(-1)).abs().min() > 0

@@ -12,7 +12,7 @@ import torch
 
 from torchfleet.kernels.merge import sum_by_key
 from torchfleet.nn import SparseEmbedding
-from torchfleet.ps.foresight import Foresight, is_no_padding, tensors
+from torchfleet.ps.foresight import Foresight, is_no_padding, stamp, tensors
 from torchfleet.ps.future import Pulled
 from torchfleet.ps.rows import BatchRows, Lookup, PooledLookup
 from torchfleet.ps.shard import Floats, Keys, as_keys
@@ -141,9 +141,9 @@ class Engine:
 
     def _expect(self, parts: dict[str, torch.Tensor]) -> dict[str, BatchRows]:
         expected = {}
-        for table, keys in self.foresight.keys(parts).items():
+        for table, (keys, origin) in self.foresight.keys(parts).items():
             expected[table] = self._new_rows(table)
-            expected[table].expect(keys)
+            expected[table].expect(keys, origin)
         return expected
 
     def _send(self, batch: Batch) -> None:
@@ -170,7 +170,8 @@ class Engine:
         keys = as_keys(ids.detach().cpu().numpy())
         real = None if padding is None else is_no_padding(keys, padding)
         wanted = keys if real is None else keys[real]
-        index, foreseen = rows.index(wanted, lambda missing: self._pull_now(table, missing, create))
+        origin = stamp(ids) if real is None else None
+        index, foreseen = rows.index(wanted, origin, lambda missing: self._pull_now(table, missing, create))
         if not foreseen:
             self.foresight.learn(batch.parts, table, ids, padding)
         if real is not None:

@@ -17,6 +17,8 @@ import torch
 
 from torchfleet.ps.shard import Keys, as_keys
 
+Stamp = tuple[Any, ...]
+
 
 @dataclass(frozen=True)
 class View:
@@ -65,9 +67,9 @@ class Foresight:
                 self.ways.setdefault(place, set()).add((table, view, padding))
                 return
 
-    def keys(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Keys]:
-        """All ids that this batch is going to ask for, by table."""
-        found: dict[str, list[Keys]] = {}
+    def keys(self, batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[Keys, Stamp | None]]:
+        """All ids that this batch is going to ask for, by table; with the stamp of the tensor if they are all its."""
+        found: dict[str, list[tuple[Keys, Stamp | None]]] = {}
         for place, ways in self.ways.items():
             tensor = batch.get(place)
             if tensor is None or tensor.is_floating_point():
@@ -75,11 +77,21 @@ class Foresight:
             for table, view, padding in ways:
                 ids = view.on(tensor)
                 if ids is not None:
-                    keys = as_keys(ids.detach().cpu().numpy())
-                    found.setdefault(table, []).append(
-                        keys[is_no_padding(keys, padding)] if padding is not None else keys
-                    )
-        return {table: parts[0] if len(parts) == 1 else np.concatenate(parts) for table, parts in found.items()}
+                    found.setdefault(table, []).append(_wanted(ids, padding))
+        return {
+            table: parts[0] if len(parts) == 1 else (np.concatenate([keys for keys, _ in parts]), None)
+            for table, parts in found.items()
+        }
+
+
+def stamp(ids: torch.Tensor) -> Stamp:
+    """Two tensors with one stamp, one of them still held, are the same ids: torch counts changes in place."""
+    return ids.data_ptr(), tuple(ids.shape), tuple(ids.stride()), ids._version
+
+
+def _wanted(ids: torch.Tensor, padding: int | None) -> tuple[Keys, Stamp | None]:
+    keys = as_keys(ids.detach().cpu().numpy())
+    return (keys, stamp(ids)) if padding is None else (keys[is_no_padding(keys, padding)], None)
 
 
 def is_no_padding(keys: Keys, padding: int) -> npt.NDArray[np.bool_]:

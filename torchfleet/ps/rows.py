@@ -11,6 +11,7 @@ import torch
 
 from torchfleet.kernels import lookup, rows
 from torchfleet.kernels.merge import SALT, unique_places
+from torchfleet.ps.foresight import Stamp
 from torchfleet.ps.shard import Floats, Keys
 
 Index = npt.NDArray[np.int32]
@@ -26,16 +27,25 @@ class BatchRows:
         self.values: Floats = np.empty((0, dim), np.float32)
         self.versions: list[float] = []
         self._places: npt.NDArray[np.int32] = np.zeros(16, np.int32)
+        self._inverse: Index = np.empty(0, np.int32)
+        self._stamp: Stamp | None = None
         self._grads: Floats | None = None
         self._touched: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
 
-    def expect(self, keys: Keys) -> Keys:
-        """Begin with these keys, which may repeat; returns the distinct ones, whose values the caller will set."""
-        self.keys, _, self._places = unique_places(keys)
-        return self.keys
+    def expect(self, keys: Keys, stamp: Stamp | None) -> None:
+        """Begin with these keys, which may repeat; the distinct ones are `keys`, whose values the caller will set.
 
-    def index(self, keys: Keys, pull: Callable[[Keys], tuple[Floats, list[float]]]) -> tuple[Index, bool]:
+        `stamp` tells a lookup that asks for exactly these ids, in this order: its index is known already.
+        """
+        self.keys, self._inverse, self._places = unique_places(keys)
+        self._stamp = stamp
+
+    def index(
+        self, keys: Keys, stamp: Stamp | None, pull: Callable[[Keys], tuple[Floats, list[float]]]
+    ) -> tuple[Index, bool]:
         """(place of each key among the rows, whether all were foreseen); those that were not are pulled now."""
+        if stamp is not None and stamp == self._stamp:
+            return self._inverse, True
         found = np.empty(len(keys), np.int32)
         if not lookup.index_of(keys, self._places, self.keys, found, SALT):
             return found, True
@@ -71,7 +81,7 @@ class BatchRows:
 
     def _append(self, keys: Keys, values: Floats, versions: list[float]) -> None:
         num = len(keys)
-        self.expect(np.concatenate([self.keys, keys]))
+        self.keys, _, self._places = unique_places(np.concatenate([self.keys, keys]))
         self.values = np.concatenate([self.values, values])
         self.versions = [min(pair) for pair in zip(self.versions, versions, strict=True)] if self.versions else versions
         if self._grads is not None:
