@@ -12,7 +12,7 @@ import torch
 
 from torchfleet.errors import FleetError
 from torchfleet.job import Job, ServerJob, WorkerJob
-from torchfleet.printing import configuration, tables
+from torchfleet.printing import configuration, summary, tables
 from torchfleet.ps.optimizer import DistributedOptimizer
 from torchfleet.role import SERVER, PaddleCloudRoleMaker, RoleInfo
 from torchfleet.status import KNOWN
@@ -157,10 +157,14 @@ def init_worker() -> None:
 
 
 def stop_worker() -> None:
-    """Send what is queued and tell the servers; they end when the last worker has stopped."""
+    """Send what is queued and tell the servers; they end when the last worker has stopped.
+
+    The first worker prints how old the rows were that its fleet learned from.
+    """
     global _worker, _job, _server
-    worker = _get_worker()
-    worker.stop()
+    final = _get_worker().stop()
+    if is_first_worker():
+        print(summary(final), flush=True)
     _job = _worker = _server = None
 
 

@@ -143,13 +143,15 @@ class WorkerJob:
         # One name for all of them: a worker that was started again cannot know how many there have been.
         self.client.barrier("workers", self.info.num_workers, self.strategy.sync_timeout)
 
-    def stop(self) -> None:
-        """Everything under way reaches the servers, then they are told."""
+    def stop(self) -> dict[str, Any]:
+        """Everything under way reaches the servers, then they are told. Returns the last statistics."""
         self.communicator.stop()
+        final = self.stats()
         self._left = True
         self._status.write(now=True)
         self.client.leave()
         self.client.close()
+        return final
 
     def stats(self) -> dict[str, Any]:
         worker = {

@@ -48,6 +48,24 @@ def tables(plan: Plan, info: RoleInfo, servers: list[dict[str, Any]]) -> str:
     return _text(planned) + (_text(held) if servers else "")
 
 
+def summary(stats: dict[str, Any]) -> str:
+    """The end of training in a few lines: updates and staleness of each table, over all servers."""
+    worker = stats["worker"]
+    lines = [
+        f"{stats['mode']}: {worker['steps']:,} steps, {worker['samples']:,} samples on this worker, "
+        f"{worker['unforeseen_lookups']:,} of {worker['lookups']:,} lookups unforeseen"
+    ]
+    ages: dict[str, dict[int, int]] = {}
+    for server in stats["servers"]:
+        for name, table in server["tables"].items():
+            for age, count in table["staleness"].items():
+                ages.setdefault(name, {})[age] = ages.get(name, {}).get(age, 0) + count
+    for name, counts in ages.items():
+        text = ", ".join(f"{age}: {count:,}" for age, count in sorted(counts.items()))
+        lines.append(f"staleness of '{name}' (updates between a batch's pull and its push: pushes): {text}")
+    return "\n".join(lines)
+
+
 def _text(table: Table) -> str:
     out = io.StringIO()
     Console(file=out, width=120).print(table)

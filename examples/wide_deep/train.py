@@ -98,7 +98,6 @@ def main() -> None:
     fleet.barrier_worker()
     if fleet.is_first_worker():
         print(f"AUC {auc(predict(model, test_rows), test_rows[2].numpy()):.4f} on {len(test_rows[2]):,} held-out rows")
-        print("staleness (age in updates: pushes)", fleet.stats()["servers"][0]["tables"]["deep"]["staleness"])
     fleet.stop_worker()
 
 

@@ -99,13 +99,11 @@ class Watch:
 
     def _is_over(self) -> bool:
         """All workers here have ended and so have the servers, which wait for workers elsewhere too."""
-        running = [process for process in self._processes if process.returncode is None]
-        workers_here = any(process.task.role == "worker" for process in self._processes)
-        if any(process.task.role == "worker" for process in running):
+        workers = self._of("worker")
+        if any(process.returncode is None for process in workers):
             return False
-        if workers_here and len(self._lost) == sum(process.task.role == "worker" for process in self._processes):
-            return True  # nobody is left to tell the servers
-        return not running
+        nobody_is_left = bool(workers) and len(self._lost) == len(workers)  # to tell the servers
+        return nobody_is_left or all(process.returncode is not None for process in self._processes)
 
     def _conclude(self, display: Display) -> int:
         if self._lost and len(self._lost) == len(self._of("worker")):
