@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import msgspec
 import torch
 
 from torchfleet.errors import FleetError, ModelError, ServerUnreachable, StrategyError
@@ -27,7 +26,6 @@ from torchfleet.server.server import Server
 from torchfleet.server.warm import warm_up
 from torchfleet.status import StatusFile
 from torchfleet.strategy import DistributedStrategy
-from torchfleet.tables.spec import TableSpec
 
 START_SECONDS = 300.0  # servers import torch and may compile kernels before they answer
 _CHUNK = 1 << 16
@@ -76,9 +74,6 @@ class Job:
             raise FleetError("call fleet.distributed_model and fleet.distributed_optimizer before this")
         return self.optimizer.plan
 
-    def part(self, spec: TableSpec, server: int) -> TableSpec:
-        return msgspec.structs.replace(spec, part=server, num_parts=self.info.num_servers)
-
 
 class ServerJob:
     """The server's life: tables made by `init`, served by `run` until all workers have left."""
@@ -87,7 +82,7 @@ class ServerJob:
         self._job = job
         self._server = Server(num_workers=job.info.num_workers)
         for spec in job.plan.specs:
-            self._server.state.add_table(job.part(spec, job.info.server_index))
+            self._server.state.add_table(spec.for_part(job.info.server_index, job.info.num_servers))
         self._ended = False
 
     def run(self) -> None:

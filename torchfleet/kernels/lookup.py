@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchfleet.kernels.hashing import mix
 from torchfleet.kernels.jit import kernel
+from torchfleet.kernels.merge import place_of
 
-_S32 = np.uint64(32)
 ABSENT = -1
 
 
@@ -19,13 +18,9 @@ def index_of(
 
     places_P is what merge.unique_inverse made of distinct_U.
     """
-    mask = np.uint64(len(places_P) - 1)
     num_absent = 0
     for i in range(len(keys_N)):
-        key = keys_N[i]
-        at = (mix(key ^ salt) >> _S32) & mask
-        while places_P[at] != 0 and distinct_U[places_P[at] - 1] != key:
-            at = (at + np.uint64(1)) & mask
+        at = place_of(keys_N[i], salt, places_P, distinct_U)
         index_N[i] = places_P[at] - 1
         num_absent += places_P[at] == 0
     return num_absent

@@ -7,13 +7,23 @@ import os
 import numpy as np
 
 from torchfleet.kernels.hashing import mix
-from torchfleet.kernels.jit import kernel
+from torchfleet.kernels.jit import inlined, kernel
 
 _S32 = np.uint64(32)
 
 # Per process, so that whoever can choose keys cannot make them collide. Passed to the kernels, not a global of theirs:
 # numba would write it into its cache.
 SALT = np.uint64(int.from_bytes(os.urandom(8), "little"))
+
+
+@inlined
+def place_of(key: np.uint64, salt: np.uint64, places_P: np.ndarray, distinct_U: np.ndarray) -> np.uint64:
+    """Where in places_P the number (from 1) of this key stands, or the 0 that ends its search."""
+    mask = np.uint64(len(places_P) - 1)
+    at = (mix(key ^ salt) >> _S32) & mask
+    while places_P[at] != 0 and distinct_U[places_P[at] - 1] != key:
+        at = (at + np.uint64(1)) & mask
+    return at
 
 
 @kernel
@@ -24,13 +34,10 @@ def unique_inverse(
 
     Returns how many there are. `places_P` is zeroed scratch, a power of two and at least 2 N long.
     """
-    mask = np.uint64(len(places_P) - 1)
     num = 0
     for i in range(len(keys_N)):
         key = keys_N[i]
-        at = (mix(key ^ salt) >> _S32) & mask
-        while places_P[at] != 0 and distinct_N[places_P[at] - 1] != key:
-            at = (at + np.uint64(1)) & mask
+        at = place_of(key, salt, places_P, distinct_N)
         if places_P[at] == 0:
             distinct_N[num] = key
             num += 1

@@ -71,7 +71,7 @@ class Async(Communicator):
             self._raise_error()
             time.sleep(_LOOK)
         self._raise_error()
-        values = {group.spec.name: self._client.pull_dense(group.spec.name).result() for group in self._plan.dense}
+        values = self._pull_dense(self._client)
         with self._lock:
             self._fresh = {}
         self._write(values)
@@ -114,7 +114,7 @@ class Async(Communicator):
         while not self._ending.is_set():
             if self._receive_now.wait(0.1) and not self._ending.is_set():
                 self._receive_now.clear()
-                self._keep({group.spec.name: client.pull_dense(group.spec.name).result() for group in self._plan.dense})
+                self._keep(self._pull_dense(client))
 
     def _take(self) -> list[Gradients]:
         """The next gradients, and more of them if they come within `send_wait_times` looks."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -71,16 +70,13 @@ class Client:
 
     def create_table(self, spec: TableSpec) -> None:
         """Make a table on all servers. Doing it again with the same description does no harm."""
-        parts = [self.part(spec, i) for i in range(self.num_servers)]
+        parts = [spec.for_part(i, self.num_servers) for i in range(self.num_servers)]
         self._ask(Command.CREATE_TABLE, [[pack(part)] for part in parts]).result()
         self.attach(spec)
 
     def attach(self, spec: TableSpec) -> None:
         """Use a table that another client made."""
         self._specs[spec.name] = spec
-
-    def part(self, spec: TableSpec, server: int) -> TableSpec:
-        return msgspec.structs.replace(spec, part=server, num_parts=self.num_servers)
 
     def pull(self, table: str, keys: npt.ArrayLike, create: bool = True) -> Future[Floats]:
         """Rows for `keys`, shape (number of keys, dim), in their order. Keys may repeat; missing ones are created,

@@ -79,6 +79,11 @@ class Communicator(ABC):
     @abstractmethod
     def _push(self, gradients: Gradients) -> None: ...
 
+    def _pull_dense(self, client: Client) -> Dense:
+        """All dense tables; asked for together, then awaited."""
+        under_way = {group.spec.name: client.pull_dense(group.spec.name) for group in self._plan.dense}
+        return {name: values.result() for name, values in under_way.items()}
+
     def _write(self, values: Dense) -> None:
         for group in self._plan.dense:
             if group.spec.name in values:
@@ -112,7 +117,7 @@ class HalfAsync(Communicator):
             gradients.sections(), gradients.rates, gradients.versions, self._flags, self._timeout
         ).result()
         if not values:  # the reply had to be repeated, and a repeat brings no values
-            values = {group.spec.name: self._client.pull_dense(group.spec.name).result() for group in self._plan.dense}
+            values = self._pull_dense(self._client)
         self._write(values)
 
 

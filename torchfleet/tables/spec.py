@@ -104,6 +104,10 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             for field in ("momentum", "weight_decay"):
                 _expect(getattr(self.rule, field) == 0, f"rule.{field} is for dense tables; '{self.name}' is sparse")
 
+    def for_part(self, part: int, num_parts: int) -> TableSpec:
+        """The share of this table that one of `num_parts` servers holds."""
+        return msgspec.structs.replace(self, part=part, num_parts=num_parts)
+
     @property
     def number(self) -> int:
         return table_number(self.name)
