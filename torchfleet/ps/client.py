@@ -293,7 +293,7 @@ class Client:
                 raise WireError(f"server {server} answered with {values.shape} {values.dtype}, not {wanted} float32")
         if part.places is None:
             return replies[0]
-        out = np.empty((len(part.keys), self._specs[table].dim), np.float32)
+        out = np.empty((len(part.keys), dim), np.float32)
         for server, values in enumerate(replies):
             part.place(server, values, out)
         return out

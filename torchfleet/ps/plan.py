@@ -217,9 +217,7 @@ def _rule(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
             initial_accumulator=group["initial_accumulator_value"],
             weight_decay=group["weight_decay"],
         )
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.SparseAdam)):  # AdamW is an Adam since torch 2.7
-        return _adam_rule(optimizer, group, lr)
-    if isinstance(optimizer, torch.optim.AdamW):
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SparseAdam)):
         return _adam_rule(optimizer, group, lr)
     raise ModelError(
         f"{type(optimizer).__name__} cannot run on servers. Supported: torch.optim.SGD, Adagrad, Adam, AdamW, "

@@ -69,8 +69,7 @@ def expect_distinct(arrays: list[Array]) -> None:
 def pairs(state: State, arrays: list[Array]) -> Iterator[tuple[Table, npt.NDArray[np.uint64], npt.NDArray[np.float32]]]:
     if len(arrays) % 2:
         raise WireError(f"expected pairs of keys and values, found {len(arrays)} arrays")
-    if len({array.table for array in arrays}) * 2 < len(arrays):
-        raise WireError("a table appears twice in one message: put its keys together")
+    expect_distinct(arrays[::2])
     for keys, values in zip(arrays[::2], arrays[1::2], strict=True):
         if keys.table != values.table:
             raise WireError(f"keys for table {keys.table} are followed by values for table {values.table}")

@@ -32,13 +32,14 @@ class Section:
             self.table.check_push(self.keys, self.grads, self.rate)
 
     def apply(self) -> None:
+        """After `check`, and with nothing done to the table in between."""
         if self.version is not None:
             seen = min(max(self.version, 0.0), float(self.table.step))
             self.table.staleness.note(self.table.step - int(seen))
         if isinstance(self.table, DenseTable):
-            self.table.push(self.grads, self.rate)
+            self.table.update(self.grads, self.rate)
         else:
-            self.table.push(self.keys, self.grads, self.rate)
+            self.table.update(self.keys, self.grads, self.rate)
 
     def add(self) -> None:
         if isinstance(self.table, DenseTable):

@@ -66,6 +66,10 @@ class DenseTable:
     def push(self, grads: Floats, lr: float | None = None) -> None:
         """One update of the whole block."""
         self.check_push(grads, lr)
+        self.update(grads, lr)
+
+    def update(self, grads: Floats, lr: float | None = None) -> None:
+        """`push` for what `check_push` has passed: a message is checked whole before any of it is applied."""
         self.step += 1
         rate = learning_rate(self.spec.rule, lr, self.step)
         apply_to_block(self.spec.rule, self._weights, self._states, grads.reshape(-1), rate, self.step)

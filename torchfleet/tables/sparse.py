@@ -81,6 +81,10 @@ class SparseTable:
     def push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """One update: gradients of equal keys are summed, then the rule is applied once per key."""
         self.check_push(keys, grads, lr)
+        self.update(keys, grads, lr)
+
+    def update(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
+        """`push` for what `check_push` has passed: a message is checked whole before any of it is applied."""
         self.step += 1
         rate = learning_rate(self.spec.rule, lr, self.step)
         keys, grads = sum_by_key(keys, grads)
