@@ -9,8 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchfleet import nn
+    from torchfleet import data, nn, util
+    from torchfleet.data.criteo import CriteoFormat
+    from torchfleet.data.generator import MultiSlotDataGenerator, MultiSlotStringDataGenerator
+    from torchfleet.data.hashing import hash_string
+    from torchfleet.data.slots import Ragged, Slot
+    from torchfleet.datasets import InMemoryDataset, QueueDataset
     from torchfleet.errors import FleetError
+    from torchfleet.fetch import FetchHandler
     from torchfleet.fleet import (
         barrier_worker,
         describe,
@@ -18,6 +24,7 @@ if TYPE_CHECKING:
         distributed_optimizer,
         distributed_scheduler,
         flush,
+        infer_from_dataset,
         init,
         init_server,
         init_worker,
@@ -31,8 +38,10 @@ if TYPE_CHECKING:
         server_endpoints,
         server_index,
         server_num,
+        split_files,
         stats,
         stop_worker,
+        train_from_dataset,
         worker_endpoints,
         worker_index,
         worker_num,
@@ -43,16 +52,27 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "CriteoFormat",
     "DistributedStrategy",
+    "FetchHandler",
     "FleetError",
+    "InMemoryDataset",
+    "MultiSlotDataGenerator",
+    "MultiSlotStringDataGenerator",
     "PaddleCloudRoleMaker",
+    "QueueDataset",
+    "Ragged",
+    "Slot",
     "UserDefinedRoleMaker",
     "barrier_worker",
+    "data",
     "describe",
     "distributed_model",
     "distributed_optimizer",
     "distributed_scheduler",
     "flush",
+    "hash_string",
+    "infer_from_dataset",
     "init",
     "init_server",
     "init_worker",
@@ -67,24 +87,37 @@ __all__ = [
     "server_endpoints",
     "server_index",
     "server_num",
+    "split_files",
     "stats",
     "stop_worker",
+    "train_from_dataset",
+    "util",
     "worker_endpoints",
     "worker_index",
     "worker_num",
 ]
 
+_MODULES = ("data", "nn", "util")
 _ELSEWHERE = {
+    "CriteoFormat": "data.criteo",
     "DistributedStrategy": "strategy",
+    "FetchHandler": "fetch",
     "FleetError": "errors",
+    "InMemoryDataset": "datasets",
+    "MultiSlotDataGenerator": "data.generator",
+    "MultiSlotStringDataGenerator": "data.generator",
     "PaddleCloudRoleMaker": "role",
+    "QueueDataset": "datasets",
+    "Ragged": "data.slots",
+    "Slot": "data.slots",
     "UserDefinedRoleMaker": "role",
+    "hash_string": "data.hashing",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"torchfleet has no '{name}'; it has {', '.join(__all__)}")
-    if name == "nn":
-        return import_module("torchfleet.nn")
+    if name in _MODULES:
+        return import_module(f"torchfleet.{name}")
     return getattr(import_module(f"torchfleet.{_ELSEWHERE.get(name, 'fleet')}"), name)

@@ -53,3 +53,7 @@ class ServerUnreachable(FleetError):
 
 class ServerRestarted(FleetError):
     """A server came back as another process: what it held before is gone."""
+
+
+class DataError(FleetError):
+    """Data that cannot be read as it should: the message says where, what was expected and what was found."""

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from torchfleet.data.dataset import Dataset, file_shard
+from torchfleet.data.slots import Batch
 from torchfleet.errors import FleetError
+from torchfleet.fetch import FetchHandler
 from torchfleet.job import Job, ServerJob, WorkerJob
 from torchfleet.printing import configuration, summary, tables
 from torchfleet.ps.optimizer import DistributedOptimizer
+from torchfleet.ps.workers import Workers
 from torchfleet.role import SERVER, PaddleCloudRoleMaker, RoleInfo
 from torchfleet.status import KNOWN
 from torchfleet.strategy import DistributedStrategy
+from torchfleet.training import Report, Result, as_step, infer, train
 
 Item = TypeVar("Item")
 
@@ -176,6 +181,61 @@ def barrier_worker() -> None:
 def prefetch(loader: Iterable[Item]) -> Iterator[Item]:
     """The loader's batches; where the mode allows it, rows of the next batch are pulled while this one computes."""
     return _get_worker().engine.prefetch(loader)
+
+
+def train_from_dataset(
+    model: Callable[[Batch], Any],
+    dataset: Dataset,
+    optimizer: DistributedOptimizer,
+    loss_fn: Callable[[Any, Batch], torch.Tensor] | None = None,
+    thread: int = 1,
+    fetch_list: Sequence[str] | None = None,
+    print_period: int = 100,
+    fetch_handler: FetchHandler | None = None,
+) -> Result:
+    """One pass over a dataset with reading, pulling, computing and pushing overlapped: docs/data.md.
+
+    `model` is a function step(batch) that returns the loss or a dict with it; or the model, with a
+    `loss_fn(output, batch)`.
+    """
+    worker = _get_worker()
+    if not isinstance(optimizer, DistributedOptimizer):
+        raise FleetError("train_from_dataset: give the optimizer that fleet.distributed_optimizer returned")
+    report = Report("train", fetch_list, print_period, fetch_handler)
+    return train(as_step(model, loss_fn), dataset, optimizer, worker.engine, thread, report)
+
+
+def infer_from_dataset(
+    model: Callable[[Batch], Any],
+    dataset: Dataset,
+    loss_fn: Callable[[Any, Batch], torch.Tensor] | None = None,
+    thread: int = 1,
+    fetch_list: Sequence[str] | None = None,
+    print_period: int = 100,
+    fetch_handler: FetchHandler | None = None,
+) -> Result:
+    """One pass without gradients, the model in eval mode: ids without a row read as zeros and get none."""
+    worker = _get_worker()
+    report = Report("infer", fetch_list, print_period, fetch_handler)
+    model_of_job = _get_job().model
+    assert model_of_job is not None
+    leave = worker.communicator.leave_thread
+    return infer(as_step(model, loss_fn), dataset, model_of_job, worker.engine, thread, report, leave)
+
+
+def split_files(files: Sequence[str]) -> list[str]:
+    """This worker's files: each file goes to exactly one worker, counts differ by at most one."""
+    return file_shard(files, worker_index(), worker_num())
+
+
+def workers() -> Workers:
+    """All workers of the job, over connections of their own; close it."""
+    return _get_worker().workers()
+
+
+def settle() -> None:
+    """Wait until every gradient handed over so far has been applied."""
+    _get_worker().communicator.settle()
 
 
 def flush() -> None:

@@ -21,6 +21,7 @@ from torchfleet.ps.engine import Engine
 from torchfleet.ps.geo import Geo
 from torchfleet.ps.optimizer import DistributedOptimizer
 from torchfleet.ps.plan import Plan, make_plan
+from torchfleet.ps.workers import Workers
 from torchfleet.role import RoleInfo
 from torchfleet.server.server import Server
 from torchfleet.server.warm import warm_up
@@ -138,6 +139,10 @@ class WorkerJob:
         # One name for all of them: a worker that was started again cannot know how many there have been.
         self.client.barrier("workers", self.info.num_workers, self.strategy.sync_timeout)
 
+    def workers(self) -> Workers:
+        """All workers, for things they do among themselves."""
+        return Workers(self._connect(), self.info.worker_index, self.info.num_workers, self.strategy.sync_timeout)
+
     def stop(self) -> dict[str, Any]:
         """Everything under way reaches the servers, then they are told. Returns the last statistics."""
         self.communicator.stop()
@@ -212,9 +217,9 @@ class WorkerJob:
         plan, configs, mode = self._job.plan, self.strategy.a_sync_configs, self.strategy.mode
         assert self._job.optimizer is not None
         if mode == "sync":
-            return Sync(self.client, plan, self.strategy.sync_timeout)
+            return Sync(self.client, plan, self._connect, self.strategy.sync_timeout)
         if mode == "half_async":
-            return HalfAsync(self.client, plan)
+            return HalfAsync(self.client, plan, self._connect)
         if mode == "async":
             return Async(self.client, plan, self._connect, configs)
         step = self._job.optimizer.step_locally

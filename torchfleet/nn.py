@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,6 +12,16 @@ from torchfleet.tables.spec import Initializer
 
 if TYPE_CHECKING:
     from torchfleet.ps.engine import Engine
+
+Ids = Any  # a tensor, a slot (values, offsets), or a list of slots
+
+
+class Bags(NamedTuple):
+    """Which ids are put together: bag b holds those from offsets[b] to offsets[b + 1], all bags of a slot together."""
+
+    offsets: np.ndarray[Any, Any]
+    num_slots: int
+    mean: bool
 
 
 def Constant(value: float) -> Initializer:
@@ -38,8 +48,9 @@ class SparseEmbedding(torch.nn.Module):
     """Rows of `dim` numbers for any 64-bit ids, held by the servers and created when an id is first seen.
 
     Called with ids of any shape it returns (*shape, dim). Called with `offsets` (as in torch.nn.EmbeddingBag: where
-    each bag starts) it returns one row per bag, the `pooling` ("sum" or "mean") of its ids' rows. Modules with the
-    same `name` share one table. Ids equal to `padding_idx` read as zeros and learn nothing.
+    each bag starts), or with a slot of a dataset's batch, it returns one row per bag, the `pooling` ("sum" or "mean")
+    of its ids' rows; called with a list of n slots, (samples, n, dim). Modules with the same `name` share one table.
+    Ids equal to `padding_idx` read as zeros and learn nothing.
 
     `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
     group can give it a learning rate of its own. While the module is in eval mode, or under torch.no_grad(), ids
@@ -73,32 +84,60 @@ class SparseEmbedding(torch.nn.Module):
     def bind(self, engine: Engine) -> None:
         self._engine = engine
 
-    def forward(self, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, ids: Ids, offsets: torch.Tensor | None = None) -> torch.Tensor:
         if self._engine is None or self.name is None:
             raise ModelError(
                 f"SparseEmbedding '{self.name}' is not connected to servers: call fleet.distributed_model, "
                 "fleet.distributed_optimizer and fleet.init_worker before the model."
             )
         create = self.training and torch.is_grad_enabled()
-        if offsets is None:
+        if isinstance(ids, torch.Tensor) and offsets is None:
             return self._engine.lookup(self.name, self.weight, ids, self.padding_idx, create)
-        bounds = np.append(offsets.detach().cpu().numpy().astype(np.int64), ids.numel())
-        if (np.diff(bounds) < 0).any() or bounds[0] != 0:
-            raise ModelError(
-                f"offsets must start at 0 and never fall, up to {ids.numel()} ids; found {offsets.tolist()[:8]}..."
-            )
-        mean = self.pooling == "mean"
-        return self._engine.pooled(self.name, self.weight, ids, bounds, mean, self.padding_idx, create)
+        if offsets is not None:
+            ids = (ids, offsets)
+        is_one = offsets is not None or hasattr(ids, "offsets")
+        tensors, bags = _joined([ids] if is_one else list(ids), self.pooling == "mean")
+        out = self._engine.pooled(self.name, self.weight, tensors, bags, self.padding_idx, create)
+        return out.squeeze(1) if is_one else out
 
     def extra_repr(self) -> str:
         size = "" if self.num_embeddings is None else f", num_embeddings={self.num_embeddings}"
         return f"{self.dim}, name={self.name!r}{size}"
 
 
+def _joined(slots: list[Any], mean: bool) -> tuple[list[torch.Tensor], Bags]:
+    """(ids of each slot, the bags that they make, one after another)."""
+    pairs = [_bags(slot) for slot in slots]
+    sizes = [len(starts) for _, starts in pairs]
+    if not sizes or len(set(sizes)) > 1:
+        raise ModelError(f"expected slots of one batch, found slots with {sizes} samples")
+    ends = np.cumsum([0, *(ids.numel() for ids, _ in pairs)])
+    starts = [starts + before for (_, starts), before in zip(pairs, ends[:-1], strict=True)]
+    return [ids for ids, _ in pairs], Bags(np.concatenate([*starts, ends[-1:]]), len(pairs), mean)
+
+
+def _bags(slot: Any) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+    """(ids, where each sample's begin) of a slot: values and offsets, or a block with a row per sample."""
+    if isinstance(slot, torch.Tensor):
+        if slot.dim() not in (1, 2):
+            raise ModelError(f"a slot has one row of ids per sample, found a tensor of shape {tuple(slot.shape)}")
+        return slot, np.arange(len(slot), dtype=np.int64) * (slot.size(1) if slot.dim() == 2 else 1)
+    ids, offsets = slot
+    starts: np.ndarray[Any, Any] = offsets.detach().cpu().numpy().astype(np.int64)
+    bounds = np.append(starts, ids.numel())
+    if (np.diff(bounds) < 0).any() or bounds[0] != 0:
+        raise ModelError(
+            f"offsets must start at 0 and never fall, up to {ids.numel()} ids; found {offsets.tolist()[:8]}..."
+        )
+    return ids, starts
+
+
 class SparseEmbeddingBag(SparseEmbedding):
     """What torch.nn.EmbeddingBag(sparse=True) becomes: two-dimensional ids are bags of equal length."""
 
-    def forward(self, ids: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, ids: Ids, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        if not isinstance(ids, torch.Tensor):
+            return super().forward(ids, offsets)
         if ids.dim() == 2:
             if offsets is not None:
                 raise ModelError(

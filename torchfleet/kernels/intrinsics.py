@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
@@ -29,3 +30,38 @@ def copy_words(typing_context: Any, to: Any, to_at: Any, source: Any, source_at:
         return context.get_dummy_value()
 
     return signature, codegen
+
+
+@intrinsic
+def load_word(typing_context: Any, source: Any, at: Any) -> Any:
+    """Eight bytes from place `at` of a flat array of bytes on, whatever their alignment, as a little-endian number."""
+    signature = types.uint64(source, at)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        place = builder.gep(data, [context.cast(builder, args[1], signature.args[1], types.intp)])
+        word = builder.load(builder.bitcast(place, ir.IntType(64).as_pointer()))
+        word.align = 1
+        return word
+
+    return signature, codegen
+
+
+@intrinsic
+def trailing_zeros(typing_context: Any, x: Any) -> Any:
+    """How many of the lowest bits are 0; 64 for zero."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(types.uint64), codegen
+
+
+@intrinsic
+def leading_zeros(typing_context: Any, x: Any) -> Any:
+    """How many of the highest bits are 0; 64 for zero."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctlz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(types.uint64), codegen

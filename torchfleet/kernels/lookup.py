@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchfleet.kernels.jit import kernel
+from torchfleet.kernels.jit import inlined, kernel
 from torchfleet.kernels.merge import place_of
 
 ABSENT = -1
@@ -44,15 +44,34 @@ def add_rows(grads: np.ndarray, dim: int, index_N: np.ndarray, sums: np.ndarray,
                 sums[to + d] = grads[source + d]
 
 
-@kernel
-def pool(rows: np.ndarray, dim: int, index_N: np.ndarray, offsets_B1: np.ndarray, mean: bool, out: np.ndarray) -> None:
-    """out[b] = sum (or mean) of rows[index_N[i]] for i from offsets_B1[b] to offsets_B1[b + 1]; an empty bag is zeros.
+@inlined
+def place_of_bag(bag: int, num_samples: int, num_slots: int) -> np.uint64:
+    """Bags lie slot by slot, what becomes of them sample by sample."""
+    if num_slots == 1:
+        return np.uint64(bag)
+    slot = np.uint64(bag) // np.uint64(num_samples)
+    return (np.uint64(bag) - slot * np.uint64(num_samples)) * np.uint64(num_slots) + slot
 
-    Negative indices (padding) count neither in the sum nor in the mean.
+
+@kernel
+def pool(
+    rows: np.ndarray,
+    dim: int,
+    index_N: np.ndarray,
+    offsets_B1: np.ndarray,
+    num_slots: int,
+    mean: bool,
+    out: np.ndarray,
+) -> None:
+    """The sum (or mean) of rows[index_N[i]] for i from offsets_B1[b] to offsets_B1[b + 1]; an empty bag is zeros.
+
+    Bags come slot by slot and go out sample by sample: out has shape (samples, num_slots, dim). Negative indices
+    (padding) count neither in the sum nor in the mean.
     """
     size = np.uint64(dim)
-    for b in range(len(offsets_B1) - 1):
-        to = np.uint64(b) * size
+    num_samples = (len(offsets_B1) - 1) // num_slots
+    for b in range(num_samples * num_slots):
+        to = place_of_bag(b, num_samples, num_slots) * size
         for d in range(size):
             out[to + d] = 0
         num = 0
@@ -73,14 +92,16 @@ def unpool(
     dim: int,
     index_N: np.ndarray,
     offsets_B1: np.ndarray,
+    num_slots: int,
     mean: bool,
     sums: np.ndarray,
     touched_U: np.ndarray,
 ) -> None:
     """The gradient of `pool`: each row of a bag gets the bag's gradient, divided by its length for a mean."""
     size = np.uint64(dim)
-    for b in range(len(offsets_B1) - 1):
-        source = np.uint64(b) * size
+    num_samples = (len(offsets_B1) - 1) // num_slots
+    for b in range(num_samples * num_slots):
+        source = place_of_bag(b, num_samples, num_slots) * size
         num = 0
         for i in range(offsets_B1[b], offsets_B1[b + 1]):
             num += index_N[i] >= 0

@@ -48,6 +48,10 @@ class Command(IntEnum):
     LEAVE = 9
     STOP = 10
     PULL_CHANGED = 11
+    GATHER = 12
+    SEND = 13
+    TAKE = 14
+    FILES = 15
 
 
 class Role(IntEnum):

@@ -28,9 +28,11 @@ class Async(Communicator):
     pulls_ahead = True
 
     def __init__(self, client: Client, plan: Plan, connect: Callable[[], Client], configs: Mapping[str, Any]) -> None:
-        super().__init__(client, plan)
-        self._connect, self._configs = connect, configs
-        self._queue: queue.Queue[Gradients] = queue.Queue(configs["send_queue_size"])
+        super().__init__(client, plan, connect)
+        self._configs = configs
+        self._queue: queue.Queue[tuple[int, Gradients]] = queue.Queue(configs["send_queue_size"])
+        self._num_given = 0
+        self._open: set[int] = set()  # numbers of steps whose gradients have not been applied
         self._ending = threading.Event()
         self._receive_now = threading.Event()
         self._lock = threading.Lock()
@@ -55,22 +57,29 @@ class Async(Communicator):
         with self._lock:
             fresh, self._fresh = self._fresh, {}
         self._write(fresh)
+        with self._lock:
+            self._num_given += 1
+            number = self._num_given
+            self._open.add(number)
         while True:  # a full queue makes training wait: memory never grows without bound
             self._raise_error()
             try:
-                self._queue.put(gradients, timeout=0.1)
+                self._queue.put((number, gradients), timeout=0.1)
             except queue.Full:
                 continue
             return
 
-    def flush(self) -> None:
+    def settle(self) -> None:
+        last = self._num_given
         while True:
-            with self._queue.all_tasks_done:
-                if not self._queue.unfinished_tasks:
-                    break
             self._raise_error()
+            with self._lock:
+                if not self._open or min(self._open) > last:
+                    return
             time.sleep(_LOOK)
-        self._raise_error()
+
+    def flush(self) -> None:
+        self.settle()
         values = self._pull_dense(self._client)
         with self._lock:
             self._fresh = {}
@@ -93,22 +102,20 @@ class Async(Communicator):
             taken = self._take()
             if not taken:
                 continue
-            try:
-                merged = merge(taken)
-                with self._lock:
-                    self._num_sent += 1
-                    self._num_merged += len(taken) - 1
-                    refresh = self._num_sent % int(self._configs["min_send_grad_num_before_recv"]) == 0
-                here = refresh and not self._configs["independent_recv_thread"]
-                future = client.push_tables(merged.sections(), merged.rates, merged.versions, DENSE_BACK if here else 0)
-                values = future.result()
-                if here and values:
-                    self._keep(values)
-                elif refresh:
-                    self._receive_now.set()
-            finally:
-                for _ in taken:
-                    self._queue.task_done()
+            merged = merge([gradients for _, gradients in taken])
+            with self._lock:
+                self._num_sent += 1
+                self._num_merged += len(taken) - 1
+                refresh = self._num_sent % int(self._configs["min_send_grad_num_before_recv"]) == 0
+            here = refresh and not self._configs["independent_recv_thread"]
+            future = client.push_tables(merged.sections(), merged.rates, merged.versions, DENSE_BACK if here else 0)
+            values = future.result()
+            if here and values:
+                self._keep(values)
+            elif refresh:
+                self._receive_now.set()
+            with self._lock:
+                self._open.difference_update(number for number, _ in taken)
 
     def _receive_loop(self, client: Client) -> None:
         while not self._ending.is_set():
@@ -116,7 +123,7 @@ class Async(Communicator):
                 self._receive_now.clear()
                 self._keep(self._pull_dense(client))
 
-    def _take(self) -> list[Gradients]:
+    def _take(self) -> list[tuple[int, Gradients]]:
         """The next gradients, and more of them if they come within `send_wait_times` looks."""
         try:
             taken = [self._queue.get(timeout=0.1)]

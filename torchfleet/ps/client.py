@@ -220,6 +220,37 @@ class Client:
         # The server ends the wait itself and says who is missing; only if it is silent the client gives up.
         first.wait(first.submit(Command.BARRIER, [body], once=True, timeout=timeout + self._patience.timeout))
 
+    def gather(self, name: str, round_number: int, data: bytes, num_workers: int, timeout: float) -> dict[int, bytes]:
+        """What every worker brought, by worker, once all that have not left are here."""
+        body = {"name": name, "round": round_number, "num_workers": num_workers, "timeout": float(timeout)}
+        parts = [pack(body), Array(0, np.frombuffer(data, np.uint8))]
+        first = self._connections[0]
+        reply = first.wait(first.submit(Command.GATHER, parts, timeout=timeout + self._patience.timeout))
+        return {array.table: array.data.tobytes() for array in reply}
+
+    def send(self, topic: str, to: int, number: int, parcel: list[Array]) -> bool:
+        """Parcel `number` (1, 2, ...) from this worker to another; False if the server has no room for it now."""
+        keeper = self._connections[to % self.num_servers]
+        parts = [pack({"topic": topic, "to": to, "number": number}), *parcel]
+        return bool(keeper.wait(keeper.submit(Command.SEND, parts))[0].data[0, 0])
+
+    def take(self, topic: str, worker: int, received: int) -> list[tuple[int, list[npt.NDArray[Any]]]]:
+        """(number, arrays) of parcels for this worker after number `received`, which can then be forgotten."""
+        keeper = self._connections[worker % self.num_servers]
+        reply = keeper.wait(keeper.submit(Command.TAKE, [pack({"topic": topic, "received": received})]))
+        parcels, at = [], 0
+        while at < len(reply):
+            number, count = (int(value) for value in reply[at].data.reshape(-1)[:2])
+            parcels.append((number, [array.data for array in reply[at + 1 : at + 1 + count]]))
+            at += 1 + count
+        return parcels
+
+    def files(self, body: dict[str, Any]) -> tuple[str, str]:
+        """One request about a shared list of files, which server 0 keeps."""
+        first = self._connections[0]
+        what, path = unpack(first.wait(first.submit(Command.FILES, [pack(body)]))[0], tuple[str, str])
+        return what, path
+
     def stats(self) -> list[dict[str, Any]]:
         """Per server: tables with their rows and bytes, requests, errors, uptime."""
         asked: Future[list[dict[str, Any]]] = self._ask(

@@ -8,6 +8,8 @@ geo         (ps/geo.py) training on a local copy, differences exchanged now and 
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -39,11 +41,37 @@ class Communicator(ABC):
     """The worker's side of a mode. `pull` and `step` are called from the training thread."""
 
     pulls_ahead = False
+    has_threads = False  # several threads are training now
+    steps_here = False  # dense parameters are stepped in this process, not by the servers
+    takes_threads = True  # several threads of a worker may train at once
+    alone: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # held by a thread that hands over a step
 
-    def __init__(self, client: Client, plan: Plan) -> None:
-        self._client, self._plan = client, plan
+    def __init__(self, client: Client, plan: Plan, connect: Callable[[], Client]) -> None:
+        self._main_client, self._plan, self._connect = client, plan, connect
+        self._main_thread = threading.get_ident()
+        self._own = threading.local()
+        self._count = threading.Lock()
         self._seconds = {"pull": 0.0, "push": 0.0}
         self._num_steps = 0
+
+    @property
+    def _client(self) -> Client:
+        """A client belongs to one thread; a training thread gets one of its own."""
+        if threading.get_ident() == self._main_thread:
+            return self._main_client
+        if not hasattr(self._own, "client"):
+            self._own.client = self._connect()
+        client: Client = self._own.client
+        return client
+
+    def leave_thread(self) -> None:
+        """A training thread has done its work."""
+        if hasattr(self._own, "client"):
+            self._own.client.close()
+            del self._own.client
+
+    def settle(self) -> None:  # noqa: B027  (most modes wait for every push as it is made)
+        """Return when everything that `step` has been given so far has been applied."""
 
     def start(self) -> None:  # noqa: B027  (most modes have nothing beside training)
         """Begin whatever runs beside training."""
@@ -58,7 +86,8 @@ class Communicator(ABC):
     def step(self, gradients: Gradients) -> None:
         """One step's gradients are there."""
         start = time.perf_counter()
-        self._num_steps += 1
+        with self._count:
+            self._num_steps += 1
         self._push(gradients)
         self._seconds["push"] += time.perf_counter() - start
 
@@ -74,7 +103,7 @@ class Communicator(ABC):
         """Times in milliseconds per step that the training thread waited."""
         steps = max(1, self._num_steps)
         waits = {f"{name}_wait_ms": 1000 * seconds / steps for name, seconds in self._seconds.items()}
-        return {"steps": self._num_steps, **waits, "retries": self._client.num_retries, "queue": 0}
+        return {"steps": self._num_steps, **waits, "retries": self._main_client.num_retries, "queue": 0}
 
     @abstractmethod
     def _push(self, gradients: Gradients) -> None: ...
@@ -87,7 +116,7 @@ class Communicator(ABC):
     def _write(self, values: Dense) -> None:
         for group in self._plan.dense:
             if group.spec.name in values:
-                group.write(values[group.spec.name])
+                group.write(values[group.spec.name], unnoticed=self.has_threads)
 
     def _note_pull(self, seconds: float) -> None:
         self._seconds["pull"] += seconds
@@ -125,7 +154,8 @@ class Sync(HalfAsync):
     """P12: as HalfAsync, but the update is made with the mean of all workers' gradients, once all are there."""
 
     _flags = DENSE_BACK | SYNC
+    takes_threads = False  # a server waits for one push of each worker
 
-    def __init__(self, client: Client, plan: Plan, timeout: float) -> None:
-        super().__init__(client, plan)
+    def __init__(self, client: Client, plan: Plan, connect: Callable[[], Client], timeout: float) -> None:
+        super().__init__(client, plan, connect)
         self._timeout = timeout

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from torchfleet.kernels.merge import sum_by_key
-from torchfleet.nn import SparseEmbedding
-from torchfleet.ps.foresight import Foresight, is_no_padding, stamp, tensors
+from torchfleet.nn import Bags, SparseEmbedding
+from torchfleet.ps.foresight import Foresight, is_no_padding, joined, joined_stamps, num_samples, stamp, tensors
 from torchfleet.ps.future import Pulled
 from torchfleet.ps.rows import BatchRows, Lookup, PooledLookup
 from torchfleet.ps.shard import Floats, Keys, as_keys
@@ -60,17 +60,23 @@ class Engine:
         iterator = iter(loader)
         item = next(iterator, _END)
         batch = self._foresee(item)
+        ready = getattr(
+            iterator, "ready", lambda: next(iterator, None)
+        )  # a dataset's says None if it would have to wait
         while item is not _END:
-            following = next(iterator, _END)
+            following = ready()
             next_batch = self._foresee(following)
             self._own.batch = batch
             yield item
+            if following is None:  # nothing to look ahead to while the last one was in use
+                following = next(iterator, _END)
+                next_batch = self._foresee(following)
             item, batch = following, next_batch
 
     def enter(self, inputs: Any) -> None:
         """The model is called with these inputs: a new batch, unless prefetch brought it."""
         parts = dict(tensors(inputs, "call"))
-        self.num_samples += next((len(tensor) for tensor in parts.values() if tensor.dim()), 0)
+        self.num_samples += num_samples(inputs, parts.values())
         current = self._current()
         if (
             current is None
@@ -86,7 +92,7 @@ class Engine:
         self, table: str, weight: torch.Tensor, ids: torch.Tensor, padding: int | None, create: bool
     ) -> torch.Tensor:
         """One row per id: shape (*ids.shape, dim)."""
-        batch, index = self._index(table, ids, padding, create)
+        batch, index = self._index(table, [ids], padding, create)
         out: torch.Tensor = Lookup.apply(weight, batch, index)  # type: ignore[no-untyped-call]
         return out.view(*ids.shape, batch.dim).to(ids.device)
 
@@ -94,16 +100,15 @@ class Engine:
         self,
         table: str,
         weight: torch.Tensor,
-        ids: torch.Tensor,
-        offsets: npt.NDArray[np.int64],
-        mean: bool,
+        slots: Sequence[torch.Tensor],
+        bags: Bags,
         padding: int | None,
         create: bool,
     ) -> torch.Tensor:
-        """One row per bag; bag b holds the ids from offsets[b] to offsets[b + 1]."""
-        batch, index = self._index(table, ids, padding, create)
-        out: torch.Tensor = PooledLookup.apply(weight, batch, index, offsets, mean)  # type: ignore[no-untyped-call]
-        return out.to(ids.device)
+        """One row per sample and slot, the sum or mean of its bag: shape (samples, slots, dim)."""
+        batch, index = self._index(table, slots, padding, create)
+        out: torch.Tensor = PooledLookup.apply(weight, batch, index, bags)  # type: ignore[no-untyped-call]
+        return out.to(slots[0].device)
 
     def take_gradients(self) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
         """Gradients of all lookups since the last call, summed per key, and how fresh their rows were."""
@@ -131,7 +136,7 @@ class Engine:
         self._pending().clear()
 
     def _foresee(self, item: Any) -> Batch | None:
-        if item is _END:
+        if item is _END or item is None:
             return None
         parts = dict(tensors(item, "batch"))
         batch = Batch(parts, self._expect(parts))
@@ -155,10 +160,12 @@ class Engine:
         batch.under_way = [self._source.pull(keys, create) for create, keys in wanted.items()]
 
     def _index(
-        self, table: str, ids: torch.Tensor, padding: int | None, create: bool
+        self, table: str, slots: Sequence[torch.Tensor], padding: int | None, create: bool
     ) -> tuple[BatchRows, npt.NDArray[np.int32]]:
-        if ids.is_floating_point():
-            raise TypeError(f"table '{table}' expects integer ids, found {ids.dtype}")
+        """(the table's rows, the place of every id among them), for all slots one after another."""
+        for ids in slots:
+            if ids.is_floating_point():
+                raise TypeError(f"table '{table}' expects integer ids, found {ids.dtype}")
         self.num_lookups += 1
         batch = self._current()
         if batch is None:
@@ -167,13 +174,13 @@ class Engine:
         rows = batch.rows.get(table)
         if rows is None:
             rows = batch.rows[table] = self._new_rows(table)
-        keys = as_keys(ids.detach().cpu().numpy())
+        keys = joined([as_keys(ids.detach().cpu().numpy()) for ids in slots])
         real = None if padding is None else is_no_padding(keys, padding)
         wanted = keys if real is None else keys[real]
-        origin = stamp(ids) if real is None else None
+        origin = joined_stamps([stamp(ids) for ids in slots]) if real is None else None
         index, foreseen = rows.index(wanted, origin, lambda missing: self._pull_now(table, missing, create))
         if not foreseen:
-            self.foresight.learn(batch.parts, table, ids, padding)
+            self.foresight.learn(batch.parts, table, slots, padding)
         if real is not None:
             every = np.full(len(keys), -1, np.int32)
             every[real] = index

@@ -7,7 +7,7 @@ collected before the model runs, and pulled in one message per server.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,14 +58,22 @@ class Foresight:
     ways: dict[str, set[tuple[str, View, int | None]]] = field(default_factory=dict)
     num_unforeseen: int = 0
 
-    def learn(self, batch: Mapping[str, torch.Tensor], table: str, ids: torch.Tensor, padding: int | None) -> None:
-        """An embedding was asked for `ids`, padding aside, that had not been foreseen."""
+    def learn(
+        self, batch: Mapping[str, torch.Tensor], table: str, slots: Sequence[torch.Tensor], padding: int | None
+    ) -> None:
+        """An embedding was asked for these ids, padding aside, and not all of them had been foreseen."""
         self.num_unforeseen += 1
-        pointer = ids.untyped_storage().data_ptr()
-        for place, tensor in batch.items():
-            if tensor.untyped_storage().data_ptr() == pointer and (view := View.of(ids, tensor)) is not None:
-                self.ways.setdefault(place, set()).add((table, view, padding))
-                return
+        for ids in slots:
+            pointer = ids.untyped_storage().data_ptr()
+            views = [
+                (place, view)
+                for place, tensor in batch.items()
+                if tensor.untyped_storage().data_ptr() == pointer and (view := View.of(ids, tensor)) is not None
+            ]
+            # Slots of a batch may share their memory: a whole tensor of it is a better guess than a window on another.
+            views.sort(key=lambda found: found[1].sizes is not None)
+            if views:
+                self.ways.setdefault(views[0][0], set()).add((table, views[0][1], padding))
 
     def keys(self, batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[Keys, Stamp | None]]:
         """All ids that this batch is going to ask for, by table; with the stamp of the tensor if they are all its."""
@@ -79,7 +87,7 @@ class Foresight:
                 if ids is not None:
                     found.setdefault(table, []).append(_wanted(ids, padding))
         return {
-            table: parts[0] if len(parts) == 1 else (np.concatenate([keys for keys, _ in parts]), None)
+            table: (joined([keys for keys, _ in parts]), joined_stamps([stamp for _, stamp in parts]))
             for table, parts in found.items()
         }
 
@@ -87,6 +95,28 @@ class Foresight:
 def stamp(ids: torch.Tensor) -> Stamp:
     """Two tensors with one stamp, one of them still held, are the same ids: torch counts changes in place."""
     return ids.data_ptr(), tuple(ids.shape), tuple(ids.stride()), ids._version
+
+
+def joined(parts: Sequence[Keys]) -> Keys:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def joined_stamps(stamps: Sequence[Stamp | None]) -> Stamp | None:
+    """The stamp of several tensors' ids one after another."""
+    if len(stamps) == 1:
+        return stamps[0]
+    return None if any(stamp is None for stamp in stamps) else tuple(stamps)
+
+
+def num_samples(inputs: Any, found: Iterable[torch.Tensor]) -> int:
+    """How many samples a model is called with: what a batch says of itself, or the length of the first tensor."""
+    if hasattr(inputs, "num_samples"):
+        return int(inputs.num_samples)
+    if isinstance(inputs, (list, tuple)):
+        for value in inputs:
+            if hasattr(value, "num_samples") or (isinstance(value, (list, tuple)) and value):
+                return num_samples(value, found)
+    return next((len(tensor) for tensor in found if tensor.dim()), 0)
 
 
 def _wanted(ids: torch.Tensor, padding: int | None) -> tuple[Keys, Stamp | None]:

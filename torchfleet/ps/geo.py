@@ -46,7 +46,9 @@ class Ready:
 
 
 class Geo(Communicator):
-    """Tables and base are touched by the training thread only; a thread beside it carries differences and answers."""
+    """Tables and base are touched by one training thread at a time; a thread beside carries differences and answers."""
+
+    steps_here = True
 
     def __init__(
         self,
@@ -57,8 +59,9 @@ class Geo(Communicator):
         num_workers: int,
         step_dense: Callable[[], Any],
     ) -> None:
-        super().__init__(client, plan)
-        self._connect, self._k_steps, self._num_workers = connect, k_steps, num_workers
+        super().__init__(client, plan, connect)
+        self.alone = self._alone = threading.RLock()
+        self._k_steps, self._num_workers = k_steps, num_workers
         self._step_dense = step_dense
         specs = {
             name: msgspec.structs.replace(group.spec, kind="sparse", size=0, part=0, num_parts=1)
@@ -81,16 +84,20 @@ class Geo(Communicator):
 
     def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead:
         """Rows of the local copy; those it does not have yet come from the servers first."""
+        with self._alone:
+            return Ready(self._pull_here(keys, create))
+
+    def _pull_here(self, keys: Mapping[str, Keys], create: bool) -> Pulled:
         missing = {name: absent for name, wanted in keys.items() if len(absent := self._local[name].absent(wanted))}
         if missing:
             fetched = super().pull(missing, create).result().rows
             if not create:
-                return Ready(self._mixed(keys, missing, fetched))
+                return self._mixed(keys, missing, fetched)
             for name, values in fetched.items():
                 self._local[name].assign(missing[name], values)
                 self._base[name].assign(missing[name], values)
         rows = {name: self._local[name].pull(wanted) for name, wanted in keys.items()}
-        return Ready(Pulled(rows, {name: [] for name in keys}))
+        return Pulled(rows, {name: [] for name in keys})
 
     def _mixed(self, keys: Mapping[str, Keys], missing: Mapping[str, Keys], fetched: Mapping[str, Floats]) -> Pulled:
         """For prediction: local rows, and the servers' for ids this worker never trained on, without keeping them."""
@@ -106,6 +113,10 @@ class Geo(Communicator):
         return Pulled(rows, {name: [] for name in keys})
 
     def _push(self, gradients: Gradients) -> None:
+        with self._alone:
+            self._train_here(gradients)
+
+    def _train_here(self, gradients: Gradients) -> None:
         for name, (keys, grads) in gradients.sparse.items():
             self._local[name].push(keys, grads, gradients.rates[name])
             self._touched[name].append(keys)
@@ -117,10 +128,14 @@ class Geo(Communicator):
 
     def flush(self) -> None:
         """All differences are on the servers, and what others had sent by then is here."""
-        if self._under_way:
+        with self._alone:
+            if self._under_way:
+                self._take_in(self._wait())
+            self._send()
             self._take_in(self._wait())
-        self._send()
-        self._take_in(self._wait())
+
+    def settle(self) -> None:
+        self.flush()
 
     def stop(self) -> None:
         """Send what the divisions have left over, too: the sum of all exchanges that would still come."""
@@ -172,7 +187,7 @@ class Geo(Communicator):
         self._under_way = False
         for group in self._plan.dense:
             values = answer.rows[group.spec.name][1].reshape(-1)
-            group.write(group.values() + (values - self._dense_base[group.spec.name]))
+            group.write(group.values() + (values - self._dense_base[group.spec.name]), unnoticed=self.has_threads)
             self._dense_base[group.spec.name] = values.copy()
         for name in self._plan.sparse:
             self._fold_in(name, *answer.rows[name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,14 +26,30 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._inner, self.plan = optimizer, plan
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
+        self._twins: dict[int, torch.nn.Parameter] = {}
         self.after_step: Callable[[], None] = lambda: None
 
     def bind(self, engine: Engine, communicator: Communicator) -> None:
         self._engine, self._communicator = engine, communicator
 
     def step_locally(self) -> None:
-        """The dense parameters by torch's own rule, as geo training does it."""
-        self._inner.step()
+        """The dense parameters by torch's own rule, as geo training does it.
+
+        On twins that share their memory: autograd, which may be going through them in another thread, sees no change.
+        """
+        own = [group["params"] for group in self._inner.param_groups]
+        for group in self._inner.param_groups:
+            group["params"] = [self._twin(parameter) for parameter in group["params"]]
+        try:
+            self._inner.step()
+        finally:
+            for group, params in zip(self._inner.param_groups, own, strict=True):
+                group["params"] = params
+
+    def _twin(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        twin = self._twins.setdefault(id(parameter), torch.nn.Parameter(parameter.data, parameter.requires_grad))
+        twin.data, twin.grad = parameter.data, parameter.grad
+        return twin
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Hand this step's gradients over. Whether it waits for the servers is the mode's affair."""
@@ -41,20 +57,51 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._engine is None or self._communicator is None:
-            raise FleetError("optimizer.step() before fleet.init_worker(): there are no servers to send gradients to")
+        engine, communicator = self._bound()
         self._inner._opt_called = True  # type: ignore[attr-defined]  # what a scheduler made before looks at
         self.plan.check_options(self._inner)
-        sparse, versions = self._engine.take_gradients()
+        communicator.step(self._gradients(engine, None))
+        self.after_step()
+        return loss
+
+    @property
+    def communicator(self) -> Communicator:
+        return self._bound()[1]
+
+    def step_apart(self, loss: torch.Tensor) -> None:
+        """Backward and step for one of several training threads: its gradients meet no other thread's."""
+        engine, communicator = self._bound()
+        trained = [parameter for group in self.plan.dense for parameter in group.parameters]
+        embeddings = [group.modules[0].weight for group in self.plan.sparse.values()]
+        embeddings = [weight for weight in embeddings if weight.requires_grad]
+        found = torch.autograd.grad(loss, [*trained, *embeddings], allow_unused=True)
+        grads = {id(p): grad for p, grad in zip(trained, found, strict=False)}
+        gradients = self._gradients(engine, grads)
+        with communicator.alone:
+            if communicator.steps_here:  # by torch's own rule, which reads .grad
+                for parameter in trained:
+                    parameter.grad = grads[id(parameter)]
+            communicator.step(gradients)
+            if communicator.steps_here:
+                for parameter in trained:
+                    parameter.grad = None
+        self.after_step()
+
+    def _bound(self) -> tuple[Engine, Communicator]:
+        if self._engine is None or self._communicator is None:
+            raise FleetError("optimizer.step() before fleet.init_worker(): there are no servers to send gradients to")
+        return self._engine, self._communicator
+
+    def _gradients(self, engine: Engine, dense: Mapping[int, torch.Tensor | None] | None) -> Gradients:
+        """Everything since the last step; dense gradients by parameter, or from their .grad."""
+        sparse, versions = engine.take_gradients()
         for name, group in self.plan.sparse.items():  # a step counts for every table, also where no key was touched
             if name not in sparse:
                 sparse[name] = np.empty(0, np.uint64), np.empty((0, group.spec.dim), np.float32)
         sparse = {name: sparse[name] for name in self.plan.sparse}
-        dense = {group.spec.name: group.gradients() for group in self.plan.dense}
+        blocks = {group.spec.name: group.gradients(dense) for group in self.plan.dense}
         known = {name: seen for name, seen in versions.items() if seen}
-        self._communicator.step(Gradients(sparse, known, dense, self.plan.rates()))
-        self.after_step()
-        return loss
+        return Gradients(sparse, known, blocks, self.plan.rates())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ModelError("add_param_group: the tables are made; add it before fleet.distributed_optimizer")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,17 +30,20 @@ class DenseGroup:
     def values(self) -> Floats:
         return _flat([parameter.detach() for parameter in self.parameters])
 
-    def gradients(self) -> Floats:
-        """A parameter that took no part in the step counts as gradient zero."""
-        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
+    def gradients(self, given: Mapping[int, torch.Tensor | None] | None = None) -> Floats:
+        """Those given by the parameter's id, or .grad. One that took no part in the step counts as gradient zero."""
+        found = [p.grad if given is None else given[id(p)] for p in self.parameters]
+        grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(self.parameters, found, strict=True)]
         return _flat([grad.to_dense() if grad.is_sparse else grad for grad in grads])
 
-    def write(self, values: Floats) -> None:
+    def write(self, values: Floats, unnoticed: bool = False) -> None:
+        """`unnoticed`: by autograd, which else refuses a backward pass that is under way in another thread."""
         block = torch.from_numpy(np.ascontiguousarray(values, np.float32))
         with torch.no_grad():
             start = 0
             for parameter in self.parameters:
-                parameter.copy_(block[start : start + parameter.numel()].view_as(parameter))
+                target = parameter.data if unnoticed else parameter
+                target.copy_(block[start : start + parameter.numel()].view_as(parameter))
                 start += parameter.numel()
 
 

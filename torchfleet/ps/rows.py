@@ -11,6 +11,7 @@ import torch
 
 from torchfleet.kernels import lookup, rows
 from torchfleet.kernels.merge import SALT, unique_places
+from torchfleet.nn import Bags
 from torchfleet.ps.foresight import Stamp
 from torchfleet.ps.shard import Floats, Keys
 
@@ -69,8 +70,10 @@ class BatchRows:
     def add(self, index: Index, grads: Floats) -> None:
         lookup.add_rows(grads.reshape(-1), self.dim, index, self._sums(), self._touched)
 
-    def add_pooled(self, index: Index, offsets: npt.NDArray[np.int64], mean: bool, grads: Floats) -> None:
-        lookup.unpool(grads.reshape(-1), self.dim, index, offsets, mean, self._sums(), self._touched)
+    def add_pooled(self, index: Index, bags: Bags, grads: Floats) -> None:
+        lookup.unpool(
+            grads.reshape(-1), self.dim, index, bags.offsets, bags.num_slots, bags.mean, self._sums(), self._touched
+        )
 
     def _sums(self) -> Floats:
         if self._grads is None:
@@ -106,21 +109,21 @@ class Lookup(torch.autograd.Function):
 
 
 class PooledLookup(torch.autograd.Function):
-    """Sums or means of rows over bags."""
+    """Sums or means of rows over bags: shape (samples, slots, dim)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: torch.Tensor, batch: BatchRows, index: Index, offsets: npt.NDArray[np.int64], mean: bool
-    ) -> torch.Tensor:
-        ctx.batch, ctx.index, ctx.offsets, ctx.mean = batch, index, offsets, mean
-        out = np.empty((len(offsets) - 1, batch.dim), np.float32)
-        lookup.pool(batch.values.reshape(-1), batch.dim, index, offsets, mean, out.reshape(-1))
+    def forward(ctx: Any, weight: torch.Tensor, batch: BatchRows, index: Index, bags: Bags) -> torch.Tensor:
+        ctx.batch, ctx.index, ctx.bags = batch, index, bags
+        out = np.empty(((len(bags.offsets) - 1) // bags.num_slots, bags.num_slots, batch.dim), np.float32)
+        lookup.pool(
+            batch.values.reshape(-1), batch.dim, index, bags.offsets, bags.num_slots, bags.mean, out.reshape(-1)
+        )
         return torch.from_numpy(out)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None, None]:
-        ctx.batch.add_pooled(ctx.index, ctx.offsets, ctx.mean, _as_array(grads[0]))
-        return None, None, None, None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None]:
+        ctx.batch.add_pooled(ctx.index, ctx.bags, _as_array(grads[0]))
+        return None, None, None, None
 
 
 def _as_array(tensor: torch.Tensor) -> Floats:

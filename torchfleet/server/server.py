@@ -48,8 +48,9 @@ class Server:
         return self._replies()
 
     def tick(self, now: float) -> list[tuple[Peer, list[Frame]]]:
-        for request, error in self.state.barriers.expired(now):
+        for request, error in (*self.state.barriers.expired(now), *self.state.gatherings.expired(now)):
             self.state.finish(request, error)
+        self.state.files.expire(now)
         return self._replies()
 
     def _run(self, request: Request, role: Role | None) -> Reply | FleetError | None:

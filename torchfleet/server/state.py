@@ -9,6 +9,9 @@ from torchfleet.errors import FleetError, TableError
 from torchfleet.net.wire import Array
 from torchfleet.server.barrier import Barriers
 from torchfleet.server.changes import Changes
+from torchfleet.server.files import FileLists
+from torchfleet.server.gathering import Gatherings
+from torchfleet.server.mail import Mail
 from torchfleet.server.request import Request
 from torchfleet.server.sessions import Sessions
 from torchfleet.tables.dense import DenseTable
@@ -32,6 +35,9 @@ class State:
     sessions: Sessions = field(default_factory=Sessions)
     barriers: Barriers = field(default_factory=Barriers)
     changes: Changes = field(default_factory=Changes)
+    gatherings: Gatherings = field(default_factory=Gatherings)
+    mail: Mail = field(default_factory=Mail)
+    files: FileLists = field(default_factory=FileLists)
     sync_step: dict[int, Request] = field(default_factory=dict)  # this step's pushes so far, by worker
     finished: list[tuple[Request, Reply | FleetError]] = field(default_factory=list)
     num_requests: int = 0

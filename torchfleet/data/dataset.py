@@ -1,0 +1,216 @@
+"""What all datasets share: their settings, and the iterator over a pass."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.data.feed import Feed
+from torchfleet.data.files import check_files
+from torchfleet.data.passes import FileBatch, Files
+from torchfleet.data.reader import ReadOptions
+from torchfleet.data.slots import Layout, Slot
+from torchfleet.errors import DataError
+
+
+class Exchange(Protocol):
+    """Parcels between workers; what comes in is handed to `on_parcel`."""
+
+    def send(
+        self, to: int, arrays: list[npt.NDArray[Any]], on_parcel: Callable[[list[npt.NDArray[Any]]], None]
+    ) -> None: ...
+
+    def take_until(
+        self, is_enough: Callable[[], bool], on_parcel: Callable[[list[npt.NDArray[Any]]], None]
+    ) -> None: ...
+
+    def finish(self) -> None: ...
+
+
+class SharedFiles(Files, Protocol):
+    def close(self) -> None: ...
+
+
+class Workers(Protocol):
+    """All workers of a job, as far as datasets need them."""
+
+    index: int
+    num: int
+
+    def gather(self, name: str, data: bytes) -> list[bytes]: ...
+
+    def exchange(self, topic: str) -> Exchange: ...
+
+    def files(self, name: str, number: int, paths: Sequence[str], lease: float) -> SharedFiles: ...
+
+    def close(self) -> None: ...
+
+
+class Dataset(ABC):
+    """Files and how to read them. `init` first, then `set_filelist`, then iterate."""
+
+    def __init__(self) -> None:
+        self._options: ReadOptions | None = None
+        self._files: list[str] | None = None
+        self.num_skipped = 0  # malformed lines that the last pass (or loading) has left out
+
+    def init(
+        self,
+        batch_size: int = 1,
+        thread_num: int = 1,
+        use_var: Sequence[Slot] = (),
+        pipe_command: Any = None,
+        data_format: Any = None,
+        on_bad_line: str = "error",
+        drop_last: bool = False,
+        queue_batches: int | None = None,
+    ) -> None:
+        """Settings; docs/data.md explains each."""
+        for name, value in (("batch_size", batch_size), ("thread_num", thread_num), ("queue_batches", queue_batches)):
+            if (value is not None or name != "queue_batches") and (type(value) is not int or value < 1):
+                raise DataError(f"{name} must be a number of at least 1, found {value!r}")
+        self._options = ReadOptions(use_var, pipe_command, data_format, on_bad_line)
+        self._layout = Layout(use_var)
+        self.batch_size, self.thread_num, self.drop_last = batch_size, thread_num, drop_last
+        self._queue_size = queue_batches or max(4, 2 * thread_num)
+
+    def set_filelist(self, files: Sequence[str]) -> None:
+        """The files of this worker; fleet.util.get_file_shard(files) deals out a common list."""
+        self._files = check_files(files)
+
+    def __iter__(self) -> BatchIterator:
+        """One pass."""
+        return self.iterate()
+
+    @abstractmethod
+    def iterate(self) -> BatchIterator:
+        """One pass; close the iterator if you leave it before its end."""
+
+    @property
+    def settings(self) -> ReadOptions:
+        if self._options is None:
+            raise DataError("call dataset.init(batch_size=..., use_var=[...]) first")
+        return self._options
+
+    @property
+    def filelist(self) -> list[str]:
+        if self._files is None:
+            raise DataError("call dataset.set_filelist([...]) first")
+        return self._files
+
+    def workers(self) -> Workers:
+        """The other workers. Alone, there is only one."""
+        return Alone()
+
+    def settle(self) -> None:  # noqa: B027  (without servers there is nothing to wait for)
+        """Wait until what has been trained so far is with the servers."""
+
+
+class Pass:
+    """One pass over a dataset, from which any number of threads take batches."""
+
+    def __init__(self, feed: Feed[FileBatch], at_end: Callable[[], None], report: Callable[[], None]) -> None:
+        self._feed, self._at_end, self._report = feed, at_end, report
+        self._is_over = False
+
+    def take(self) -> FileBatch | None:
+        """The next batch, waited for; None at the end."""
+        try:
+            return next(self._feed)
+        except StopIteration:
+            return None
+
+    def take_ready(self) -> FileBatch | None:
+        """The next batch if it is there already."""
+        return self.take() if self._feed.num_waiting else None
+
+    def close(self) -> None:
+        """End it, also in the middle."""
+        if not self._is_over:
+            self._is_over = True
+            self._feed.close()
+            self._at_end()
+            self._report()
+
+
+class BatchIterator:
+    """The batches of a pass for one thread. A batch counts as used when the thread waits for another one."""
+
+    def __init__(self, batches: Pass, closes: bool = True) -> None:
+        self._pass, self._closes = batches, closes
+        self._handed: list[FileBatch] = []
+
+    def fork(self) -> BatchIterator:
+        """For another thread: the same pass. Close this one when all threads have done their work."""
+        return BatchIterator(self._pass, closes=False)
+
+    def __iter__(self) -> BatchIterator:
+        return self
+
+    def __next__(self) -> FileBatch:
+        """The next batch; all that were handed out before have been used."""
+        try:
+            self._release(0)
+            batch = self._pass.take()
+        except BaseException:
+            self.close()
+            raise
+        if batch is None:
+            self.close()
+            raise StopIteration
+        self._handed.append(batch)
+        return batch
+
+    def ready(self) -> FileBatch | None:
+        """The next batch if it is there already; for who looks ahead, while the last one is still in use."""
+        batch = self._pass.take_ready()
+        if batch is not None:
+            self._release(1)
+            self._handed.append(batch)
+        return batch
+
+    def close(self) -> None:
+        """End the pass, also in the middle: batches that have been handed out and not used do not count as used."""
+        if self._closes:
+            self._pass.close()
+
+    def _release(self, num_kept: int) -> None:
+        while len(self._handed) > num_kept:
+            self._handed.pop(0).release()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Alone:
+    """The workers of a process that has no fellows."""
+
+    index, num = 0, 1
+
+    def gather(self, name: str, data: bytes) -> list[bytes]:
+        return [data]
+
+    def exchange(self, topic: str) -> Exchange:
+        raise DataError("there is no other worker to exchange samples with")
+
+    def files(self, name: str, number: int, paths: Sequence[str], lease: float) -> SharedFiles:
+        raise DataError("set_filelist(dynamic=True) shares files among workers: call fleet.init_worker() first")
+
+    def close(self) -> None:
+        pass
+
+
+def file_shard(files: Sequence[str], index: int, num: int) -> list[str]:
+    """Every `num`-th file, from number `index` on: each file for one worker, counts differ by at most one."""
+    if isinstance(files, (str, bytes)):
+        raise DataError(f"get_file_shard: expected a list of paths, found the single {files!r}")
+    return list(files)[index::num]
+
+
+def as_numbers(gathered: list[bytes]) -> npt.NDArray[np.int64]:
+    """One number from each worker."""
+    return np.frombuffer(b"".join(gathered), np.int64)

@@ -1,0 +1,143 @@
+"""Data generators: the user's own code from a line to samples, in a pipe or in this process."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torchfleet.errors import DataError
+
+Sample = list[tuple[str, list[Any]]]
+
+
+class DataGenerator:
+    """What both kinds share: groups of samples, and the two ways to run."""
+
+    _batch = 1  # class attributes: a subclass need not call our __init__
+    _names: list[str] | None = None
+
+    def set_batch(self, batch_size: int) -> None:
+        """How many samples `generate_batch` gets at a time."""
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise DataError(f"set_batch: expected a number of at least 1, found {batch_size!r}")
+        self._batch = batch_size
+
+    def generate_sample(self, line: str | None) -> Callable[[], Iterable[Any]]:
+        """A function whose iterator yields the line's samples: lists of (name, values). To be written by the user."""
+        raise NotImplementedError(f"{type(self).__name__}.generate_sample(line) is to return a function that yields")
+
+    def generate_batch(self, samples: list[Any]) -> Callable[[], Iterable[Any]]:
+        """A function whose iterator yields what becomes of a group of samples; unless overridden, just these."""
+
+        def same() -> Iterator[Any]:
+            yield from samples
+
+        return same
+
+    def run_from_stdin(self) -> None:
+        """Print the samples of every line of stdin. A line that fails ends it, or is reported if skipping was asked."""
+        skip = os.environ.get("FLEET_ON_BAD_LINE") == "skip"
+        out = sys.stdout
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+
+        def complain(number: int, error: Exception) -> None:
+            if not skip:
+                raise error
+            reason = " ".join(str(error).split())
+            out.write(f"!bad input line {number}: {type(error).__name__}: {reason}\n")
+
+        for text in self.lines(sys.stdin, complain):
+            out.write(text)
+        out.flush()
+
+    def run_from_memory(self) -> None:
+        """Print the samples of generate_sample(None)."""
+        for text in self.lines([None], _raise):
+            sys.stdout.write(text)
+        sys.stdout.flush()
+
+    def lines(
+        self, source: Iterable[str | None], complain: Callable[[int, Exception], None], names: list[str] | None = None
+    ) -> Iterator[str]:
+        """The multi-slot text of all samples. `names`: the slots that they must have."""
+        self._names = names
+        waiting: list[Any] = []
+        for number, line in enumerate(source, 1):
+            try:
+                waiting += [_listed(sample) for sample in self.generate_sample(line)() if sample is not None]
+            except Exception as error:  # the user's code: whatever it raises
+                complain(number, error)
+            while len(waiting) >= self._batch:
+                group, waiting = waiting[: self._batch], waiting[self._batch :]
+                yield self._text(group, number, complain)
+        if waiting:
+            yield self._text(waiting, number, complain)
+
+    def _text(self, group: list[Any], number: int, complain: Callable[[int, Exception], None]) -> str:
+        """The group's text; if it fails, none of it, and a complaint for each of its samples."""
+        try:
+            return "".join(self._line(sample) for sample in self.generate_batch(group)() if sample is not None)
+        except Exception as error:
+            for _ in group:
+                complain(number, error)
+            return ""
+
+    def _line(self, sample: Any) -> str:
+        pairs = _listed(sample)
+        names = [name for name, _ in pairs]
+        if self._names is None:
+            self._names = names
+        elif names != self._names:
+            raise DataError(f"expected the slots {', '.join(self._names)}, found {', '.join(map(str, names))}")
+        return " ".join(self._slot(name, values) for name, values in pairs) + "\n"
+
+    def _slot(self, name: str, values: Any) -> str:
+        raise NotImplementedError
+
+
+class MultiSlotDataGenerator(DataGenerator):
+    """Values are numbers."""
+
+    def _slot(self, name: str, values: Any) -> str:
+        if isinstance(values, (str, bytes)) or not hasattr(values, "__iter__"):
+            raise DataError(f"slot '{name}': expected a list of numbers, found {values!r}")
+        texts = [_number(name, value) for value in values]
+        return " ".join([str(len(texts)), *texts])
+
+
+class MultiSlotStringDataGenerator(DataGenerator):
+    """Values are text that is written as it stands: faster where the numbers are there already."""
+
+    def _slot(self, name: str, values: Any) -> str:
+        if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
+            raise DataError(f"slot '{name}': expected a list of strings, found {values!r}")
+        return " ".join([str(len(values)), *values])
+
+
+def _number(name: str, value: Any) -> str:
+    if type(value) is int or type(value) is float:
+        return repr(value)
+    if isinstance(value, bool):
+        return str(int(value))
+    if hasattr(value, "item"):  # numpy and torch scalars
+        return repr(value.item())
+    if isinstance(value, (int, float)):
+        return repr(value + 0)
+    raise DataError(f"slot '{name}': expected numbers, found {value!r}; for text use MultiSlotStringDataGenerator")
+
+
+def _listed(sample: Any) -> Sample:
+    """A zip can be gone through once; a list any number of times."""
+    pairs = list(sample)
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise DataError(f"expected a sample of (name, values) pairs, found {pair!r} in it")
+    return [(name, values) for name, values in pairs]
+
+
+def _raise(number: int, error: Exception) -> None:
+    raise error

@@ -1,0 +1,25 @@
+"""The datasets of a fleet: those of torchfleet.data, with the job's other workers at hand."""
+
+from __future__ import annotations
+
+from torchfleet import fleet
+from torchfleet.data.dataset import Workers
+from torchfleet.data.memory import InMemoryDataset as _InMemoryDataset
+from torchfleet.data.queue import QueueDataset as _QueueDataset
+
+
+class InMemoryDataset(_InMemoryDataset):
+    """All samples loaded first, then shuffled, exchanged and gone through any number of times: docs/data.md."""
+
+    def workers(self) -> Workers:
+        return fleet.workers()
+
+
+class QueueDataset(_QueueDataset):
+    """Batches straight from files, while training goes on: docs/data.md."""
+
+    def workers(self) -> Workers:
+        return fleet.workers()
+
+    def settle(self) -> None:
+        fleet.settle()

@@ -1,0 +1,122 @@
+"""Lists of files that workers take from one after another: each to one worker, and to another one if that dies."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from torchfleet.errors import DataError
+
+MAX_LISTS = 256
+WAIT, END = "wait", "end"
+
+
+class FilesBody(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    number: int  # of the pass
+    lease: float  # seconds of silence after which the worker is given up
+    files: list[str] = []
+    done: list[str] = []
+    take: int = 0  # > 0: wants a file; numbers the wishes of a client, so that a repeat gets the same answer
+
+
+@dataclass
+class Holder:
+    """A worker's process that takes files."""
+
+    worker: int
+    heard: float
+    lease: float
+    files: set[str] = field(default_factory=set)
+    answered: tuple[int, str, str] = (0, "", "")
+
+
+@dataclass
+class Pass:
+    files: frozenset[str]
+    waiting: deque[str]
+    holders: dict[int, Holder] = field(default_factory=dict)  # by client
+    num_done: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_done == len(self.files)
+
+    def give_up(self, client: int) -> None:
+        """What it held is for others, first of all."""
+        holder = self.holders.pop(client)
+        self.waiting.extendleft(sorted(holder.files, reverse=True))
+
+
+class FileLists:
+    """Passes over lists of files, by name and number. Those that are over take no memory but their number."""
+
+    def __init__(self) -> None:
+        self._passes: OrderedDict[tuple[str, int], Pass | None] = OrderedDict()
+
+    def ask(self, client: int, worker: int, body: FilesBody, now: float) -> tuple[str, str]:
+        """("file", path), or WAIT while others hold the last ones, or END. ("", "") where no file was wished for."""
+        place = (body.name, body.number)
+        if body.files and place not in self._passes:
+            self._open(place, body.files)
+        if place not in self._passes:
+            raise DataError(f"file list '{body.name}', pass {body.number}: not known to this server; was it restarted?")
+        current = self._passes[place]
+        if current is None:
+            return (END, "") if body.take else ("", "")
+        if body.files and frozenset(body.files) != current.files:
+            raise DataError(
+                f"file list '{body.name}': this worker has {len(body.files)} files and others have "
+                f"{len(current.files)}, not the same ones. Give all workers one whole list, or different lists "
+                "different names (set_filelist(..., name=...))."
+            )
+        holder = self._holder(current, client, worker, body.lease, now)
+        for path in body.done:
+            current.num_done += path in holder.files
+            holder.files.discard(path)
+        answer = self._next(current, holder, body.take) if body.take else ("", "")
+        if current.is_over:
+            self._passes[place] = None
+        return answer
+
+    def leave(self, worker: int) -> None:
+        for current in self._passes.values():
+            for client, holder in list(current.holders.items()) if current else ():
+                if current is not None and holder.worker == worker:
+                    current.give_up(client)
+
+    def expire(self, now: float) -> None:
+        for current in self._passes.values():
+            for client, holder in list(current.holders.items()) if current else ():
+                if current is not None and now > holder.heard + holder.lease:
+                    current.give_up(client)
+
+    def _open(self, place: tuple[str, int], files: list[str]) -> None:
+        over = [known for known, current in self._passes.items() if current is None]
+        if len(self._passes) - len(over) >= MAX_LISTS:
+            raise DataError(f"{MAX_LISTS} lists of files are open already, which is the limit")
+        if len(self._passes) >= 4 * MAX_LISTS:
+            del self._passes[over[0]]
+        self._passes[place] = Pass(frozenset(files), deque(files)) if files else None
+
+    @staticmethod
+    def _holder(current: Pass, client: int, worker: int, lease: float, now: float) -> Holder:
+        for other, holder in list(current.holders.items()):
+            if holder.worker == worker and other != client:
+                current.give_up(other)  # the worker was started again: its former process is gone
+        holder = current.holders.setdefault(client, Holder(worker, now, lease))
+        holder.heard = now
+        return holder
+
+    @staticmethod
+    def _next(current: Pass, holder: Holder, wish: int) -> tuple[str, str]:
+        if wish == holder.answered[0] and holder.answered[1] == "file" and holder.answered[2] in holder.files:
+            return holder.answered[1:]
+        if current.waiting:
+            path = current.waiting.popleft()
+            holder.files.add(path)
+            holder.answered = wish, "file", path
+            return "file", path
+        return (END, "") if current.is_over else (WAIT, "")

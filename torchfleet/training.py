@@ -1,0 +1,211 @@
+"""Training and prediction over a dataset: threads that take batches, lines that show how it goes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchfleet.data.dataset import BatchIterator, Dataset
+from torchfleet.data.slots import Batch
+from torchfleet.errors import FleetError
+from torchfleet.fetch import FetchHandler, Watch, numbers
+from torchfleet.ps.engine import Engine
+from torchfleet.ps.optimizer import DistributedOptimizer
+
+Values = Mapping[str, Any]
+Step = Callable[[Batch], Values]
+
+
+@dataclass
+class Result:
+    """What a pass has come to."""
+
+    steps: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+    last: dict[str, float] = field(default_factory=dict)  # numbers of the last step
+    mean: dict[str, float] = field(default_factory=dict)  # prediction only: means of all numbers over all samples
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.samples / max(self.seconds, 1e-9)
+
+
+class Report:
+    """Counts steps, prints a line now and then, and passes the latest values on to the handler."""
+
+    def __init__(self, what: str, fetch_list: Sequence[str] | None, print_period: int, handler: Any) -> None:
+        if type(print_period) is not int or print_period < 0:
+            raise FleetError(f"print_period: expected a number of steps, or 0 for never, found {print_period!r}")
+        if handler is not None and not isinstance(handler, FetchHandler):
+            raise FleetError(f"fetch_handler: expected an object of a class of fleet.FetchHandler, found {handler!r}")
+        self._what, self._names, self._period = what, fetch_list, print_period
+        self._lock = threading.Lock()
+        self.result = Result()
+        self._latest: Values = {}
+        self._start = self._last_time = time.monotonic()
+        self._last_samples = 0
+        self._watch = Watch(handler) if handler is not None else None
+
+    def note(self, batch: Batch, values: Values) -> None:
+        with self._lock:
+            self.result.steps += 1
+            self.result.samples += batch.num_samples
+            self._latest = values
+            is_time = self._period and self.result.steps % self._period == 0
+        if self._watch is not None:
+            self._watch.note(values)
+        if is_time:
+            self._print(values)
+
+    def end(self) -> Result:
+        self.result.seconds = time.monotonic() - self._start
+        self.result.last = numbers(self._latest)
+        return self.result
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+
+    def _print(self, values: Values) -> None:
+        with self._lock:
+            now, samples = time.monotonic(), self.result.samples
+            rate = (samples - self._last_samples) / max(now - self._last_time, 1e-9)
+            self._last_time, self._last_samples = now, samples
+        shown = numbers(values)
+        if self._names is not None:
+            missing = [name for name in self._names if name not in values]
+            if missing:
+                raise FleetError(f"fetch_list: the step returns {', '.join(values)}, and no {', '.join(missing)}")
+            shown = {name: shown[name] for name in self._names if name in shown}
+        texts = [f"{name} {value:.5g}" for name, value in shown.items()]
+        parts = [f"{self._what} step {self.result.steps}", f"{rate:,.0f} samples/s", *texts]
+        print(" | ".join(parts), file=sys.stdout, flush=True)
+
+
+def as_step(model: Callable[[Batch], Any], loss_fn: Callable[[Any, Batch], torch.Tensor] | None) -> Step:
+    """From what the user gives to a function from a batch to its values."""
+    if not callable(model):
+        raise FleetError(f"expected a function step(batch), or a model and loss_fn; found {model!r}")
+
+    def step(batch: Batch) -> Values:
+        found = model(batch)
+        if loss_fn is not None:
+            found = loss_fn(found, batch)
+        return found if isinstance(found, Mapping) else {"loss": found}
+
+    return step
+
+
+def train(
+    step: Step, dataset: Dataset, optimizer: DistributedOptimizer, engine: Engine, num_threads: int, report: Report
+) -> Result:
+    """One pass; `num_threads` threads train on batches of their own."""
+    if num_threads > 1 and not optimizer.communicator.takes_threads:
+        raise FleetError(
+            f"thread={num_threads}: in sync mode a worker makes one step at a time. Use thread=1 and more workers, or "
+            "an asynchronous mode (strategy.a_sync=True)."
+        )
+
+    optimizer.communicator.has_threads = num_threads > 1
+
+    def run(batches: Iterator[Batch]) -> None:
+        for batch in engine.prefetch(batches):
+            values = step(batch)
+            loss = _loss(values)
+            if num_threads > 1:
+                optimizer.step_apart(loss)
+            else:
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+            report.note(batch, values)
+
+    return _run_pass(dataset, run, num_threads, report, optimizer.communicator.leave_thread)
+
+
+def infer(
+    step: Step,
+    dataset: Dataset,
+    model: torch.nn.Module,
+    engine: Engine,
+    num_threads: int,
+    report: Report,
+    leave_thread: Callable[[], None],
+) -> Result:
+    """One pass without gradients, the model in eval mode; no row is created."""
+    sums: dict[str, float] = {}
+    lock = threading.Lock()
+
+    def run(batches: Iterator[Batch]) -> None:
+        with torch.no_grad():  # of this thread
+            for batch in engine.prefetch(batches):
+                values = step(batch)
+                with lock:
+                    for name, value in numbers(values).items():
+                        sums[name] = sums.get(name, 0.0) + value * batch.num_samples
+                report.note(batch, values)
+
+    was_training = model.training
+    model.eval()
+    try:
+        result = _run_pass(dataset, run, num_threads, report, leave_thread)
+    finally:
+        model.train(was_training)
+    result.mean = {name: total / max(1, result.samples) for name, total in sums.items()}
+    return result
+
+
+def _run_pass(
+    dataset: Dataset,
+    run: Callable[[Iterator[Batch]], None],
+    num_threads: int,
+    report: Report,
+    leave_thread: Callable[[], None],
+) -> Result:
+    """One thread: here. Several: the first error of any of them ends all, and is raised here."""
+    if type(num_threads) is not int or num_threads < 1:
+        raise FleetError(f"thread: expected a number of at least 1, found {num_threads!r}")
+    batches = dataset.iterate()
+    errors: list[BaseException] = []
+
+    def guarded(own: BatchIterator) -> None:
+        try:
+            run(own)
+        except BaseException as error:  # raised below, in the thread of who called
+            errors.append(error)
+            batches.close()
+        finally:
+            leave_thread()
+
+    try:
+        if num_threads == 1:
+            run(batches)
+        else:
+            threads = [threading.Thread(target=guarded, args=(batches.fork(),)) for _ in range(num_threads)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if errors:
+                raise errors[0]
+    finally:
+        batches.close()
+        report.close()
+    return report.end()
+
+
+def _loss(values: Values) -> torch.Tensor:
+    loss = values.get("loss")
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        raise FleetError(
+            "the step must return the loss, a tensor with one number and a gradient, or a dict with it as 'loss'; "
+            f"found {type(loss).__name__} among {', '.join(values)}"
+        )
+    return loss
