@@ -140,7 +140,7 @@ class MultiSlotParser(Parser):
         """Numbers that the kernel left to Python. One that is no float32 makes its line malformed."""
         floats = self._words.view(np.float32)
         for word, byte, row, line, slot in self._hard[: self.result[text.NUM_HARD]].tolist():
-            value = float(_token(array[byte : byte + 4096].tobytes()))
+            value = float(_token(array[byte : _line_end(array, byte)].tobytes()))
             if abs(value) >= numerals.MAX_FLOAT32:
                 self.result[text.STOPPED_AT], self.result[text.NUM_WORDS] = line, self._starts[row]
                 self.result[text.REASON], self.result[text.SLOT] = text.OUT_OF_RANGE, slot
@@ -170,6 +170,14 @@ class MultiSlotParser(Parser):
             text.OUT_OF_RANGE: lambda: f"expected {kind} that fits {slots[slot].dtype}, found {shown}",
         }
         return f"{where}: {texts[reason]()}"
+
+
+def _line_end(array: Bytes, at: int) -> int:
+    """The place of the next newline."""
+    size = 256
+    while not (found := np.flatnonzero(array[at : at + size] == text.NEWLINE)).size:
+        size *= 4
+    return at + int(found[0])
 
 
 def _token(data: bytes) -> bytes:
