@@ -25,18 +25,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {"data", "fetch", "ps", "errors"},
     "fleet": {"data", "fetch", "job", "printing", "ps", "role", "status", "strategy", "training", "errors"},
     "datasets": {"fleet", "data"},
-    "util": {"fleet"},
-    "job": {"net", "nn", "ps", "role", "server", "status", "strategy", "tables", "errors"},
+    "util": {"fleet", "errors"},
+    "job": {"checkpoint", "net", "nn", "ps", "role", "server", "status", "strategy", "tables", "errors"},
     "printing": {"job", "ps", "role"},
     "launch": {"net", "ps", "status", "errors"},
     "kernels": set(),
     "data": {"tables", "kernels", "errors"},
+    "checkpoint": {"tables", "errors"},
+    "infer": {"fleet", "nn", "ps", "checkpoint", "tables", "errors"},
+    "metrics": {"fleet", "errors"},
+    "command": {"checkpoint", "errors"},
     "tables": {"kernels", "errors"},
     "net": {"errors"},
-    "server": {"net", "tables", "kernels", "errors"},
-    "ps": {"net", "nn", "tables", "kernels", "errors"},
+    "server": {"checkpoint", "net", "tables", "kernels", "errors"},
+    "ps": {"checkpoint", "net", "nn", "tables", "kernels", "errors"},
 }
-WITHOUT_TORCH = {"errors", "kernels", "tables", "net", "server"}
+WITHOUT_TORCH = {"checkpoint", "errors", "kernels", "tables", "net", "server"}
 RUNS_FOREIGN_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
 
 

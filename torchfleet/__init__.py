@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchfleet import data, nn, util
+    from torchfleet import data, metrics, nn, util
     from torchfleet.data.criteo import CriteoFormat
     from torchfleet.data.generator import MultiSlotDataGenerator, MultiSlotStringDataGenerator
     from torchfleet.data.hashing import hash_string
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         prefetch,
         report,
         run_server,
+        save_inference_model,
         save_persistables,
         server_endpoints,
         server_index,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         worker_index,
         worker_num,
     )
+    from torchfleet.infer import DistributedInfer, load_inference_model
     from torchfleet.role import PaddleCloudRoleMaker, UserDefinedRoleMaker
     from torchfleet.strategy import DistributedStrategy
 
@@ -53,6 +55,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CriteoFormat",
+    "DistributedInfer",
     "DistributedStrategy",
     "FetchHandler",
     "FleetError",
@@ -79,10 +82,13 @@ __all__ = [
     "is_first_worker",
     "is_server",
     "is_worker",
+    "load_inference_model",
+    "metrics",
     "nn",
     "prefetch",
     "report",
     "run_server",
+    "save_inference_model",
     "save_persistables",
     "server_endpoints",
     "server_index",
@@ -97,9 +103,10 @@ __all__ = [
     "worker_num",
 ]
 
-_MODULES = ("data", "nn", "util")
+_MODULES = ("data", "metrics", "nn", "util")
 _ELSEWHERE = {
     "CriteoFormat": "data.criteo",
+    "DistributedInfer": "infer",
     "DistributedStrategy": "strategy",
     "FetchHandler": "fetch",
     "FleetError": "errors",
@@ -112,6 +119,7 @@ _ELSEWHERE = {
     "Slot": "data.slots",
     "UserDefinedRoleMaker": "role",
     "hash_string": "data.hashing",
+    "load_inference_model": "infer",
 }
 
 

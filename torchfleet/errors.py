@@ -57,3 +57,7 @@ class ServerRestarted(FleetError):
 
 class DataError(FleetError):
     """Data that cannot be read as it should: the message says where, what was expected and what was found."""
+
+
+class CheckpointError(FleetError):
+    """A saved model that cannot be read or written; the message names the file."""

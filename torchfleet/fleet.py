@@ -123,13 +123,16 @@ def server_endpoints(to_string: bool = False) -> list[str] | str:
 
 
 def init_server(dirname: str | None = None, var_names: list[str] | None = None) -> None:
-    """Make this server's tables."""
+    """Make this server's tables; from a saved model if `dirname` is given: all of it, or what `var_names` names.
+
+    Names are those of sparse tables and of dense parameters. The model may have been saved by any number of servers.
+    """
     global _server
-    if dirname is not None or var_names is not None:
-        raise FleetError("init_server(dirname=...): loading a saved model is not available yet; call init_server()")
+    if var_names is not None and dirname is None:
+        raise FleetError("init_server(var_names=...) names what to load from a saved model: give dirname, too")
     if not is_server():
         raise FleetError("fleet.init_server is for servers, and this process is a worker: ask fleet.is_server() first")
-    _server = ServerJob(_get_job())
+    _server = ServerJob(_get_job(), dirname, var_names)
 
 
 def run_server() -> None:
@@ -146,17 +149,23 @@ def run_server() -> None:
     server.run()
 
 
-def init_worker() -> None:
-    """Connect to the servers; all workers start from worker 0's parameters."""
+def init_worker(dirname: str | None = None, var_names: list[str] | None = None) -> None:
+    """Connect to the servers; all workers start from worker 0's parameters.
+
+    `dirname` is for scripts that also run in one process: there the saved model is loaded here. With servers it is
+    they who load (init_server), and it is checked that they did.
+    """
     global _worker
     if is_server():
         raise FleetError("fleet.init_worker is for workers, and this process is a server: ask fleet.is_server() first")
     if _worker is not None:
         raise FleetError("fleet.init_worker was called before")
+    if var_names is not None and dirname is None:
+        raise FleetError("init_worker(var_names=...) names what to load from a saved model: give dirname, too")
     job = _get_job()
     _ = job.plan  # model and optimizer must be there
     print(configuration(job), flush=True)
-    _worker = WorkerJob(job)
+    _worker = WorkerJob(job, dirname, var_names)
     if job.info.debug:
         print(describe(), flush=True)
 
@@ -233,6 +242,36 @@ def workers() -> Workers:
     return _get_worker().workers()
 
 
+def gather(name: str, data: bytes) -> list[bytes]:
+    """What every worker brought, in their order; in a process without a fleet, just this."""
+    if _worker is None:
+        return [data]
+    with _worker.workers() as all_workers:
+        return all_workers.gather(name, data)
+
+
+def begin_prediction(model: torch.nn.Module, dirname: str | None, var_names: list[str] | None) -> None:
+    """For DistributedInfer: after training, or as a job of its own, whose servers serve here."""
+    if _worker is not None:
+        if dirname is not None:
+            raise FleetError(
+                "the tables of this job are trained already: leave dirname out, or predict in a job of its own"
+            )
+        _worker.communicator.flush()
+        return
+    job = _get_job()
+    if dirname is None:
+        raise FleetError("init_distributed_infer_env(dirname=...): say which saved model to predict with")
+    if job.model is None:
+        distributed_model(model)
+    job.distribute_for_prediction()
+    if is_server():
+        init_server(dirname, var_names)
+        run_server()
+    else:
+        init_worker(dirname, var_names)
+
+
 def settle() -> None:
     """Wait until every gradient handed over so far has been applied."""
     _get_worker().communicator.settle()
@@ -263,8 +302,24 @@ def describe() -> str:
 
 
 def save_persistables(dirname: str, mode: int = 0) -> None:
-    """Save the model."""
-    raise FleetError("fleet.save_persistables: saving is not available yet")
+    """Save tables, parameters and optimizer state, to go on training from: docs/checkpoints.md. On worker 0 only."""
+    if mode != 0:
+        raise FleetError(f"save_persistables(mode={mode}): 0, a full save, is what there is")
+    _saver("save_persistables").save(dirname, with_state=True)
+
+
+def save_inference_model(dirname: str) -> None:
+    """Save what prediction needs: tables and parameters without optimizer state. On worker 0 only."""
+    _saver("save_inference_model").save(dirname, with_state=False)
+
+
+def _saver(what: str) -> WorkerJob:
+    worker = _get_worker()
+    if not is_first_worker():
+        raise FleetError(
+            f"fleet.{what} is called on worker 0 only, and this is worker {worker_index()}: ask is_first_worker()"
+        )
+    return worker
 
 
 def _get_job() -> Job:

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from torchfleet.checkpoint.manifest import (
+    Manifest,
+    described,
+    folder_of,
+    next_save,
+    remove_others,
+    write_manifest,
+)
+from torchfleet.checkpoint.storage import Storage
 from torchfleet.errors import FleetError, ModelError, ServerUnreachable, StrategyError
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.sockets import Listener
@@ -23,10 +33,12 @@ from torchfleet.ps.optimizer import DistributedOptimizer
 from torchfleet.ps.plan import Plan, make_plan
 from torchfleet.ps.workers import Workers
 from torchfleet.role import RoleInfo
+from torchfleet.server.loading import load_model
 from torchfleet.server.server import Server
 from torchfleet.server.warm import warm_up
 from torchfleet.status import StatusFile
 from torchfleet.strategy import DistributedStrategy
+from torchfleet.tables.rules import num_dense_states, num_states
 
 START_SECONDS = 300.0  # servers import torch and may compile kernels before they answer
 _CHUNK = 1 << 16
@@ -53,6 +65,15 @@ class Job:
         self.model = convert(model)
         return self.model
 
+    def distribute_for_prediction(self) -> None:
+        """Tables without optimizer state; nothing will be trained."""
+        assert self.model is not None
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(False)
+        self.strategy = DistributedStrategy(a_sync=True, a_sync_configs={"half_async": True})
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        self.optimizer = DistributedOptimizer(optimizer, make_plan(self.model, optimizer, self.info.num_servers))
+
     def distribute_optimizer(self, optimizer: torch.optim.Optimizer) -> DistributedOptimizer:
         if self.model is None:
             raise ModelError("call fleet.distributed_model(model) before fleet.distributed_optimizer")
@@ -77,13 +98,15 @@ class Job:
 
 
 class ServerJob:
-    """The server's life: tables made by `init`, served by `run` until all workers have left."""
+    """The server's life: tables made and loaded by `init`, served by `run` until all workers have left."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, dirname: str | None = None, var_names: Sequence[str] | None = None) -> None:
         self._job = job
         self._server = Server(num_workers=job.info.num_workers)
         for spec in job.plan.specs:
             self._server.state.add_table(spec.for_part(job.info.server_index, job.info.num_servers))
+        if dirname is not None:
+            load_model(self._server.state, dirname, var_names)
         self._ended = False
 
     def run(self) -> None:
@@ -116,17 +139,19 @@ class ServerJob:
 class WorkerJob:
     """The worker's life: connected, tables ready, everybody's first values equal; then steps; then leave."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, dirname: str | None = None, var_names: Sequence[str] | None = None) -> None:
         self._job, self.info = job, job.info
         assert job.strategy is not None
         self.strategy = job.strategy
-        self._local = InProcess(Server(num_workers=1)) if self.info.is_local else None
+        self._local = self._local_server(dirname, var_names) if self.info.is_local else None
         self._keys = KeyFolder(self.info.key_dir) if self.info.key_dir else None
         self.client = self._connect()
         self._started = time.monotonic()
         self.reported: dict[str, float] = {}
         self._left = False
         self._wait_for_servers()
+        if dirname is not None:
+            self._check_loaded(dirname)
         self._make_tables()
         self.communicator = self._communicator()
         self.engine = Engine(self.communicator, {name: group.modules for name, group in job.plan.sparse.items()})
@@ -142,6 +167,28 @@ class WorkerJob:
     def workers(self) -> Workers:
         """All workers, for things they do among themselves."""
         return Workers(self._connect(), self.info.worker_index, self.info.num_workers, self.strategy.sync_timeout)
+
+    def save(self, dirname: str, with_state: bool) -> Manifest:
+        """Save the model: every server its tables, this worker the rest and, last of all, the manifest."""
+        self.communicator.flush()
+        plan, storage = self._job.plan, Storage(dirname)
+        for group in plan.fixed:
+            self.client.set_dense(group.spec.name, group.values())  # buffers live on workers: the first one's are saved
+        number = next_save(storage)
+        saved = self.client.save(storage.path, folder_of(number), with_state, self.strategy.sync_timeout)
+        layouts = {group.spec.name: group.layout() for group in (*plan.dense, *plan.fixed)}
+        tables = []
+        for spec in plan.specs:
+            states = (num_dense_states if spec.kind == "dense" else num_states)(spec.rule) if with_state else 0
+            step = max(server.steps[spec.name] for server in saved)
+            rows = sum(server.rows[spec.name] for server in saved)
+            tables.append(described(spec, states, step, rows, layouts.get(spec.name, [])))
+        parts = [part for server in saved for part in server.parts]
+        kind = "full" if with_state else "inference"
+        manifest = Manifest(folder_of(number), number, kind, self.info.num_servers, tables, parts)
+        write_manifest(storage, manifest)
+        remove_others(storage, manifest)
+        return manifest
 
     def stop(self) -> dict[str, Any]:
         """Everything under way reaches the servers, then they are told. Returns the last statistics."""
@@ -185,18 +232,44 @@ class WorkerJob:
                 if time.monotonic() >= deadline:
                     raise
 
+    def _local_server(self, dirname: str | None, var_names: Sequence[str] | None) -> InProcess:
+        server = Server(num_workers=1)
+        if dirname is not None:
+            for spec in self._job.plan.specs:
+                server.state.add_table(spec)
+            load_model(server.state, dirname, var_names)
+        return InProcess(server)
+
+    def _check_loaded(self, dirname: str) -> None:
+        """Servers load when they start; a worker that counts on it must not find them empty."""
+        wanted = Storage(dirname).path
+        for number, server in enumerate(self.client.stats()):
+            if server["model"] != wanted:
+                raise FleetError(
+                    f"init_worker('{dirname}'): server {number} has loaded {server['model'] or 'no model'}. Give "
+                    f"fleet.init_server('{dirname}') the same folder."
+                )
+
     def _make_tables(self) -> None:
         if self.info.worker_index == 0 and not self.info.restart:
             for spec in self._job.plan.specs:
                 self.client.create_table(spec)
+            tables = [server["tables"] for server in self.client.stats()]
             for name, group in self._job.plan.sparse.items():
                 first = group.modules[0].first_values
-                for start in range(0, len(first) if first is not None else 0, _CHUNK):
-                    assert first is not None
+                if first is None or any(server[name]["loaded"] for server in tables):
+                    continue
+                for start in range(0, len(first), _CHUNK):
                     rows = first[start : start + _CHUNK]
                     self.client.assign(name, range(start, start + len(rows)), rows)
             for dense in (*self._job.plan.dense, *self._job.plan.fixed):
-                self.client.set_dense(dense.spec.name, dense.values())
+                values = dense.values()
+                loaded = [part for server in tables for part in server[dense.spec.name]["loaded"]]
+                if loaded:
+                    saved = self.client.pull_dense(dense.spec.name).result()
+                    for start, stop in loaded:
+                        values[start:stop] = saved[start:stop]
+                self.client.set_dense(dense.spec.name, values)
         if self.info.num_workers > 1 and not self.info.restart:
             self._wait_for_first_values()
         for dense in (*self._job.plan.dense, *self._job.plan.fixed):

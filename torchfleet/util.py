@@ -3,10 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
 
 from torchfleet import fleet
+from torchfleet.errors import FleetError
+
+_MODES = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def get_file_shard(files: Sequence[str]) -> list[str]:
     """This worker's files: each file goes to exactly one worker, counts differ by at most one."""
     return fleet.split_files(files)
+
+
+def all_reduce(input: Any, mode: str = "sum", comm_world: str = "worker") -> Any:
+    """The elementwise sum, maximum or minimum over all workers: a number, an array or a tensor, as it was given."""
+    _check_world(comm_world)
+    if mode not in _MODES:
+        raise FleetError(f"all_reduce: mode must be one of {', '.join(_MODES)}, found {mode!r}")
+    array = input.detach().cpu().numpy() if isinstance(input, torch.Tensor) else np.asarray(input)
+    if array.dtype.kind not in "iufb":
+        raise FleetError(f"all_reduce: expected numbers, found {array.dtype}")
+    brought = fleet.gather(
+        "all_reduce", msgspec.msgpack.encode([mode, array.dtype.str, list(array.shape), array.tobytes()])
+    )
+    parts = [msgspec.msgpack.decode(part, type=tuple[str, str, list[int], bytes]) for part in brought]
+    if any(part[:3] != parts[0][:3] for part in parts):
+        raise FleetError(f"all_reduce: the workers brought different things: {[part[:3] for part in parts]}")
+    total = np.frombuffer(parts[0][3], array.dtype)
+    for part in parts[1:]:
+        total = _MODES[mode](total, np.frombuffer(part[3], array.dtype))
+    total = np.array(total.reshape(array.shape))
+    if isinstance(input, torch.Tensor):
+        return torch.from_numpy(total).to(input.dtype)
+    return total if isinstance(input, np.ndarray) else total.tolist()
+
+
+def all_gather(input: Any, comm_world: str = "worker") -> list[Any]:
+    """What every worker gave, in their order: numbers, text, lists and dicts of them."""
+    _check_world(comm_world)
+    try:
+        own = msgspec.json.encode(input)
+    except (TypeError, msgspec.MsgspecError) as error:
+        raise FleetError(f"all_gather: numbers, text, lists and dicts can be sent; {error}") from None
+    return [msgspec.json.decode(part) for part in fleet.gather("all_gather", own)]
+
+
+def barrier(comm_world: str = "worker") -> None:
+    """Wait for all other workers."""
+    _check_world(comm_world)
+    fleet.barrier_worker()
+
+
+def print_on_rank(message: str, rank_id: int) -> None:
+    """Print on one worker."""
+    if fleet.is_worker() and fleet.worker_index() == rank_id:
+        print(message, flush=True)
+
+
+def _check_world(comm_world: str) -> None:
+    if comm_world != "worker":
+        raise FleetError(f"comm_world must be 'worker' (servers take no part in this), found {comm_world!r}")

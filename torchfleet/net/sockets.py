@@ -45,15 +45,16 @@ class Listener:
 
     def serve(self, handler: Handler, is_over: Callable[[], bool]) -> None:
         """Answer requests until `is_over`, which is looked at after every request and every TICK."""
-        next_tick = 0.0
+        next_tick, worked = 0.0, None
         while not is_over():
-            if self._socket.poll(int(TICK * 1000)):
+            if self._socket.poll({None: int(TICK * 1000), False: 1, True: 0}[worked]):
                 peer, *frames = self._socket.recv_multipart(copy=False)
                 role = self._role(frames[-1]) if self._roles and frames else None
                 self._reply(handler.handle(peer.bytes, [frame.buffer for frame in frames], role))
                 del peer, frames  # the memory of a request is free before the next one is taken
+            worked = handler.work()
             now = time.monotonic()
-            if now >= next_tick:
+            if worked or now >= next_tick:
                 self._reply(handler.tick(now))
                 next_tick = now + TICK
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torchfleet.net.wire import Frame, Role
@@ -42,7 +42,10 @@ class Handler(Protocol):
         """Replies that are now ready, to this or to other peers. `role` is what the transport proved, if it did."""
 
     def tick(self, now: float) -> list[tuple[Peer, list[Frame]]]:
-        """Replies that became due by the passing of time."""
+        """Replies that became due by the passing of time, or by work."""
+
+    def work(self) -> bool | None:
+        """One slice of a long job. None: there is no job; False: it waits for a disk and could do nothing."""
 
 
 class InProcess:
@@ -50,13 +53,15 @@ class InProcess:
 
     def __init__(self, server: Handler) -> None:
         self._server = server
+        self.is_busy: bool | None = None
         self._lock = threading.Lock()  # a table has one owner at a time; here, whichever thread is calling
 
     def connect(self) -> InProcessChannel:
-        return InProcessChannel(self._call)
+        return InProcessChannel(self)
 
-    def _call(self, channel: InProcessChannel, frames: Sequence[Frame] | None) -> None:
+    def call(self, channel: InProcessChannel, frames: Sequence[Frame] | None) -> None:
         with self._lock:
+            self.is_busy = self._server.work()
             ready = self._server.tick(channel.now())
             if frames is not None:
                 ready += self._server.handle(channel, frames, None)
@@ -68,13 +73,13 @@ class InProcess:
 class InProcessChannel:
     """One client of an InProcess server."""
 
-    def __init__(self, call: Callable[[InProcessChannel, Sequence[Frame] | None], None]) -> None:
-        self._call = call
+    def __init__(self, transport: InProcess) -> None:
+        self._transport = transport
         self._replies: deque[Sequence[Frame]] = deque()
         self._arrived = threading.Condition()
 
     def send(self, frames: Sequence[Frame]) -> bool:
-        self._call(self, frames)
+        self._transport.call(self, frames)
         return True
 
     def receive(self, timeout: float) -> Sequence[Frame] | None:
@@ -82,12 +87,13 @@ class InProcessChannel:
         while True:
             with self._arrived:
                 if not self._replies:
-                    self._arrived.wait(min(0.05, max(0.0, deadline - time.monotonic())))
+                    pause = {None: 0.05, False: 0.001, True: 0.0}[self._transport.is_busy]
+                    self._arrived.wait(min(pause, max(0.0, deadline - time.monotonic())))
                 if self._replies:
                     return self._replies.popleft()
             if time.monotonic() >= deadline:
                 return None
-            self._call(self, None)  # nobody else watches the clock of a server without a loop
+            self._transport.call(self, None)  # nobody else watches the clock of a server without a loop
 
     def deliver(self, frames: Sequence[Frame]) -> None:
         with self._arrived:

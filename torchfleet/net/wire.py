@@ -52,6 +52,7 @@ class Command(IntEnum):
     SEND = 13
     TAKE = 14
     FILES = 15
+    SAVE = 16
 
 
 class Role(IntEnum):

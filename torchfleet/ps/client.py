@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchfleet.checkpoint.manifest import Saved
 from torchfleet.errors import FleetError, TableError, WireError
 from torchfleet.kernels.rows import all_finite
 from torchfleet.net.keys import KeyFolder
@@ -250,6 +252,17 @@ class Client:
         first = self._connections[0]
         what, path = unpack(first.wait(first.submit(Command.FILES, [pack(body)]))[0], tuple[str, str])
         return what, path
+
+    def save(self, dirname: str, folder: str, with_state: bool, timeout: float) -> list[Saved]:
+        """Every server writes its tables into a folder of `dirname`; returns what each has written."""
+        body = pack({"dirname": dirname, "folder": folder, "with_state": with_state, "token": secrets.randbits(63)})
+        asked: Future[list[Saved]] = self._ask(
+            Command.SAVE,
+            [[body]] * self.num_servers,
+            timeout=timeout,
+            finish=lambda replies: [unpack(reply[0], Saved) for reply in replies],
+        )
+        return asked.result()
 
     def stats(self) -> list[dict[str, Any]]:
         """Per server: tables with their rows and bytes, requests, errors, uptime."""

@@ -48,3 +48,13 @@ class Future(Generic[Result]):
         """Wait for all answers. Raises the first error; every wait ends at the request's time-out."""
         self.is_awaited = True
         return self._finish([connection.wait(call) for connection, call in self._waits])
+
+
+class Ready:
+    """A pull that has its result already."""
+
+    def __init__(self, pulled: Pulled) -> None:
+        self._pulled = pulled
+
+    def result(self) -> Pulled:
+        return self._pulled

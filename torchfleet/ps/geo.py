@@ -24,7 +24,7 @@ from torchfleet.net.wire import DELTA
 from torchfleet.ps.client import Client
 from torchfleet.ps.communicator import Communicator, Gradients
 from torchfleet.ps.engine import PullAhead
-from torchfleet.ps.future import Changed, Pulled
+from torchfleet.ps.future import Changed, Pulled, Ready
 from torchfleet.ps.plan import Plan
 from torchfleet.ps.shard import Floats, Keys
 from torchfleet.tables.memory import physical_bytes
@@ -33,16 +33,6 @@ from torchfleet.tables.sparse import SparseTable
 _NEGLIGIBLE = 1e-6  # a rest that no longer travels; float32 values near 1 are 1e-7 apart
 
 Deltas = dict[str, tuple[Keys, Floats] | Floats]
-
-
-class Ready:
-    """A pull that has its result already."""
-
-    def __init__(self, pulled: Pulled) -> None:
-        self._pulled = pulled
-
-    def result(self) -> Pulled:
-        return self._pulled
 
 
 class Geo(Communicator):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import torch
 
+from torchfleet.checkpoint.manifest import Parameter
 from torchfleet.errors import ModelError
 from torchfleet.nn import SparseEmbedding, sparse_embeddings
 from torchfleet.ps.shard import Floats
@@ -24,8 +25,14 @@ class DenseGroup:
 
     spec: TableSpec
     names: list[str]
-    parameters: list[torch.nn.Parameter]
+    parameters: Sequence[torch.Tensor]
     group: dict[str, Any]
+
+    def layout(self) -> list[Parameter]:
+        """Where in the block each parameter lies."""
+        ends = np.cumsum([0, *(parameter.numel() for parameter in self.parameters)])
+        triples = zip(self.names, self.parameters, ends[:-1], strict=True)
+        return [Parameter(name, list(tensor.shape), int(start)) for name, tensor, start in triples]
 
     def values(self) -> Floats:
         return _flat([parameter.detach() for parameter in self.parameters])
@@ -62,7 +69,7 @@ class Plan:
 
     dense: list[DenseGroup] = field(default_factory=list)
     sparse: dict[str, SparseGroup] = field(default_factory=dict)
-    fixed: list[DenseGroup] = field(default_factory=list)  # not trained, but the same on all workers
+    fixed: list[DenseGroup] = field(default_factory=list)  # parameters and buffers that are not trained
 
     @property
     def specs(self) -> list[TableSpec]:
@@ -152,7 +159,10 @@ def make_plan(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_serv
         if name not in plan.sparse:
             raise ModelError(f"embedding '{name}' is in no param group of the optimizer: give it model.parameters()")
     trained = {id(parameter) for group in plan.dense for parameter in group.parameters} | set(owners)
-    rest = [p for p in model.parameters() if id(p) not in trained and p.dtype == torch.float32 and p.numel()]
+    buffers = {id(buffer): name for name, buffer in model.named_buffers()}
+    names.update(buffers)
+    others: list[torch.Tensor] = [p for p in (*model.parameters(), *model.buffers()) if id(p) not in trained]
+    rest = [tensor for tensor in others if tensor.dtype == torch.float32 and tensor.numel()]
     if rest:
         spec = TableSpec("dense.fixed", "dense", size=sum(p.numel() for p in rest), num_parts=num_servers)
         plan.fixed.append(DenseGroup(spec, [names[id(p)] for p in rest], rest, {"lr": 0.0}))

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from torchfleet.errors import TableError
 from torchfleet.kernels import partition, rows
+from torchfleet.tables.owners import owners_of
 from torchfleet.tables.spec import TableSpec
 
 Keys = npt.NDArray[np.uint64]
@@ -57,11 +58,7 @@ def shard(spec: TableSpec, keys: Keys, num_servers: int) -> Shards:
     """Group keys by the server that owns them."""
     if num_servers == 1:
         return Shards(keys, np.array([0, len(keys)]), None)
-    owners = np.empty(len(keys), np.int32)
-    if spec.kind == "array":
-        owners[:] = keys % np.uint64(num_servers)
-    else:
-        partition.owners_by_hash(keys, num_servers, owners)
+    owners = owners_of(spec, keys, num_servers)
     starts = np.zeros(num_servers + 1, np.int64)
     grouped, places = np.empty_like(keys), np.empty(len(keys), np.int64)
     partition.group_by_owner(keys, owners, starts, grouped, places)

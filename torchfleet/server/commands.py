@@ -7,6 +7,7 @@ result means: the reply comes later, through `State.finish`.
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,8 +43,9 @@ from torchfleet.server.files import FilesBody
 from torchfleet.server.gathering import GatherBody
 from torchfleet.server.mail import SendBody, TakeBody
 from torchfleet.server.request import Request
+from torchfleet.server.saving import MAX_SAVES, SaveBody, save_in_slices
 from torchfleet.server.sections import Section, mean_section
-from torchfleet.server.state import Reply, State
+from torchfleet.server.state import Reply, Saving, State
 from torchfleet.tables.dense import DenseTable
 from torchfleet.tables.sparse import SparseTable
 from torchfleet.tables.spec import TableSpec
@@ -65,6 +67,7 @@ def stats(state: State, request: Request) -> Reply:
     tables = {table.spec.name: {"kind": table.spec.kind, **table.stats()} for table in state.tables.values()}
     body = {
         "tables": tables,
+        "model": state.model,
         "requests": state.num_requests,
         "errors": state.num_errors,
         "clients": len(state.sessions),
@@ -253,6 +256,25 @@ def files(state: State, request: Request) -> Reply:
     return [pack(state.files.ask(message.client, message.worker, body, request.arrived))]
 
 
+def save(state: State, request: Request) -> Reply | FleetError | None:
+    """Write this server's share of the model to files; the reply, which says to which, comes when all are on disk.
+
+    A repeat of the request gets the same answer.
+    """
+    body = unpack(only(request), SaveBody)
+    if not re.fullmatch(r"save-[0-9]{1,18}", body.folder):
+        raise WireError(f"expected a folder save-NUMBER, found {body.folder!r}")
+    known = state.saves.get(body.token)
+    if known is None:
+        known = state.saves[body.token] = Saving(request)
+        state.jobs.append(save_in_slices(state, known, body))
+        while len(state.saves) > MAX_SAVES:
+            state.saves.pop(next(iter(state.saves)))
+        return None
+    known.request = request
+    return known.result
+
+
 def leave(state: State, request: Request) -> Reply:
     """The worker has done its work: nobody waits for it any more, and after the last one the server ends."""
     check_worker(state, request)
@@ -282,7 +304,7 @@ def _bodies(request: Request, at_least: int) -> list[Array]:
 class Entry:
     """A command: what it does, who may give it, and whether a repeat must not do it again."""
 
-    run: Callable[[State, Request], Reply | None]
+    run: Callable[[State, Request], Reply | FleetError | None]
     roles: frozenset[Role]
     once: bool = False
 
@@ -307,4 +329,5 @@ COMMANDS: dict[int, Entry] = {
     Command.SEND: Entry(send, _ALL),
     Command.TAKE: Entry(take, _ALL),
     Command.FILES: Entry(files, _ALL),
+    Command.SAVE: Entry(save, _FIRST),
 }

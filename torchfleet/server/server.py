@@ -53,6 +53,16 @@ class Server:
         self.state.files.expire(now)
         return self._replies()
 
+    def work(self) -> bool | None:
+        """One slice of a long job. None: there is no job; False: it waits for a disk and could do nothing."""
+        if not self.state.jobs:
+            return None
+        try:
+            return next(self.state.jobs[0])
+        except StopIteration:
+            self.state.jobs.popleft()
+            return True
+
     def _run(self, request: Request, role: Role | None) -> Reply | FleetError | None:
         try:
             entry = self._entry(request.message, role)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torchfleet.errors import FleetError, TableError
@@ -26,6 +28,14 @@ Reply = list[Array]
 
 
 @dataclass
+class Saving:
+    """A save that is under way or done: who is to be told, and what."""
+
+    request: Request
+    result: Reply | FleetError | None = None
+
+
+@dataclass
 class State:
     """All that a server owns."""
 
@@ -38,11 +48,14 @@ class State:
     gatherings: Gatherings = field(default_factory=Gatherings)
     mail: Mail = field(default_factory=Mail)
     files: FileLists = field(default_factory=FileLists)
+    saves: dict[int, Saving] = field(default_factory=dict)  # by token
+    jobs: deque[Iterator[bool]] = field(default_factory=deque)  # long work, done in slices between requests
     sync_step: dict[int, Request] = field(default_factory=dict)  # this step's pushes so far, by worker
     finished: list[tuple[Request, Reply | FleetError]] = field(default_factory=list)
     num_requests: int = 0
     num_errors: int = 0
     is_stopping: bool = False
+    model: str = ""  # the saved model that was loaded
     started: float = field(default_factory=time.monotonic)
 
     def finish(self, request: Request, result: Reply | FleetError) -> None:

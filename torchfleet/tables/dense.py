@@ -22,6 +22,7 @@ class DenseTable:
         self.step = 0
         self.staleness = Staleness()
         self.is_set = False  # nobody has given it values yet
+        self.loaded: list[tuple[int, int]] = []  # elements of the whole table that came from a saved model
         self.size = spec.num_elements
         num_rows = 1 + num_dense_states(spec.rule)
         if self.size * num_rows * 4 > max_bytes:
@@ -48,6 +49,23 @@ class DenseTable:
         self.check_set(start, values)
         self._weights[start : start + values.size] = values.reshape(-1)
         self.is_set = True
+
+    @property
+    def num_states(self) -> int:
+        return len(self._states)
+
+    def block(self) -> Floats:
+        """A copy of everything: a row of values, and one for each kind of state."""
+        return np.concatenate([self._weights[None], self._states])
+
+    def load(self, start: int, block: Floats) -> None:
+        """Elements from `start` on, from the rows of a saved block; state only if it has it."""
+        stop = start + block.shape[1]
+        self.check_range(start, stop)
+        self._check_finite(np.ascontiguousarray(block[0]))
+        self._weights[start:stop] = block[0]
+        if len(block) > 1:
+            self._states[:, start:stop] = block[1:]
 
     def add(self, deltas: Floats) -> None:
         """weights ← weights + delta, for differences that another copy has learned."""
@@ -81,6 +99,7 @@ class DenseTable:
             "load_factor": 1.0,
             "step": self.step,
             "is_set": self.is_set,
+            "loaded": self.loaded,
             "staleness": self.staleness.counts(),
         }
 

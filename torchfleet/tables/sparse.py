@@ -33,6 +33,7 @@ class SparseTable:
     def __init__(self, spec: TableSpec, max_bytes: int) -> None:
         self.spec = spec
         self.step = 0
+        self.num_loaded = 0  # rows that came from a saved model
         self.staleness = Staleness()
         num_words = spec.dim * (1 + num_states(spec.rule))
         self._index: KeyMap | KeyRange
@@ -133,8 +134,14 @@ class SparseTable:
             yield keys, out
             start += num_rows
 
+    @property
+    def num_words(self) -> int:
+        """Numbers per row: values and state."""
+        return self._row_words
+
     def stats(self) -> dict[str, Any]:
         return {
+            "loaded": self.num_loaded,
             "rows": self._index.num_keys,
             "bytes": self._index.num_bytes,
             "load_factor": self._index.load_factor,

@@ -1,0 +1,1 @@
+"""Saved models: docs/checkpoints.md."""

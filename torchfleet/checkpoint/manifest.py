@@ -1,0 +1,147 @@
+"""The manifest: which tables a saved model has, which files they are in, and a checksum of each file and of itself."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import zlib
+from typing import Any, Literal
+
+import msgspec
+
+from torchfleet.checkpoint.storage import Storage
+from torchfleet.errors import CheckpointError
+from torchfleet.tables.spec import Initializer, Rule, TableSpec
+
+FILE = "manifest.json"
+FORMAT = "torchfleet checkpoint"
+VERSION = 1
+_INFINITE = (math.inf, -math.inf)
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """A dense parameter: where in its table's block it lies."""
+
+    name: str
+    shape: list[int]
+    start: int
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One file: rows of a sparse table, or a stretch of a dense one."""
+
+    table: str
+    file: str
+    part: int  # of which server
+    rows: int
+    bytes: int
+    crc32: int
+    start: int = 0  # dense: first element
+
+
+class Saved(msgspec.Struct):
+    """What one server has saved."""
+
+    parts: list[Part]
+    steps: dict[str, int]
+    rows: dict[str, int]
+
+
+class Table(msgspec.Struct, frozen=True):
+    name: str
+    kind: str
+    dim: int
+    size: int
+    seed: int
+    rule: dict[str, Any]
+    initializer: dict[str, Any]
+    num_states: int  # words of optimizer state per value
+    step: int
+    rows: int
+    parameters: list[Parameter] = []
+
+    def spec(self) -> TableSpec:
+        return TableSpec(
+            self.name,
+            msgspec.convert(self.kind, Literal["sparse", "array", "dense"]),
+            self.dim,
+            self.size,
+            msgspec.convert(self.rule, Rule),
+            msgspec.convert(self.initializer, Initializer),
+            self.seed,
+        )
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    save: str  # the folder with the parts
+    number: int
+    kind: str  # "full", or "inference": without optimizer state
+    num_servers: int
+    tables: list[Table]
+    parts: list[Part]
+    format: str = FORMAT
+    version: int = VERSION
+
+    def table(self, name: str) -> Table:
+        for table in self.tables:
+            if table.name == name:
+                return table
+        raise CheckpointError(f"no table '{name}' in it; it has {', '.join(table.name for table in self.tables)}")
+
+    def parts_of(self, table: str) -> list[Part]:
+        return [part for part in self.parts if part.table == table]
+
+
+def described(spec: TableSpec, num_states: int, step: int, rows: int, parameters: list[Parameter]) -> Table:
+    """A table's line in the manifest. Bounds that are infinite are left out: JSON has no word for them."""
+    rule = {name: value for name, value in msgspec.structs.asdict(spec.rule).items() if value not in _INFINITE}
+    first = msgspec.structs.asdict(spec.initializer)
+    return Table(spec.name, spec.kind, spec.dim, spec.size, spec.seed, rule, first, num_states, step, rows, parameters)
+
+
+def write_manifest(storage: Storage, manifest: Manifest) -> None:
+    """The last act of saving: from here on the new model is the model."""
+    body = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    whole = b'{"checksum": %d, "manifest":\n%s}\n' % (zlib.crc32(body), body)
+    storage.write(FILE, [whole])
+
+
+def read_manifest(storage: Storage) -> Manifest:
+    """Raises CheckpointError if there is no complete model, or if its manifest is damaged."""
+    place = storage.place(FILE)
+    if not storage.exists(FILE):
+        raise CheckpointError(f"no saved model in {storage.path}: there is no {FILE}. Was the save interrupted?")
+    data = storage.read(FILE)
+    head, _, body = data.partition(b"\n")
+    body = body.removesuffix(b"}\n")
+    if head != b'{"checksum": %d, "manifest":' % zlib.crc32(body):
+        raise CheckpointError(f"{place} is damaged: its checksum does not fit. Load another save of the model.")
+    try:
+        manifest = msgspec.json.decode(body, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{place} is not a manifest of this version: {error}") from None
+    if manifest.format != FORMAT or manifest.version != VERSION:
+        raise CheckpointError(
+            f"{place}: expected {FORMAT} version {VERSION}, found {manifest.format} version {manifest.version}"
+        )
+    return manifest
+
+
+def next_save(storage: Storage) -> int:
+    """A number above those of all saves that are or were being made here."""
+    numbers = [int(name[5:]) for name in storage.folders() if name.startswith("save-") and name[5:].isdigit()]
+    if storage.exists(FILE):
+        with contextlib.suppress(CheckpointError):  # a damaged one is replaced
+            numbers.append(read_manifest(storage).number)
+    return max(numbers, default=0) + 1
+
+
+def folder_of(number: int) -> str:
+    return f"save-{number:06}"
+
+
+def remove_others(storage: Storage, manifest: Manifest) -> None:
+    """Folders of earlier saves, and of those that never came to an end."""
+    for name in list(storage.folders()):
+        if name.startswith("save-") and name != manifest.save:
+            storage.remove_folder(name)

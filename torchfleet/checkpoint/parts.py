@@ -1,0 +1,69 @@
+"""Part files: safetensors, written and read without a copy of the arrays, each with a checksum of all its bytes."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.errors import CheckpointError
+
+_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "U64": np.dtype("<u8"), "I64": np.dtype("<i8")}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_MAX_HEADER = 1 << 20
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+class Entry(msgspec.Struct):
+    """One tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+def encode(arrays: Arrays) -> list[Any]:
+    """The file's bytes, as buffers to be written one after the other."""
+    entries: dict[str, Entry] = {}
+    at = 0
+    for name, array in arrays.items():
+        entries[name] = Entry(_NAMES[array.dtype], list(array.shape), (at, at + array.nbytes))
+        at += array.nbytes
+    header = msgspec.json.encode(entries)
+    header += b" " * (-len(header) % 8)  # so that what follows is aligned
+    return [len(header).to_bytes(8, "little"), header, *(np.ascontiguousarray(a).data for a in arrays.values())]
+
+
+def checksum(buffers: list[Any]) -> int:
+    crc = 0
+    for buffer in buffers:
+        crc = zlib.crc32(memoryview(buffer).cast("B") if memoryview(buffer).nbytes else b"", crc)
+    return crc
+
+
+def decode(data: bytes, place: str) -> Arrays:
+    """The arrays over the file's own memory. Raises CheckpointError for what is no such file."""
+    size = int.from_bytes(data[:8], "little")
+    if len(data) < 8 or size > min(_MAX_HEADER, len(data) - 8):
+        raise CheckpointError(f"{place}: expected a safetensors header, found one of {size:,} bytes in {len(data):,}")
+    try:
+        entries = msgspec.json.decode(data[8 : 8 + size], type=dict[str, Entry])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{place}: its safetensors header is damaged: {error}") from None
+    body = np.frombuffer(data, np.uint8)[8 + size :]
+    return {name: _array(entry, body, f"{place}, tensor '{name}'") for name, entry in entries.items()}
+
+
+def _array(entry: Entry, body: npt.NDArray[np.uint8], place: str) -> npt.NDArray[Any]:
+    dtype = _DTYPES.get(entry.dtype)
+    start, stop = entry.data_offsets
+    num = 1
+    for length in entry.shape:
+        num *= length
+    if dtype is None or min([start, *entry.shape]) < 0 or stop > len(body) or stop - start != num * dtype.itemsize:
+        raise CheckpointError(f"{place}: {entry.dtype} {entry.shape} at {start}:{stop} cannot be in this file")
+    return body[start:stop].view(dtype).reshape(entry.shape)

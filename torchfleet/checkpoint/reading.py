@@ -1,0 +1,123 @@
+"""From part files to tables: every byte checked, every row to the server that owns it now."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.checkpoint import parts
+from torchfleet.checkpoint.manifest import Manifest, Part, Table
+from torchfleet.checkpoint.storage import Storage
+from torchfleet.errors import CheckpointError
+from torchfleet.tables.dense import DenseTable
+from torchfleet.tables.owners import owners_of
+from torchfleet.tables.sparse import SparseTable
+from torchfleet.tables.spec import TableSpec, part_range
+
+_AHEAD = 2  # files being read while another one is taken in
+
+
+def read_part(storage: Storage, manifest: Manifest, part: Part) -> parts.Arrays:
+    """The part's arrays. A file that is missing, cut off or changed by a single bit is named."""
+    name = f"{manifest.save}/{part.file}"
+    data = storage.read(name)
+    place = storage.place(name)
+    if len(data) != part.bytes:
+        raise CheckpointError(f"{place} is damaged: {len(data):,} bytes, and {part.bytes:,} were saved")
+    if parts.checksum([data]) != part.crc32:
+        raise CheckpointError(f"{place} is damaged: its checksum is not the one that was saved")
+    return parts.decode(data, place)
+
+
+def read_parts(storage: Storage, manifest: Manifest, chosen: Sequence[Part]) -> Iterator[tuple[Part, parts.Arrays]]:
+    """Several parts in turn; the next ones are read meanwhile."""
+    with ThreadPoolExecutor(_AHEAD) as pool:
+        under_way = [pool.submit(read_part, storage, manifest, part) for part in chosen[:_AHEAD]]
+        for i, part in enumerate(chosen):
+            arrays = under_way.pop(0).result()
+            if i + _AHEAD < len(chosen):
+                under_way.append(pool.submit(read_part, storage, manifest, chosen[i + _AHEAD]))
+            yield part, arrays
+
+
+def load_sparse(storage: Storage, manifest: Manifest, table: SparseTable, quiet: bool = False) -> int:
+    """All saved rows that this table's part owns, with their state if it is of the same kind. Returns how many."""
+    spec, saved = table.spec, manifest.table(table.spec.name)
+    check_match(saved, spec)
+    is_whole = spec.dim * (1 + saved.num_states) == table.num_words and _same_rule(saved, spec)
+    width = table.num_words if is_whole else spec.dim
+    if not quiet and width < spec.dim * (1 + saved.num_states):
+        print(
+            f"table '{spec.name}': the optimizer state was saved by {saved.rule['name']} and is not used by "
+            f"{spec.rule.name}; it starts anew",
+            file=sys.stderr,
+            flush=True,
+        )
+    chosen = manifest.parts_of(spec.name)
+    same_cut = manifest.num_servers == spec.num_parts
+    num = 0
+    for part, arrays in read_parts(storage, manifest, [p for p in chosen if not same_cut or p.part == spec.part]):
+        keys, rows = arrays["keys"].reshape(-1), arrays["rows"]
+        if rows.shape != (len(keys), spec.dim * (1 + saved.num_states)):
+            raise CheckpointError(f"{part.file}: {len(keys)} keys and rows of shape {rows.shape} do not fit")
+        if not same_cut:
+            mine = owners_of(spec, keys, spec.num_parts) == spec.part
+            keys, rows = keys[mine], rows[mine]
+        table.assign(keys, np.ascontiguousarray(rows[:, :width]))
+        num += len(keys)
+    table.step, table.num_loaded = saved.step, num
+    return num
+
+
+def load_dense(storage: Storage, manifest: Manifest, table: DenseTable, names: set[str] | None) -> int:
+    """Values and state of this part's elements; of the named parameters only, or of all. Returns how many."""
+    spec, saved = table.spec, manifest.table(table.spec.name)
+    check_match(saved, spec)
+    values = read_dense(storage, manifest, saved)
+    with_state = saved.num_states == table.num_states and _same_rule(saved, spec)
+    first, last = part_range(spec.size, spec.part, spec.num_parts)
+    loaded = []
+    for parameter in saved.parameters:
+        if names is not None and parameter.name not in names:
+            continue
+        start = max(first, parameter.start)
+        stop = min(last, parameter.start + int(np.prod(parameter.shape, dtype=np.int64)))
+        if start < stop:
+            table.load(start - first, values[: 1 + saved.num_states if with_state else 1, start:stop])
+            loaded.append((start, stop))
+    table.loaded = loaded
+    if names is None:
+        table.step = saved.step
+    return sum(stop - start for start, stop in loaded)
+
+
+def read_dense(storage: Storage, manifest: Manifest, saved: Table) -> npt.NDArray[np.float32]:
+    """A dense table put together from its parts: a row of values, and one for each kind of state."""
+    whole = np.empty((1 + saved.num_states, saved.size), np.float32)
+    num = 0
+    for part, arrays in read_parts(storage, manifest, manifest.parts_of(saved.name)):
+        block = arrays["values"]
+        if block.ndim != 2 or len(block) != len(whole) or part.start < 0 or part.start + block.shape[1] > saved.size:
+            raise CheckpointError(f"{part.file}: a block of shape {block.shape} does not fit table '{saved.name}'")
+        whole[:, part.start : part.start + block.shape[1]] = block
+        num += block.shape[1]
+    if num != saved.size:
+        raise CheckpointError(f"table '{saved.name}': {num:,} of {saved.size:,} elements were saved")
+    return whole
+
+
+def check_match(saved: Table, spec: TableSpec) -> None:
+    for name in ("kind", "dim", "size"):
+        if getattr(saved, name) != getattr(spec, name):
+            raise CheckpointError(
+                f"table '{spec.name}' was saved with {name}={getattr(saved, name)}, and the model has "
+                f"{name}={getattr(spec, name)}. Load it into the model that it was saved from."
+            )
+
+
+def _same_rule(saved: Table, spec: TableSpec) -> bool:
+    return bool(saved.rule["name"] == spec.rule.name)

@@ -1,0 +1,96 @@
+"""A folder to save to and load from: on this machine, or anywhere that fsspec reaches."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import fsspec
+
+from torchfleet.errors import CheckpointError
+
+Buffer = Any  # bytes, or an array's memory
+
+_PIECE = 1 << 24
+
+
+class Storage:
+    """Names are relative to the folder. A file is there whole or not at all."""
+
+    def __init__(self, dirname: str) -> None:
+        if not isinstance(dirname, (str, os.PathLike)) or not os.fspath(dirname):
+            raise CheckpointError(f"expected the path of a folder, found {dirname!r}")
+        self.path = os.fspath(dirname)
+        self.is_local = "://" not in self.path and "::" not in self.path
+        if self.is_local:
+            self.path = os.path.abspath(self.path)
+        self._fs: Any = None if self.is_local else fsspec.core.url_to_fs(self.path)[0]
+
+    def write(self, name: str, buffers: Sequence[Buffer]) -> None:
+        """Local files are forced to disk before they get their name."""
+        place = self.place(name)
+        if not self.is_local:
+            self._fs.makedirs(self._inner(os.path.dirname(place)), exist_ok=True)
+            with self._fs.open(self._inner(place), "wb") as file:
+                for buffer in buffers:
+                    file.write(buffer)
+            return
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        with open(f"{place}.tmp", "wb", buffering=0) as raw:
+            for buffer in buffers:
+                rest = memoryview(buffer).cast("B")
+                while len(rest):
+                    rest = rest[raw.write(rest[:_PIECE]) :]
+            os.fsync(raw.fileno())
+        os.replace(f"{place}.tmp", place)
+        self._sync_folder(os.path.dirname(place))
+
+    def read(self, name: str) -> bytes:
+        try:
+            if self.is_local:
+                with open(self.place(name), "rb") as file:
+                    return file.read()
+            with self._fs.open(self._inner(self.place(name)), "rb") as file:
+                return bytes(file.read())
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.place(name)} is missing") from None
+        except OSError as error:
+            raise CheckpointError(f"{self.place(name)} cannot be read: {error}") from error
+
+    def exists(self, name: str) -> bool:
+        if self.is_local:
+            return os.path.exists(self.place(name))
+        return bool(self._fs.exists(self._inner(self.place(name))))
+
+    def folders(self) -> Iterator[str]:
+        """Names of the folders in it."""
+        if self.is_local:
+            if os.path.isdir(self.path):
+                yield from (entry.name for entry in os.scandir(self.path) if entry.is_dir())
+        elif self._fs.exists(self._inner(self.path)):
+            for entry in self._fs.ls(self._inner(self.path), detail=True):
+                if entry["type"] == "directory":
+                    yield entry["name"].rstrip("/").rsplit("/", 1)[-1]
+
+    def remove_folder(self, name: str) -> None:
+        if self.is_local:
+            shutil.rmtree(self.place(name), ignore_errors=True)
+        else:
+            self._fs.rm(self._inner(self.place(name)), recursive=True)
+
+    def place(self, name: str) -> str:
+        return f"{self.path.rstrip('/')}/{name}"
+
+    def _inner(self, place: str) -> str:
+        return str(self._fs._strip_protocol(place))
+
+    @staticmethod
+    def _sync_folder(path: str) -> None:
+        """A rename is on disk when its folder is."""
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -1,0 +1,118 @@
+"""Prediction: from a saved model in a plain process, or with the tables left on the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from torchfleet import fleet
+from torchfleet.checkpoint.manifest import Manifest, read_manifest
+from torchfleet.checkpoint.reading import load_sparse, read_dense
+from torchfleet.checkpoint.storage import Storage
+from torchfleet.errors import CheckpointError
+from torchfleet.nn import convert, sparse_embeddings
+from torchfleet.ps.engine import Engine
+from torchfleet.ps.future import Pulled, Ready
+from torchfleet.ps.shard import Keys
+from torchfleet.tables.memory import physical_bytes
+from torchfleet.tables.sparse import SparseTable
+from torchfleet.tables.spec import Rule, TableSpec
+
+
+class LocalTables:
+    """Rows from tables in this process, for prediction: ids without a row read as zeros."""
+
+    pulls_ahead = False
+
+    def __init__(self, tables: Mapping[str, SparseTable]) -> None:
+        self._tables = tables
+
+    def pull(self, keys: Mapping[str, Keys], create: bool) -> Ready:
+        rows = {name: self._tables[name].pull(wanted, create=False) for name, wanted in keys.items()}
+        return Ready(Pulled(rows, {name: [] for name in keys}))
+
+
+def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Module:
+    """The model with its saved parameters and tables, in eval mode, in this process; it needs no server.
+
+    `dirname` is a folder of save_inference_model or save_persistables, by any number of servers.
+    """
+    storage = Storage(dirname)
+    manifest = read_manifest(storage)
+    convert(model)
+    tables = {name: _table(storage, manifest, modules[0]) for name, modules in sparse_embeddings(model).items()}
+    _load_parameters(storage, manifest, model)
+    modules = sparse_embeddings(model)
+    engine = Engine(LocalTables(tables), modules)
+    for embeddings in modules.values():
+        for module in embeddings:
+            module.bind(engine)
+    model.register_forward_pre_hook(lambda _, args, kwargs: engine.enter([args, kwargs]), with_kwargs=True)
+    return model.eval()
+
+
+def _table(storage: Storage, manifest: Manifest, module: Any) -> SparseTable:
+    kind: Literal["sparse", "array"] = "sparse" if module.num_embeddings is None else "array"
+    spec = TableSpec(module.name, kind, module.dim, module.num_embeddings or 0, Rule("sgd", 0.0))
+    table = SparseTable(spec, physical_bytes())
+    load_sparse(storage, manifest, table, quiet=True)
+    return table
+
+
+def _load_parameters(storage: Storage, manifest: Manifest, model: torch.nn.Module) -> None:
+    """Dense parameters and float buffers by their names; every one of the model must be there."""
+    saved: dict[str, np.ndarray[Any, Any]] = {}
+    for table in manifest.tables:
+        if table.kind == "dense":
+            values = read_dense(storage, manifest, table)[0]
+            for parameter in table.parameters:
+                size = int(np.prod(parameter.shape, dtype=np.int64))
+                saved[parameter.name] = values[parameter.start : parameter.start + size].reshape(parameter.shape)
+    wanted = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    wanted = {name: tensor for name, tensor in wanted.items() if tensor.numel() and tensor.dtype == torch.float32}
+    missing = sorted(set(wanted) - set(saved))
+    if missing:
+        raise CheckpointError(
+            f"{storage.path} has no parameter {', '.join(missing)}; it has {', '.join(sorted(saved))}. Load it into "
+            "the model that it was saved from."
+        )
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            if tuple(saved[name].shape) != tuple(tensor.shape):
+                raise CheckpointError(
+                    f"parameter '{name}' was saved with shape {tuple(saved[name].shape)}, and the model has "
+                    f"{tuple(tensor.shape)}"
+                )
+            tensor.copy_(torch.from_numpy(saved[name].copy()))
+
+
+class DistributedInfer:
+    """Prediction with the tables left on the servers; it only pulls, and creates no rows.
+
+    After training in the same job, or as a job of its own that loads a saved model first:
+
+        infer = fleet.DistributedInfer(model)
+        infer.init_distributed_infer_env(dirname="model")    # servers serve here until the workers have stopped
+        if fleet.is_worker():
+            scores = infer.predict(batch)
+            fleet.stop_worker()
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def init_distributed_infer_env(self, dirname: str | None = None, var_names: Sequence[str] | None = None) -> None:
+        """Make ready. On a server of a prediction job this returns when all workers have stopped."""
+        fleet.begin_prediction(self._model, dirname, list(var_names) if var_names is not None else None)
+        self._model.eval()
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, in eval mode and without gradients."""
+        self._model.eval()
+        with torch.no_grad():
+            return self._model(*args, **kwargs)
+
+    __call__ = predict
