@@ -90,7 +90,7 @@ class GatedTransport(InProcess):
         self.gate.set()
 
     def connect(self) -> GatedChannel:
-        channel = GatedChannel(self._call)
+        channel = GatedChannel(self)
         channel.gate = self.gate
         return channel
 

@@ -29,7 +29,7 @@ class FetchHandler:
                     f"FetchHandler: '{name}' must be the name of a value that the step returns, a tensor or a "
                     f"function, found {what!r}"
                 )
-        if not period_secs > 0:
+        if not isinstance(period_secs, (int, float)) or not period_secs > 0:
             raise FleetError(f"FetchHandler: period_secs must be above 0, found {period_secs!r}")
         self.var_dict, self.period_secs = dict(var_dict), float(period_secs)
 
@@ -58,7 +58,7 @@ class Watch:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._over.wait(self._handler.period_secs):
+        while not self._over.wait(min(self._handler.period_secs, threading.TIMEOUT_MAX)):
             self._call()
         self._call()
 
@@ -68,7 +68,7 @@ class Watch:
             return
         try:
             self._handler.handler({name: self._value(what, latest) for name, what in self._handler.var_dict.items()})
-        except Exception:  # the user's code: it is shown, and training goes on
+        except BaseException:  # the user's code: it is shown, and training goes on
             traceback.print_exc(file=sys.stderr)
 
     def _value(self, what: Any, latest: Mapping[str, Any]) -> Any:
@@ -85,7 +85,9 @@ def plain(value: Any) -> Any:
     """A number, or a numpy array of several; what is neither stays as it is."""
     if isinstance(value, torch.Tensor):
         detached = value.detach().cpu()
-        return detached.item() if detached.numel() == 1 else detached.numpy().copy()
+        if detached.numel() == 1:
+            return detached.item()
+        return (detached.float() if detached.dtype == torch.bfloat16 else detached).numpy().copy()
     if hasattr(value, "item") and getattr(value, "size", 0) == 1:
         return value.item()
     return value
@@ -93,5 +95,6 @@ def plain(value: Any) -> Any:
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
     """What can be shown in a line: single numbers."""
-    found = {name: plain(value) for name, value in values.items()}
+    single = {n: v for n, v in values.items() if not isinstance(v, torch.Tensor) or v.numel() == 1}
+    found = {name: plain(value) for name, value in single.items()}
     return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}

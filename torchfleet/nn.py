@@ -95,7 +95,9 @@ class SparseEmbedding(torch.nn.Module):
             return self._engine.lookup(self.name, self.weight, ids, self.padding_idx, create)
         if offsets is not None:
             ids = (ids, offsets)
-        is_one = offsets is not None or hasattr(ids, "offsets")
+        is_one = isinstance(ids, tuple)  # (values, offsets); several slots are a list
+        if not is_one and not isinstance(ids, list):
+            raise ModelError(f"expected ids, a slot or a list of slots, found {type(ids).__name__}")
         tensors, bags = _joined([ids] if is_one else list(ids), self.pooling == "mean")
         out = self._engine.pooled(self.name, self.weight, tensors, bags, self.padding_idx, create)
         return out.squeeze(1) if is_one else out
@@ -122,7 +124,13 @@ def _bags(slot: Any) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
         if slot.dim() not in (1, 2):
             raise ModelError(f"a slot has one row of ids per sample, found a tensor of shape {tuple(slot.shape)}")
         return slot, np.arange(len(slot), dtype=np.int64) * (slot.size(1) if slot.dim() == 2 else 1)
-    ids, offsets = slot
+    pair = tuple(slot) if isinstance(slot, tuple) else ()
+    if len(pair) != 2 or not all(isinstance(part, torch.Tensor) for part in pair):
+        raise ModelError(
+            "expected a slot of a batch: ids with a row per sample, or values and offsets; found "
+            f"{type(slot).__name__}. Give batch['name'], or a list of such slots."
+        )
+    ids, offsets = pair
     starts: np.ndarray[Any, Any] = offsets.detach().cpu().numpy().astype(np.int64)
     bounds = np.append(starts, ids.numel())
     if (np.diff(bounds) < 0).any() or bounds[0] != 0:

@@ -14,7 +14,7 @@ import torch
 from torchfleet.data.dataset import BatchIterator, Dataset
 from torchfleet.data.slots import Batch
 from torchfleet.errors import FleetError
-from torchfleet.fetch import FetchHandler, Watch, numbers
+from torchfleet.fetch import FetchHandler, Watch, numbers, plain
 from torchfleet.ps.engine import Engine
 from torchfleet.ps.optimizer import DistributedOptimizer
 
@@ -45,35 +45,42 @@ class Report:
             raise FleetError(f"print_period: expected a number of steps, or 0 for never, found {print_period!r}")
         if handler is not None and not isinstance(handler, FetchHandler):
             raise FleetError(f"fetch_handler: expected an object of a class of fleet.FetchHandler, found {handler!r}")
+        if isinstance(fetch_list, str):
+            raise FleetError(f"fetch_list: expected a list of names, found the single {fetch_list!r}")
         self._what, self._names, self._period = what, fetch_list, print_period
         self._lock = threading.Lock()
         self.result = Result()
         self._latest: Values = {}
         self._start = self._last_time = time.monotonic()
         self._last_samples = 0
-        self._watch = Watch(handler) if handler is not None else None
+        self._handler = handler
+        self._watch: Watch | None = None
+
+    def begin(self) -> None:
+        self._start = self._last_time = time.monotonic()
+        self._watch = Watch(self._handler) if self._handler is not None else None
 
     def note(self, batch: Batch, values: Values) -> None:
         with self._lock:
             self.result.steps += 1
             self.result.samples += batch.num_samples
             self._latest = values
-            is_time = self._period and self.result.steps % self._period == 0
+            number = self.result.steps
         if self._watch is not None:
             self._watch.note(values)
-        if is_time:
-            self._print(values)
+        if self._period and number % self._period == 0:
+            self._print(number, values)
 
     def end(self) -> Result:
-        self.result.seconds = time.monotonic() - self._start
         self.result.last = numbers(self._latest)
         return self.result
 
     def close(self) -> None:
+        self.result.seconds = time.monotonic() - self._start
         if self._watch is not None:
             self._watch.close()
 
-    def _print(self, values: Values) -> None:
+    def _print(self, number: int, values: Values) -> None:
         with self._lock:
             now, samples = time.monotonic(), self.result.samples
             rate = (samples - self._last_samples) / max(now - self._last_time, 1e-9)
@@ -83,9 +90,11 @@ class Report:
             missing = [name for name in self._names if name not in values]
             if missing:
                 raise FleetError(f"fetch_list: the step returns {', '.join(values)}, and no {', '.join(missing)}")
-            shown = {name: shown[name] for name in self._names if name in shown}
-        texts = [f"{name} {value:.5g}" for name, value in shown.items()]
-        parts = [f"{self._what} step {self.result.steps}", f"{rate:,.0f} samples/s", *texts]
+            shown = {name: shown[name] if name in shown else plain(values[name]) for name in self._names}
+        texts = [
+            f"{name} {value:.5g}" if isinstance(value, float) else f"{name} {value}" for name, value in shown.items()
+        ]
+        parts = [f"{self._what} step {number}", f"{rate:,.0f} samples/s", *texts]
         print(" | ".join(parts), file=sys.stdout, flush=True)
 
 
@@ -107,6 +116,7 @@ def train(
     step: Step, dataset: Dataset, optimizer: DistributedOptimizer, engine: Engine, num_threads: int, report: Report
 ) -> Result:
     """One pass; `num_threads` threads train on batches of their own."""
+    _check_threads(num_threads)
     if num_threads > 1 and not optimizer.communicator.takes_threads:
         raise FleetError(
             f"thread={num_threads}: in sync mode a worker makes one step at a time. Use thread=1 and more workers, or "
@@ -127,7 +137,11 @@ def train(
                 optimizer.zero_grad()
             report.note(batch, values)
 
-    return _run_pass(dataset, run, num_threads, report, optimizer.communicator.leave_thread)
+    try:
+        return _run_pass(dataset, run, num_threads, report, optimizer.communicator.leave_thread)
+    finally:
+        if num_threads > 1:
+            optimizer.communicator.end_threads()
 
 
 def infer(
@@ -140,7 +154,8 @@ def infer(
     leave_thread: Callable[[], None],
 ) -> Result:
     """One pass without gradients, the model in eval mode; no row is created."""
-    sums: dict[str, float] = {}
+    _check_threads(num_threads)
+    sums: dict[str, tuple[float, int]] = {}
     lock = threading.Lock()
 
     def run(batches: Iterator[Batch]) -> None:
@@ -149,16 +164,18 @@ def infer(
                 values = step(batch)
                 with lock:
                     for name, value in numbers(values).items():
-                        sums[name] = sums.get(name, 0.0) + value * batch.num_samples
+                        total, num = sums.get(name, (0.0, 0))
+                        sums[name] = total + value * batch.num_samples, num + batch.num_samples
                 report.note(batch, values)
 
-    was_training = model.training
+    was_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         result = _run_pass(dataset, run, num_threads, report, leave_thread)
     finally:
-        model.train(was_training)
-    result.mean = {name: total / max(1, result.samples) for name, total in sums.items()}
+        for module in was_training:
+            module.training = True
+    result.mean = {name: total / max(1, num) for name, (total, num) in sums.items()}
     return result
 
 
@@ -170,9 +187,13 @@ def _run_pass(
     leave_thread: Callable[[], None],
 ) -> Result:
     """One thread: here. Several: the first error of any of them ends all, and is raised here."""
-    if type(num_threads) is not int or num_threads < 1:
-        raise FleetError(f"thread: expected a number of at least 1, found {num_threads!r}")
+    if not isinstance(dataset, Dataset):
+        raise FleetError(
+            f"expected a fleet.InMemoryDataset or fleet.QueueDataset, found {type(dataset).__name__}; for a DataLoader "
+            "write the loop yourself, over fleet.prefetch(loader)"
+        )
     batches = dataset.iterate()
+    report.begin()
     errors: list[BaseException] = []
 
     def guarded(own: BatchIterator) -> None:
@@ -199,6 +220,11 @@ def _run_pass(
         batches.close()
         report.close()
     return report.end()
+
+
+def _check_threads(num_threads: Any) -> None:
+    if type(num_threads) is not int or num_threads < 1:
+        raise FleetError(f"thread: expected a number of at least 1, found {num_threads!r}")
 
 
 def _loss(values: Values) -> torch.Tensor:

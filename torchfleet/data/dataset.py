@@ -126,7 +126,7 @@ class Pass:
 
     def take_ready(self) -> FileBatch | None:
         """The next batch if it is there already."""
-        return self.take() if self._feed.num_waiting else None
+        return self._feed.take_ready()
 
     def close(self) -> None:
         """End it, also in the middle."""

@@ -44,6 +44,13 @@ class Feed(Generic[Item]):
                 if ended or self._closed.is_set():
                     raise StopIteration from None
 
+    def take_ready(self) -> Item | None:
+        """The next item if there is one now: never waits."""
+        try:
+            return self._queue.get_nowait()
+        except queue.Empty:
+            return None
+
     @property
     def num_waiting(self) -> int:
         return self._queue.qsize()

@@ -116,6 +116,8 @@ class Async(Communicator):
                 self._receive_now.set()
             with self._lock:
                 self._open.difference_update(number for number, _ in taken)
+            for _ in taken:
+                self._queue.task_done()
 
     def _receive_loop(self, client: Client) -> None:
         while not self._ending.is_set():

@@ -73,6 +73,10 @@ class Communicator(ABC):
     def settle(self) -> None:  # noqa: B027  (most modes wait for every push as it is made)
         """Return when everything that `step` has been given so far has been applied."""
 
+    def end_threads(self) -> None:
+        """Several threads have trained, and are over."""
+        self.has_threads = False
+
     def start(self) -> None:  # noqa: B027  (most modes have nothing beside training)
         """Begin whatever runs beside training."""
 
@@ -148,6 +152,10 @@ class HalfAsync(Communicator):
         if not values:  # the reply had to be repeated, and a repeat brings no values
             values = self._pull_dense(self._client)
         self._write(values)
+
+    def end_threads(self) -> None:
+        super().end_threads()
+        self._write(self._pull_dense(self._client))  # a reply may have come in after a later one
 
 
 class Sync(HalfAsync):

@@ -51,6 +51,7 @@ class Engine:
     def __init__(self, source: Source, modules: Mapping[str, Sequence[SparseEmbedding]]) -> None:
         self._source, self._modules = source, dict(modules)
         self._own = threading.local()
+        self._count = threading.Lock()
         self.foresight = Foresight()
         self.num_lookups = 0
         self.num_samples = 0
@@ -76,7 +77,9 @@ class Engine:
     def enter(self, inputs: Any) -> None:
         """The model is called with these inputs: a new batch, unless prefetch brought it."""
         parts = dict(tensors(inputs, "call"))
-        self.num_samples += num_samples(inputs, parts.values())
+        num = num_samples(inputs, parts.values())
+        with self._count:  # several threads count
+            self.num_samples += num
         current = self._current()
         if (
             current is None

@@ -31,11 +31,15 @@ class View:
 
     @classmethod
     def of(cls, ids: torch.Tensor, base: torch.Tensor) -> View | None:
+        if not ids.numel():
+            return None  # slots of a batch share their memory, and empty ones their place in it
         if ids.numel() == base.numel() and ids.storage_offset() == base.storage_offset():
             return cls()
         if not ids.dim() or not base.dim() or ids.size(0) != base.size(0):
             return None
         offset = ids.storage_offset() - base.storage_offset()
+        if offset < 0 or offset + _extent(ids) > _extent(base):
+            return None  # it lies in another slot
         return cls(int(offset), tuple(ids.shape[1:]), tuple(ids.stride()), tuple(base.stride()))
 
     def on(self, base: torch.Tensor) -> torch.Tensor | None:
@@ -49,6 +53,11 @@ class View:
         if base.numel() == 0 or last >= base.untyped_storage().nbytes() // base.element_size():
             return None
         return base.as_strided(sizes, self.strides, base.storage_offset() + self.offset)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from its first one to its last one in memory."""
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
 
 
 @dataclass
@@ -78,11 +87,11 @@ class Foresight:
     def keys(self, batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[Keys, Stamp | None]]:
         """All ids that this batch is going to ask for, by table; with the stamp of the tensor if they are all its."""
         found: dict[str, list[tuple[Keys, Stamp | None]]] = {}
-        for place, ways in self.ways.items():
+        for place, ways in list(self.ways.items()):  # other threads may be teaching meanwhile
             tensor = batch.get(place)
             if tensor is None or tensor.is_floating_point():
                 continue
-            for table, view, padding in ways:
+            for table, view, padding in tuple(ways):
                 ids = view.on(tensor)
                 if ids is not None:
                     found.setdefault(table, []).append(_wanted(ids, padding))
@@ -109,12 +118,16 @@ def joined_stamps(stamps: Sequence[Stamp | None]) -> Stamp | None:
 
 
 def num_samples(inputs: Any, found: Iterable[torch.Tensor]) -> int:
-    """How many samples a model is called with: what a batch says of itself, or the length of the first tensor."""
+    """How many samples a model is called with: what a batch or slot says of itself, or the first tensor's length."""
     if hasattr(inputs, "num_samples"):
         return int(inputs.num_samples)
+    if hasattr(inputs, "offsets"):
+        return len(inputs.offsets)
+    if isinstance(inputs, Mapping):
+        inputs = list(inputs.values())
     if isinstance(inputs, (list, tuple)):
         for value in inputs:
-            if hasattr(value, "num_samples") or (isinstance(value, (list, tuple)) and value):
+            if hasattr(value, "num_samples") or (isinstance(value, (list, tuple, Mapping)) and value):
                 return num_samples(value, found)
     return next((len(tensor) for tensor in found if tensor.dim()), 0)
 

@@ -41,10 +41,25 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for group in self._inner.param_groups:
             group["params"] = [self._twin(parameter) for parameter in group["params"]]
         try:
+            self._swap_state(to_twins=True)
             self._inner.step()
         finally:
+            self._swap_state(to_twins=False)
             for group, params in zip(self._inner.param_groups, own, strict=True):
                 group["params"] = params
+
+    def _swap_state(self, to_twins: bool) -> None:
+        """The inner optimizer's state belongs to the parameters; while it steps, to their twins."""
+        state = self._inner.state
+        for parameter, twin in self._pairs:
+            old, new = (parameter, twin) if to_twins else (twin, parameter)
+            if old in state:
+                state[new] = state.pop(old)
+
+    @property
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.nn.Parameter]]:
+        own = [parameter for group in self.plan.dense for parameter in group.parameters]
+        return [(parameter, self._twins[id(parameter)]) for parameter in own if id(parameter) in self._twins]
 
     def _twin(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
         twin = self._twins.setdefault(id(parameter), torch.nn.Parameter(parameter.data, parameter.requires_grad))
@@ -71,9 +86,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step_apart(self, loss: torch.Tensor) -> None:
         """Backward and step for one of several training threads: its gradients meet no other thread's."""
         engine, communicator = self._bound()
+        self._opt_called = self._inner._opt_called = True  # type: ignore[attr-defined]
+        with communicator.alone:  # geo swaps params meanwhile
+            self.plan.check_options(self._inner)
         trained = [parameter for group in self.plan.dense for parameter in group.parameters]
-        embeddings = [group.modules[0].weight for group in self.plan.sparse.values()]
-        embeddings = [weight for weight in embeddings if weight.requires_grad]
+        modules = [module for group in self.plan.sparse.values() for module in group.modules]
+        embeddings = [module.weight for module in modules if module.weight.requires_grad]
         found = torch.autograd.grad(loss, [*trained, *embeddings], allow_unused=True)
         grads = {id(p): grad for p, grad in zip(trained, found, strict=False)}
         gradients = self._gradients(engine, grads)

@@ -1,0 +1,162 @@
+"""CTR-DNN on Criteo rows: train, watch, save, resume. Run prepare.py first.
+
+python examples/ctr_dnn/train.py                                                  local, one thread
+python examples/ctr_dnn/train.py --threads 2                                      local, two training threads
+fleetrun --server_num 2 --worker_num 2 examples/ctr_dnn/train.py --mode sync      also async, half_async, geo
+... --save model                                                                  save after every epoch
+... --init_model model                                                            go on from a saved model
+... --reader pipe                                                                 read through `python reader.py`
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torchfleet as fleet
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+from model import CTRDNN, loss_of, slots
+from reader import CriteoReader
+
+
+class Watch(fleet.FetchHandler):
+    """Prints every few seconds, from a thread of its own."""
+
+    def handler(self, values: dict[str, Any]) -> None:
+        print(f"watch: loss {values['loss']:.4f}, AUC of all {values['auc']:.4f}", flush=True)
+
+
+def main() -> None:
+    options = parse()
+    torch.manual_seed(options.seed)
+    fleet.init()
+    model = fleet.distributed_model(CTRDNN())
+    optimizer = fleet.distributed_optimizer(optimizer_of(model, options), strategy_of(options))
+    if fleet.is_server():
+        fleet.init_server(options.init_model)
+        fleet.run_server()
+        return
+    fleet.init_worker(options.init_model)
+    train(model, optimizer, options)
+    fleet.stop_worker()
+
+
+def train(model: torch.nn.Module, optimizer: Any, options: argparse.Namespace) -> None:
+    data, test = dataset_of(options, "train"), dataset_of(options, "test")
+    in_step = options.mode in ("local", "sync") and options.threads == 1
+    meter = fleet.metrics.AUC()
+
+    def step(batch: Any) -> dict[str, Any]:
+        batch = share(batch) if in_step else batch
+        logits = model(batch)
+        return {"loss": loss_of(logits, batch), "auc": meter.update(logits, batch["label"])}
+
+    data.set_filelist(parts(options, "train") if in_step else fleet.util.get_file_shard(parts(options, "train")))
+    test.set_filelist(fleet.util.get_file_shard(parts(options, "test")))
+    data.load_into_memory()
+    for epoch in range(options.epochs):
+        # All workers of a step must cut the same batches: one seed, one order. Otherwise each has its own samples.
+        data.local_shuffle(options.seed + epoch) if in_step else data.global_shuffle(options.seed + epoch)
+        meter.reset()
+        watch = Watch({"loss": "loss", "auc": "auc"}, period_secs=5)
+        result = fleet.train_from_dataset(
+            step, data, optimizer, thread=options.threads, print_period=options.print_period, fetch_handler=watch
+        )
+        print(f"epoch {epoch}: {result.samples_per_s:,.0f} samples/s, AUC while training {meter.compute()[0]:.4f}")
+        fleet.flush()
+        fleet.barrier_worker()
+        print(f"epoch {epoch}: test AUC {evaluate(model, test):.6f}", flush=True)
+        if options.save and fleet.is_first_worker():
+            fleet.save_persistables(options.save)
+            print(f"epoch {epoch}: saved to {options.save}")
+
+
+def evaluate(model: torch.nn.Module, test: Any) -> float:
+    """The AUC over all workers' test files; ids that were never trained on read as zeros."""
+    meter = fleet.metrics.AUC()
+    fleet.infer_from_dataset(lambda batch: {"auc": meter.update(model(batch), batch["label"])}, test, print_period=0)
+    *_, positive, negative = meter.compute()[2]
+    return fleet.metrics.auc(positive, negative)
+
+
+def share(batch: Any) -> dict[str, torch.Tensor]:
+    """This worker's rows of a batch that all workers have read."""
+    return {name: values[fleet.worker_index() :: fleet.worker_num()] for name, values in batch.items()}
+
+
+def dataset_of(options: argparse.Namespace, name: str) -> Any:
+    kind = fleet.InMemoryDataset if name == "train" else fleet.QueueDataset
+    dataset = kind()
+    readers = {
+        "fast": {"data_format": fleet.CriteoFormat(log_scale=options.log_scale)},
+        "pipe": {"pipe_command": f"{sys.executable} {HERE / 'reader.py'}"},
+        "generator": {"pipe_command": CriteoReader()},
+    }
+    whole_batches = name == "train" and options.mode == "sync"
+    size = options.batch_size if name == "train" else 4096
+    dataset.init(size, options.reading_threads, slots(), drop_last=whole_batches, **readers[options.reader])
+    return dataset
+
+
+def parts(options: argparse.Namespace, name: str) -> list[str]:
+    found = sorted(str(path) for path in (Path(options.data) / name).glob("part-*"))
+    if not found:
+        raise SystemExit(f"no part-* files in {options.data}/{name}: run `python {HERE / 'prepare.py'}` first")
+    return found
+
+
+def optimizer_of(model: torch.nn.Module, options: argparse.Namespace) -> torch.optim.Optimizer:
+    groups: Iterator[Any] | list[Any] = [
+        {"params": model.embedding.parameters(), "lr": options.embedding_lr},
+        {"params": model.tower.parameters(), "lr": options.lr},
+    ]
+    return torch.optim.SGD(groups) if options.mode == "geo" else torch.optim.Adam(groups)
+
+
+def strategy_of(options: argparse.Namespace) -> fleet.DistributedStrategy:
+    strategy = fleet.DistributedStrategy()
+    strategy.a_sync = options.mode in ("async", "half_async", "geo") or options.threads > 1
+    if options.mode == "half_async":
+        strategy.a_sync_configs = {"half_async": True}
+    elif options.mode == "geo":
+        strategy.a_sync_configs = {"k_steps": options.k_steps}
+    return strategy
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", default="local", choices=["local", "sync", "async", "half_async", "geo"])
+    parser.add_argument("--data", default="ctr_data", help="the folder that prepare.py made")
+    parser.add_argument("--reader", default="fast", choices=["fast", "pipe", "generator"])
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch_size", type=int, default=256, help="in sync mode: of all workers together")
+    parser.add_argument("--threads", type=int, default=1, help="training threads")
+    parser.add_argument("--reading_threads", type=int, default=1)
+    parser.add_argument("--lr", type=float, help="of the network (default: 1e-3 for Adam, 0.05 for geo's SGD)")
+    parser.add_argument("--embedding_lr", type=float, help="(default: 5e-4 for Adam, 5 for geo's SGD)")
+    parser.add_argument("--k_steps", type=int, default=20, help="steps between two exchanges in geo mode")
+    parser.add_argument("--log_scale", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--print_period", type=int, default=100)
+    parser.add_argument("--save", help="a folder to save the model to after every epoch")
+    parser.add_argument("--init_model", help="a saved model to go on from")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    if options.mode == "sync" and options.threads > 1:
+        parser.error("--threads: in sync mode a worker makes one step at a time")
+    if options.epochs < 1 or options.batch_size < 1:
+        parser.error("--epochs and --batch_size must be at least 1")
+    geo = options.mode == "geo"
+    options.lr = options.lr if options.lr is not None else 0.05 if geo else 1e-3
+    options.embedding_lr = options.embedding_lr if options.embedding_lr is not None else 5.0 if geo else 5e-4
+    return options
+
+
+if __name__ == "__main__":
+    main()
