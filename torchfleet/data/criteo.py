@@ -18,8 +18,8 @@ class CriteoFormat:
     """`label \\t I1..I13 \\t C1..C26` into `dense_input`, `C1`..`C26` and `label`: what docs/data.md says of it."""
 
     def __init__(self, hash_size: int = 1_000_001, log_scale: bool = False) -> None:
-        if not 1 <= hash_size < 1 << 63:
-            raise DataError(f"CriteoFormat: hash_size must be at least 1 and below 2^63, found {hash_size}")
+        if not isinstance(hash_size, int) or not 1 <= hash_size < 1 << 63:
+            raise DataError(f"CriteoFormat: hash_size must be at least 1 and below 2^63, found {hash_size!r}")
         self.hash_size, self.log_scale = hash_size, log_scale
 
     @staticmethod

@@ -39,10 +39,11 @@ class Feed(Generic[Item]):
             try:
                 return self._queue.get(timeout=0 if ended else _LOOK)
             except queue.Empty:
-                if self._error is not None:
-                    raise self._error from None
-                if ended or self._closed.is_set():
-                    raise StopIteration from None
+                pass
+            if self._error is not None:
+                raise self._error  # here and not above: "from None" would take its cause away
+            if ended or self._closed.is_set():
+                raise StopIteration
 
     def take_ready(self) -> Item | None:
         """The next item if there is one now: never waits."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import bz2
-import gzip
+import io
 import lzma
 import os
+import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, cast
 
 import fsspec
@@ -16,25 +17,31 @@ import zstandard
 from torchfleet.errors import DataError
 
 CHUNK = 1 << 20
-_MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".xz": b"\xfd7zXZ\x00", ".bz2": b"BZh"}
-_OPEN: dict[str, Callable[[Any], Any]] = {
-    ".gz": lambda raw: gzip.GzipFile(fileobj=raw),
-    ".zst": lambda raw: zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True),
-    ".xz": lzma.LZMAFile,
-    ".bz2": bz2.BZ2File,
+_MAGIC = {
+    ".gz": re.compile(rb"\x1f\x8b"),
+    ".zst": re.compile(rb"\x28\xb5\x2f\xfd"),
+    ".xz": re.compile(rb"\xfd7zXZ\x00"),
+    ".bz2": re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),  # "BZh" alone may begin a text
 }
-_BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
+_DECOMPRESS: dict[str, Callable[[], Any]] = {
+    ".gz": lambda: zlib.decompressobj(wbits=31),
+    ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
+    ".xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ),
+    ".bz2": bz2.BZ2Decompressor,
+}
 
 
 def is_local(path: str) -> bool:
-    return "://" not in path and "::" not in path
+    return ("://" not in path and "::" not in path) or os.path.exists(path)
 
 
 def check_files(files: Sequence[str]) -> list[str]:
     """The paths as a list of text. Raises DataError for what is no list of files that exist."""
     if isinstance(files, (str, bytes, os.PathLike)):
         raise DataError(f"set_filelist: expected a list of paths, found the single {files!r}; write [{files!r}]")
-    paths = [os.fspath(path) for path in files]
+    if not isinstance(files, Iterable):
+        raise DataError(f"set_filelist: expected a list of paths, found {files!r}")
+    paths = [os.fspath(path) if isinstance(path, os.PathLike) else path for path in files]
     for path in paths:
         if not isinstance(path, str):
             raise DataError(f"set_filelist: expected paths as text, found {path!r}")
@@ -53,11 +60,11 @@ def check_files(files: Sequence[str]) -> list[str]:
 def compression(path: str) -> str:
     """ ".gz", ".zst", ".xz", ".bz2" or "": by the file's first bytes, which must agree with its name."""
     with _open_raw(path) as raw:
-        head = raw.read(6)
-    found = next((ending for ending, magic in _MAGIC.items() if head.startswith(magic)), "")
+        head = raw.read(10)
+    found = next((ending for ending, magic in _MAGIC.items() if magic.match(head)), "")
     named = next((ending for ending in _MAGIC if path.endswith(ending)), "")
     if named and found != named and head:
-        raise DataError(f"{path}: named {named}, but its first bytes {head!r} are not those of such a file")
+        raise DataError(f"{path}: named {named}, but its first bytes {head[:6]!r} are not those of such a file")
     return found
 
 
@@ -65,7 +72,44 @@ def open_file(path: str) -> BinaryIO:
     """The file's contents, decompressed."""
     ending = compression(path)
     raw = _open_raw(path)
-    return cast(BinaryIO, _OPEN[ending](raw)) if ending else raw
+    return cast(BinaryIO, io.BufferedReader(_Decompressed(raw, _DECOMPRESS[ending]), CHUNK)) if ending else raw
+
+
+class _Decompressed(io.RawIOBase):
+    """Compressed members one behind the other. What is no member, or is cut off, is an error and never the end."""
+
+    def __init__(self, raw: BinaryIO, make: Callable[[], Any]) -> None:
+        self._raw, self._make = raw, make
+        self._decompressor: Any = None
+        self._rest, self._unused = memoryview(b""), b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        while not self._rest:
+            data = self._unused or self._raw.read(1 << 16)
+            self._unused = b""
+            if self._decompressor is None:
+                if data and not data.strip(b"\0"):
+                    continue  # members may be padded with zeros
+                if not data:
+                    return 0
+                self._decompressor = self._make()
+                data = data.lstrip(b"\0")
+            elif not data:
+                raise EOFError("it ends in the middle of a compressed part")
+            self._rest = memoryview(self._decompressor.decompress(data))
+            if self._decompressor.eof:
+                self._unused, self._decompressor = self._decompressor.unused_data, None
+        num = min(len(buffer), len(self._rest))
+        buffer[:num] = self._rest[:num]
+        self._rest = self._rest[num:]
+        return num
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
 
 
 def chunks(stream: BinaryIO, path: str) -> Iterator[bytes]:
@@ -75,7 +119,7 @@ def chunks(stream: BinaryIO, path: str) -> Iterator[bytes]:
         while data := stream.read(CHUNK):
             num_read += len(data)
             yield data
-    except _BROKEN as error:
+    except Exception as error:  # a file system may raise anything
         raise DataError(
             f"{path}: cannot be read after {num_read:,} bytes of its contents ({type(error).__name__}: {error}); is it "
             "cut off or damaged?"

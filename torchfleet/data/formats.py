@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ _TENS, _FIVES = numerals.powers_of_ten()
 MAX_LINE = 1 << 28
 _PADDING = bytes(8)  # the kernels load words
 _SHOWN = 40
+_END = re.compile(rb"[ \t\r\n]")
 MARK = b"!bad "  # how a generator script says in its output that a line was bad: "!bad 17: ValueError: ..."
 
 Bytes = npt.NDArray[np.uint8]
@@ -63,20 +65,29 @@ class Parser(ABC):
 
     def read(self, chunks: Iterable[bytes], source: Source) -> Iterator[Rows]:
         """Rows of all lines; lines may be cut anywhere between two chunks."""
-        self._line, rest = 1, b""
-        for chunk in chunks:
-            cut = chunk.rfind(b"\n") + 1
-            if not cut:
-                rest += chunk
-                if len(rest) > MAX_LINE:
+        self._line = 1
+        rest: list[bytes] = []  # of a line that has not ended
+        size = 0
+        try:
+            for chunk in chunks:
+                cut = chunk.rfind(b"\n") + 1
+                if cut:
+                    whole = b"".join((*rest, memoryview(chunk)[:cut], _PADDING))
+                    rest, size = [chunk[cut:]], len(chunk) - cut
+                    yield from self._parse(whole, source)
+                    continue
+                rest.append(chunk)
+                size += len(chunk)
+                if size > MAX_LINE:
                     raise DataError(
                         f"{source.name}, line {self._line}: longer than {MAX_LINE:,} bytes; is this a text file?"
                     )
-                continue
-            whole, rest = b"".join((rest, memoryview(chunk)[:cut], _PADDING)), chunk[cut:]
-            yield from self._parse(whole, source)
-        if rest:
-            yield from self._parse(rest + b"\n" + _PADDING, source)
+            if size:
+                yield from self._parse(b"".join((*rest, b"\n", _PADDING)), source)
+        finally:  # whoever keeps an error keeps this frame: the command behind the chunks ends now
+            close = getattr(chunks, "close", None)
+            if close is not None:
+                close()
 
     def _parse(self, data: bytes, source: Source) -> Iterator[Rows]:
         """Rows of whole lines, behind which the padding stands; a line that is none is passed on to the source."""
@@ -140,7 +151,7 @@ class MultiSlotParser(Parser):
         """Numbers that the kernel left to Python. One that is no float32 makes its line malformed."""
         floats = self._words.view(np.float32)
         for word, byte, row, line, slot in self._hard[: self.result[text.NUM_HARD]].tolist():
-            value = float(_token(array[byte : _line_end(array, byte)].tobytes()))
+            value = float(_token_at(array, byte))
             if abs(value) >= numerals.MAX_FLOAT32:
                 self.result[text.STOPPED_AT], self.result[text.NUM_WORDS] = line, self._starts[row]
                 self.result[text.REASON], self.result[text.SLOT] = text.OUT_OF_RANGE, slot
@@ -172,14 +183,13 @@ class MultiSlotParser(Parser):
         return f"{where}: {texts[reason]()}"
 
 
-def _line_end(array: Bytes, at: int) -> int:
-    """The place of the next newline."""
-    size = 256
-    while not (found := np.flatnonzero(array[at : at + size] == text.NEWLINE)).size:
+def _token_at(array: Bytes, at: int) -> bytes:
+    """From there to the next blank, tab, carriage return or newline."""
+    size = 64
+    while not (found := _END.search(data := array[at : at + size].tobytes())):
         size *= 4
-    return at + int(found[0])
+    return data[: found.start()]
 
 
 def _token(data: bytes) -> bytes:
-    parts = data.split(None, 1)
-    return parts[0] if parts else b""
+    return _END.split(data, maxsplit=1)[0]

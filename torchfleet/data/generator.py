@@ -41,12 +41,13 @@ class DataGenerator:
         """Print the samples of every line of stdin. A line that fails ends it, or is reported if skipping was asked."""
         skip = os.environ.get("FLEET_ON_BAD_LINE") == "skip"
         out = sys.stdout
-        if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+        for stream in (sys.stdin, out):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(encoding="utf-8", errors="surrogateescape")
 
         def complain(number: int, error: Exception) -> None:
             if not skip:
-                raise error
+                raise DataError(f"input line {number}: {type(error).__name__}: {error}") from error
             reason = " ".join(str(error).split())
             out.write(f"!bad input line {number}: {type(error).__name__}: {reason}\n")
 
@@ -89,11 +90,11 @@ class DataGenerator:
     def _line(self, sample: Any) -> str:
         pairs = _listed(sample)
         names = [name for name, _ in pairs]
-        if self._names is None:
-            self._names = names
-        elif names != self._names:
+        if self._names is not None and names != self._names:
             raise DataError(f"expected the slots {', '.join(self._names)}, found {', '.join(map(str, names))}")
-        return " ".join(self._slot(name, values) for name, values in pairs) + "\n"
+        text = " ".join(self._slot(name, values) for name, values in pairs) + "\n"
+        self._names = names  # only now: a sample that fails has no say
+        return text
 
     def _slot(self, name: str, values: Any) -> str:
         raise NotImplementedError
@@ -121,10 +122,8 @@ class MultiSlotStringDataGenerator(DataGenerator):
 def _number(name: str, value: Any) -> str:
     if type(value) is int or type(value) is float:
         return repr(value)
-    if isinstance(value, bool):
-        return str(int(value))
     if hasattr(value, "item"):  # numpy and torch scalars
-        return repr(value.item())
+        value = value.item()
     if isinstance(value, (int, float)):
         return repr(value + 0)
     raise DataError(f"slot '{name}': expected numbers, found {value!r}; for text use MultiSlotStringDataGenerator")

@@ -26,19 +26,23 @@ def piped(path: str, command: str, skip: bool) -> Iterator[bytes]:
     is_plain = files.is_local(path) and not files.compression(path)
     stdin: Any = files.open_file(path) if is_plain else subprocess.PIPE
     with tempfile.TemporaryFile() as complaints:
-        process = subprocess.Popen(
-            command,
-            shell=True,
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=complaints,
-            start_new_session=True,
-            env={**os.environ, "FLEET_ON_BAD_LINE": "skip" if skip else "error"},
-        )
-        feeder = None if is_plain else _Feeder(path, process)
         try:
+            process = subprocess.Popen(
+                command,
+                shell=True,
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=complaints,
+                start_new_session=True,
+                env={**os.environ, "FLEET_ON_BAD_LINE": "skip" if skip else "error"},
+            )
+        except (OSError, ValueError) as error:
+            raise DataError(f"{path}: the pipe command `{command[:200]}` cannot be run ({error})") from error
+        finally:
             if is_plain:
                 stdin.close()
+        feeder = None if is_plain else _Feeder(path, process)
+        try:
             assert process.stdout is not None
             _widen(process.stdout)
             while data := os.read(process.stdout.fileno(), files.CHUNK):
@@ -57,7 +61,7 @@ class _Feeder:
 
     def __init__(self, path: str, process: subprocess.Popen[bytes]) -> None:
         self._path, self._process = path, process
-        self._error: DataError | None = None
+        self._error: Exception | None = None
         assert process.stdin is not None
         _widen(process.stdin)
         self._thread = threading.Thread(target=self._feed, daemon=True)
@@ -75,7 +79,7 @@ class _Feeder:
                 self._process.stdin.write(data)
         except BrokenPipeError:
             pass  # the command had seen enough, as `head` does
-        except DataError as error:
+        except Exception as error:  # or the command would take what it got for the whole file
             self._error = error
         finally:
             with contextlib.suppress(BrokenPipeError):
@@ -98,8 +102,8 @@ def _failure(path: str, command: str, status: int, complaints: IO[bytes]) -> str
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Also when nobody wants the rest: the command and whatever it has started."""
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
+    if process.returncode is None:  # not waited for, so its number is still its own
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
     if process.stdout is not None:
         process.stdout.close()

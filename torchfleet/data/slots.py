@@ -29,7 +29,7 @@ class Slot:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise DataError(f"Slot: expected a name, found {self.name!r}")
-        if self.dtype not in DTYPES:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise DataError(f"Slot '{self.name}': dtype must be one of {', '.join(DTYPES)}, found {self.dtype!r}")
         if self.dim is not None and (not isinstance(self.dim, int) or self.dim < 1):
             raise DataError(f"Slot '{self.name}': dim must be at least 1, or None for any number; found {self.dim!r}")
@@ -41,7 +41,8 @@ class Ragged(NamedTuple):
     values: torch.Tensor
     offsets: torch.Tensor
 
-    def __len__(self) -> int:  # of samples, not of the two fields
+    @property
+    def num_samples(self) -> int:
         return len(self.offsets)
 
     def split(self) -> list[torch.Tensor]:

@@ -141,7 +141,7 @@ def swap_slot(
 @kernel
 def are_whole(words_W: np.ndarray, starts_N: np.ndarray, dims_S: np.ndarray, sizes_S: np.ndarray) -> bool:
     """Whether every row is exactly as long as its counts say: for rows that came from elsewhere."""
-    if starts_N[0] != 0 or starts_N[len(starts_N) - 1] != len(words_W):
+    if len(starts_N) == 0 or starts_N[0] != 0 or starts_N[len(starts_N) - 1] != len(words_W):
         return False
     for i in range(len(starts_N) - 1):
         at, end = starts_N[i], starts_N[i + 1]

@@ -101,7 +101,7 @@ def read_int(text_B: np.ndarray, at: np.uint64) -> tuple[np.uint64, np.uint64, i
     Here and below, the text ends with a newline, which stops every loop, and eight more bytes, which may be loaded.
     """
     negative = text_B[at] == np.uint8(45)
-    first = at + np.uint64(negative)
+    first = at + np.uint64(negative or text_B[at] == np.uint8(43))
     value, at = read_digits(text_B, first, _U0)
     status = GOOD
     if at == first or not ends_token(text_B[at]):
