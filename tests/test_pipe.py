@@ -320,11 +320,12 @@ def test_what_an_abandoned_command_has_started_is_ended_too(tmp_path: Path) -> N
 
 def test_what_runs_in_the_background_of_an_abandoned_command_is_ended_if_its_shell_is_gone(tmp_path: Path) -> None:
     note = tmp_path / "pid"
+    others = psutil.Process().children()
     stream = piped(make(tmp_path), f"(echo 1 5; exec sleep 300) & echo $! > {note}; exit 0", False)
     try:
         next(stream)
         pid = noted_pid(note)
-        shells = psutil.Process().children()
+        shells = [child for child in psutil.Process().children() if child not in others]
         wait_for(lambda: all(is_gone(shell.pid) for shell in shells), "the shell has not ended")
         stream.close()  # type: ignore[attr-defined]
         wait_for(lambda: is_gone(pid), "a process in the background is left", seconds=3)

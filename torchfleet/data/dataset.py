@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -70,13 +71,15 @@ class Dataset(ABC):
         queue_batches: int | None = None,
     ) -> None:
         """Settings; docs/data.md explains each."""
-        for name, value in (("batch_size", batch_size), ("thread_num", thread_num), ("queue_batches", queue_batches)):
-            if (value is not None or name != "queue_batches") and (type(value) is not int or value < 1):
-                raise DataError(f"{name} must be a number of at least 1, found {value!r}")
+        use_var = list(use_var) if isinstance(use_var, Iterable) else use_var
+        if not isinstance(drop_last, bool):
+            raise DataError(f"drop_last must be True or False, found {drop_last!r}")
+        self.batch_size, self.thread_num = checked("batch_size", batch_size), checked("thread_num", thread_num)
+        default = max(4, 2 * thread_num)
+        self._queue_size = default if queue_batches is None else checked("queue_batches", queue_batches)
+        self.drop_last = drop_last
         self._options = ReadOptions(use_var, pipe_command, data_format, on_bad_line)
         self._layout = Layout(use_var)
-        self.batch_size, self.thread_num, self.drop_last = batch_size, thread_num, drop_last
-        self._queue_size = queue_batches or max(4, 2 * thread_num)
 
     def set_filelist(self, files: Sequence[str]) -> None:
         """The files of this worker; fleet.util.get_file_shard(files) deals out a common list."""
@@ -204,9 +207,16 @@ class Alone:
         pass
 
 
+def checked(name: str, value: Any) -> int:
+    """A number of at least 1."""
+    if type(value) is not int or value < 1:
+        raise DataError(f"{name} must be a number of at least 1, found {value!r}")
+    return value
+
+
 def file_shard(files: Sequence[str], index: int, num: int) -> list[str]:
     """Every `num`-th file, from number `index` on: each file for one worker, counts differ by at most one."""
-    if isinstance(files, (str, bytes)):
+    if isinstance(files, (str, bytes, os.PathLike)):
         raise DataError(f"get_file_shard: expected a list of paths, found the single {files!r}")
     return list(files)[index::num]
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import queue
+import atexit
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Item = TypeVar("Item")
-_LOOK = 0.1  # seconds between two looks whether somebody has closed it
+_LOOK = 1.0  # seconds; every change wakes whoever waits, this is for nothing but safety
+
+_open: weakref.WeakSet[Feed[Any]] = weakref.WeakSet()
 
 
 class Closed(Exception):
@@ -18,58 +22,70 @@ class Closed(Exception):
 class Feed(Generic[Item]):
     """Iterate over it from any number of threads; every item goes to one of them. Close it when done."""
 
-    def __init__(self, makers: Iterable[Callable[[Callable[[Item], None]], None]], size: int) -> None:
-        self._queue: queue.Queue[Item] = queue.Queue(size)
-        self._closed, self._ended = threading.Event(), threading.Event()
+    def __init__(
+        self,
+        makers: Iterable[Callable[[Callable[[Item], None]], None]],
+        size: int,
+        closing: threading.Event | None = None,
+    ) -> None:
+        """`closing` is set as soon as the makers are to end: for those that wait for something else than a taker."""
+        self._items: deque[Item] = deque()
+        self._size = size
+        self._changed = threading.Condition()
+        self._closing = closing or threading.Event()
+        self._is_closed = False
         self._error: BaseException | None = None
-        self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._run, args=(make,), daemon=True) for make in makers]
         self._num_running = len(self._threads)
+        _open.add(self)
         for thread in self._threads:
             thread.start()
-        if not self._threads:
-            self._ended.set()
 
     def __iter__(self) -> Iterator[Item]:
         return self
 
     def __next__(self) -> Item:
-        while True:
-            ended = self._ended.is_set()  # before the look into the queue: what came before it is in there
-            try:
-                return self._queue.get(timeout=0 if ended else _LOOK)
-            except queue.Empty:
-                pass
-            if self._error is not None:
-                raise self._error  # here and not above: "from None" would take its cause away
-            if ended or self._closed.is_set():
-                raise StopIteration
+        with self._changed:
+            while True:
+                if self._items and not self._is_closed:
+                    return self._pop()
+                if self._error is not None:
+                    raise self._error
+                if self._is_closed or not self._num_running:
+                    raise StopIteration
+                self._changed.wait(_LOOK)
 
     def take_ready(self) -> Item | None:
         """The next item if there is one now: never waits."""
-        try:
-            return self._queue.get_nowait()
-        except queue.Empty:
-            return None
+        with self._changed:
+            return self._pop() if self._items and not self._is_closed else None
 
     @property
     def num_waiting(self) -> int:
-        return self._queue.qsize()
+        return len(self._items)
 
     def close(self) -> None:
         """End the threads; also in the middle."""
-        self._closed.set()
+        with self._changed:
+            self._is_closed = True
+            self._end_makers()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
+        _open.discard(self)
+
+    def _pop(self) -> Item:
+        self._changed.notify_all()
+        return self._items.popleft()
 
     def _put(self, item: Item) -> None:
-        while not self._closed.is_set():
-            try:
-                return self._queue.put(item, timeout=_LOOK)
-            except queue.Full:
-                continue
-        raise Closed
+        with self._changed:
+            while len(self._items) >= self._size and not self._closing.is_set():
+                self._changed.wait(_LOOK)
+            if self._closing.is_set():
+                raise Closed
+            self._items.append(item)
+            self._changed.notify_all()
 
     def _run(self, make: Callable[[Callable[[Item], None]], None]) -> None:
         try:
@@ -77,10 +93,21 @@ class Feed(Generic[Item]):
         except Closed:
             pass
         except BaseException as error:  # must reach whoever iterates, whatever it is
-            self._error = self._error or error
-            self._closed.set()
+            with self._changed:
+                self._error = self._error or error
+                self._end_makers()
         finally:
-            with self._lock:
+            with self._changed:
                 self._num_running -= 1
-                if not self._num_running:
-                    self._ended.set()
+                self._changed.notify_all()
+
+    def _end_makers(self) -> None:
+        self._closing.set()
+        self._changed.notify_all()
+
+
+@atexit.register
+def _close_all() -> None:
+    """Threads that are inside a kernel when the interpreter goes down would take the process with them."""
+    for feed in list(_open):
+        feed.close()

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
-from torchfleet.data.dataset import BatchIterator, Dataset, Pass, as_numbers
+from torchfleet.data.dataset import BatchIterator, Dataset, Pass, as_numbers, checked
 from torchfleet.data.feed import Feed
 from torchfleet.data.passes import Account, FileBatch, OwnFiles
 from torchfleet.data.progress import Progress
+from torchfleet.data.reader import ReadOptions
 from torchfleet.data.shuffle import exchange_samples
-from torchfleet.data.slots import Piece
+from torchfleet.data.slots import Layout, Piece
 from torchfleet.data.store import Store
 from torchfleet.errors import DataError
 
@@ -29,14 +31,14 @@ class InMemoryDataset(Dataset):
     def load_into_memory(self) -> None:
         """Read all files; what was in memory before goes."""
         self._require_no_preload()
+        loading = self._loading(None)
         self.release_memory()
-        self._replace(*self._load(self.thread_num))
+        self._replace(*loading())
 
     def preload_into_memory(self, thread_num: int | None = None) -> None:
         """Begin to read all files beside training; `wait_preload_done` puts their samples in place of today's."""
         self._require_no_preload()
-        _ = self.settings, self.filelist
-        self._preload = _Preload(lambda: self._load(thread_num or self.thread_num))
+        self._preload = _Preload(self._loading(thread_num))
 
     def wait_preload_done(self) -> None:
         """Wait for the preload, and go over to its samples."""
@@ -55,7 +57,8 @@ class InMemoryDataset(Dataset):
         workers = self.workers()
         try:
             if workers.num > 1:
-                self._store = store = exchange_samples(store, workers, seed)
+                # From the moment that samples go, there are none here until all have come: an error leaves nothing.
+                self._store = store = exchange_samples(store, workers, seed, self.release_memory)
                 seed = None if seed is None else seed + 1 + workers.index
         finally:
             workers.close()
@@ -65,7 +68,7 @@ class InMemoryDataset(Dataset):
     def slots_shuffle(self, slots: Sequence[str], seed: int | None = None) -> None:
         """Deal the values of each of these slots to random samples; everything else stays."""
         store, rng = self._loaded(), np.random.default_rng(seed)
-        names = [slot.name for slot in self._layout.slots]
+        names = [slot.name for slot in store.layout.slots]
         wanted = [slots] if isinstance(slots, str) else list(slots)
         for name in wanted:
             if name not in names:
@@ -97,40 +100,19 @@ class InMemoryDataset(Dataset):
                 made = store.layout.batch([Piece(rows, order[begin : begin + size])])
                 put(FileBatch(dict(made), made.num_samples))
 
-        return BatchIterator(Pass(Feed([make], self._queue_size), lambda: None, lambda: None))
+        store.add_reader()
+        return BatchIterator(Pass(Feed([make], self._queue_size), store.remove_reader, lambda: None))
 
     def __len__(self) -> int:
         """Batches in a pass."""
         num, size = self._loaded().num, self.batch_size
         return num // size if self.drop_last else -(-num // size)
 
-    def _load(self, num_threads: int) -> tuple[Store, Account]:
-        options, paths = self.settings, self.filelist
-        store, account = Store(self._layout), Account()
-        files = OwnFiles(paths)
-        ranges: dict[str, list[range]] = {path: [] for path in paths}
-        num_done = 0
-
-        def read_files(put: Callable[[str], None]) -> None:
-            reader = options.reader(self._layout)
-            while (path := files.take()) is not None:
-                source = reader.source(path)
-                ranges[path] += [store.append(rows) for rows in reader.read(path, source)]
-                account.note(source.skipped.num, source.skipped.first)
-                put(path)
-
-        progress = Progress("loading")
-        feed = Feed([read_files] * min(num_threads, max(1, len(paths))), len(paths) + 1)
-        try:
-            for _ in feed:
-                num_done += 1
-                progress.show(f"{num_done} of {len(paths)} files, {store.num:,} samples")
-        finally:
-            feed.close()
-        progress.end(f"{len(paths)} files, {store.num:,} samples, {store.num_bytes / 2**20:,.0f} MiB")
-        parts = [np.arange(part.start, part.stop) for path in paths for part in ranges[path]]
-        store.order = np.concatenate(parts) if parts else np.empty(0, np.int64)
-        return store, account
+    def _loading(self, thread_num: int | None) -> Callable[[], tuple[Store, Account]]:
+        """What to load, and how, as it is set now."""
+        options, paths = self.settings, list(self.filelist)
+        num_threads = self.thread_num if thread_num is None else checked("thread_num", thread_num)
+        return partial(_load, options, self._layout, paths, num_threads)
 
     def _replace(self, store: Store, account: Account) -> None:
         self._store, self.num_skipped, self._num_shuffled = store, account.num_skipped, 0
@@ -153,6 +135,34 @@ class InMemoryDataset(Dataset):
             return int(as_numbers(workers.gather(name, np.int64(num).tobytes())).sum())
         finally:
             workers.close()
+
+
+def _load(options: ReadOptions, layout: Layout, paths: list[str], num_threads: int) -> tuple[Store, Account]:
+    """All samples of the files, in the order of files and lines, however many threads read."""
+    store, account, files, closing = Store(layout), Account(), OwnFiles(paths), threading.Event()
+    ranges: dict[str, list[range]] = {path: [] for path in paths}
+    num_done = 0
+
+    def read_files(put: Callable[[str], None]) -> None:
+        reader = options.reader(layout, closing.is_set)
+        while (path := files.take()) is not None:
+            source = reader.source(path)
+            ranges[path] += [store.append(rows) for rows in reader.read(path, source)]
+            account.note(source.skipped.num, source.skipped.first)
+            put(path)
+
+    progress = Progress("loading")
+    feed = Feed([read_files] * min(num_threads, max(1, len(paths))), len(paths) + 1, closing)
+    try:
+        for _ in feed:
+            num_done += 1
+            progress.show(f"{num_done} of {len(paths)} files, {store.num:,} samples")
+    finally:
+        feed.close()
+    progress.end(f"{len(paths)} files, {store.num:,} samples, {store.num_bytes / 2**20:,.0f} MiB")
+    parts = [np.arange(part.start, part.stop) for path in paths for part in ranges[path]]
+    store.order = np.concatenate(parts) if parts else np.empty(0, np.int64)
+    return store, account
 
 
 class _Preload:

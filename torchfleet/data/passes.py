@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -64,6 +64,9 @@ class FileBatch(Batch):
     """A batch that knows which files its samples are from."""
 
     tickets: tuple[Ticket, ...] = ()
+
+    def __reduce__(self) -> tuple[type[Batch], tuple[dict[str, Any], int]]:
+        return Batch, (dict(self), self.num_samples)  # in another process it is a batch like any other
 
     def release(self) -> None:
         """It has been used."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import select
 import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from torchfleet.data import files
@@ -19,10 +20,14 @@ _PIPE_BYTES = 1 << 20
 _F_SETPIPE_SZ = 1031
 _TAIL = 2000
 _LINES = 20
+_LOOK_MS = 100  # between two questions whether anybody still wants the output
 
 
-def piped(path: str, command: str, skip: bool) -> Iterator[bytes]:
-    """What `command` prints when the file's contents are its input. `skip` tells a generator to pass over bad lines."""
+def piped(path: str, command: str, skip: bool, is_over: Callable[[], bool] = lambda: False) -> Iterator[bytes]:
+    """What `command` prints when the file's contents are its input.
+
+    `skip` tells a generator to pass over bad lines. `is_over`: nobody wants the rest, also while the command is silent.
+    """
     is_plain = files.is_local(path) and not files.compression(path)
     stdin: Any = files.open_file(path) if is_plain else subprocess.PIPE
     with tempfile.TemporaryFile() as complaints:
@@ -45,15 +50,33 @@ def piped(path: str, command: str, skip: bool) -> Iterator[bytes]:
         try:
             assert process.stdout is not None
             _widen(process.stdout)
-            while data := os.read(process.stdout.fileno(), files.CHUNK):
-                yield data
-            status = process.wait()
+            yield from _output(process.stdout, is_over)
+            status = _wait(process, is_over)
             if feeder is not None:
                 feeder.finish()
             if status:
                 raise DataError(_failure(path, command, status, complaints))
         finally:
             _end(process)
+
+
+def _output(pipe: IO[bytes], is_over: Callable[[], bool]) -> Iterator[bytes]:
+    poll = select.poll()
+    poll.register(pipe.fileno(), select.POLLIN)
+    while True:
+        while not poll.poll(_LOOK_MS):
+            if is_over():
+                return
+        if not (data := os.read(pipe.fileno(), files.CHUNK)):
+            return
+        yield data
+
+
+def _wait(process: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> int:
+    while not is_over():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(_LOOK_MS / 1000)
+    return 0
 
 
 class _Feeder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import partial
 
@@ -28,12 +29,13 @@ class QueueDataset(Dataset):
 
         `name` tells several such lists of a job apart; after `lease` seconds of silence a worker's files go to others.
         """
+        if not isinstance(lease, (int, float)) or not 0.1 <= lease <= 86400:
+            raise DataError(f"lease: expected 0.1 to 86400 seconds, found {lease!r}")
         super().set_filelist(files)
-        if not 0.1 <= lease <= 86400:
-            raise DataError(f"lease: expected 0.1 to 86400 seconds, found {lease}")
         self._dynamic = (name, float(lease)) if dynamic else None
 
     def iterate(self) -> BatchIterator:
+        settings = self.settings
         files: Files
         if self._dynamic is not None and self.filelist:
             workers = self.workers()
@@ -45,8 +47,9 @@ class QueueDataset(Dataset):
         num_threads = min(self.thread_num, max(1, len(self.filelist)))
         account = Account()
         reading = Reading(files, self._layout, self.batch_size, self.drop_last, num_threads, account)
-        readers = [self.settings.reader(self._layout) for _ in range(num_threads)]
-        feed = Feed([partial(reading.run, reader) for reader in readers], self._queue_size)
+        closing = threading.Event()
+        readers = [settings.reader(self._layout, closing.is_set) for _ in range(num_threads)]
+        feed = Feed([partial(reading.run, reader) for reader in readers], self._queue_size, closing)
 
         def report() -> None:
             self.num_skipped = account.num_skipped

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,15 +42,16 @@ class ReadOptions:
             raise DataError(f"data_format must be a fleet.CriteoFormat, found {self.data_format!r}")
         self.reader(Layout(self.use_var))  # slots that do not fit the format are an error here and now
 
-    def reader(self, layout: Layout) -> FileReader:
-        return FileReader(self, layout)
+    def reader(self, layout: Layout, is_over: Callable[[], bool] = lambda: False) -> FileReader:
+        """`is_over`: nobody wants the rest; asked while a pipe command is silent."""
+        return FileReader(self, layout, is_over)
 
 
 class FileReader:
     """Reads one file after another; each thread has its own."""
 
-    def __init__(self, options: ReadOptions, layout: Layout) -> None:
-        self._options, self._layout = options, layout
+    def __init__(self, options: ReadOptions, layout: Layout, is_over: Callable[[], bool]) -> None:
+        self._options, self._layout, self._is_over = options, layout, is_over
         self._skip = options.on_bad_line == "skip"
         self._parser: Parser = (
             MultiSlotParser(layout) if options.data_format is None else options.data_format.parser(layout)
@@ -65,7 +66,7 @@ class FileReader:
         """The file's rows, some at a time. `source` gets the lines that are none."""
         command = self._options.pipe_command
         if isinstance(command, str):
-            return self._parser.read(piped(path, command, self._skip), source)
+            return self._parser.read(piped(path, command, self._skip, self._is_over), source)
         if command is None:
             return self._parser.read(files.chunks(files.open_file(path), path), source)
         return self._parser.read(self._generated(path, command, source), source)

@@ -7,6 +7,7 @@ and shuffles what it ends up with: together that is a uniform permutation, with 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,59 +16,84 @@ import numpy.typing as npt
 from torchfleet.data.dataset import Workers
 from torchfleet.data.progress import Progress
 from torchfleet.data.rows import Rows
+from torchfleet.data.slots import Layout
 from torchfleet.data.store import Store
 from torchfleet.errors import DataError
 
-_PARCEL_ROWS = 1 << 14
+_PARCEL_ROWS, _PARCEL_BYTES = 1 << 14, 1 << 22
 _MAX_SEED = 1 << 63
 
 
-def exchange_samples(store: Store, workers: Workers, seed: int | None) -> Store:
-    """A store with this worker's share of all samples. `store` is emptied as they go: memory stays that of one."""
-    numbers, common = _agree(store, workers, seed)
+def exchange_samples(store: Store, workers: Workers, seed: int | None, on_begin: Callable[[], None]) -> Store:
+    """A store with this worker's share of all samples; `order` depends on the seed only, not on which came first.
+
+    `store` is emptied as they go, so that memory stays that of one; `on_begin` is called before the first one goes.
+    """
+    numbers, common, talk = _agree(store, workers, seed)
     index, num = workers.index, workers.num
     flows = deal(numbers, np.random.default_rng([common, 0]))
+    places = np.empty(store.num, np.int64)  # of each row in this worker's order
+    places[store.order] = np.arange(store.num)
     ways = np.repeat(np.arange(num), flows[index])
     np.random.default_rng([common, 1, index]).shuffle(ways)
-    ways_of_rows = np.empty(store.num, np.int64)
-    ways_of_rows[store.order] = ways
-    share = Store(store.layout)
-    expected = int(flows[:, index].sum())
-    progress = Progress("global shuffle")
-
-    def take_in(parcel: list[npt.NDArray[Any]]) -> None:
-        share.append(unpacked(parcel, store))
-        progress.show(f"{share.num:,} of {expected:,} samples are here")
-
-    exchange = workers.exchange(f"global shuffle {common}")
-    for numbers_of_rows, rows in store.drain(_PARCEL_ROWS):
-        chosen = ways_of_rows[numbers_of_rows.start : numbers_of_rows.stop]
+    share = Share(store.layout, int(flows[:, index].sum()))
+    exchange = workers.exchange(f"global shuffle {talk}")
+    on_begin()
+    for row_numbers, rows in store.drain(_rows_per_parcel(store)):
+        at = places[row_numbers.start : row_numbers.stop]
+        chosen = ways[at]
         for to in range(num):
-            picked = rows.pick(np.flatnonzero(chosen == to))
-            if picked.num and to == index:
-                share.append(picked)
-            elif picked.num:
-                exchange.send(to, packed(picked), take_in)
-    exchange.take_until(lambda: share.num >= expected, take_in)
+            picked = np.flatnonzero(chosen == to)
+            if len(picked) and to == index:
+                share.add(index, at[picked], rows.pick(picked))
+            elif len(picked):
+                exchange.send(to, packed(index, at[picked], rows.pick(picked)), share.take)
+    exchange.take_until(lambda: share.is_complete, share.take)
     exchange.finish()
-    if share.num != expected:
-        raise DataError(f"global shuffle: expected {expected:,} samples, found {share.num:,}")
-    progress.end(f"{share.num:,} samples")
-    share.order = np.arange(share.num)
-    return share
+    return share.finish()
 
 
-def _agree(store: Store, workers: Workers, seed: int | None) -> tuple[npt.NDArray[np.int64], int]:
-    """(numbers of samples of all workers, a seed that all of them have): the first worker's, or a random one."""
+class Share:
+    """What comes in, with where it came from: that gives it an order."""
+
+    def __init__(self, layout: Layout, expected: int) -> None:
+        self._store, self._expected = Store(layout), expected
+        self._origins: list[npt.NDArray[np.int64]] = []
+        self._progress = Progress("global shuffle")
+
+    @property
+    def is_complete(self) -> bool:
+        return self._store.num >= self._expected
+
+    def take(self, parcel: list[npt.NDArray[Any]]) -> None:
+        self.add(*unpacked(parcel, self._store.layout))
+        self._progress.show(f"{self._store.num:,} of {self._expected:,} samples are here")
+
+    def add(self, sender: int, places: npt.NDArray[np.int64], rows: Rows) -> None:
+        self._store.append(rows)
+        self._origins.append(np.stack([np.full(len(places), sender), places]))
+
+    def finish(self) -> Store:
+        if self._store.num != self._expected:
+            raise DataError(f"global shuffle: expected {self._expected:,} samples, found {self._store.num:,}")
+        self._progress.end(f"{self._store.num:,} samples")
+        senders, places = np.concatenate([np.empty((2, 0), np.int64), *self._origins], axis=1)
+        self._store.order = np.lexsort((places, senders))
+        return self._store
+
+
+def _agree(store: Store, workers: Workers, seed: int | None) -> tuple[npt.NDArray[np.int64], int, int]:
+    """(numbers of samples of all workers, a seed that all of them have, a name for this exchange)."""
     own = int(np.random.default_rng(seed).integers(_MAX_SEED))
+    talk = int(np.random.default_rng().integers(_MAX_SEED))  # new every time, whatever the seed
     layout = repr(store.layout.slots).encode()
-    parts = workers.gather("global shuffle", np.array([store.num, own], np.int64).tobytes() + layout)
+    parts = workers.gather("global shuffle", np.array([store.num, own, talk], np.int64).tobytes() + layout)
     if len(parts) != workers.num:
         raise DataError(f"global shuffle needs all {workers.num} workers, and only {len(parts)} are left")
-    if any(part[16:] != layout for part in parts):
+    if any(part[24:] != layout for part in parts):
         raise DataError("global shuffle: the workers' datasets have different slots (use_var); make them equal")
-    found = np.array([np.frombuffer(part[:16], np.int64) for part in parts])
-    return found[:, 0], int(found[0, 1])
+    found = np.array([np.frombuffer(part[:24], np.int64) for part in parts])
+    return found[:, 0], int(found[0, 1]), int(found[0, 2])
 
 
 def deal(numbers: npt.NDArray[np.int64], rng: np.random.Generator) -> npt.NDArray[np.int64]:
@@ -77,20 +103,50 @@ def deal(numbers: npt.NDArray[np.int64], rng: np.random.Generator) -> npt.NDArra
     room = np.full(num, total // num) + (np.arange(num) < total % num)
     flows = np.zeros((num, num), np.int64)
     for i, count in enumerate(numbers):
-        flows[i] = rng.multivariate_hypergeometric(room, count, method="marginals")
+        left, rest = int(count), int(room.sum())
+        for j in range(num):
+            rest -= int(room[j])
+            flows[i, j] = hypergeometric(rng, int(room[j]), rest, left)
+            left -= int(flows[i, j])
         room -= flows[i]
     return flows
 
 
-def packed(rows: Rows) -> list[npt.NDArray[Any]]:
-    return [rows.words.view(np.uint8), rows.starts.view(np.uint64)]
+def hypergeometric(rng: np.random.Generator, good: int, bad: int, draws: int) -> int:
+    """How many of `draws` are good ones. numpy's own ends at 10^9; beyond, by inversion around the mean."""
+    total = good + bad
+    if total < 10**9:
+        return int(rng.hypergeometric(good, bad, draws))
+    mean = draws * good / total
+    width = 12 * (mean * bad / total * (total - draws) / (total - 1)) ** 0.5 + 50  # far beyond any chance
+    low = max(0, draws - bad, int(mean - width))
+    high = min(good, draws, int(mean + width))
+    k = np.arange(low, high, dtype=np.float64)
+    steps = np.log(good - k) + np.log(draws - k) - np.log(k + 1) - np.log(bad - draws + k + 1)
+    logs = np.concatenate([[0.0], np.cumsum(steps)])
+    weights = np.cumsum(np.exp(logs - logs.max()))
+    return low + int(np.searchsorted(weights, rng.random() * weights[-1], side="right"))
 
 
-def unpacked(parcel: list[npt.NDArray[Any]], store: Store) -> Rows:
-    """Rows that came from another worker, checked before anything walks along them."""
-    if len(parcel) == 2 and parcel[0].dtype == np.uint8 and parcel[1].dtype == np.uint64 and parcel[0].size % 4 == 0:
-        words = np.ascontiguousarray(parcel[0]).reshape(-1).copy().view(np.uint32)
-        rows = Rows(words, parcel[1].reshape(-1).astype(np.int64))
-        if len(rows.starts) and store.layout.check(rows):
-            return rows
+def _rows_per_parcel(store: Store) -> int:
+    mean_bytes = 4 * len(store.rows.words) / max(1, store.num)
+    return max(1, min(_PARCEL_ROWS, int(_PARCEL_BYTES / max(1.0, mean_bytes))))
+
+
+def packed(sender: int, places: npt.NDArray[np.int64], rows: Rows) -> list[npt.NDArray[Any]]:
+    return [
+        np.array([sender], np.uint64),
+        places.view(np.uint64),
+        rows.words.view(np.uint8),
+        rows.starts.view(np.uint64),
+    ]
+
+
+def unpacked(parcel: list[npt.NDArray[Any]], layout: Layout) -> tuple[int, npt.NDArray[np.int64], Rows]:
+    """(sender, places, rows) that came from another worker, checked before anything walks along them."""
+    if [array.dtype for array in parcel] == [np.uint64, np.uint64, np.uint8, np.uint64] and parcel[2].size % 4 == 0:
+        sender, places, words, starts = (np.ascontiguousarray(array).reshape(-1).copy() for array in parcel)
+        rows = Rows(words.view(np.uint32), starts.view(np.int64))
+        if len(sender) == 1 and len(places) == rows.num and layout.check(rows):
+            return int(sender[0]), places.view(np.int64), rows
     raise DataError("global shuffle: a parcel that holds no samples of these slots; do all workers run one version?")

@@ -54,8 +54,13 @@ class Ragged(NamedTuple):
 class Batch(Mapping[str, Any]):
     """Tensors (fixed slots) and Ragged (others) by name. `num_samples`: how many samples."""
 
-    def __init__(self, parts: dict[str, torch.Tensor | Ragged], num_samples: int) -> None:
-        self._parts, self.num_samples = parts, num_samples
+    def __init__(self, parts: dict[str, torch.Tensor | Ragged], num_samples: int | None = None) -> None:
+        """Without `num_samples` it follows from the parts: a DataLoader makes copies that way."""
+        self._parts = parts
+        if num_samples is None:
+            first = next(iter(parts.values()))
+            num_samples = first.num_samples if isinstance(first, Ragged) else len(first)
+        self.num_samples = num_samples
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._parts:
@@ -83,7 +88,7 @@ class Layout:
     """How samples of these slots lie in a row and in a batch."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        if not slots or not all(isinstance(slot, Slot) for slot in slots):
+        if not isinstance(slots, Sequence) or not slots or not all(isinstance(slot, Slot) for slot in slots):
             raise DataError(f"use_var: expected a list of fleet.Slot, found {slots!r}")
         names = [slot.name for slot in slots]
         if len(set(names)) < len(names):

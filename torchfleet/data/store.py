@@ -24,6 +24,7 @@ class Store:
         self._starts = self._memory[1].array(np.int64)
         self._num = self._used = 0
         self._lock = threading.Lock()
+        self._num_readers = 0
         self.order: Index = np.empty(0, np.int64)
 
     @property
@@ -52,6 +53,15 @@ class Store:
             self._num, self._used = first + rows.num, at + len(rows.words)
             return range(first, self._num)
 
+    def add_reader(self) -> None:
+        """Somebody is going through the rows: `drain` leaves them in memory."""
+        with self._lock:
+            self._num_readers += 1
+
+    def remove_reader(self) -> None:
+        with self._lock:
+            self._num_readers -= 1
+
     def drain(self, num_rows: int) -> Iterator[tuple[range, Rows]]:
         """All rows, some at a time; their memory is given back as it goes. The store is empty afterwards."""
         rows = self.rows
@@ -59,8 +69,9 @@ class Store:
             last = min(first + num_rows, self._num)
             start, stop = int(rows.starts[first]), int(rows.starts[last])
             yield range(first, last), Rows(rows.words[start:stop], rows.starts[first : last + 1] - start)
-            self._memory[0].release_up_to(4 * stop)
-            self._memory[1].release_up_to(8 * last)
+            if not self._num_readers:
+                self._memory[0].release_up_to(4 * stop)
+                self._memory[1].release_up_to(8 * last)
         self._num = self._used = 0
         self.order = np.empty(0, np.int64)
 
