@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fetch": {"errors"},
     "training": {"data", "fetch", "ps", "errors"},
     "fleet": {"data", "fetch", "job", "printing", "ps", "role", "status", "strategy", "training", "errors"},
-    "datasets": {"fleet", "data"},
+    "datasets": {"fleet", "data", "errors"},
     "util": {"fleet", "errors"},
     "job": {"checkpoint", "net", "nn", "ps", "role", "server", "status", "strategy", "tables", "errors"},
     "printing": {"job", "ps", "role"},

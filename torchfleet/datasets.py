@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from torchfleet import fleet
-from torchfleet.data.dataset import Workers
+from torchfleet.data.dataset import BatchIterator, Workers
 from torchfleet.data.memory import InMemoryDataset as _InMemoryDataset
 from torchfleet.data.queue import QueueDataset as _QueueDataset
+from torchfleet.errors import DataError
 
 
 class InMemoryDataset(_InMemoryDataset):
@@ -23,3 +24,11 @@ class QueueDataset(_QueueDataset):
 
     def settle(self) -> None:
         fleet.settle()
+
+    def iterate(self) -> BatchIterator:
+        if self._dynamic is not None and fleet.mode() == "sync" and fleet.worker_num() > 1:
+            raise DataError(
+                "set_filelist(dynamic=True) gives workers different numbers of batches, and in sync mode every step "
+                "needs all of them: use an asynchronous mode, or fleet.util.get_file_shard"
+            )
+        return super().iterate()

@@ -272,6 +272,11 @@ def begin_prediction(model: torch.nn.Module, dirname: str | None, var_names: lis
         init_worker(dirname, var_names)
 
 
+def mode() -> str:
+    """sync, half_async, async or geo."""
+    return _get_worker().strategy.mode
+
+
 def settle() -> None:
     """Wait until every gradient handed over so far has been applied."""
     _get_worker().communicator.settle()

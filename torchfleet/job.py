@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -149,6 +150,7 @@ class WorkerJob:
         self._started = time.monotonic()
         self.reported: dict[str, float] = {}
         self._left = False
+        self._passes: Counter[str] = Counter()  # over shared lists of files, by name
         self._wait_for_servers()
         if dirname is not None:
             self._check_loaded(dirname)
@@ -166,7 +168,9 @@ class WorkerJob:
 
     def workers(self) -> Workers:
         """All workers, for things they do among themselves."""
-        return Workers(self._connect(), self.info.worker_index, self.info.num_workers, self.strategy.sync_timeout)
+        return Workers(
+            self._connect(), self.info.worker_index, self.info.num_workers, self.strategy.sync_timeout, self._passes
+        )
 
     def save(self, dirname: str, with_state: bool) -> Manifest:
         """Save the model: every server its tables, this worker the rest and, last of all, the manifest."""

@@ -1,4 +1,4 @@
-"""A job whose workers share one list of files; each writes down what it trained on. Started by fleetrun in the tests."""
+"""A job whose workers share one list of files; each writes down what it trained on. For fleetrun in tests."""
 
 from __future__ import annotations
 

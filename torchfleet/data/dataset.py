@@ -46,7 +46,7 @@ class Workers(Protocol):
 
     def exchange(self, topic: str) -> Exchange: ...
 
-    def files(self, name: str, number: int, paths: Sequence[str], lease: float) -> SharedFiles: ...
+    def files(self, name: str, paths: Sequence[str], lease: float) -> SharedFiles: ...
 
     def close(self) -> None: ...
 
@@ -200,7 +200,7 @@ class Alone:
     def exchange(self, topic: str) -> Exchange:
         raise DataError("there is no other worker to exchange samples with")
 
-    def files(self, name: str, number: int, paths: Sequence[str], lease: float) -> SharedFiles:
+    def files(self, name: str, paths: Sequence[str], lease: float) -> SharedFiles:
         raise DataError("set_filelist(dynamic=True) shares files among workers: call fleet.init_worker() first")
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -144,6 +143,7 @@ class Reading:
         self._files, self._layout, self._batch_size, self._drop_last = files, layout, batch_size, drop_last
         self._num_running, self._lock, self.account = num_threads, threading.Lock(), account
         self._rests: list[Cutter] = []
+        self.closing = threading.Event()
 
     def run(self, reader: FileReader, put: Callable[[FileBatch], None]) -> None:
         """The life of one thread: whole files, one after another. The last thread to end cuts up what all have left."""
@@ -154,7 +154,8 @@ class Reading:
                 continue
             # Others have the last files, and may wait for ours to be done: nothing can be kept for a fuller batch.
             self._end(cutter)
-            time.sleep(_LOOK)
+            if self.closing.wait(_LOOK):  # nobody trains any more: what it waits for may never be done
+                return
         with self._lock:
             self._rests.append(cutter)
             self._num_running -= 1

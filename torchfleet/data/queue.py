@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from functools import partial
 
@@ -20,7 +19,6 @@ class QueueDataset(Dataset):
     def __init__(self) -> None:
         super().__init__()
         self._dynamic: tuple[str, float] | None = None
-        self._num_passes = 0
 
     def set_filelist(
         self, files: Sequence[str], dynamic: bool = False, name: str = "files", lease: float = LEASE
@@ -39,15 +37,14 @@ class QueueDataset(Dataset):
         files: Files
         if self._dynamic is not None and self.filelist:
             workers = self.workers()
-            shared = workers.files(self._dynamic[0], self._num_passes, self.filelist, self._dynamic[1])
+            shared = workers.files(self._dynamic[0], self.filelist, self._dynamic[1])
             files, at_end = _Settled(shared, self), shared.close
         else:
             files, at_end = OwnFiles(self.filelist), lambda: None
-        self._num_passes += 1
         num_threads = min(self.thread_num, max(1, len(self.filelist)))
         account = Account()
         reading = Reading(files, self._layout, self.batch_size, self.drop_last, num_threads, account)
-        closing = threading.Event()
+        closing = reading.closing
         readers = [settings.reader(self._layout, closing.is_set) for _ in range(num_threads)]
         feed = Feed([partial(reading.run, reader) for reader in readers], self._queue_size, closing)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -23,8 +24,11 @@ _PAUSE = 0.005  # seconds before another look for parcels, or for room
 class Workers:
     """All workers of the job, seen from one of them. For one thread, on a client of its own."""
 
-    def __init__(self, client: Client, index: int, num: int, timeout: float) -> None:
+    def __init__(
+        self, client: Client, index: int, num: int, timeout: float, passes: Counter[str] | None = None
+    ) -> None:
         self._client, self.index, self.num, self._timeout = client, index, num, timeout
+        self._passes = Counter() if passes is None else passes  # over shared lists, by name: of this process so far
         self._round = 0
 
     def gather(self, name: str, data: bytes) -> list[bytes]:
@@ -37,9 +41,15 @@ class Workers:
         """A talk in parcels. `topic` must be new, and the same on all workers."""
         return Exchange(self._client, topic, self.index, self.num, self._timeout)
 
-    def files(self, name: str, number: int, paths: Sequence[str], lease: float) -> SharedFiles:
-        """This worker's side of pass `number` over a list that all workers take from. Owns the client from now on."""
-        return SharedFiles(self._client, name, number, paths, lease)
+    def files(self, name: str, paths: Sequence[str], lease: float) -> SharedFiles:
+        """This worker's side of the next pass over a list that all take from. Owns the client from now on."""
+        try:
+            shared = SharedFiles(self._client, name, self._passes[name], paths, lease)
+        except BaseException:
+            self._client.close()
+            raise
+        self._passes[name] += 1
+        return shared
 
     def close(self) -> None:
         self._client.close()
@@ -146,6 +156,6 @@ class SharedFiles:
             try:
                 with self._lock:
                     self._ask()
-            except FleetError as error:
-                self._error = error
+            except Exception as error:  # told to whoever asks for a file next
+                self._error = error if isinstance(error, FleetError) else FleetError(f"shared files: {error}")
                 return

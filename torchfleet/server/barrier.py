@@ -50,11 +50,17 @@ class Barriers:
 
     def leave(self, worker: int) -> list[Request]:
         """The worker is not waited for any more. Returns the requests that this lets go."""
+        return [request for _, going in self.leave_by_name(worker) for request in going]
+
+    def leave_by_name(self, worker: int) -> list[tuple[str, list[Request]]]:
         self._left.add(worker)
-        return [request for name in list(self._meetings) for request in self._open(name)]
+        return [(name, going) for name in list(self._meetings) if (going := self._open(name))]
 
     def expired(self, now: float) -> list[tuple[Request, BarrierError]]:
         """Everybody at a barrier whose time is up, with the names of those who never came."""
+        return [(request, error) for _, request, error in self.expired_by_name(now)]
+
+    def expired_by_name(self, now: float) -> list[tuple[str, Request, BarrierError]]:
         given_up = []
         for name, meeting in list(self._meetings.items()):
             if now < meeting.deadline:
@@ -64,7 +70,7 @@ class Barriers:
                 f"barrier '{name}': after {meeting.timeout:g} s still waiting for worker {missing} of "
                 f"{meeting.num_workers}. Look at their logs; if they are only slow, give a longer timeout."
             )
-            given_up += [(request, error) for request in meeting.waiting.values()]
+            given_up += [(name, request, error) for request in meeting.waiting.values()]
             del self._meetings[name]
         return given_up
 

@@ -30,6 +30,7 @@ from torchfleet.net.wire import (
     unpack,
 )
 from torchfleet.server.arrays import (
+    MAX_WORKERS,
     check_pull,
     check_worker,
     column,
@@ -232,6 +233,8 @@ def send(state: State, request: Request) -> Reply:
     """Keep a parcel for another worker. The reply is 1, or 0 if there was no room: then it must be sent again."""
     check_worker(state, request)
     body = unpack(_bodies(request, 2)[0], SendBody)
+    if not 0 <= body.to < (state.num_workers or MAX_WORKERS):
+        raise WireError(f"no worker has number {body.to}")
     accepted = state.mail.send(request.message.worker, body, request.message.arrays[1:])
     return [Array(0, np.array([accepted], np.uint64))]
 

@@ -11,6 +11,7 @@ from torchfleet.errors import DataError
 
 MAX_LISTS = 256
 WAIT, END = "wait", "end"
+_NAMES = "Give all workers one whole list, or different lists different names (set_filelist(..., name=...))."
 
 
 class FilesBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -39,6 +40,8 @@ class Pass:
     waiting: deque[str]
     holders: dict[int, Holder] = field(default_factory=dict)  # by client
     num_done: int = 0
+    wishes: dict[int, int] = field(default_factory=dict)  # by client: the last wish; an older one comes late
+    former: set[int] = field(default_factory=set)  # clients of workers that were started again since
 
     @property
     def is_over(self) -> bool:
@@ -54,69 +57,88 @@ class FileLists:
     """Passes over lists of files, by name and number. Those that are over take no memory but their number."""
 
     def __init__(self) -> None:
-        self._passes: OrderedDict[tuple[str, int], Pass | None] = OrderedDict()
+        self._passes: OrderedDict[tuple[str, int], Pass | int] = (
+            OrderedDict()
+        )  # of those that are over a hash of the list
+        self._first: dict[str, int] = {}  # by name: all passes before this one are over, or were left by all
 
     def ask(self, client: int, worker: int, body: FilesBody, now: float) -> tuple[str, str]:
         """("file", path), or WAIT while others hold the last ones, or END. ("", "") where no file was wished for."""
         place = (body.name, body.number)
+        if body.number < self._first.get(body.name, 0):
+            return (END, "") if body.take else ("", "")
         if body.files and place not in self._passes:
             self._open(place, body.files)
         if place not in self._passes:
             raise DataError(f"file list '{body.name}', pass {body.number}: not known to this server; was it restarted?")
         current = self._passes[place]
-        if current is None:
+        if isinstance(current, int):
+            if body.files and hash(frozenset(body.files)) != current:
+                raise DataError(
+                    f"file list '{body.name}': pass {body.number} is over, and was over other files. {_NAMES}"
+                )
             return (END, "") if body.take else ("", "")
         if body.files and frozenset(body.files) != current.files:
             raise DataError(
                 f"file list '{body.name}': this worker has {len(body.files)} files and others have "
-                f"{len(current.files)}, not the same ones. Give all workers one whole list, or different lists "
-                "different names (set_filelist(..., name=...))."
+                f"{len(current.files)}, not the same ones. {_NAMES}"
             )
+        if client in current.former:
+            return (END, "") if body.take else ("", "")
         holder = self._holder(current, client, worker, body.lease, now)
         for path in body.done:
             current.num_done += path in holder.files
             holder.files.discard(path)
-        answer = self._next(current, holder, body.take) if body.take else ("", "")
+        answer = self._next(current, holder, client, body.take) if body.take else ("", "")
         if current.is_over:
-            self._passes[place] = None
+            self._passes[place] = hash(current.files)
         return answer
 
     def leave(self, worker: int) -> None:
         for current in self._passes.values():
-            for client, holder in list(current.holders.items()) if current else ():
-                if current is not None and holder.worker == worker:
+            for client, holder in list(current.holders.items()) if isinstance(current, Pass) else ():
+                if isinstance(current, Pass) and holder.worker == worker:
                     current.give_up(client)
 
     def expire(self, now: float) -> None:
         for current in self._passes.values():
-            for client, holder in list(current.holders.items()) if current else ():
-                if current is not None and now > holder.heard + holder.lease:
+            for client, holder in list(current.holders.items()) if isinstance(current, Pass) else ():
+                if isinstance(current, Pass) and now > holder.heard + holder.lease:
                     current.give_up(client)
 
     def _open(self, place: tuple[str, int], files: list[str]) -> None:
-        over = [known for known, current in self._passes.items() if current is None]
-        if len(self._passes) - len(over) >= MAX_LISTS:
-            raise DataError(f"{MAX_LISTS} lists of files are open already, which is the limit")
-        if len(self._passes) >= 4 * MAX_LISTS:
-            del self._passes[over[0]]
-        self._passes[place] = Pass(frozenset(files), deque(files)) if files else None
+        if len(set(files)) < len(files):
+            raise DataError(f"file list '{place[0]}': a file is in it twice")
+        if len(self._passes) >= MAX_LISTS:  # the oldest pass of a list of which there are more: over, or left by all
+            free = [known for known, current in self._passes.items() if isinstance(current, int) or not current.holders]
+            if not free:
+                raise DataError(f"{MAX_LISTS} lists of files are open already, which is the limit")
+            name, number = free[0]
+            del self._passes[free[0]]
+            self._first[name] = max(self._first.get(name, 0), number + 1)
+        self._passes[place] = Pass(frozenset(files), deque(files))
 
     @staticmethod
     def _holder(current: Pass, client: int, worker: int, lease: float, now: float) -> Holder:
         for other, holder in list(current.holders.items()):
             if holder.worker == worker and other != client:
                 current.give_up(other)  # the worker was started again: its former process is gone
+                current.former.add(other)
         holder = current.holders.setdefault(client, Holder(worker, now, lease))
         holder.heard = now
         return holder
 
     @staticmethod
-    def _next(current: Pass, holder: Holder, wish: int) -> tuple[str, str]:
-        if wish == holder.answered[0] and holder.answered[1] == "file" and holder.answered[2] in holder.files:
+    def _next(current: Pass, holder: Holder, client: int, wish: int) -> tuple[str, str]:
+        if wish < current.wishes.get(client, 0):
+            return WAIT, ""  # nobody listens to the answer
+        if wish == holder.answered[0]:
             return holder.answered[1:]
+        current.wishes[client] = wish
+        if current.is_over:
+            return END, ""
+        holder.answered = wish, WAIT, ""
         if current.waiting:
-            path = current.waiting.popleft()
-            holder.files.add(path)
-            holder.answered = wish, "file", path
-            return "file", path
-        return (END, "") if current.is_over else (WAIT, "")
+            holder.answered = wish, "file", current.waiting.popleft()
+            holder.files.add(holder.answered[2])
+        return holder.answered[1:]

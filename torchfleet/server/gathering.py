@@ -14,7 +14,7 @@ from torchfleet.server.request import Request
 MAX_BYTES = 1 << 24  # that one worker may bring
 MAX_KEPT = 1 << 12
 
-Answers = list[tuple[Request, list[Array]]]
+Answers = list[tuple[Request, list[Array] | BarrierError]]
 
 
 class GatherBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -25,12 +25,17 @@ class GatherBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Gatherings:
-    """Open ones are barriers; of closed ones each client's last is kept, for a reply that got lost."""
+    """Open ones are barriers; of closed ones each client's last is kept, for a reply that got lost.
+
+    A request of an earlier round than the client's last is a copy that comes late: nobody waits for its answer.
+    """
 
     def __init__(self) -> None:
         self._barriers = Barriers()
-        self._asked: dict[int, GatherBody] = {}  # by client, of those that wait
-        self._kept: OrderedDict[int, tuple[int, list[Array]]] = OrderedDict()
+        self._rounds: dict[
+            tuple[str, int], tuple[int, int]
+        ] = {}  # by name and worker, of those that wait: client, round
+        self._kept: OrderedDict[int, tuple[int, list[Array] | BarrierError]] = OrderedDict()  # by client
 
     def arrive(self, body: GatherBody, request: Request) -> Answers:
         """The requests that may go on, with their replies: none while workers are missing."""
@@ -39,33 +44,39 @@ class Gatherings:
             raise TableError(f"gather '{body.name}': {num_bytes:,} bytes from one worker, at most {MAX_BYTES:,}")
         client = request.message.client
         kept = self._kept.get(client)
-        if kept is not None and kept[0] == body.round:
-            return [(request, kept[1])]
+        if kept is not None and body.round <= kept[0]:
+            return [(request, kept[1])] if body.round == kept[0] else []
+        place = (body.name, request.message.worker)
+        waits = self._rounds.get(place)
+        if waits is not None and waits[0] == client and body.round < waits[1]:
+            return []
         going = self._barriers.arrive(body.name, request, body.num_workers, body.timeout, request.arrived)
-        self._asked[client] = body
-        return self._close(going)
+        self._rounds[place] = client, body.round
+        return self._close(body.name, going)
 
     def leave(self, worker: int) -> Answers:
         """The worker is not waited for any more."""
-        by_name: dict[str, list[Request]] = {}
-        for request in self._barriers.leave(worker):
-            by_name.setdefault(self._asked[request.message.client].name, []).append(request)
-        return [answer for going in by_name.values() for answer in self._close(going)]
+        return [answer for name, going in self._barriers.leave_by_name(worker) for answer in self._close(name, going)]
 
     def expired(self, now: float) -> list[tuple[Request, BarrierError]]:
-        given_up = self._barriers.expired(now)
-        for request, _ in given_up:
-            self._asked.pop(request.message.client, None)
-        return given_up
+        given_up = self._barriers.expired_by_name(now)
+        for name, request, error in given_up:
+            self._keep(name, request, error)
+        return [(request, error) for _, request, error in given_up]
 
-    def _close(self, going: list[Request]) -> Answers:
+    def _close(self, name: str, going: list[Request]) -> Answers:
         """The same reply for all: per worker that took part its number and what it brought."""
         ordered = sorted(going, key=lambda request: request.message.worker)
         reply = [Array(request.message.worker, request.message.arrays[1].data) for request in ordered]
         for request in going:
-            client = request.message.client
-            self._kept[client] = self._asked.pop(client).round, reply
-            self._kept.move_to_end(client)
+            self._keep(name, request, reply)
+        return [(request, reply) for request in going]
+
+    def _keep(self, name: str, request: Request, answer: list[Array] | BarrierError) -> None:
+        client, number = self._rounds.pop((name, request.message.worker))
+        kept = self._kept.get(client)
+        if kept is None or kept[0] < number:
+            self._kept[client] = number, answer
+        self._kept.move_to_end(client)
         while len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)
-        return [(request, reply) for request in going]

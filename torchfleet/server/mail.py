@@ -11,6 +11,8 @@ from torchfleet.net.wire import Array
 
 MAX_BYTES = 1 << 28  # of all parcels that wait
 MAX_TAKEN = 1 << 23  # bytes of one reply, but at least one parcel
+MAX_TAKEN_ARRAYS = 1 << 11  # of one reply; a message holds 4,096
+MAX_PARCELS = 1 << 16  # that wait: an empty one takes memory, too
 MAX_TOPICS = 8  # the oldest is dropped: it belongs to an exchange that was given up
 
 
@@ -46,7 +48,7 @@ class Topic:
 class Mail:
     def __init__(self) -> None:
         self._topics: OrderedDict[str, Topic] = OrderedDict()
-        self.num_bytes = 0
+        self.num_bytes = self.num_parcels = 0
 
     def send(self, sender: int, body: SendBody, parcel: list[Array]) -> bool:
         """Whether there was room for it. Sending again what is here already changes nothing."""
@@ -55,7 +57,7 @@ class Mail:
         if body.number <= topic.sent.get(way, 0):
             return True
         size = _size(parcel)
-        if self.num_bytes and self.num_bytes + size > MAX_BYTES:
+        if self.num_parcels >= MAX_PARCELS or (self.num_bytes and self.num_bytes + size > MAX_BYTES):
             return False
         box = topic.boxes.setdefault(body.to, Box())
         # A frame's memory belongs to the message it came in; the copy is ours for as long as it waits.
@@ -63,6 +65,7 @@ class Mail:
         box.next_number += 1
         topic.sent[way] = body.number
         self.num_bytes += size
+        self.num_parcels += 1
         return True
 
     def take(self, worker: int, body: TakeBody) -> list[tuple[int, list[Array]]]:
@@ -70,13 +73,15 @@ class Mail:
         box = self._topic(body.topic).boxes.setdefault(worker, Box())
         while box.parcels and box.parcels[0][0] <= body.received:
             self.num_bytes -= _size(box.parcels.popleft()[1])
+            self.num_parcels -= 1
         taken: list[tuple[int, list[Array]]] = []
-        size = 0
+        size = num_arrays = 0
         for number, parcel in box.parcels:
-            if taken and size + _size(parcel) > MAX_TAKEN:
+            size += _size(parcel)
+            num_arrays += 1 + len(parcel)
+            if taken and (size > MAX_TAKEN or num_arrays > MAX_TAKEN_ARRAYS):
                 break
             taken.append((number, parcel))
-            size += _size(parcel)
         return taken
 
     def _topic(self, name: str) -> Topic:
@@ -86,6 +91,7 @@ class Mail:
             if len(self._topics) > MAX_TOPICS:
                 _, dropped = self._topics.popitem(last=False)
                 self.num_bytes -= dropped.num_bytes
+                self.num_parcels -= sum(len(box.parcels) for box in dropped.boxes.values())
         return topic
 
 
