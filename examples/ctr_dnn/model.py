@@ -27,7 +27,8 @@ class CTRDNN(torch.nn.Module):
 
     def forward(self, batch: Any) -> torch.Tensor:
         embedded = self.embedding([batch[name] for name in SLOTS]).flatten(1)
-        return self.tower(torch.cat([embedded, batch["dense_input"]], dim=1))
+        logits: torch.Tensor = self.tower(torch.cat([embedded, batch["dense_input"]], dim=1))
+        return logits
 
 
 def _linear(fan_in: int, fan_out: int) -> torch.nn.Linear:

@@ -85,7 +85,8 @@ def effect(values: np.ndarray, salt: int) -> np.ndarray:
     mixed = (values.astype(np.uint64) + np.uint64(salt * 7919)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
-    return ((mixed >> np.uint64(40)).astype(np.float64) / 2**24 - 0.5) * 2
+    spread: np.ndarray = ((mixed >> np.uint64(40)).astype(np.float64) / 2**24 - 0.5) * 2
+    return spread
 
 
 def opened(folder: Path, num_parts: int) -> list[BinaryIO]:
