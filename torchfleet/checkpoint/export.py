@@ -49,7 +49,7 @@ def _rows(dirname: str, table: str, with_state: bool) -> Iterator[Rows]:
         names = ", ".join(known.name for known in manifest.tables if known.kind != "dense")
         raise CheckpointError(f"'{table}' is dense: it has no rows to export. Sparse tables: {names or 'none'}.")
     width = saved.dim * (1 + saved.num_states) if with_state else saved.dim
-    for _, arrays in read_parts(storage, manifest, manifest.parts_of(table)):
+    for _, arrays in read_parts(storage, manifest, manifest.parts_of(table), lambda *both: both):
         yield arrays["keys"].reshape(-1).view(np.int64), arrays["rows"][:, :width]
 
 

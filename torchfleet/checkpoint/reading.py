@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +19,8 @@ from torchfleet.tables.dense import DenseTable
 from torchfleet.tables.owners import owners_of
 from torchfleet.tables.sparse import SparseTable
 from torchfleet.tables.spec import TableSpec, part_range
+
+Made = TypeVar("Made")
 
 _AHEAD = 2  # files being read while another one is taken in
 
@@ -33,15 +37,23 @@ def read_part(storage: Storage, manifest: Manifest, part: Part) -> parts.Arrays:
     return parts.decode(data, place)
 
 
-def read_parts(storage: Storage, manifest: Manifest, chosen: Sequence[Part]) -> Iterator[tuple[Part, parts.Arrays]]:
-    """Several parts in turn; the next ones are read meanwhile."""
+def read_parts(
+    storage: Storage, manifest: Manifest, chosen: Sequence[Part], prepare: Callable[[Part, parts.Arrays], Made]
+) -> Iterator[Made]:
+    """What `prepare` makes of each part, in turn; the next ones are read and prepared meanwhile, in threads."""
+
+    def read(part: Part) -> Made:
+        return prepare(part, read_part(storage, manifest, part))
+
     with ThreadPoolExecutor(_AHEAD) as pool:
-        under_way = [pool.submit(read_part, storage, manifest, part) for part in chosen[:_AHEAD]]
-        for i, part in enumerate(chosen):
-            arrays = under_way.pop(0).result()
-            if i + _AHEAD < len(chosen):
-                under_way.append(pool.submit(read_part, storage, manifest, chosen[i + _AHEAD]))
-            yield part, arrays
+        under_way = deque(pool.submit(read, part) for part in chosen[:_AHEAD])
+        for following in range(_AHEAD, len(chosen) + _AHEAD):
+            if not under_way:
+                return
+            made = under_way.popleft().result()
+            if following < len(chosen):
+                under_way.append(pool.submit(read, chosen[following]))
+            yield made
 
 
 def load_sparse(storage: Storage, manifest: Manifest, table: SparseTable, quiet: bool = False) -> int:
@@ -59,15 +71,25 @@ def load_sparse(storage: Storage, manifest: Manifest, table: SparseTable, quiet:
         )
     chosen = manifest.parts_of(spec.name)
     same_cut = manifest.num_servers == spec.num_parts
-    num = 0
-    for part, arrays in read_parts(storage, manifest, [p for p in chosen if not same_cut or p.part == spec.part]):
+    if same_cut:
+        chosen = [part for part in chosen if part.part == spec.part]
+    share = 1 if same_cut else spec.num_parts
+    table.reserve(sum(part.rows for part in chosen) // share)
+
+    def own_rows(part: Part, arrays: parts.Arrays) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float32]]:
         keys, rows = arrays["keys"].reshape(-1), arrays["rows"]
         if rows.shape != (len(keys), spec.dim * (1 + saved.num_states)):
             raise CheckpointError(f"{part.file}: {len(keys)} keys and rows of shape {rows.shape} do not fit")
         if not same_cut:
             mine = owners_of(spec, keys, spec.num_parts) == spec.part
             keys, rows = keys[mine], rows[mine]
-        table.assign(keys, np.ascontiguousarray(rows[:, :width]))
+        rows = np.ascontiguousarray(rows[:, :width])
+        table.check_values(keys, rows)
+        return keys, rows
+
+    num = 0
+    for keys, rows in read_parts(storage, manifest, chosen, own_rows):
+        table.load(keys, rows)
         num += len(keys)
     table.step, table.num_loaded = saved.step, num
     return num
@@ -99,7 +121,7 @@ def read_dense(storage: Storage, manifest: Manifest, saved: Table) -> npt.NDArra
     """A dense table put together from its parts: a row of values, and one for each kind of state."""
     whole = np.empty((1 + saved.num_states, saved.size), np.float32)
     num = 0
-    for part, arrays in read_parts(storage, manifest, manifest.parts_of(saved.name)):
+    for part, arrays in read_parts(storage, manifest, manifest.parts_of(saved.name), lambda *both: both):
         block = arrays["values"]
         if block.ndim != 2 or len(block) != len(whole) or part.start < 0 or part.start + block.shape[1] > saved.size:
             raise CheckpointError(f"{part.file}: a block of shape {block.shape} does not fit table '{saved.name}'")

@@ -22,6 +22,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchfleet.kernels.hashing import mix
+from torchfleet.kernels.intrinsics import copy_words
 from torchfleet.kernels.jit import inlined, kernel
 
 MISSING = -1
@@ -222,6 +223,46 @@ def insert_missing(
             num_fresh += 1
         rows_N[i] = np.int64(slot & _LOW) - 1
     state[NUM_KEYS] += num_fresh
+    return num_fresh
+
+
+@kernel
+def load(
+    new: np.ndarray,
+    num_buckets: np.ndarray,
+    state: np.ndarray,
+    words_RW: np.ndarray,
+    keys_N: np.ndarray,
+    values_NC: np.ndarray,
+) -> int:
+    """find, insert_missing and scatter in one pass, for a map that is not growing and has no freed rows.
+
+    words_RW[row, 2:2 + C] = values_NC[i]; of equal keys the last one stands. Returns how many were new, or OVERFLOW.
+    """
+    salt, num_new = np.uint64(state[SALT]), num_buckets[NEW]
+    width, num_words = np.int64(words_RW.shape[1]), np.int64(values_NC.shape[1])
+    num_fresh, fetched = 0, np.uint64(0)
+    for start in range(0, len(keys_N), BLOCK):
+        stop = min(start + BLOCK, len(keys_N))
+        for i in range(start, stop):
+            fetched ^= new[_home(_tag(keys_N[i], salt), num_new) * _U8]
+        for i in range(start, stop):
+            key = keys_N[i]
+            tag = _tag(key, salt)
+            at = _place_missing(new, words_RW, key, tag, _home(tag, num_new))
+            if new[at] == _U0:
+                if at + _U8 >= np.uint64(len(new)):
+                    return OVERFLOW
+                row = state[NEXT_ROW]
+                state[NEXT_ROW] += 1
+                words_RW[row, 0] = np.uint32(key & _LOW)
+                words_RW[row, 1] = np.uint32(key >> _S32)
+                new[at] = (tag << _S32) | np.uint64(row + 1)
+                num_fresh += 1
+            row = np.int64(new[at] & _LOW) - 1
+            copy_words(words_RW, row * width + 2, values_NC, i * num_words, num_words)
+    state[NUM_KEYS] += num_fresh
+    state[FETCHED] = np.int64(fetched)
     return num_fresh
 
 

@@ -95,6 +95,15 @@ class KeyMap:
             self._migrate(MOVES_PER_KEY * int(num_fresh))
         return fresh[:num_fresh]
 
+    def load(self, keys: Keys, rows: npt.NDArray[np.float32]) -> bool:
+        """Whole rows in one pass; False, and no row changed, while the map grows or has freed rows."""
+        self.reserve(len(keys))
+        if self._migrating or self._state[NUM_FREE]:
+            return False
+        arrays = self._slots[NEW], self._num_buckets, self._state, self._words
+        self._expect(int(hashmap.load(*arrays, keys, rows.view(np.uint32))))
+        return True
+
     def erase(self, keys: Keys) -> int:
         """Take keys out; returns how many of them were there. Their rows are reused before new ones are made."""
         return int(hashmap.erase(*self._arrays(), self._free_rows, keys))
@@ -131,6 +140,11 @@ class KeyMap:
             self._open(max(needed, int(current * (2 if current < SMALL else GROWTH))))
             if current < SMALL:
                 self._finish_migration()
+
+    def reserve_at_once(self, num: int) -> None:
+        """As `reserve`, and the map is carried over here and now."""
+        self.reserve(num)
+        self._finish_migration()
 
     def _open(self, num_buckets: int) -> None:
         """Begin to grow: today's slots become the old ones, and an empty array stands ready for what is carried."""

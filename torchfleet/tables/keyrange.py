@@ -44,6 +44,12 @@ class KeyRange:
     def reserve(self, num: int) -> None:
         """Nothing to do: the place of every id is there."""
 
+    reserve_at_once = reserve
+
+    def load(self, keys: Keys, rows: npt.NDArray[np.float32]) -> bool:
+        """There is no quicker way than the usual one."""
+        return False
+
     @property
     def num_bytes(self) -> int:
         return self.num_keys * self.width * 4 + self.num_row_numbers
