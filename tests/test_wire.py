@@ -27,7 +27,7 @@ from torchfleet.net.wire import (
     pack,
     unpack,
 )
-from torchfleet.server.commands import BarrierBody
+from torchfleet.server.among_workers import BarrierBody
 from torchfleet.tables.spec import Rule, TableSpec
 
 DTYPES = [np.dtype(name) for name in ("u1", "<u8", "<f4", "<f8")]

@@ -9,14 +9,6 @@ from typing import Any
 
 import torch
 
-from torchfleet.checkpoint.manifest import (
-    Manifest,
-    described,
-    folder_of,
-    next_save,
-    remove_others,
-    write_manifest,
-)
 from torchfleet.checkpoint.storage import Storage
 from torchfleet.errors import FleetError, ModelError, ServerUnreachable, StrategyError
 from torchfleet.net.keys import KeyFolder
@@ -32,6 +24,7 @@ from torchfleet.ps.engine import Engine
 from torchfleet.ps.geo import Geo
 from torchfleet.ps.optimizer import DistributedOptimizer
 from torchfleet.ps.plan import Plan, make_plan
+from torchfleet.ps.saving import save_model
 from torchfleet.ps.workers import Workers
 from torchfleet.role import RoleInfo
 from torchfleet.server.loading import load_model
@@ -39,7 +32,6 @@ from torchfleet.server.server import Server
 from torchfleet.server.warm import warm_up
 from torchfleet.status import StatusFile
 from torchfleet.strategy import DistributedStrategy
-from torchfleet.tables.rules import num_dense_states, num_states
 
 START_SECONDS = 300.0  # servers import torch and may compile kernels before they answer
 _CHUNK = 1 << 16
@@ -172,27 +164,10 @@ class WorkerJob:
             self._connect(), self.info.worker_index, self.info.num_workers, self.strategy.sync_timeout, self._passes
         )
 
-    def save(self, dirname: str, with_state: bool) -> Manifest:
-        """Save the model: every server its tables, this worker the rest and, last of all, the manifest."""
+    def save(self, dirname: str, with_state: bool) -> None:
+        """Save the model as it is with the servers, this worker's gradients included."""
         self.communicator.flush()
-        plan, storage = self._job.plan, Storage(dirname)
-        for group in plan.fixed:
-            self.client.set_dense(group.spec.name, group.values())  # buffers live on workers: the first one's are saved
-        number = next_save(storage)
-        saved = self.client.save(storage.path, folder_of(number), with_state, self.strategy.sync_timeout)
-        layouts = {group.spec.name: group.layout() for group in (*plan.dense, *plan.fixed)}
-        tables = []
-        for spec in plan.specs:
-            states = (num_dense_states if spec.kind == "dense" else num_states)(spec.rule) if with_state else 0
-            step = max(server.steps[spec.name] for server in saved)
-            rows = sum(server.rows[spec.name] for server in saved)
-            tables.append(described(spec, states, step, rows, layouts.get(spec.name, [])))
-        parts = [part for server in saved for part in server.parts]
-        kind = "full" if with_state else "inference"
-        manifest = Manifest(folder_of(number), number, kind, self.info.num_servers, tables, parts)
-        write_manifest(storage, manifest)
-        remove_others(storage, manifest)
-        return manifest
+        save_model(self.client, self._job.plan, dirname, with_state, self.strategy.sync_timeout)
 
     def stop(self) -> dict[str, Any]:
         """Everything under way reaches the servers, then they are told. Returns the last statistics."""

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
 from torchfleet.errors import FleetError, TableError, WireError
@@ -29,8 +28,8 @@ from torchfleet.net.wire import (
     pack,
     unpack,
 )
+from torchfleet.server.among_workers import barrier, files, gather, leave, send, take
 from torchfleet.server.arrays import (
-    MAX_WORKERS,
     check_pull,
     check_worker,
     column,
@@ -40,24 +39,13 @@ from torchfleet.server.arrays import (
     push_sections,
     start,
 )
-from torchfleet.server.files import FilesBody
-from torchfleet.server.gathering import GatherBody
-from torchfleet.server.mail import SendBody, TakeBody
 from torchfleet.server.request import Request
 from torchfleet.server.saving import MAX_SAVES, SaveBody, save_in_slices
-from torchfleet.server.sections import Section, mean_section
 from torchfleet.server.state import Reply, Saving, State
+from torchfleet.server.sync_step import keep_for_step, new_dense_values
 from torchfleet.tables.dense import DenseTable
 from torchfleet.tables.sparse import SparseTable
 from torchfleet.tables.spec import TableSpec
-
-MAX_BARRIER_SECONDS = 7 * 24 * 3600.0
-
-
-class BarrierBody(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
-    num_workers: int
-    timeout: float
 
 
 def ping(state: State, request: Request) -> Reply:
@@ -111,7 +99,7 @@ def push(state: State, request: Request) -> Reply | None:
     for section in sections:
         section.check()
     if flags & SYNC:
-        _keep_for_step(state, request)
+        keep_for_step(state, request)
         return None
     for section in sections:
         if flags & DELTA:
@@ -119,44 +107,7 @@ def push(state: State, request: Request) -> Reply | None:
             state.changes.note(section.table.spec.number, section.keys, request.message.worker)
         else:
             section.apply()
-    return _new_dense_values(sections) if flags & DENSE_BACK else []
-
-
-def _keep_for_step(state: State, request: Request) -> None:
-    """Keep a worker's gradients until all workers' are here; whoever waits is answered by `close_sync_step`."""
-    check_worker(state, request)
-    if not state.num_workers:
-        raise TableError("this server was not told the number of workers, so it cannot wait for all: use num_workers")
-    state.sync_step[request.message.worker] = request
-    close_sync_step(state)
-
-
-def close_sync_step(state: State) -> None:
-    """If no worker is missing: one update with the mean gradient, summed in the order of the workers."""
-    expected = set(range(state.num_workers)) - state.barriers.left
-    if not state.sync_step or expected - set(state.sync_step):
-        return
-    requests = [state.sync_step[worker] for worker in sorted(state.sync_step)]
-    state.sync_step = {}
-    per_worker = [list(push_sections(state, request)) for request in requests]
-    try:
-        merged = [mean_section(list(same_table)) for same_table in zip(*per_worker, strict=True)]
-        for section in merged:
-            section.check()
-        for section in merged:
-            section.apply()
-    except (FleetError, ValueError) as error:
-        text = f"the workers' gradients of this step cannot be put together: {error}"
-        for request in requests:
-            state.finish(request, TableError(text))
-        return
-    for request, sections in zip(requests, per_worker, strict=True):
-        state.finish(request, _new_dense_values(sections) if request.message.flags & DENSE_BACK else [])
-
-
-def _new_dense_values(sections: list[Section]) -> Reply:
-    tables = [section.table for section in sections if isinstance(section.table, DenseTable)]
-    return [Array(table.spec.number, table.get(0, table.size).reshape(-1, 1)) for table in tables]
+    return new_dense_values(sections) if flags & DENSE_BACK else []
 
 
 def pull_changed(state: State, request: Request) -> Reply:
@@ -212,53 +163,6 @@ def erase(state: State, request: Request) -> Reply:
     return []
 
 
-def barrier(state: State, request: Request) -> None:
-    body = unpack(only(request), BarrierBody)
-    if not 0 < body.timeout <= MAX_BARRIER_SECONDS or body.num_workers < 1:
-        raise WireError(f"a barrier needs a timeout of up to {MAX_BARRIER_SECONDS:g} s and workers, found {body}")
-    for going in state.barriers.arrive(body.name, request, body.num_workers, body.timeout, request.arrived):
-        state.finish(going, [])
-
-
-def gather(state: State, request: Request) -> None:
-    """What every worker brought, to every worker, once all are there."""
-    body = unpack(_bodies(request, 2)[0], GatherBody)
-    if not 0 < body.timeout <= MAX_BARRIER_SECONDS or body.num_workers < 1:
-        raise WireError(f"a gathering needs a timeout of up to {MAX_BARRIER_SECONDS:g} s and workers, found {body}")
-    for going, reply in state.gatherings.arrive(body, request):
-        state.finish(going, reply)
-
-
-def send(state: State, request: Request) -> Reply:
-    """Keep a parcel for another worker. The reply is 1, or 0 if there was no room: then it must be sent again."""
-    check_worker(state, request)
-    body = unpack(_bodies(request, 2)[0], SendBody)
-    if not 0 <= body.to < (state.num_workers or MAX_WORKERS):
-        raise WireError(f"no worker has number {body.to}")
-    accepted = state.mail.send(request.message.worker, body, request.message.arrays[1:])
-    return [Array(0, np.array([accepted], np.uint64))]
-
-
-def take(state: State, request: Request) -> Reply:
-    """Parcels for this worker: each its number and the count of its arrays, then these."""
-    check_worker(state, request)
-    reply = []
-    for number, parcel in state.mail.take(request.message.worker, unpack(only(request), TakeBody)):
-        reply += [Array(0, np.array([number, len(parcel)], np.uint64)), *parcel]
-    return reply
-
-
-def files(state: State, request: Request) -> Reply:
-    """Take the next file of a list, and say which ones are done."""
-    check_worker(state, request)
-    body = unpack(only(request), FilesBody)
-    if not 0 < body.lease <= MAX_BARRIER_SECONDS:
-        raise WireError(f"a lease is up to {MAX_BARRIER_SECONDS:g} seconds, found {body.lease}")
-    state.files.expire(request.arrived)
-    message = request.message
-    return [pack(state.files.ask(message.client, message.worker, body, request.arrived))]
-
-
 def save(state: State, request: Request) -> Reply | FleetError | None:
     """Write this server's share of the model to files; the reply, which says to which, comes when all are on disk.
 
@@ -278,29 +182,9 @@ def save(state: State, request: Request) -> Reply | FleetError | None:
     return known.result
 
 
-def leave(state: State, request: Request) -> Reply:
-    """The worker has done its work: nobody waits for it any more, and after the last one the server ends."""
-    check_worker(state, request)
-    for going in state.barriers.leave(request.message.worker):
-        state.finish(going, [])
-    for going, reply in state.gatherings.leave(request.message.worker):
-        state.finish(going, reply)
-    state.files.leave(request.message.worker)
-    close_sync_step(state)
-    if state.num_workers and len(state.barriers.left) >= state.num_workers:
-        state.is_stopping = True
-    return []
-
-
 def stop(state: State, request: Request) -> Reply:
     state.is_stopping = True
     return []
-
-
-def _bodies(request: Request, at_least: int) -> list[Array]:
-    if len(request.message.arrays) < at_least:
-        raise WireError(f"expected at least {at_least} arrays, found {len(request.message.arrays)}")
-    return request.message.arrays
 
 
 @dataclass(frozen=True)

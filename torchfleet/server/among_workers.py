@@ -1,0 +1,91 @@
+"""Commands by which workers deal with each other: meet, gather, send parcels, share out files, leave."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from torchfleet.errors import WireError
+from torchfleet.net.wire import Array, pack, unpack
+from torchfleet.server.arrays import MAX_WORKERS, check_worker, only
+from torchfleet.server.files import FilesBody
+from torchfleet.server.gathering import GatherBody
+from torchfleet.server.mail import SendBody, TakeBody
+from torchfleet.server.request import Request
+from torchfleet.server.state import Reply, State
+from torchfleet.server.sync_step import close_sync_step
+
+MAX_BARRIER_SECONDS = 7 * 24 * 3600.0
+
+
+class BarrierBody(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    num_workers: int
+    timeout: float
+
+
+def barrier(state: State, request: Request) -> None:
+    body = unpack(only(request), BarrierBody)
+    if not 0 < body.timeout <= MAX_BARRIER_SECONDS or body.num_workers < 1:
+        raise WireError(f"a barrier needs a timeout of up to {MAX_BARRIER_SECONDS:g} s and workers, found {body}")
+    for going in state.barriers.arrive(body.name, request, body.num_workers, body.timeout, request.arrived):
+        state.finish(going, [])
+
+
+def gather(state: State, request: Request) -> None:
+    """What every worker brought, to every worker, once all are there."""
+    body = unpack(_bodies(request, 2)[0], GatherBody)
+    if not 0 < body.timeout <= MAX_BARRIER_SECONDS or body.num_workers < 1:
+        raise WireError(f"a gathering needs a timeout of up to {MAX_BARRIER_SECONDS:g} s and workers, found {body}")
+    for going, reply in state.gatherings.arrive(body, request):
+        state.finish(going, reply)
+
+
+def send(state: State, request: Request) -> Reply:
+    """Keep a parcel for another worker. The reply is 1, or 0 if there was no room: then it must be sent again."""
+    check_worker(state, request)
+    body = unpack(_bodies(request, 2)[0], SendBody)
+    if not 0 <= body.to < (state.num_workers or MAX_WORKERS):
+        raise WireError(f"no worker has number {body.to}")
+    accepted = state.mail.send(request.message.worker, body, request.message.arrays[1:])
+    return [Array(0, np.array([accepted], np.uint64))]
+
+
+def take(state: State, request: Request) -> Reply:
+    """Parcels for this worker: each its number and the count of its arrays, then these."""
+    check_worker(state, request)
+    reply = []
+    for number, parcel in state.mail.take(request.message.worker, unpack(only(request), TakeBody)):
+        reply += [Array(0, np.array([number, len(parcel)], np.uint64)), *parcel]
+    return reply
+
+
+def files(state: State, request: Request) -> Reply:
+    """Take the next file of a list, and say which ones are done."""
+    check_worker(state, request)
+    body = unpack(only(request), FilesBody)
+    if not 0 < body.lease <= MAX_BARRIER_SECONDS:
+        raise WireError(f"a lease is up to {MAX_BARRIER_SECONDS:g} seconds, found {body.lease}")
+    state.files.expire(request.arrived)
+    message = request.message
+    return [pack(state.files.ask(message.client, message.worker, body, request.arrived))]
+
+
+def leave(state: State, request: Request) -> Reply:
+    """The worker has done its work: nobody waits for it any more, and after the last one the server ends."""
+    check_worker(state, request)
+    for going in state.barriers.leave(request.message.worker):
+        state.finish(going, [])
+    for going, reply in state.gatherings.leave(request.message.worker):
+        state.finish(going, reply)
+    state.files.leave(request.message.worker)
+    close_sync_step(state)
+    if state.num_workers and len(state.barriers.left) >= state.num_workers:
+        state.is_stopping = True
+    return []
+
+
+def _bodies(request: Request, at_least: int) -> list[Array]:
+    if len(request.message.arrays) < at_least:
+        raise WireError(f"expected at least {at_least} arrays, found {len(request.message.arrays)}")
+    return request.message.arrays

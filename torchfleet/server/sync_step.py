@@ -1,0 +1,48 @@
+"""One step of sync training: kept until all workers' gradients are here, then one update with their mean."""
+
+from __future__ import annotations
+
+from torchfleet.errors import FleetError, TableError
+from torchfleet.net.wire import DENSE_BACK, Array
+from torchfleet.server.arrays import check_worker, push_sections
+from torchfleet.server.request import Request
+from torchfleet.server.sections import Section, mean_section
+from torchfleet.server.state import Reply, State
+from torchfleet.tables.dense import DenseTable
+
+
+def keep_for_step(state: State, request: Request) -> None:
+    """Keep a worker's gradients until all workers' are here; whoever waits is answered by `close_sync_step`."""
+    check_worker(state, request)
+    if not state.num_workers:
+        raise TableError("this server was not told the number of workers, so it cannot wait for all: use num_workers")
+    state.sync_step[request.message.worker] = request
+    close_sync_step(state)
+
+
+def close_sync_step(state: State) -> None:
+    """If no worker is missing: one update with the mean gradient, summed in the order of the workers."""
+    expected = set(range(state.num_workers)) - state.barriers.left
+    if not state.sync_step or expected - set(state.sync_step):
+        return
+    requests = [state.sync_step[worker] for worker in sorted(state.sync_step)]
+    state.sync_step = {}
+    per_worker = [list(push_sections(state, request)) for request in requests]
+    try:
+        merged = [mean_section(list(same_table)) for same_table in zip(*per_worker, strict=True)]
+        for section in merged:
+            section.check()
+        for section in merged:
+            section.apply()
+    except (FleetError, ValueError) as error:
+        text = f"the workers' gradients of this step cannot be put together: {error}"
+        for request in requests:
+            state.finish(request, TableError(text))
+        return
+    for request, sections in zip(requests, per_worker, strict=True):
+        state.finish(request, new_dense_values(sections) if request.message.flags & DENSE_BACK else [])
+
+
+def new_dense_values(sections: list[Section]) -> Reply:
+    tables = [section.table for section in sections if isinstance(section.table, DenseTable)]
+    return [Array(table.spec.number, table.get(0, table.size).reshape(-1, 1)) for table in tables]
