@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from torchfleet.checkpoint.export import FORMATS, export_table
@@ -34,7 +35,8 @@ def inspect(dirname: str, check: bool) -> None:
     """The tables of a saved model; with `check`, every file is read and its checksum compared."""
     storage = Storage(dirname)
     manifest = read_manifest(storage)
-    shown = Table(title=f"{storage.path}, {manifest.save}: {manifest.kind}, by {manifest.num_servers} servers")
+    print(f"{storage.path}, {manifest.save}: {manifest.kind}, by {manifest.num_servers} servers")
+    shown = Table()
     for name in ("table", "kind", "dim", "rows", "bytes", "optimizer", "steps", "files"):
         shown.add_column(name, justify="left" if name in ("table", "kind", "optimizer") else "right")
     for table in manifest.tables:
@@ -42,7 +44,7 @@ def inspect(dirname: str, check: bool) -> None:
         size = sum(part.bytes for part in parts)
         rule = table.rule["name"] if table.num_states or manifest.kind == "full" else "-"
         shown.add_row(
-            table.name,
+            escape(table.name),
             table.kind,
             str(table.dim),
             f"{table.rows:,}",
@@ -51,7 +53,10 @@ def inspect(dirname: str, check: bool) -> None:
             str(table.step),
             str(len(parts)),
         )
-    Console().print(shown)
+    console = Console()
+    if not console.is_terminal:
+        console.width = 10_000  # a pipe or a log: nothing has to be cut
+    console.print(shown)
     if check:
         for part in manifest.parts:
             read_part(storage, manifest, part)

@@ -245,6 +245,8 @@ def workers() -> Workers:
 def gather(name: str, data: bytes) -> list[bytes]:
     """What every worker brought, in their order; in a process without a fleet, just this."""
     if _worker is None:
+        if _job is not None and not _job.info.is_local:
+            raise FleetError("the workers meet after fleet.init_worker(), and servers do not meet at all")
         return [data]
     with _worker.workers() as all_workers:
         return all_workers.gather(name, data)
@@ -252,14 +254,16 @@ def gather(name: str, data: bytes) -> list[bytes]:
 
 def begin_prediction(model: torch.nn.Module, dirname: str | None, var_names: list[str] | None) -> None:
     """For DistributedInfer: after training, or as a job of its own, whose servers serve here."""
+    job = _get_job()
+    if job.model is not None and model is not job.model:
+        raise FleetError("DistributedInfer: give it the model of fleet.distributed_model; a job has one model")
     if _worker is not None:
         if dirname is not None:
             raise FleetError(
-                "the tables of this job are trained already: leave dirname out, or predict in a job of its own"
+                "the tables of this job are in use already: leave dirname out, or predict in a job of its own"
             )
         _worker.communicator.flush()
         return
-    job = _get_job()
     if dirname is None:
         raise FleetError("init_distributed_infer_env(dirname=...): say which saved model to predict with")
     if job.model is None:

@@ -99,7 +99,7 @@ class ServerJob:
         for spec in job.plan.specs:
             self._server.state.add_table(spec.for_part(job.info.server_index, job.info.num_servers))
         if dirname is not None:
-            load_model(self._server.state, dirname, var_names)
+            load_model(self._server.state, dirname, var_names, job.plan.layouts)
         self._ended = False
 
     def run(self) -> None:
@@ -216,7 +216,7 @@ class WorkerJob:
         if dirname is not None:
             for spec in self._job.plan.specs:
                 server.state.add_table(spec)
-            load_model(server.state, dirname, var_names)
+            load_model(server.state, dirname, var_names, self._job.plan.layouts)
         return InProcess(server)
 
     def _check_loaded(self, dirname: str) -> None:

@@ -6,9 +6,9 @@ import builtins
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -18,25 +18,30 @@ from torchfleet.errors import FleetError
 
 Counts = npt.NDArray[np.float64]
 
+_COMBINE: dict[str, Any] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
 
 def sum(value: Any) -> Any:
     """The elementwise sum over all workers."""
-    return _reduced(value, np.add)
+    return _reduced("sum", value)
 
 
 def max(value: Any) -> Any:
     """The elementwise maximum over all workers."""
-    return _reduced(value, np.maximum)
+    return _reduced("max", value)
 
 
 def min(value: Any) -> Any:
     """The elementwise minimum over all workers."""
-    return _reduced(value, np.minimum)
+    return _reduced("min", value)
 
 
 def auc(stat_pos: Any, stat_neg: Any) -> float:
     """The area under the ROC curve of all workers' samples, from histograms of positive and negative scores."""
-    return area(np.asarray(sum(stat_pos), np.float64), np.asarray(sum(stat_neg), np.float64))
+    positive, negative = (np.asarray(sum(stat), np.float64).reshape(-1) for stat in (stat_pos, stat_neg))
+    if len(positive) != len(negative):
+        raise FleetError(f"fleet.metrics.auc: {len(positive)} bins of positives and {len(negative)} of negatives")
+    return area(positive, negative)
 
 
 def acc(correct: Any, total: Any) -> float:
@@ -67,9 +72,10 @@ class AUC:
     """
 
     def __init__(self, num_thresholds: int = 4095, slide_steps: int = 20, from_logits: bool = True) -> None:
-        if num_thresholds < 1 or slide_steps < 1:
+        if not all(isinstance(given, int) and given >= 1 for given in (num_thresholds, slide_steps)):
             raise FleetError(
-                f"AUC: num_thresholds and slide_steps are at least 1, found {num_thresholds}, {slide_steps}"
+                f"AUC: num_thresholds and slide_steps are whole numbers from 1, found {num_thresholds!r}, "
+                f"{slide_steps!r}"
             )
         self._num, self._from_logits = num_thresholds, from_logits
         self._slides: deque[Counts] = deque(maxlen=slide_steps)
@@ -94,7 +100,8 @@ class AUC:
         with self._lock:
             self._counts += counts
             self._slides.append(counts)
-        return area(*self._counts)
+            total = self._counts.copy()
+        return area(*total)
 
     def compute(self) -> tuple[float, float, list[Counts]]:
         """(auc, batch_auc, [batch_stat_pos, batch_stat_neg, stat_pos, stat_neg]), the batch's over the last updates."""
@@ -104,13 +111,14 @@ class AUC:
         return area(*total), area(*slide), [slide[0], slide[1], total[0], total[1]]
 
     def _probabilities(self, scores: Any) -> Counts:
-        values = _array(scores).astype(np.float64)
-        if values.ndim == 2 and values.shape[1] == 2:
-            found = 1 / (1 + np.exp(values[:, 0] - values[:, 1])) if self._from_logits else values[:, 1]
-        elif values.ndim == 1 or (values.ndim == 2 and values.shape[1] == 1):
-            found = 1 / (1 + np.exp(-values.reshape(-1))) if self._from_logits else values.reshape(-1)
-        else:
-            raise FleetError(f"AUC: scores have the shape (n,), (n, 1) or (n, 2), found {values.shape}")
+        values = _numbers("AUC: scores", scores)
+        with np.errstate(over="ignore", invalid="ignore"):  # what is no number is found below
+            if values.ndim == 2 and values.shape[1] == 2:
+                found = 1 / (1 + np.exp(values[:, 0] - values[:, 1])) if self._from_logits else values[:, 1]
+            elif values.ndim == 1 or (values.ndim == 2 and values.shape[1] == 1):
+                found = 1 / (1 + np.exp(-values.reshape(-1))) if self._from_logits else values.reshape(-1)
+            else:
+                raise FleetError(f"AUC: scores have the shape (n,), (n, 1) or (n, 2), found {values.shape}")
         if not ((found >= 0) & (found <= 1)).all():
             raise FleetError("AUC: scores that are not probabilities, or not numbers; logits need from_logits=True")
         return np.asarray(found)
@@ -124,26 +132,41 @@ def area(positive: Counts, negative: Counts) -> float:
 
 
 def _ratio(name: str, numerator: Any, total: Any) -> float:
-    value, count = float(np.sum(sum(numerator))), float(np.sum(sum(total)))
+    value, count = (float(np.asarray(sum(given)).sum()) for given in (numerator, total))
     if count <= 0:
         raise FleetError(f"fleet.metrics.{name}: there are no samples (total {count:g})")
     return value / count
 
 
-def _reduced(value: Any, combine: Callable[[Any, Any], Any]) -> Any:
+def _reduced(name: str, value: Any) -> Any:
     """The same kind of thing as `value`, combined over all workers in their order: equal bits everywhere."""
-    array = np.ascontiguousarray(_array(value), np.float64)
-    parts = [np.frombuffer(part, np.float64) for part in fleet.gather("metrics", array.tobytes())]
-    if any(len(part) != array.size for part in parts):
-        raise FleetError(f"fleet.metrics: workers brought different numbers of values: {[len(part) for part in parts]}")
-    total = parts[0]
+    array = _numbers(f"fleet.metrics.{name}", value)
+    brought = fleet.gather("metrics", msgspec.msgpack.encode([name, list(array.shape), array.tobytes()]))
+    parts = [msgspec.msgpack.decode(part, type=tuple[str, list[int], bytes]) for part in brought]
+    if any(part[:2] != parts[0][:2] for part in parts):
+        raise FleetError(f"fleet.metrics: the workers brought different things: {[part[:2] for part in parts]}")
+    total = np.frombuffer(parts[0][2], np.float64)
     for part in parts[1:]:
-        total = combine(total, part)
-    total = total.reshape(array.shape)
+        total = _COMBINE[name](total, np.frombuffer(part[2], np.float64))
+    total = np.array(total.reshape(array.shape))
     if isinstance(value, torch.Tensor):
-        return torch.from_numpy(np.array(total)).to(value.dtype if value.is_floating_point() else torch.float64)
-    return np.array(total) if isinstance(value, (np.ndarray, list, tuple)) else builtins.float(total)
+        return torch.from_numpy(total).to(value.dtype if value.is_floating_point() else torch.float64)
+    return total if isinstance(value, (np.ndarray, list, tuple)) else builtins.float(total)
+
+
+def _numbers(what: str, value: Any) -> Counts:
+    """As an array; its shape stays, also that of a single number."""
+    try:
+        array = _array(value)
+    except (TypeError, ValueError) as error:
+        raise FleetError(f"{what}: expected numbers; {error}") from None
+    if array.dtype.kind not in "iufb":
+        raise FleetError(f"{what}: expected numbers, found {array.dtype}")
+    return np.asarray(array, np.float64)
 
 
 def _array(value: Any) -> npt.NDArray[Any]:
-    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()  # numpy has no bfloat16
+    return np.asarray(value)

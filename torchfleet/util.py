@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchfleet import fleet
@@ -25,9 +26,11 @@ def all_reduce(input: Any, mode: str = "sum", comm_world: str = "worker") -> Any
     _check_world(comm_world)
     if mode not in _MODES:
         raise FleetError(f"all_reduce: mode must be one of {', '.join(_MODES)}, found {mode!r}")
-    array = input.detach().cpu().numpy() if isinstance(input, torch.Tensor) else np.asarray(input)
+    array = _array(input)
     if array.dtype.kind not in "iufb":
         raise FleetError(f"all_reduce: expected numbers, found {array.dtype}")
+    if mode == "sum" and array.dtype.kind == "b":
+        raise FleetError("all_reduce: give numbers to sum up, not True and False: int(flag)")
     brought = fleet.gather(
         "all_reduce", msgspec.msgpack.encode([mode, array.dtype.str, list(array.shape), array.tobytes()])
     )
@@ -47,10 +50,11 @@ def all_gather(input: Any, comm_world: str = "worker") -> list[Any]:
     """What every worker gave, in their order: numbers, text, lists and dicts of them."""
     _check_world(comm_world)
     try:
-        own = msgspec.json.encode(input)
-    except (TypeError, msgspec.MsgspecError) as error:
+        _check_plain(input)
+        own = msgspec.msgpack.encode(input)
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise FleetError(f"all_gather: numbers, text, lists and dicts can be sent; {error}") from None
-    return [msgspec.json.decode(part) for part in fleet.gather("all_gather", own)]
+    return [msgspec.msgpack.decode(part) for part in fleet.gather("all_gather", own)]
 
 
 def barrier(comm_world: str = "worker") -> None:
@@ -68,3 +72,23 @@ def print_on_rank(message: str, rank_id: int) -> None:
 def _check_world(comm_world: str) -> None:
     if comm_world != "worker":
         raise FleetError(f"comm_world must be 'worker' (servers take no part in this), found {comm_world!r}")
+
+
+def _array(value: Any) -> npt.NDArray[Any]:
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()  # numpy has no bfloat16
+    return np.asarray(value)
+
+
+def _check_plain(value: Any) -> None:
+    """Only what arrives as it was given; a tuple arrives as a list."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_plain(key)
+            _check_plain(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_plain(item)
+    elif not (value is None or isinstance(value, (bool, int, float, str))):
+        raise TypeError(f"found {type(value).__name__}")

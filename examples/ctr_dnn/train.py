@@ -11,6 +11,7 @@ fleetrun --server_num 2 --worker_num 2 examples/ctr_dnn/train.py --mode sync    
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,10 +54,15 @@ def train(model: torch.nn.Module, optimizer: Any, options: argparse.Namespace) -
     in_step = options.mode in ("local", "sync") and options.threads == 1
     meter = fleet.metrics.AUC()
 
+    curve: list[str] = []  # samples seen, and the AUC of the last 20 batches before they were trained on
+
     def step(batch: Any) -> dict[str, Any]:
         batch = share(batch) if in_step else batch
         logits = model(batch)
-        return {"loss": loss_of(logits, batch), "auc": meter.update(logits, batch["label"])}
+        values = {"loss": loss_of(logits, batch), "auc": meter.update(logits, batch["label"])}
+        if options.curve and len(batch["label"]):
+            curve.append(f"{len(batch['label'])} {meter.compute()[1]:.5f}\n")
+        return values
 
     data.set_filelist(parts(options, "train") if in_step else fleet.util.get_file_shard(parts(options, "train")))
     test.set_filelist(fleet.util.get_file_shard(parts(options, "test")))
@@ -73,6 +79,8 @@ def train(model: torch.nn.Module, optimizer: Any, options: argparse.Namespace) -
         fleet.flush()
         fleet.barrier_worker()
         print(f"epoch {epoch}: test AUC {evaluate(model, test):.6f}", flush=True)
+        if options.curve and fleet.is_first_worker():
+            Path(options.curve).write_text("".join(curve))
         if options.save and fleet.is_first_worker():
             fleet.save_persistables(options.save)
             print(f"epoch {epoch}: saved to {options.save}")
@@ -96,10 +104,10 @@ def dataset_of(options: argparse.Namespace, name: str) -> Any:
     dataset = kind()
     readers = {
         "fast": {"data_format": fleet.CriteoFormat(log_scale=options.log_scale)},
-        "pipe": {"pipe_command": f"{sys.executable} {HERE / 'reader.py'}"},
+        "pipe": {"pipe_command": shlex.join([sys.executable, str(HERE / "reader.py")])},
         "generator": {"pipe_command": CriteoReader()},
     }
-    whole_batches = name == "train" and options.mode == "sync"
+    whole_batches = name == "train" and options.mode in ("local", "sync") and options.threads == 1
     size = options.batch_size if name == "train" else 4096
     dataset.init(size, options.reading_threads, slots(), drop_last=whole_batches, **readers[options.reader])
     return dataset
@@ -136,25 +144,34 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--data", default="ctr_data", help="the folder that prepare.py made")
     parser.add_argument("--reader", default="fast", choices=["fast", "pipe", "generator"])
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch_size", type=int, default=256, help="in sync mode: of all workers together")
+    parser.add_argument("--batch_size", type=int, default=128, help="in sync mode: of all workers together")
     parser.add_argument("--threads", type=int, default=1, help="training threads")
     parser.add_argument("--reading_threads", type=int, default=1)
-    parser.add_argument("--lr", type=float, help="of the network (default: 1e-3 for Adam, 0.05 for geo's SGD)")
-    parser.add_argument("--embedding_lr", type=float, help="(default: 5e-4 for Adam, 5 for geo's SGD)")
+    parser.add_argument("--lr", type=float, help="of the network (default: 5e-4 for Adam, 0.05 for geo's SGD)")
+    parser.add_argument("--embedding_lr", type=float, help="(default: 2e-4 for Adam, 5 for geo's SGD)")
     parser.add_argument("--k_steps", type=int, default=20, help="steps between two exchanges in geo mode")
-    parser.add_argument("--log_scale", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--log_scale",
+        action=argparse.BooleanOptionalAction,
+        help="logarithms of the numbers; the fast reader's default, and only it can",
+    )
     parser.add_argument("--print_period", type=int, default=100)
+    parser.add_argument("--curve", help="a file for worker 0's sliding AUC: a line per step, with its batch size")
     parser.add_argument("--save", help="a folder to save the model to after every epoch")
     parser.add_argument("--init_model", help="a saved model to go on from")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.log_scale and options.reader != "fast":
+        parser.error("--log_scale is done by the fast reader only")
+    if options.log_scale is None:
+        options.log_scale = options.reader == "fast"
     if options.mode == "sync" and options.threads > 1:
         parser.error("--threads: in sync mode a worker makes one step at a time")
     if options.epochs < 1 or options.batch_size < 1:
         parser.error("--epochs and --batch_size must be at least 1")
     geo = options.mode == "geo"
-    options.lr = options.lr if options.lr is not None else 0.05 if geo else 1e-3
-    options.embedding_lr = options.embedding_lr if options.embedding_lr is not None else 5.0 if geo else 5e-4
+    options.lr = options.lr if options.lr is not None else 0.05 if geo else 5e-4
+    options.embedding_lr = options.embedding_lr if options.embedding_lr is not None else 5.0 if geo else 2e-4
     return options
 
 

@@ -23,7 +23,7 @@ import torch
 import torchfleet as fleet
 from torchfleet import fleet as facade
 from torchfleet.checkpoint.manifest import read_manifest
-from torchfleet.checkpoint.reading import read_parts
+from torchfleet.checkpoint.reading import read_part
 from torchfleet.checkpoint.storage import Storage
 
 IDS = torch.arange(300)
@@ -65,7 +65,8 @@ def held(folder: str) -> list[float]:
     manifest = read_manifest(storage)
     found: set[float] = set()
     num = 0
-    for part, arrays in read_parts(storage, manifest, manifest.parts):
+    for part in manifest.parts:
+        arrays = read_part(storage, manifest, part)
         values: Any = arrays.get("rows", arrays.get("values"))
         found.update(np.unique(values).tolist())
         num += part.rows

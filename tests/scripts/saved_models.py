@@ -17,7 +17,7 @@ from torchfleet.checkpoint.manifest import (
     remove_others,
     write_manifest,
 )
-from torchfleet.checkpoint.reading import read_parts
+from torchfleet.checkpoint.reading import read_part
 from torchfleet.checkpoint.storage import Storage
 from torchfleet.ps.client import Client
 from torchfleet.server.loading import load_model
@@ -92,6 +92,6 @@ def rows_on_disk(dirname: str, table: str) -> list[tuple[int, np.ndarray]]:
     manifest = read_manifest(storage)
     return [
         (key, row)
-        for _, arrays in read_parts(storage, manifest, manifest.parts_of(table))
+        for arrays in (read_part(storage, manifest, part) for part in manifest.parts_of(table))
         for key, row in zip(arrays["keys"].tolist(), arrays["rows"], strict=True)
     ]

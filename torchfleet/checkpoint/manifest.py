@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import zlib
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from torchfleet.tables.spec import Initializer, Rule, TableSpec
 FILE = "manifest.json"
 FORMAT = "torchfleet checkpoint"
 VERSION = 1
+_SAVE = re.compile(r"save-[0-9]{1,18}")  # other folders are not ours
 _INFINITE = (math.inf, -math.inf)
 
 
@@ -113,8 +115,8 @@ def read_manifest(storage: Storage) -> Manifest:
         raise CheckpointError(f"no saved model in {storage.path}: there is no {FILE}. Was the save interrupted?")
     data = storage.read(FILE)
     head, _, body = data.partition(b"\n")
-    body = body.removesuffix(b"}\n")
-    if head != b'{"checksum": %d, "manifest":' % zlib.crc32(body):
+    body, end = body[:-2], body[-2:]
+    if end != b"}\n" or head != b'{"checksum": %d, "manifest":' % zlib.crc32(body):
         raise CheckpointError(f"{place} is damaged: its checksum does not fit. Load another save of the model.")
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
@@ -129,7 +131,7 @@ def read_manifest(storage: Storage) -> Manifest:
 
 def next_save(storage: Storage) -> int:
     """A number above those of all saves that are or were being made here."""
-    numbers = [int(name[5:]) for name in storage.folders() if name.startswith("save-") and name[5:].isdigit()]
+    numbers = [int(name[5:]) for name in storage.folders() if _SAVE.fullmatch(name)]
     if storage.exists(FILE):
         with contextlib.suppress(CheckpointError):  # a damaged one is replaced
             numbers.append(read_manifest(storage).number)
@@ -143,5 +145,5 @@ def folder_of(number: int) -> str:
 def remove_others(storage: Storage, manifest: Manifest) -> None:
     """Folders of earlier saves, and of those that never came to an end."""
     for name in list(storage.folders()):
-        if name.startswith("save-") and name != manifest.save:
+        if _SAVE.fullmatch(name) and name != manifest.save:
             storage.remove_folder(name)

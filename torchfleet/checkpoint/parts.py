@@ -66,4 +66,7 @@ def _array(entry: Entry, body: npt.NDArray[np.uint8], place: str) -> npt.NDArray
         num *= length
     if dtype is None or min([start, *entry.shape]) < 0 or stop > len(body) or stop - start != num * dtype.itemsize:
         raise CheckpointError(f"{place}: {entry.dtype} {entry.shape} at {start}:{stop} cannot be in this file")
-    return body[start:stop].view(dtype).reshape(entry.shape)
+    try:
+        return body[start:stop].view(dtype).reshape(entry.shape)
+    except ValueError as error:  # more dimensions, or longer ones, than an array can have
+        raise CheckpointError(f"{place}: {error}") from None

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.checkpoint import parts
-from torchfleet.checkpoint.manifest import Manifest, Part, Table
+from torchfleet.checkpoint.manifest import Manifest, Parameter, Part, Table
 from torchfleet.checkpoint.storage import Storage
 from torchfleet.errors import CheckpointError
 from torchfleet.tables.dense import DenseTable
@@ -62,13 +62,8 @@ def load_sparse(storage: Storage, manifest: Manifest, table: SparseTable, quiet:
     check_match(saved, spec)
     is_whole = spec.dim * (1 + saved.num_states) == table.num_words and _same_rule(saved, spec)
     width = table.num_words if is_whole else spec.dim
-    if not quiet and width < spec.dim * (1 + saved.num_states):
-        print(
-            f"table '{spec.name}': the optimizer state was saved by {saved.rule['name']} and is not used by "
-            f"{spec.rule.name}; it starts anew",
-            file=sys.stderr,
-            flush=True,
-        )
+    if not is_whole and not quiet:
+        _tell_of_new_state(saved, spec)
     chosen = manifest.parts_of(spec.name)
     same_cut = manifest.num_servers == spec.num_parts
     if same_cut:
@@ -91,30 +86,75 @@ def load_sparse(storage: Storage, manifest: Manifest, table: SparseTable, quiet:
     for keys, rows in read_parts(storage, manifest, chosen, own_rows):
         table.load(keys, rows)
         num += len(keys)
-    table.step, table.num_loaded = saved.step, num
+    table.step, table.num_loaded = saved.step if is_whole else 0, num
     return num
 
 
-def load_dense(storage: Storage, manifest: Manifest, table: DenseTable, names: set[str] | None) -> int:
-    """Values and state of this part's elements; of the named parameters only, or of all. Returns how many."""
-    spec, saved = table.spec, manifest.table(table.spec.name)
-    check_match(saved, spec)
-    values = read_dense(storage, manifest, saved)
-    with_state = saved.num_states == table.num_states and _same_rule(saved, spec)
+def load_dense(
+    storage: Storage,
+    manifest: Manifest,
+    table: DenseTable,
+    names: set[str] | None,
+    layout: Sequence[Parameter] | None = None,
+) -> int:
+    """Values of this part's elements: of the named parameters, or of all. Returns how many elements.
+
+    `layout` says where the model has its parameters; each gets the values that were saved under its name. State, which
+    has one count of steps for the table, comes with them if all of them come from one table of the same rule.
+    """
+    spec = table.spec
+    if layout is None:
+        check_match(manifest.table(spec.name), spec)
+        layout = manifest.table(spec.name).parameters
+    chosen = [parameter for parameter in layout if names is None or parameter.name in names]
+    if not chosen:
+        return 0
+    known = {parameter.name: (saved, parameter) for saved in manifest.tables for parameter in saved.parameters}
+    for parameter in chosen:
+        _check_parameter(storage, parameter, known[parameter.name][1] if parameter.name in known else None)
+    sources = {known[parameter.name][0].name: known[parameter.name][0] for parameter in chosen}
+    blocks = {name: read_dense(storage, manifest, saved) for name, saved in sources.items()}
+    saved = known[chosen[0].name][0]
+    is_whole = len(chosen) == len(layout) and len(sources) == 1 and _same_rule(saved, spec)
+    is_whole = is_whole and saved.num_states == table.num_states
+    if not is_whole and names is None:
+        _tell_of_new_state(saved, spec)
     first, last = part_range(spec.size, spec.part, spec.num_parts)
     loaded = []
-    for parameter in saved.parameters:
-        if names is not None and parameter.name not in names:
-            continue
+    for parameter in chosen:
+        source, there = known[parameter.name]
         start = max(first, parameter.start)
         stop = min(last, parameter.start + int(np.prod(parameter.shape, dtype=np.int64)))
         if start < stop:
-            table.load(start - first, values[: 1 + saved.num_states if with_state else 1, start:stop])
+            shift = there.start - parameter.start
+            block = blocks[source.name][: None if is_whole else 1, start + shift : stop + shift]
+            table.load(start - first, block)
             loaded.append((start, stop))
     table.loaded = loaded
-    if names is None:
-        table.step = saved.step
+    table.step = saved.step if is_whole else 0
     return sum(stop - start for start, stop in loaded)
+
+
+def _check_parameter(storage: Storage, parameter: Parameter, saved: Parameter | None) -> None:
+    if saved is None:
+        raise CheckpointError(f"{storage.path} has no parameter '{parameter.name}' of this model")
+    if saved.shape != parameter.shape:
+        raise CheckpointError(
+            f"parameter '{parameter.name}' was saved with shape {tuple(saved.shape)}, and the model has "
+            f"{tuple(parameter.shape)}"
+        )
+
+
+def _tell_of_new_state(saved: Table, spec: TableSpec) -> None:
+    """Tables that are not trained (in a prediction job, of fixed parameters) have none to tell of."""
+    if not spec.rule.lr or spec.name != saved.name:
+        return
+    print(
+        f"table '{spec.name}': saved by {saved.rule['name']} with {saved.num_states} numbers of state per value, and "
+        f"now trained by {spec.rule.name}: values are loaded, the optimizer's state starts anew",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def read_dense(storage: Storage, manifest: Manifest, saved: Table) -> npt.NDArray[np.float32]:

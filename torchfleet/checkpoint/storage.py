@@ -23,10 +23,15 @@ class Storage:
         if not isinstance(dirname, (str, os.PathLike)) or not os.fspath(dirname):
             raise CheckpointError(f"expected the path of a folder, found {dirname!r}")
         self.path = os.fspath(dirname)
+        for protocol in ("file://", "local://"):  # by our own way, which replaces files in one step
+            self.path = self.path.removeprefix(protocol) if "::" not in self.path else self.path
         self.is_local = "://" not in self.path and "::" not in self.path
         if self.is_local:
             self.path = os.path.abspath(self.path)
-        self._fs: Any = None if self.is_local else fsspec.core.url_to_fs(self.path)[0]
+        try:
+            self._fs: Any = None if self.is_local else fsspec.core.url_to_fs(self.path)[0]
+        except Exception as error:  # every file system has its own
+            raise CheckpointError(f"{self.path} cannot be opened: {type(error).__name__}: {error}") from error
 
     def write(self, name: str, buffers: Sequence[Buffer]) -> None:
         """Local files are forced to disk before they get their name."""
@@ -40,7 +45,8 @@ class Storage:
         os.makedirs(os.path.dirname(place), exist_ok=True)
         with open(f"{place}.tmp", "wb", buffering=0) as raw:
             for buffer in buffers:
-                rest = memoryview(buffer).cast("B")
+                view = memoryview(buffer)
+                rest = view.cast("B") if view.nbytes else b""  # an empty block cannot be cast
                 while len(rest):
                     rest = rest[raw.write(rest[:_PIECE]) :]
             os.fsync(raw.fileno())

@@ -76,6 +76,11 @@ class Plan:
         groups: list[DenseGroup | SparseGroup] = [*self.dense, *self.fixed, *self.sparse.values()]
         return [group.spec for group in groups]
 
+    @property
+    def layouts(self) -> dict[str, list[Parameter]]:
+        """Per dense table: where each parameter lies."""
+        return {group.spec.name: group.layout() for group in (*self.dense, *self.fixed)}
+
     def rates(self) -> dict[str, float]:
         """Today's learning rates: schedulers change them in the param groups."""
         groups: list[DenseGroup | SparseGroup] = [*self.dense, *self.sparse.values()]

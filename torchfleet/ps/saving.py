@@ -33,11 +33,10 @@ def save_model(client: Client, plan: Plan, dirname: str, with_state: bool, timeo
 
 
 def _tables(plan: Plan, saved: list[Saved], with_state: bool) -> list[Table]:
-    layouts = {group.spec.name: group.layout() for group in (*plan.dense, *plan.fixed)}
     tables = []
     for spec in plan.specs:
         states = (num_dense_states if spec.kind == "dense" else num_states)(spec.rule) if with_state else 0
         step = max(server.steps[spec.name] for server in saved)
         rows = sum(server.rows[spec.name] for server in saved)
-        tables.append(described(spec, states, step, rows, layouts.get(spec.name, [])))
+        tables.append(described(spec, states, step, rows, plan.layouts.get(spec.name, [])))
     return tables

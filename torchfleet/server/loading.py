@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from torchfleet.checkpoint.manifest import read_manifest
+from torchfleet.checkpoint.manifest import Parameter, read_manifest
 from torchfleet.checkpoint.reading import load_dense, load_sparse
 from torchfleet.checkpoint.storage import Storage
 from torchfleet.errors import CheckpointError
 from torchfleet.server.state import State
 from torchfleet.tables.dense import DenseTable
+from torchfleet.tables.sparse import SparseTable
 
 
-def load_model(state: State, dirname: str, names: Sequence[str] | None) -> None:
-    """All tables and parameters that the model has, or the named ones. A name that was not saved is an error."""
+def load_model(
+    state: State,
+    dirname: str,
+    names: Sequence[str] | None,
+    layouts: Mapping[str, Sequence[Parameter]] | None = None,
+) -> None:
+    """All tables and parameters that the model has, or the named ones. A name that was not saved is an error.
+
+    `layouts`: where the model's dense tables have their parameters; without them, as they were saved.
+    """
     storage = Storage(dirname)
     manifest = read_manifest(storage)
     parameters = {parameter.name for table in manifest.tables for parameter in table.parameters}
@@ -28,15 +37,16 @@ def load_model(state: State, dirname: str, names: Sequence[str] | None) -> None:
         )
     for table in state.tables.values():
         name = table.spec.name
-        if name not in saved:
+        layout = layouts.get(name) if layouts is not None else None
+        if isinstance(table, DenseTable) and (layout is not None or name in saved):
+            wanted = None if names is None or name in names else set(names)
+            load_dense(storage, manifest, table, wanted, layout)
+        elif name not in saved:
             if names is None:
                 raise CheckpointError(
                     f"{storage.path} has no table '{name}' of this model; it has {', '.join(sorted(saved))}. Give "
                     "init_server the names of what to load (var_names)."
                 )
-        elif isinstance(table, DenseTable):
-            wanted = None if names is None or name in names else set(names)
-            load_dense(storage, manifest, table, wanted)
-        elif names is None or name in names:
+        elif isinstance(table, SparseTable) and (names is None or name in names):
             load_sparse(storage, manifest, table)
     state.model = storage.path

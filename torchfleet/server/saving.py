@@ -48,8 +48,9 @@ def save_in_slices(state: State, saving: Saving, body: SaveBody) -> Iterator[boo
         while not writer.is_done():
             yield False
         saving.result = [pack(Saved(writer.written, steps, rows))]
-    except (FleetError, OSError, ValueError, ImportError) as error:
-        saving.result = CheckpointError(f"cannot save to {body.dirname}: {error}")
+    except Exception as error:  # whatever it is, it must not end the service of all others
+        text = str(error) if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
+        saving.result = CheckpointError(f"cannot save to {body.dirname}: {text}")
     finally:
         if writer is not None:
             writer.close()

@@ -1,0 +1,125 @@
+"""Test AUC of CTR-DNN in every mode, several seeds, beside logistic regression on the same features; curves as a plot.
+
+python -m benchmarks.ctr_auc --data ctr_data --seeds 3 --epochs 2                  after examples/ctr_dnn/prepare.py
+python -m benchmarks.ctr_auc --data ctr_data --seeds 1 --epochs 1 --plot auc.png   curves of all modes side by side
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import torchfleet as fleet
+from benchmarks.timing import report, say
+from examples.ctr_dnn.model import SLOTS, slots
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "examples" / "ctr_dnn" / "train.py"
+MODES = ["local", "sync", "async", "half_async", "geo"]
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ctr_auc", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", required=True, help="the folder that examples/ctr_dnn/prepare.py made")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
+    parser.add_argument("--plot", help="a PNG with the AUC over samples of each mode (seed 0)")
+    parser.add_argument("--no_regression", action="store_true", help="leave logistic regression out")
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    parser.add_argument("--more", nargs=argparse.REMAINDER, default=[], help="further flags for train.py")
+    return parser.parse_args()
+
+
+def trained(chosen: argparse.Namespace, mode: str, seed: int, curve: Path) -> list[float]:
+    """The test AUC after each epoch."""
+    flags = ["--mode", mode, "--data", chosen.data, "--epochs", str(chosen.epochs), "--seed", str(seed)]
+    flags += ["--print_period", "0", "--curve", str(curve), *chosen.more]
+    command = [sys.executable, str(SCRIPT), *flags]
+    with tempfile.TemporaryDirectory() as log_dir:
+        if mode != "local":
+            roles = ["--server_num", "2", "--worker_num", "2", "--log_dir", log_dir]
+            command = [sys.executable, "-m", "torchfleet.launch", *roles, str(SCRIPT), *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
+        log = Path(log_dir) / "workerlog.0"
+        text = log.read_text() if log.exists() else done.stdout
+    found = [float(auc) for auc in re.findall(r"test AUC ([0-9.]+)", text)]
+    if done.returncode or len(found) != chosen.epochs:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+    return found
+
+
+def regression(folder: str) -> float:
+    """Logistic regression on the same hashed ids and the logarithms of the same numbers (C = 0.1)."""
+    from scipy.sparse import csr_matrix, hstack
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import roc_auc_score
+
+    def features(name: str) -> tuple[Any, np.ndarray]:
+        files = sorted(str(path) for path in (Path(folder) / name).glob("part-*"))
+        how = fleet.CriteoFormat(log_scale=True)
+        batches = list(fleet.data.FileBatches(files, batch_size=1 << 20, use_var=slots(), data_format=how))
+        ids = np.concatenate([np.concatenate([batch[slot].numpy() for slot in SLOTS], axis=1) for batch in batches])
+        dense = np.concatenate([batch["dense_input"].numpy() for batch in batches])
+        labels = np.concatenate([batch["label"].numpy().reshape(-1) for batch in batches])
+        starts = np.arange(0, ids.size + 1, len(SLOTS))
+        one_hot = csr_matrix((np.ones(ids.size, np.float32), ids.reshape(-1), starts), (len(ids), how.hash_size))
+        return hstack([one_hot, csr_matrix(dense)]).tocsr(), labels
+
+    rows, labels = features("train")
+    model = LogisticRegression(C=0.1, max_iter=100).fit(rows, labels)
+    rows, labels = features("test")
+    return float(roc_auc_score(labels, model.decision_function(rows)))
+
+
+def plot(curves: dict[str, Path], path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4))
+    for mode, curve in curves.items():
+        sizes, aucs = np.loadtxt(curve).T
+        every = max(1, len(sizes) // 60)
+        scale = 1 if mode == "local" else 2  # worker 0 sees half of the samples
+        axes.plot(scale * np.cumsum(sizes)[20::every], aucs[20::every], label=mode)
+    axes.set_xlabel("samples, all workers")
+    axes.set_ylabel("AUC of the last 20 batches, before training on them")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    chosen = options()
+    found: dict[str, list[list[float]]] = {mode: [] for mode in chosen.modes}
+    curves = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(chosen.seeds):
+            for mode in chosen.modes:
+                curve = Path(folder) / f"{mode}-{seed}"
+                found[mode].append(trained(chosen, mode, seed, curve))
+                say(f"{mode:10} seed {seed}: {', '.join(f'{auc:.5f}' for auc in found[mode][-1])}")
+                if seed == 0:
+                    curves[mode] = curve
+        if chosen.plot:
+            plot(curves, chosen.plot)
+    result: dict[str, Any] = {mode: float(np.mean([run[-1] for run in runs])) for mode, runs in found.items()}
+    if not chosen.no_regression:
+        result["logistic_regression"] = regression(chosen.data)
+    report({**result, "runs": found, "epochs": chosen.epochs, "seeds": chosen.seeds}, chosen.json)
+
+
+if __name__ == "__main__":
+    main()
