@@ -106,7 +106,7 @@ def test_a_list_of_slots_reads_and_learns_as_torchs_bags(
             expected = torch.stack([pooled(bag, slot) for slot in slots], dim=1)
             weights = torch.sin(torch.arange(1.0, expected.numel() + 1)).view_as(expected) / 8
             out = train(part, [places(slot) for slot in slots], weights)
-            assert out.shape == expected.shape == (len(slots[0]), len(slots), DIM)
+            assert out.shape == expected.shape == (len(pooled(bag, slots[0])), len(slots), DIM)
             assert_near(out, expected.detach())
             (expected * weights).sum().backward()
             reference.step()

@@ -109,6 +109,11 @@ class SparseEmbedding(torch.nn.Module):
 
 def _joined(slots: list[Any], mean: bool) -> tuple[list[torch.Tensor], Bags]:
     """(ids of each slot, the bags that they make, one after another)."""
+    first = slots[0] if slots else None
+    if isinstance(first, torch.Tensor) and first.dim() == 2 and all(_is_like(slot, first) for slot in slots):
+        total, width = len(slots) * first.numel(), max(1, first.size(1))
+        if total:
+            return slots, Bags(np.arange(0, total + 1, width), len(slots), mean)
     pairs = [_bags(slot) for slot in slots]
     sizes = [len(starts) for _, starts in pairs]
     if not sizes or len(set(sizes)) > 1:
@@ -116,6 +121,10 @@ def _joined(slots: list[Any], mean: bool) -> tuple[list[torch.Tensor], Bags]:
     ends = np.cumsum([0, *(ids.numel() for ids, _ in pairs)])
     starts = [starts + before for (_, starts), before in zip(pairs, ends[:-1], strict=True)]
     return [ids for ids, _ in pairs], Bags(np.concatenate([*starts, ends[-1:]]), len(pairs), mean)
+
+
+def _is_like(slot: Any, first: torch.Tensor) -> bool:
+    return isinstance(slot, torch.Tensor) and slot.shape == first.shape
 
 
 def _bags(slot: Any) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:

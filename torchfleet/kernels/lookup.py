@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchfleet.kernels.jit import inlined, kernel
+from torchfleet.kernels.intrinsics import copy_words
+from torchfleet.kernels.jit import kernel
 from torchfleet.kernels.merge import place_of
 
 ABSENT = -1
@@ -44,15 +45,6 @@ def add_rows(grads: np.ndarray, dim: int, index_N: np.ndarray, sums: np.ndarray,
                 sums[to + d] = grads[source + d]
 
 
-@inlined
-def place_of_bag(bag: int, num_samples: int, num_slots: int) -> np.uint64:
-    """Bags lie slot by slot, what becomes of them sample by sample."""
-    if num_slots == 1:
-        return np.uint64(bag)
-    slot = np.uint64(bag) // np.uint64(num_samples)
-    return (np.uint64(bag) - slot * np.uint64(num_samples)) * np.uint64(num_slots) + slot
-
-
 @kernel
 def pool(
     rows: np.ndarray,
@@ -68,22 +60,29 @@ def pool(
     Bags come slot by slot and go out sample by sample: out has shape (samples, num_slots, dim). Negative indices
     (padding) count neither in the sum nor in the mean.
     """
-    size = np.uint64(dim)
+    size, stride = np.uint64(dim), np.uint64(dim * num_slots)
     num_samples = (len(offsets_B1) - 1) // num_slots
-    for b in range(num_samples * num_slots):
-        to = place_of_bag(b, num_samples, num_slots) * size
-        for d in range(size):
-            out[to + d] = 0
-        num = 0
-        for i in range(offsets_B1[b], offsets_B1[b + 1]):
-            if index_N[i] >= 0:
-                num += 1
-                source = np.uint64(index_N[i]) * size
-                for d in range(size):
-                    out[to + d] += rows[source + d]
-        if mean and num > 1:
+    for slot in range(num_slots):
+        to = np.uint64(slot) * size
+        for b in range(slot * num_samples, (slot + 1) * num_samples):
+            start, stop = offsets_B1[b], offsets_B1[b + 1]
+            if stop == start + 1 and index_N[start] >= 0:  # one id: its row as it is
+                copy_words(out, to, rows, np.uint64(index_N[start]) * size, size)
+                to += stride
+                continue
             for d in range(size):
-                out[to + d] /= np.float32(num)
+                out[to + d] = 0
+            num = 0
+            for i in range(start, stop):
+                if index_N[i] >= 0:
+                    num += 1
+                    source = np.uint64(index_N[i]) * size
+                    for d in range(size):
+                        out[to + d] += rows[source + d]
+            if mean and num > 1:
+                for d in range(size):
+                    out[to + d] /= np.float32(num)
+            to += stride
 
 
 @kernel
@@ -98,22 +97,27 @@ def unpool(
     touched_U: np.ndarray,
 ) -> None:
     """The gradient of `pool`: each row of a bag gets the bag's gradient, divided by its length for a mean."""
-    size = np.uint64(dim)
+    size, stride = np.uint64(dim), np.uint64(dim * num_slots)
     num_samples = (len(offsets_B1) - 1) // num_slots
-    for b in range(num_samples * num_slots):
-        source = place_of_bag(b, num_samples, num_slots) * size
-        num = 0
-        for i in range(offsets_B1[b], offsets_B1[b + 1]):
-            num += index_N[i] >= 0
-        share = np.float32(1.0 / num) if mean and num > 1 else np.float32(1.0)
-        for i in range(offsets_B1[b], offsets_B1[b + 1]):
-            u = index_N[i]
-            if u < 0:
-                continue
-            to = np.uint64(u) * size
-            if not touched_U[u]:
-                touched_U[u] = True
-                for d in range(size):
-                    sums[to + d] = 0
-            for d in range(size):
-                sums[to + d] += share * grads[source + d]
+    for slot in range(num_slots):
+        source = np.uint64(slot) * size
+        for b in range(slot * num_samples, (slot + 1) * num_samples):
+            share = np.float32(1.0)
+            if mean:
+                num = 0
+                for i in range(offsets_B1[b], offsets_B1[b + 1]):
+                    num += index_N[i] >= 0
+                share = np.float32(1.0 / num) if num > 1 else np.float32(1.0)
+            for i in range(offsets_B1[b], offsets_B1[b + 1]):
+                u = index_N[i]
+                if u < 0:
+                    continue
+                to = np.uint64(u) * size
+                if touched_U[u]:
+                    for d in range(size):
+                        sums[to + d] += share * grads[source + d]
+                else:
+                    touched_U[u] = True
+                    for d in range(size):
+                        sums[to + d] = share * grads[source + d]
+            source += stride

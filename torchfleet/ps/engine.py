@@ -15,7 +15,7 @@ from torchfleet.nn import Bags, SparseEmbedding
 from torchfleet.ps.foresight import Foresight, is_no_padding, joined, joined_stamps, num_samples, stamp, tensors
 from torchfleet.ps.future import Pulled
 from torchfleet.ps.rows import BatchRows, Lookup, PooledLookup
-from torchfleet.ps.shard import Floats, Keys, as_keys
+from torchfleet.ps.shard import Floats, Keys
 
 Item = TypeVar("Item")
 
@@ -177,11 +177,14 @@ class Engine:
         rows = batch.rows.get(table)
         if rows is None:
             rows = batch.rows[table] = self._new_rows(table)
-        keys = joined([as_keys(ids.detach().cpu().numpy()) for ids in slots])
+        origin = joined_stamps([stamp(ids) for ids in slots]) if padding is None else None
+        known = rows.known_index(origin)
+        if known is not None:
+            return rows, known
+        keys = joined(slots)
         real = None if padding is None else is_no_padding(keys, padding)
         wanted = keys if real is None else keys[real]
-        origin = joined_stamps([stamp(ids) for ids in slots]) if real is None else None
-        index, foreseen = rows.index(wanted, origin, lambda missing: self._pull_now(table, missing, create))
+        index, foreseen = rows.index(wanted, lambda missing: self._pull_now(table, missing, create))
         if not foreseen:
             self.foresight.learn(batch.parts, table, slots, padding)
         if real is not None:

@@ -85,8 +85,8 @@ class Foresight:
                 self.ways.setdefault(views[0][0], set()).add((table, views[0][1], padding))
 
     def keys(self, batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[Keys, Stamp | None]]:
-        """All ids that this batch is going to ask for, by table; with the stamp of the tensor if they are all its."""
-        found: dict[str, list[tuple[Keys, Stamp | None]]] = {}
+        """All ids that this batch is going to ask for, by table; with their stamp if nothing is left out."""
+        found: dict[str, list[tuple[torch.Tensor, int | None]]] = {}
         for place, ways in list(self.ways.items()):  # other threads may be teaching meanwhile
             tensor = batch.get(place)
             if tensor is None or tensor.is_floating_point():
@@ -94,11 +94,8 @@ class Foresight:
             for table, view, padding in tuple(ways):
                 ids = view.on(tensor)
                 if ids is not None:
-                    found.setdefault(table, []).append(_wanted(ids, padding))
-        return {
-            table: (joined([keys for keys, _ in parts]), joined_stamps([stamp for _, stamp in parts]))
-            for table, parts in found.items()
-        }
+                    found.setdefault(table, []).append((ids, padding))
+        return {table: _wanted(parts) for table, parts in found.items()}
 
 
 def stamp(ids: torch.Tensor) -> Stamp:
@@ -106,7 +103,20 @@ def stamp(ids: torch.Tensor) -> Stamp:
     return ids.data_ptr(), tuple(ids.shape), tuple(ids.stride()), ids._version
 
 
-def joined(parts: Sequence[Keys]) -> Keys:
+def joined(slots: Sequence[torch.Tensor]) -> Keys:
+    """The ids of several tensors one after another; where they lie so in memory, as they lie."""
+    first = slots[0]
+    if len(slots) > 1 and first.dtype == torch.int64 and not first.is_cuda:
+        place, total = first.data_ptr(), 0
+        for ids in slots:
+            if ids.data_ptr() != place + 8 * total or ids.dtype != torch.int64 or not ids.is_contiguous():
+                break
+            total += ids.numel()
+        else:
+            room = first.untyped_storage().nbytes() // 8 - first.storage_offset()
+            if total <= room:  # one piece of memory, and not two that happen to be neighbours
+                return as_keys(first.detach().as_strided((total,), (1,)).numpy())
+    parts = [as_keys(ids.detach().cpu().numpy()) for ids in slots]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
@@ -132,9 +142,13 @@ def num_samples(inputs: Any, found: Iterable[torch.Tensor]) -> int:
     return next((len(tensor) for tensor in found if tensor.dim()), 0)
 
 
-def _wanted(ids: torch.Tensor, padding: int | None) -> tuple[Keys, Stamp | None]:
-    keys = as_keys(ids.detach().cpu().numpy())
-    return (keys, stamp(ids)) if padding is None else (keys[is_no_padding(keys, padding)], None)
+def _wanted(parts: Sequence[tuple[torch.Tensor, int | None]]) -> tuple[Keys, Stamp | None]:
+    """(ids of all parts, padding left out, and their stamp if there is no padding)."""
+    if all(padding is None for _, padding in parts):
+        slots = [ids for ids, _ in parts]
+        return joined(slots), joined_stamps([stamp(ids) for ids in slots])
+    keys = [(joined([ids]), padding) for ids, padding in parts]
+    return np.concatenate([k if padding is None else k[is_no_padding(k, padding)] for k, padding in keys]), None
 
 
 def is_no_padding(keys: Keys, padding: int) -> npt.NDArray[np.bool_]:

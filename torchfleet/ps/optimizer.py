@@ -136,4 +136,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Clear the gradients, those of sparse rows included."""
         if self._engine is not None:
             self._engine.drop_gradients()
-        super().zero_grad(set_to_none)
+        if not set_to_none:
+            super().zero_grad(set_to_none)
+            return
+        for group in self.param_groups:  # torch's own does the same, and takes a millisecond for it
+            for parameter in group["params"]:
+                parameter.grad = None

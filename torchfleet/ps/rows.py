@@ -41,12 +41,12 @@ class BatchRows:
         self.keys, self._inverse, self._places = unique_places(keys)
         self._stamp = stamp
 
-    def index(
-        self, keys: Keys, stamp: Stamp | None, pull: Callable[[Keys], tuple[Floats, list[float]]]
-    ) -> tuple[Index, bool]:
+    def known_index(self, stamp: Stamp | None) -> Index | None:
+        """The index of a lookup for exactly the ids that were expected; None for any other."""
+        return self._inverse if stamp is not None and stamp == self._stamp else None
+
+    def index(self, keys: Keys, pull: Callable[[Keys], tuple[Floats, list[float]]]) -> tuple[Index, bool]:
         """(place of each key among the rows, whether all were foreseen); those that were not are pulled now."""
-        if stamp is not None and stamp == self._stamp:
-            return self._inverse, True
         found = np.empty(len(keys), np.int32)
         if not lookup.index_of(keys, self._places, self.keys, found, SALT):
             return found, True
