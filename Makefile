@@ -13,7 +13,8 @@ $(VENV)/.done: pyproject.toml
 	@touch $@
 
 demo: setup
-	$(VENV)/bin/fleetrun --server_num 2 --worker_num 2 examples/wide_deep/train.py --rows 300000
+	$(VENV)/bin/fleetrun --server_num 2 --worker_num 2 examples/wide_deep/train.py --rows 300000 --save demo_model
+	$(RUN) examples/wide_deep/predict.py --model demo_model --rows 300000
 
 test: setup
 	$(RUN) -m pytest -n 2

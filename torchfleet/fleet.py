@@ -226,6 +226,7 @@ def infer_from_dataset(
     """One pass without gradients, the model in eval mode: ids without a row read as zeros and get none."""
     worker = _get_worker()
     report = Report("infer", fetch_list, print_period, fetch_handler)
+    worker.communicator.refresh()
     model_of_job = _get_job().model
     assert model_of_job is not None
     leave = worker.communicator.leave_thread
@@ -262,7 +263,7 @@ def begin_prediction(model: torch.nn.Module, dirname: str | None, var_names: lis
             raise FleetError(
                 "the tables of this job are in use already: leave dirname out, or predict in a job of its own"
             )
-        _worker.communicator.flush()
+        _worker.communicator.refresh()
         return
     if dirname is None:
         raise FleetError("init_distributed_infer_env(dirname=...): say which saved model to predict with")

@@ -96,8 +96,13 @@ def main() -> None:
     num_samples = len(losses) * options.batch_size
     print(f"{num_samples / (time.monotonic() - start):,.0f} samples/s on this worker, last loss {losses[-1]:.6f}")
     fleet.barrier_worker()
+    fleet.flush()  # dense parameters as they are now that all workers are done
     if fleet.is_first_worker():
         print(f"AUC {auc(predict(model, test_rows), test_rows[2].numpy()):.4f} on {len(test_rows[2]):,} held-out rows")
+        if options.save:
+            fleet.save_persistables(options.save)
+            predict_script = Path(__file__).with_name("predict.py")
+            print(f"saved to {options.save}; predict with {predict_script} --model {options.save}")
     fleet.stop_worker()
 
 
@@ -110,6 +115,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, help="learning rate (default: 2e-3 for Adam, 0.5 for geo's SGD)")
     parser.add_argument("--rows", type=int, default=200_000, help="rows to make up when there is no --data")
     parser.add_argument("--data", help="a file of raw Criteo rows, plain or .xz")
+    parser.add_argument("--save", help="a folder to save the model to")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     if options.data and not Path(options.data).is_file():

@@ -99,6 +99,11 @@ class Communicator(ABC):
         """Return when everything given to `step` has reached the tables."""
         self._client.flush()
 
+    def refresh(self) -> None:
+        """Flush, and take the dense parameters as the servers have them now: other workers may have gone on."""
+        self.flush()
+        self._write(self._pull_dense(self._client))
+
     def stop(self) -> None:
         """Flush, and end whatever runs beside training."""
         self.flush()

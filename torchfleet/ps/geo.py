@@ -127,6 +127,9 @@ class Geo(Communicator):
     def settle(self) -> None:
         self.flush()
 
+    def refresh(self) -> None:
+        self.flush()  # its own copy, with what the others have sent
+
     def stop(self) -> None:
         """Send what the divisions have left over, too: the sum of all exchanges that would still come."""
         try:
