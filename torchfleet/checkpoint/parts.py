@@ -16,6 +16,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER = 1 << 20
 
 Arrays = dict[str, npt.NDArray[Any]]
+Pieces = dict[str, list[npt.NDArray[Any]]]  # each tensor in pieces, to be written one behind the other
 
 
 class Entry(msgspec.Struct):
@@ -28,14 +29,22 @@ class Entry(msgspec.Struct):
 
 def encode(arrays: Arrays) -> list[Any]:
     """The file's bytes, as buffers to be written one after the other."""
+    return encode_pieces({name: [array] for name, array in arrays.items()})
+
+
+def encode_pieces(tensors: Pieces) -> list[Any]:
+    """As `encode`, for tensors that come in pieces along their first dimension: they are not put together first."""
     entries: dict[str, Entry] = {}
     at = 0
-    for name, array in arrays.items():
-        entries[name] = Entry(_NAMES[array.dtype], list(array.shape), (at, at + array.nbytes))
-        at += array.nbytes
+    for name, pieces in tensors.items():
+        size = sum(piece.nbytes for piece in pieces)
+        shape = [sum(len(piece) for piece in pieces), *pieces[0].shape[1:]]
+        entries[name] = Entry(_NAMES[pieces[0].dtype], shape, (at, at + size))
+        at += size
     header = msgspec.json.encode(entries)
     header += b" " * (-len(header) % 8)  # so that what follows is aligned
-    return [len(header).to_bytes(8, "little"), header, *(np.ascontiguousarray(a).data for a in arrays.values())]
+    buffers = [np.ascontiguousarray(piece).data for pieces in tensors.values() for piece in pieces]
+    return [len(header).to_bytes(8, "little"), header, *buffers]
 
 
 def checksum(buffers: list[Any]) -> int:

@@ -22,7 +22,7 @@ from torchfleet.tables.spec import TableSpec, part_range
 
 Made = TypeVar("Made")
 
-_AHEAD = 2  # files being read while another one is taken in
+_AHEAD = 3  # files being read while another one is taken in
 
 
 def read_part(storage: Storage, manifest: Manifest, part: Part) -> parts.Arrays:
