@@ -94,7 +94,7 @@ def plot(curves: dict[str, Path], path: str) -> None:
         scale = 1 if mode == "local" else 2  # worker 0 sees half of the samples
         axes.plot(scale * np.cumsum(sizes)[20::every], aucs[20::every], label=mode)
     axes.set_xlabel("samples, all workers")
-    axes.set_ylabel("AUC of the last 20 batches, before training on them")
+    axes.set_ylabel("sliding AUC, scored before trained on")
     axes.legend()
     axes.grid(alpha=0.3)
     figure.tight_layout()
