@@ -28,7 +28,7 @@ BROUGHT = list(meeting.numbers(0))
 Found = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} workers".format)
+@pytest.fixture(scope="module", params=[3], ids="{} workers".format)
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each worker found."""
     folder = tmp_path_factory.mktemp("meeting")

@@ -37,8 +37,9 @@ def encode_pieces(tensors: Pieces) -> list[Any]:
     entries: dict[str, Entry] = {}
     at = 0
     for name, pieces in tensors.items():
-        size = sum(piece.nbytes for piece in pieces)
-        shape = [sum(len(piece) for piece in pieces), *pieces[0].shape[1:]]
+        size, shape = sum(piece.nbytes for piece in pieces), list(pieces[0].shape)
+        if len(pieces) > 1:
+            shape[0] = sum(len(piece) for piece in pieces)
         entries[name] = Entry(_NAMES[pieces[0].dtype], shape, (at, at + size))
         at += size
     header = msgspec.json.encode(entries)
