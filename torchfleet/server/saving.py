@@ -49,7 +49,10 @@ def save_in_slices(state: State, saving: Saving, body: SaveBody) -> Iterator[boo
             rows[table.spec.name] = writer.num_rows - before
         while not writer.is_done():
             yield False
-        saving.result = [pack(Saved(writer.written, steps, rows))]
+        written = sorted(
+            writer.written, key=lambda part: part.file
+        )  # as they were read: of a key twice, the later stands
+        saving.result = [pack(Saved(written, steps, rows))]
     except Exception as error:  # whatever it is, it must not end the service of all others
         text = str(error) if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
         saving.result = CheckpointError(f"cannot save to {body.dirname}: {text}")
