@@ -62,7 +62,15 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+    """Processes that a dataset may have started: not the tracker that multiprocessing keeps from an earlier test on."""
+    return [child for child in psutil.Process().children(recursive=True) if not is_tracker(child)]
+
+
+def is_tracker(process: psutil.Process) -> bool:
+    try:
+        return "resource_tracker" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def sample(i: int) -> Sample:
