@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"tables", "kernels", "errors"},
     "checkpoint": {"tables", "errors"},
     "infer": {"fleet", "nn", "ps", "checkpoint", "tables", "errors"},
-    "metrics": {"fleet", "errors"},
+    "metrics": {"fleet", "util", "errors"},
     "command": {"checkpoint", "errors"},
     "tables": {"kernels", "errors"},
     "net": {"errors"},

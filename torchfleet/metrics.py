@@ -15,6 +15,7 @@ import torch
 
 from torchfleet import fleet
 from torchfleet.errors import FleetError
+from torchfleet.util import as_array
 
 Counts = npt.NDArray[np.float64]
 
@@ -90,7 +91,7 @@ class AUC:
 
     def update(self, scores: Any, labels: Any) -> float:
         """Count a batch; returns the AUC so far."""
-        probabilities, positive = self._probabilities(scores), _array(labels).reshape(-1)
+        probabilities, positive = self._probabilities(scores), as_array(labels).reshape(-1)
         if len(probabilities) != len(positive):
             raise FleetError(f"AUC: {len(probabilities)} scores and {len(positive)} labels")
         if not np.isin(positive, (0, 1)).all():
@@ -157,16 +158,9 @@ def _reduced(name: str, value: Any) -> Any:
 def _numbers(what: str, value: Any) -> Counts:
     """As an array; its shape stays, also that of a single number."""
     try:
-        array = _array(value)
+        array = as_array(value)
     except (TypeError, ValueError) as error:
         raise FleetError(f"{what}: expected numbers; {error}") from None
     if array.dtype.kind not in "iufb":
         raise FleetError(f"{what}: expected numbers, found {array.dtype}")
     return np.asarray(array, np.float64)
-
-
-def _array(value: Any) -> npt.NDArray[Any]:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu()
-        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()  # numpy has no bfloat16
-    return np.asarray(value)

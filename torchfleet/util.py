@@ -26,7 +26,7 @@ def all_reduce(input: Any, mode: str = "sum", comm_world: str = "worker") -> Any
     _check_world(comm_world)
     if mode not in _MODES:
         raise FleetError(f"all_reduce: mode must be one of {', '.join(_MODES)}, found {mode!r}")
-    array = _array(input)
+    array = as_array(input)
     if array.dtype.kind not in "iufb":
         raise FleetError(f"all_reduce: expected numbers, found {array.dtype}")
     if mode == "sum" and array.dtype.kind == "b":
@@ -74,7 +74,8 @@ def _check_world(comm_world: str) -> None:
         raise FleetError(f"comm_world must be 'worker' (servers take no part in this), found {comm_world!r}")
 
 
-def _array(value: Any) -> npt.NDArray[Any]:
+def as_array(value: Any) -> npt.NDArray[Any]:
+    """Numbers, arrays and tensors of any kind as a numpy array."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()  # numpy has no bfloat16

@@ -38,7 +38,7 @@ class Async(Communicator):
         self._lock = threading.Lock()
         self._fresh: Dense = {}
         self._error: FleetError | None = None
-        self._num_taken = self._num_sent = self._num_merged = 0
+        self._num_sent = self._num_merged = 0
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
