@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": set(),
     "data": {"tables", "kernels", "errors"},
     "checkpoint": {"tables", "errors"},
+    "word2vec": {"checkpoint", "data", "fleet", "kernels", "nn", "ps", "errors"},
     "infer": {"fleet", "nn", "ps", "checkpoint", "tables", "errors"},
     "metrics": {"fleet", "util", "errors"},
     "command": {"checkpoint", "errors"},

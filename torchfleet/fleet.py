@@ -17,6 +17,7 @@ from torchfleet.fetch import FetchHandler
 from torchfleet.job import Job, ServerJob, WorkerJob
 from torchfleet.printing import configuration, summary, tables
 from torchfleet.ps.optimizer import DistributedOptimizer
+from torchfleet.ps.replica import Replica
 from torchfleet.ps.workers import Workers
 from torchfleet.role import SERVER, PaddleCloudRoleMaker, RoleInfo
 from torchfleet.status import KNOWN
@@ -277,6 +278,15 @@ def begin_prediction(model: torch.nn.Module, dirname: str | None, var_names: lis
         init_worker(dirname, var_names)
 
 
+def replica(share: float | None = None) -> Replica:
+    """Whole copies of the tables in this process, as arrays to be trained in place: docs/modes/geo.md.
+
+    In one process, or in geo training: then differences are exchanged every k_steps calls of `step_done`. `share` is
+    the part of a difference that an exchange sends; 1 / workers unless given.
+    """
+    return _get_worker().replica(share)
+
+
 def mode() -> str:
     """sync, half_async, async or geo."""
     return _get_worker().strategy.mode
@@ -297,7 +307,7 @@ def report(**metrics: float) -> None:
     taken = sorted(set(metrics) & set(KNOWN))
     if taken:
         raise FleetError(f"fleet.report: {', '.join(taken)} is what torchfleet itself reports; choose another name")
-    _get_worker().reported.update({name: float(value) for name, value in metrics.items()})
+    _get_worker().report({name: float(value) for name, value in metrics.items()})
 
 
 def stats() -> dict[str, Any]:

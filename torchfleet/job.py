@@ -24,6 +24,7 @@ from torchfleet.ps.engine import Engine
 from torchfleet.ps.geo import Geo
 from torchfleet.ps.optimizer import DistributedOptimizer
 from torchfleet.ps.plan import Plan, make_plan
+from torchfleet.ps.replica import Replica
 from torchfleet.ps.saving import save_model
 from torchfleet.ps.workers import Workers
 from torchfleet.role import RoleInfo
@@ -140,14 +141,14 @@ class WorkerJob:
         self._keys = KeyFolder(self.info.key_dir) if self.info.key_dir else None
         self.client = self._connect()
         self._started = time.monotonic()
-        self.reported: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
         self._left = False
         self._passes: Counter[str] = Counter()  # over shared lists of files, by name
         self._wait_for_servers()
         if dirname is not None:
             self._check_loaded(dirname)
         self._make_tables()
-        self.communicator = self._communicator()
+        self.communicator: Communicator = self._communicator()
         self.engine = Engine(self.communicator, {name: group.modules for name, group in job.plan.sparse.items()})
         self._status = StatusFile(self.info.status_file, self._status_now)
         self._bind()
@@ -158,11 +159,37 @@ class WorkerJob:
         # One name for all of them: a worker that was started again cannot know how many there have been.
         self.client.barrier("workers", self.info.num_workers, self.strategy.sync_timeout)
 
+    def report(self, metrics: dict[str, float]) -> None:
+        self._reported.update(metrics)
+        self._status.write()
+
     def workers(self) -> Workers:
         """All workers, for things they do among themselves."""
         return Workers(
             self._connect(), self.info.worker_index, self.info.num_workers, self.strategy.sync_timeout, self._passes
         )
+
+    def replica(self, share: float | None) -> Replica:
+        """From now on this worker trains on whole copies of the tables, in the place of what its mode does."""
+        if share is not None and not 0 < share <= 1:
+            raise FleetError(f"fleet.replica(share={share}): the part of a difference that is sent, above 0, at most 1")
+        if isinstance(self.communicator, Replica):
+            raise FleetError("fleet.replica() was called before: a worker has one")
+        if not self.info.is_local and self.strategy.mode != "geo":
+            raise StrategyError(
+                f"fleet.replica() is geo training, and the strategy says {self.strategy.mode}: use "
+                "DistributedStrategy(a_sync=True, a_sync_configs={'k_steps': N}), or train through the model"
+            )
+        k_steps = self.strategy.a_sync_configs["k_steps"] if not self.info.is_local else 0
+        share = share or 1.0 / self.info.num_workers
+        replica = Replica(self.client, self._job.plan, self._connect, k_steps, share)
+        self.communicator.stop()
+        self.communicator = replica
+        assert self._job.optimizer is not None
+        self.engine.use(replica)
+        self._job.optimizer.bind(self.engine, replica)
+        replica.start()
+        return replica
 
     def save(self, dirname: str, with_state: bool) -> None:
         """Save the model as it is with the servers, this worker's gradients included."""
@@ -300,5 +327,5 @@ class WorkerJob:
             "samples_per_s": self.engine.num_samples / seconds,
             "queue": stats["queue"],
             "left": self._left,
-            **self.reported,
+            **self._reported,
         }

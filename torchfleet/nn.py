@@ -50,7 +50,8 @@ class SparseEmbedding(torch.nn.Module):
     Called with ids of any shape it returns (*shape, dim). Called with `offsets` (as in torch.nn.EmbeddingBag: where
     each bag starts), or with a slot of a dataset's batch, it returns one row per bag, the `pooling` ("sum" or "mean")
     of its ids' rows; called with a list of n slots, (samples, n, dim). Modules with the same `name` share one table.
-    Ids equal to `padding_idx` read as zeros and learn nothing.
+    Ids equal to `padding_idx` read as zeros and learn nothing. With `num_embeddings` the ids are those from 0 up to it,
+    and the servers need no map to find their rows.
 
     `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
     group can give it a learning rate of its own. While the module is in eval mode, or under torch.no_grad(), ids
@@ -66,6 +67,7 @@ class SparseEmbedding(torch.nn.Module):
         padding_idx: int | None = None,
         pooling: str = "sum",
         seed: int = 0,
+        num_embeddings: int | None = None,
     ) -> None:
         super().__init__()
         if entry is not None:
@@ -74,9 +76,11 @@ class SparseEmbedding(torch.nn.Module):
             raise ModelError(f"SparseEmbedding: pooling must be 'sum' or 'mean', found {pooling!r}")
         if dim < 1:
             raise ModelError(f"SparseEmbedding: dim must be at least 1, found {dim}")
+        if num_embeddings is not None and num_embeddings < 1:
+            raise ModelError(f"SparseEmbedding: num_embeddings must be at least 1, found {num_embeddings}")
         self.dim, self.name, self.padding_idx, self.pooling, self.seed = dim, name, padding_idx, pooling, seed
         self.initializer = initializer or Uniform(-0.05, 0.05)
-        self.num_embeddings: int | None = None  # a declared size: ids from 0 up to it
+        self.num_embeddings = num_embeddings
         self.first_values: np.ndarray[Any, Any] | None = None  # of a converted torch embedding
         self.weight = torch.nn.Parameter(torch.empty(0, dim))
         self._engine: Engine | None = None
@@ -218,12 +222,12 @@ def _converted(module: torch.nn.Embedding | torch.nn.EmbeddingBag, path: str, ta
             )
     kind = SparseEmbedding
     options: dict[str, Any] = {"name": table, "padding_idx": module.padding_idx}
+    options["num_embeddings"] = module.num_embeddings
     if isinstance(module, torch.nn.EmbeddingBag):
         if module.mode not in ("sum", "mean") or module.include_last_offset:
             raise ModelError(f"'{path}': EmbeddingBag supports mode 'sum' and 'mean' without include_last_offset")
         kind, options["pooling"] = SparseEmbeddingBag, module.mode
     converted = kind(module.embedding_dim, **options)
     converted.weight.requires_grad_(module.weight.requires_grad)
-    converted.num_embeddings = module.num_embeddings
     converted.first_values = module.weight.detach().to(torch.float32).numpy().copy()
     return converted

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 import torchfleet as fleet
+from torchfleet.word2vec.vocabulary import Vocabulary
 
 
 class SkipGramReader(fleet.MultiSlotDataGenerator):
@@ -55,17 +55,6 @@ class SkipGramReader(fleet.MultiSlotDataGenerator):
         return self._negatives
 
 
-def read_counts(path: str) -> np.ndarray:
-    """Counts from lines of `word count`."""
-    counts = []
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
-        fields = line.split()
-        if len(fields) != 2 or not fields[1].isdigit():
-            raise SystemExit(f"{path}, line {number}: expected `word count`, found {line!r}")
-        counts.append(int(fields[1]))
-    return np.array(counts, np.int64)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dictionary", required=True, help="lines of `word count`")
@@ -74,7 +63,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=100, help="samples that share their negative words")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    counts = read_counts(options.dictionary)
+    try:
+        counts = Vocabulary.load(options.dictionary).counts
+    except fleet.FleetError as error:
+        raise SystemExit(str(error)) from None
     SkipGramReader(counts, options.window, options.num_negatives, options.batch, options.seed).run_from_stdin()
 
 

@@ -39,7 +39,9 @@ class Feed(Generic[Item]):
         self._num_running = len(self._threads)
         _open.add(self)
         for thread in self._threads:
-            thread.start()
+            with self._changed:  # at the interpreter's end another thread may close what is only being opened
+                if not self._is_closed:
+                    thread.start()
 
     def __iter__(self) -> Iterator[Item]:
         return self
@@ -70,7 +72,7 @@ class Feed(Generic[Item]):
             self._is_closed = True
             self._end_makers()
         for thread in self._threads:
-            if thread is not threading.current_thread():
+            if thread.ident is not None and thread is not threading.current_thread():
                 thread.join()
         _open.discard(self)
 

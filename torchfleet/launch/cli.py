@@ -32,6 +32,7 @@ def parser() -> argparse.ArgumentParser:
         description="Start the servers and workers of a training job, watch them, and end them together.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # a script's own --work is not our --worker_num
     )
     made.add_argument("--server_num", type=int, help="servers on this machine")
     made.add_argument("--worker_num", type=int, help="workers on this machine")

@@ -166,7 +166,8 @@ class Client:
             for i, name in enumerate(tables):
                 keys = np.concatenate([reply[1 + 2 * i].data.reshape(-1) for reply in replies])
                 rows[name] = keys, np.concatenate([reply[2 + 2 * i].data for reply in replies])
-            return Changed([int(reply[0].data[0, 0]) for reply in replies], rows)
+            numbers = [[int(number) for number in reply[0].data.reshape(-1)] for reply in replies]
+            return Changed([first for first, _ in numbers], rows, is_all=not any(rest for _, rest in numbers))
 
         return self._ask(Command.PULL_CHANGED, arrays, finish=finish)
 

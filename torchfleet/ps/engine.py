@@ -56,6 +56,10 @@ class Engine:
         self.num_lookups = 0
         self.num_samples = 0
 
+    def use(self, source: Source) -> None:
+        """Rows come from somewhere else from now on."""
+        self._source = source
+
     def prefetch(self, loader: Iterable[Item]) -> Iterator[Item]:
         """The loader's batches; while one is computed with, the rows of the next are on their way."""
         iterator = iter(loader)

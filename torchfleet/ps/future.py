@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from torchfleet.net.wire import Array
 from torchfleet.ps.connection import Call, Connection
 from torchfleet.ps.shard import Floats, Keys
@@ -26,10 +28,24 @@ class Pulled:
 
 @dataclass(slots=True)
 class Changed:
-    """The numbers of the replies, per server, and by table (keys, rows); a dense table has no keys."""
+    """The numbers of the replies, per server, and by table (keys, rows); a dense table has no keys.
+
+    Unless `is_all`, more had been changed than a reply holds: ask again.
+    """
 
     numbers: list[int]
     rows: dict[str, tuple[Keys, Floats]]
+    is_all: bool
+
+    def joined(self, later: Changed) -> Changed:
+        """Both; of a key that is in both, what came later stands last."""
+        rows = {
+            name: (np.concatenate([keys, later.rows[name][0]]), np.concatenate([values, later.rows[name][1]]))
+            if len(keys)
+            else later.rows[name]  # which is also how a dense table's newer block takes the older one's place
+            for name, (keys, values) in self.rows.items()
+        }
+        return Changed(later.numbers, rows, later.is_all)
 
 
 class Future(Generic[Result]):

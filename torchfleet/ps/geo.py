@@ -199,16 +199,16 @@ class Geo(Communicator):
         names = [group.spec.name for group in self._plan.dense] + list(self._plan.sparse)
         try:
             with self._connect() as client:
-                received = [0] * client.num_servers
-                changed = client.pull_changed(names, received).result()
+                changed = client.pull_changed(names, [0] * client.num_servers).result()
                 while True:
-                    received = changed.numbers
                     self._back.put(changed)
                     deltas = self._out.get()
                     if deltas is None:
                         return
                     client.push_tables(deltas, flags=DELTA).result()
-                    changed = client.pull_changed(names, received).result()
+                    changed = client.pull_changed(names, changed.numbers).result()
+                    while not changed.is_all:
+                        changed = changed.joined(client.pull_changed(names, changed.numbers).result())
         except FleetError as error:
             self._back.put(error)
         except Exception as error:  # must reach the training thread, whatever it is

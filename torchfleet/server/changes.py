@@ -45,17 +45,21 @@ class Changes:
             if other != worker and len(keys):
                 records.setdefault(table, Record()).note(held)
 
-    def since(self, worker: int, received: int, tables: list[int]) -> tuple[int, dict[int, Keys]]:
-        """(number of this reply, changed keys by table). `received`: the last reply that arrived; 0 starts anew."""
+    def since(self, worker: int, received: int, most: dict[int, int]) -> tuple[int, dict[int, Keys], int]:
+        """(number of this reply, changed keys by table, how many are left for the next one).
+
+        `received`: the last reply that arrived; 0 starts anew. `most`: by table, how many keys there is room for.
+        """
         if received == 0 or worker not in self._records:
             self._records[worker], self._numbers[worker] = {}, 0
         arrived = received == self._numbers[worker]
         self._numbers[worker] += 1
-        changed = {}
-        for table in tables:
+        changed, rest = {}, 0
+        for table, num in most.items():
             record = self._records[worker].setdefault(table, Record())
             lost = _NONE if arrived else record.sent
-            record.sent = unique(np.concatenate([lost, *record.pending]))[0]
-            record.pending, record.num_pending = [], 0
-            changed[table] = record.sent
-        return self._numbers[worker], changed
+            keys = unique(np.concatenate([lost, *record.pending]))[0]
+            record.sent = changed[table] = keys[:num]
+            record.pending, record.num_pending = [keys[num:]], len(keys[num:])
+            rest += record.num_pending
+        return self._numbers[worker], changed, rest

@@ -47,6 +47,8 @@ from torchfleet.tables.dense import DenseTable
 from torchfleet.tables.sparse import SparseTable
 from torchfleet.tables.spec import TableSpec
 
+MAX_CHANGED = 1 << 24  # numbers of one table in a reply to PULL_CHANGED: 64 MB
+
 
 def ping(state: State, request: Request) -> Reply:
     return []
@@ -114,7 +116,8 @@ def pull_changed(state: State, request: Request) -> Reply:
     """Rows of sparse tables that others changed since this worker's last call, and whole dense tables.
 
     The first array is the number of the last reply that this worker has taken in; a reply that got lost is made
-    again. The reply starts with its own number, then per section: keys and rows, or no keys and the block.
+    again. The reply starts with its own number and with how many rows it had no room for, which the next one brings;
+    then per section: keys and rows, or no keys and the block.
     """
     if not request.message.arrays:
         raise WireError("expected the number of the last reply, found no array")
@@ -123,9 +126,9 @@ def pull_changed(state: State, request: Request) -> Reply:
     tables = [state.table(array.table) for array in request.message.arrays[1:]]
     if len(received) != 1:
         raise WireError(f"expected the number of the last reply, found {len(received)} numbers")
-    names = [table.spec.number for table in tables if isinstance(table, SparseTable)]
-    number, changed = state.changes.since(request.message.worker, int(received[0]), names)
-    reply = [Array(0, np.array([number], np.uint64))]
+    most = {table.spec.number: MAX_CHANGED // table.spec.dim for table in tables if isinstance(table, SparseTable)}
+    number, changed, rest = state.changes.since(request.message.worker, int(received[0]), most)
+    reply = [Array(0, np.array([number, rest], np.uint64))]
     for table in tables:
         keys = changed.get(table.spec.number, np.empty(0, np.uint64))
         values = (
