@@ -48,7 +48,7 @@ def train_fused(
     if fleet.is_first_worker():
         words = options.epochs * corpus.raw_words
         print(
-            f"{words:,} words in {seconds:.1f} s: {words / seconds:,.0f} words/s, loss {progress.loss:.4f}", flush=True
+            f"{words:,} words in {seconds:.2f} s: {words / seconds:,.0f} words/s, loss {progress.loss:.4f}", flush=True
         )
     return replica.values["emb"][:, : options.dim]
 

@@ -58,6 +58,7 @@ def main() -> None:
             f"{corpus.path} has {len(corpus.files)} files for {fleet.worker_num()} workers: cut it with "
             "`preprocess.py --data_resplit`"
         )
+    options.sample = options.sample if options.sample is not None else 0.0 if corpus.downsample else 1e-4
     fleet.init_worker(options.init_model)
     schedule = schedule_of(options, corpus)
     if options.engine == "kernel":
@@ -97,11 +98,11 @@ def arguments() -> argparse.Namespace:
     how.add_argument("--epochs", type=int, default=3)
     how.add_argument("--rate", type=float, default=0.025, help="learning rate, of the sum of a step's losses")
     how.add_argument("--schedule", choices=("linear", "staircase"), default="linear", help="how the rate falls")
-    how.add_argument("--decay_rate", type=float, default=0.5, help="staircase: times this ...")
+    how.add_argument("--decay_rate", type=float, help="staircase: times this (default 0.5) ...")
     how.add_argument("--decay_words", type=float, help="... after every so many words; default: an epoch")
     how.add_argument("--threads", type=int, help="default: all cores in one process, one per worker under fleetrun")
     how.add_argument("--k_steps", type=int, help="geo: steps between exchanges; default 20 of 10,000 words, or 400")
-    how.add_argument("--batch_size", type=int, default=1000, help="pairs of a step (torch)")
+    how.add_argument("--batch_size", type=int, help="pairs of a step (torch); default 1000")
     how.add_argument("--seed", type=int, default=0)
     out = parser.add_argument_group("what for")
     out.add_argument("--init_model", help="go on from a saved model")
@@ -115,7 +116,7 @@ def arguments() -> argparse.Namespace:
 
 def choose(options: argparse.Namespace) -> None:
     """Defaults that depend on each other, and what does not go together."""
-    is_alone = fleet.worker_num() == 1 and fleet.server_num() == 0
+    is_alone = not fleet.server_endpoints()
     options.mode = options.mode or ("local" if is_alone else "geo")
     if is_alone != (options.mode == "local"):
         way = "fleetrun --server_num 2 --worker_num 2 examples/word2vec/train.py ..."
@@ -126,13 +127,43 @@ def choose(options: argparse.Namespace) -> None:
     options.engine = options.engine or ("kernel" if is_fused and options.reader == "fast" else "torch")
     if options.engine == "kernel" and (not is_fused or options.reader == "pipe"):
         raise FleetError("--engine kernel is for --mode local and geo, with --reader fast: use --engine torch")
-    if options.threads is not None and options.engine == "torch" and options.threads != 1:
-        raise FleetError("--threads are those of --engine kernel; for torch's own, set OMP_NUM_THREADS")
+    refuse_idle_options(options)
     options.threads = options.threads or ((os.cpu_count() or 1) if is_alone and options.engine == "kernel" else 1)
     options.k_steps = options.k_steps or (20 if options.engine == "kernel" else 400)
+    options.batch_size = options.batch_size or 1000
+    options.shared_negatives = options.shared_negatives or 32
+    options.decay_rate = options.decay_rate or 0.5
     for path in options.vectors:
         if not path.endswith((".txt", ".bin")):
             raise FleetError(f"--vectors {path}: expected a name that ends in .txt (text) or .bin (binary)")
+        if not (Path(path).parent).is_dir():
+            raise FleetError(f"--vectors {path}: there is no folder {Path(path).parent}")
+    for path in filter(None, [options.questions, *options.pairs]):
+        if not Path(path).is_file():
+            raise FleetError(f"{path}: no such file")
+
+
+def refuse_idle_options(options: argparse.Namespace) -> None:
+    """What would have no effect is not taken."""
+    idle = {
+        "--engine torch (its own threads: OMP_NUM_THREADS)": (options.engine == "torch", ["threads"]),
+        "--engine kernel": (options.engine == "kernel", ["batch_size"]),
+        f"--mode {options.mode}": (options.mode != "geo", ["k_steps"]),
+        "--schedule linear": (options.schedule == "linear", ["decay_rate", "decay_words"]),
+        "--reader pipe": (options.reader == "pipe", ["sample", "shared_negatives", "train_unknown"]),
+    }
+    for with_what, (is_idle, names) in idle.items():
+        for name in names:
+            if is_idle and getattr(options, name):
+                raise FleetError(f"--{name} has no effect with {with_what}: leave it out")
+    for name in ("dim", "window", "negatives", "epochs", "min_count"):
+        if getattr(options, name) < 1:
+            raise FleetError(f"--{name} must be at least 1, found {getattr(options, name)}")
+    for name in ("threads", "k_steps", "batch_size", "shared_negatives", "max_bytes"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise FleetError(f"--{name} must be at least 1, found {getattr(options, name)}")
+    if not 0 < options.rate < float("inf"):
+        raise FleetError(f"--rate must be above 0, found {options.rate}")
 
 
 def strategy_of(options: argparse.Namespace) -> fleet.DistributedStrategy:

@@ -63,7 +63,7 @@ class Corpus:
     """The ids of a folder. Checked against the vocabulary when it is made, and id by id when it is read.
 
     `files` are paths; `words_of[path]` is the number of words in one. Without a description the words are counted by
-    reading all files once.
+    reading all files once. `downsample` is the threshold above which words were left out; 0 if none was.
     """
 
     def __init__(self, path: str | os.PathLike[str], vocabulary: Vocabulary) -> None:
@@ -81,6 +81,7 @@ class Corpus:
         else:
             self._check(described, vocabulary)
             self.words_of = {path: described.files[os.path.basename(path)] for path in self.files}
+        self.downsample = (described.downsample if described is not None else None) or 0.0
         self.words = sum(self.words_of.values())
         self.raw_words = self.words if described is None or described.raw_words is None else described.raw_words
 
