@@ -65,7 +65,7 @@ class Geo(Communicator):
         self._out: queue.Queue[Deltas | None] = queue.Queue(1)
         self._back: queue.Queue[Changed | FleetError] = queue.Queue()
         self._under_way = False
-        self._num_exchanges = 0
+        self._num_exchanges = self._last_step = 0  # the step with which an exchange began
         self._thread = threading.Thread(target=self._carry, daemon=True)
 
     def start(self) -> None:
@@ -113,7 +113,8 @@ class Geo(Communicator):
         self._step_dense()
         if not self._back.empty():
             self._take_in(self._checked(self._back.get()))
-        if self._num_steps % self._k_steps == 0 and not self._under_way:
+        if self._num_steps - self._last_step >= self._k_steps and not self._under_way:
+            self._last_step = self._num_steps
             self._send()
 
     def flush(self) -> None:

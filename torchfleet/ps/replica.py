@@ -3,8 +3,8 @@
 The formulas are those of ps/geo.py. Whoever trains counts the changes of every row; a thread beside training sends the
 differences of those that have changed often, now and then of all, and adds what the others have sent. Rows that all
 workers change all the time are those that drift apart, and they are few: sending these alone makes it cheap to
-exchange often. Nothing waits for anything: a number that is changed from both sides at the same moment may lose one of
-the changes to this copy (as with any training by several threads), never to the servers.
+exchange often. Nothing waits for anything: of two changes of a number at the same moment, by training and by what the
+others have sent, one may be lost, as among training threads themselves.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Replica(Communicator):
         self._changed = threading.Condition()
         self._num_wanted, self._num_done = 1, 0  # exchanges; the first fills the arrays
         self._wants_every_row = self._wants_whole = self._is_over = False
+        self._last_step = 0  # with which an exchange began
         self._error: FleetError | None = None
         self._num_exchanges = self._num_rows_sent = 0
         self._thread = threading.Thread(target=self._carry, daemon=True)
@@ -63,28 +64,22 @@ class Replica(Communicator):
     def step_done(self) -> None:
         """Called after every step, from any thread: starts an exchange when it is time, and never waits."""
         with self._changed:
-            if self._error is not None:
-                raise self._error
+            self._check()
             self._num_steps += 1
             is_idle = self._num_wanted == self._num_done
-            if is_idle and self._k_steps > 0 and self._num_steps % self._k_steps == 0:
+            if is_idle and 0 < self._k_steps <= self._num_steps - self._last_step:
+                self._last_step = self._num_steps
                 self._want()
 
     def flush(self) -> None:
         """Return when all rows' differences are with the servers (`share` of each), and others' changes are here."""
-        with self._changed:
-            self._wants_every_row = True
-            wanted = self._want()
-        self._wait_for(wanted)
+        self._exchange(whole=False)
 
     settle = refresh = flush
 
     def finish(self) -> None:
         """Flush, with differences sent whole: the servers have all that this worker has learned."""
-        for name, (_, dim) in self._sizes.items():
-            self.changes[name][(self.values[name][:, :dim] != self._base[name]).any(axis=1)] += 1
-        self._wants_whole = True
-        self.flush()
+        self._exchange(whole=True)
 
     def stop(self) -> None:
         try:
@@ -97,9 +92,23 @@ class Replica(Communicator):
 
     def stats(self) -> dict[str, Any]:
         sent = {"exchanges": self._num_exchanges, "rows_sent": self._num_rows_sent}
-        return {**super().stats(), "queue": self._num_wanted - self._num_done, **sent}
+        return {**super().stats(), "queue": 0 if self._error else self._num_wanted - self._num_done, **sent}
+
+    def _exchange(self, whole: bool) -> None:
+        with self._changed:
+            wanted = self._want()
+            self._wants_every_row = True
+            self._wants_whole |= whole
+        self._wait_for(wanted)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._is_over:
+            raise FleetError("this replica has come to its end: the worker was stopped, and nothing is exchanged")
 
     def _want(self) -> int:
+        self._check()
         self._num_wanted += 1
         self._changed.notify_all()
         return self._num_wanted
@@ -139,15 +148,15 @@ class Replica(Communicator):
         with self._changed:
             while self._num_wanted == self._num_done and not self._is_over:
                 self._changed.wait()
-            return None if self._is_over else self._num_wanted
+            return None if self._num_wanted == self._num_done else self._num_wanted  # who waits is served first
 
-    def _how(self) -> tuple[int, np.float32]:
-        """(how often a row must have been changed to be sent, what part of its difference is)."""
+    def _how(self) -> tuple[bool, int, np.float32]:
+        """(whether all differences go, how often else a row must have been changed, what part of one is sent)."""
         with self._changed:
             every_row = self._wants_every_row or self._num_exchanges % _HOT == 0
-            share = 1.0 if self._wants_whole else self._share
+            whole = self._wants_whole
             self._wants_every_row = self._wants_whole = False
-            return 1 if every_row else _HOT, np.float32(share)
+            return whole, 1 if every_row else _HOT, np.float32(1.0 if whole else self._share)
 
     def _finish(self, number: int) -> None:
         with self._changed:
@@ -161,10 +170,13 @@ class Replica(Communicator):
                 rows = client.pull(name, np.arange(start, stop, dtype=np.uint64)).result()
                 self.values[name][start:stop, :dim] = self._base[name][start:stop] = rows
 
-    def _send(self, client: Client, least: int, share: np.float32) -> None:
+    def _send(self, client: Client, whole: bool, least: int, share: np.float32) -> None:
         for name, (_, dim) in self._sizes.items():
             counts = self.changes[name].copy()  # others count on meanwhile
-            rows = np.flatnonzero(counts >= least)
+            is_due = counts >= least
+            if whole:  # what earlier exchanges have left over may not be counted
+                is_due |= (self.values[name][:, :dim] != self._base[name]).any(axis=1)
+            rows = np.flatnonzero(is_due)
             self.changes[name][rows] = 0  # before the values are read: what changes later is counted again
             for start in range(0, len(rows), _ROWS_AT_ONCE):
                 some = rows[start : start + _ROWS_AT_ONCE]

@@ -37,6 +37,7 @@ class Changes:
     def __init__(self) -> None:
         self._records: dict[int, dict[int, Record]] = {}
         self._numbers: dict[int, int] = {}
+        self._clients: dict[int, int] = {}
 
     def note(self, table: int, keys: Keys, worker: int) -> None:
         """`worker` changed these rows."""
@@ -45,13 +46,16 @@ class Changes:
             if other != worker and len(keys):
                 records.setdefault(table, Record()).note(held)
 
-    def since(self, worker: int, received: int, most: dict[int, int]) -> tuple[int, dict[int, Keys], int]:
+    def since(
+        self, worker: int, received: int, most: dict[int, int], client: int = 0
+    ) -> tuple[int, dict[int, Keys], int]:
         """(number of this reply, changed keys by table, how many are left for the next one).
 
-        `received`: the last reply that arrived; 0 starts anew. `most`: by table, how many keys there is room for.
+        `received`: the last reply that arrived; a client's first 0 starts anew, another one is a copy that may come
+        late. `most`: by table, how many keys there is room for.
         """
-        if received == 0 or worker not in self._records:
-            self._records[worker], self._numbers[worker] = {}, 0
+        if worker not in self._records or (received == 0 and client != self._clients[worker]):
+            self._records[worker], self._numbers[worker], self._clients[worker] = {}, 0, client
         arrived = received == self._numbers[worker]
         self._numbers[worker] += 1
         changed, rest = {}, 0

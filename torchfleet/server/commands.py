@@ -126,8 +126,10 @@ def pull_changed(state: State, request: Request) -> Reply:
     tables = [state.table(array.table) for array in request.message.arrays[1:]]
     if len(received) != 1:
         raise WireError(f"expected the number of the last reply, found {len(received)} numbers")
-    most = {table.spec.number: MAX_CHANGED // table.spec.dim for table in tables if isinstance(table, SparseTable)}
-    number, changed, rest = state.changes.since(request.message.worker, int(received[0]), most)
+    sparse = [table.spec for table in tables if isinstance(table, SparseTable)]
+    most = {spec.number: max(1, MAX_CHANGED // spec.dim) for spec in sparse}
+    message = request.message
+    number, changed, rest = state.changes.since(message.worker, int(received[0]), most, message.client)
     reply = [Array(0, np.array([number, rest], np.uint64))]
     for table in tables:
         keys = changed.get(table.spec.number, np.empty(0, np.uint64))
