@@ -33,4 +33,4 @@ class SkipGram(torch.nn.Module):
         products = rows @ away.T if negatives.dim() == 1 else (away @ rows.unsqueeze(2)).squeeze(2)
         share = self.num_negatives / negatives.shape[-1]
         loss: torch.Tensor = softplus(-true_logits) + share * softplus(products + biases).sum(dim=1)
-        return loss.mean()
+        return loss.sum() / max(1, len(loss))  # a worker's share of a short batch may be empty

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from torchfleet.errors import DataError
 from torchfleet.kernels.skip_pairs import draw_negatives, skip_pairs
 from torchfleet.kernels.skipgram import Words
 from torchfleet.word2vec.corpus import Corpus, Ids
@@ -28,6 +29,9 @@ class PairReader:
     """Draws windows and negatives; the same seed gives the same batches."""
 
     def __init__(self, words: Words, window: int, num_shared: int, batch_size: int, seed: int) -> None:
+        for name, number in (("window", window), ("num_shared", num_shared), ("batch_size", batch_size)):
+            if number < 1:
+                raise DataError(f"{name} must be at least 1, found {number}")
         self._words, self._window, self._num_shared, self._batch_size = words, window, num_shared, batch_size
         self._random = np.array([seed], np.uint64)
         places = WORDS_AT_ONCE + 2 * window + 4
@@ -39,7 +43,7 @@ class PairReader:
         for ids in corpus.blocks(files, WORDS_AT_ONCE):
             waiting = np.concatenate([waiting, self._pairs(ids)], axis=1)
             num_read += int(np.count_nonzero(ids >= 0))
-            while waiting.shape[1] >= self._batch_size:
+            while waiting.shape[1] > self._batch_size:  # the last batch counts the words behind it that have no pairs
                 yield self._batch(waiting[:, : self._batch_size], num_read)
                 waiting, num_read = waiting[:, self._batch_size :], 0
         if waiting.shape[1]:

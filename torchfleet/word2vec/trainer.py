@@ -11,6 +11,7 @@ import numpy as np
 
 from torchfleet.errors import DataError
 from torchfleet.kernels.skipgram import Scratch, Tables, skipgram_scratch, train
+from torchfleet.kernels.vectors import LANES
 from torchfleet.ps.replica import Replica
 from torchfleet.word2vec.corpus import Corpus, Ids
 from torchfleet.word2vec.model import TABLES
@@ -103,10 +104,13 @@ class Trainer:
         self._tables = Tables(
             values["emb"], values["emb_w"], values["emb_b"].reshape(-1), *(changes[name] for name in TABLES)
         )
+        _check_sizes(self._tables, vocabulary)
         self._worker, self._num_workers = worker, num_workers
+        self._num_calls = 0
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._error: BaseException | None = None
+        self._measured = (0.0, 0.0)  # loss and pairs, when they were last told
         self._step(np.empty(0, np.int32), 0.0, self._scratch(0))  # compiled, or loaded, before any clock starts
 
     def train(self, corpus: Corpus, files: Sequence[str], epochs: int, schedule: Schedule, threads: int) -> Progress:
@@ -116,6 +120,8 @@ class Trainer:
         own_words = sum(corpus.words_of[path] for path in files)
         if not own_words:
             raise DataError(f"there are no words in the {len(files)} files of this worker in {corpus.path}")
+        self._stopping.clear()
+        self._error, self._measured = None, (0.0, 0.0)
         self._raw_per_word = corpus.raw_words / corpus.words
         self._schedule = schedule
         self._progress = Progress(num_words=own_words * epochs * self._raw_per_word)
@@ -124,13 +130,14 @@ class Trainer:
         self._run(
             [threading.Thread(target=self._work, args=(scratch,), daemon=True) for scratch in scratches], scratches
         )
+        self._num_calls += 1  # the next one draws other numbers
         return self._progress
 
     def _run(self, threads: list[threading.Thread], scratches: list[Scratch]) -> None:
         start = told = time.perf_counter()
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             for thread in threads:
                 while thread.is_alive():
                     thread.join(0.05)
@@ -141,7 +148,9 @@ class Trainer:
         finally:
             self._stopping.set()  # whatever ends the wait ends the threads
             for thread in threads:
-                thread.join()
+                if thread.ident is not None:  # it has been started
+                    thread.join()
+            self._progress.seconds = time.perf_counter() - start
         if self._error is not None:
             raise self._error
         self._note(scratches)
@@ -149,7 +158,7 @@ class Trainer:
     def _note(self, scratches: list[Scratch]) -> None:
         """The loss since the last time, as the threads have measured it."""
         loss, pairs = np.sum([scratch.totals[1:] for scratch in scratches], axis=0)
-        before = getattr(self, "_measured", (0.0, 0.0))
+        before = self._measured
         if pairs > before[1]:
             mean = float((loss - before[0]) / (pairs - before[1]))
             self._progress.losses.append((self._progress.words, mean))
@@ -182,7 +191,8 @@ class Trainer:
 
     def _scratch(self, thread: int) -> Scratch:
         options = self._options
-        seed = np.random.SeedSequence([options.seed, self._worker, thread]).generate_state(1, np.uint64)[0]
+        entropy = [options.seed, self._worker, thread, self._num_calls]
+        seed = np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]
         return skipgram_scratch(
             WORDS_PER_STEP,
             self._tables.emb.shape[1],
@@ -191,3 +201,15 @@ class Trainer:
             options.shared_negatives,
             int(seed),
         )
+
+
+def _check_sizes(tables: Tables, vocabulary: Vocabulary) -> None:
+    """The kernel relies on them: it would write behind the tables."""
+    num_rows, width = tables.emb.shape
+    if num_rows != len(vocabulary):
+        raise DataError(
+            f"the tables have {num_rows} rows, and the dictionary {len(vocabulary)} words: give the dictionary that "
+            "the model was made for"
+        )
+    if width % LANES:
+        raise DataError("the kernel trains vectors of a dim of 2 or more; train a dim of 1 as an ordinary module")
