@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import sparse
 from examples import push_pull
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +43,19 @@ def test_the_ps_benchmark_reports_all_its_figures():
 
 @pytest.mark.slow
 def test_the_sparse_benchmark_reports_all_its_figures():
-    found = benchmark("sparse", "--quick", "--seconds", "1")
+    sizes = ["--batch", "256", "--num_ids", "10000", "--num_batches", "3", "--seconds", "0.3", "--rounds", "1"]
+    found = benchmark("sparse", *sizes)
     assert found["ratio"] == pytest.approx(found["samples_per_s"] / found["local_samples_per_s"])
     assert found["step_ms"] == pytest.approx(found["pull_ms"] + found["push_ms"] + found["compute_ms"])
     assert found["samples_per_s_two_workers"] > 0
+
+
+def test_the_quick_sparse_benchmark_is_a_small_one(monkeypatch: pytest.MonkeyPatch):
+    """One turn, and less of everything: what it then does is what the test above runs."""
+    monkeypatch.setattr(sys, "argv", ["sparse"])
+    usual = sparse.options()
+    monkeypatch.setattr(sys, "argv", ["sparse", "--quick", "--json"])
+    quick = sparse.options()
+    assert (usual.json, quick.json, quick.rounds) == (False, True, 1)
+    for name in ("num_ids", "num_batches", "seconds", "rounds"):
+        assert 0 < getattr(quick, name) < getattr(usual, name), name

@@ -181,7 +181,7 @@ class TestStandIns:
         assert "goes on without it" not in job.output
 
     def test_a_job_that_lost_its_last_worker_does_not_say_that_it_finished(self, tmp_path: Path) -> None:
-        with fleetrun(tmp_path, STAND_IN, "serve", "async,sleep:3,die") as job:
+        with fleetrun(tmp_path, STAND_IN, "serve", "async,reach,sleep:0.3,die") as job:
             assert job.wait(50) == 1
         assert "worker 0 was killed by SIGKILL" in job.output
         for wrong in ("goes on without it", "the others finished", "finished; logs in"):

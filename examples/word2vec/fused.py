@@ -19,8 +19,8 @@ def train_fused(
     vocabulary: Vocabulary, corpus: Corpus, files: Sequence[str], schedule: Schedule, options: argparse.Namespace
 ) -> np.ndarray:
     """The words' vectors, all workers' progress in them."""
-    # Differences are sent whole: a word's row is exchanged so often that there is nothing to be averaged out.
-    replica = fleet.replica(share=1.0)
+    # Two workers' differences may be sent whole; more of them, summed up, would go too far (docs/word2vec.md).
+    replica = fleet.replica(share=min(1.0, 2.0 / fleet.worker_num()))
     line = ProgressLine("training")
     trainer = Trainer(
         replica,

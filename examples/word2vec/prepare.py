@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import time
 import zlib
@@ -16,6 +17,7 @@ from torchfleet.errors import DataError
 from torchfleet.word2vec.corpus import DESCRIPTION
 from torchfleet.word2vec.preprocessing import build_dictionary, filter_corpus
 from torchfleet.word2vec.resplitting import resplit
+from torchfleet.word2vec.textfiles import input_files
 
 GENERATED_WORDS = 1_200_000
 NUM_PARTS = 32
@@ -47,16 +49,23 @@ def folder_of(options: argparse.Namespace) -> Path:
     what = f"{GENERATED_WORDS} {options.seed}"
     if options.text is not None:
         try:
-            found = os.stat(options.text)
+            os.stat(options.text)
+            found = [(path, os.stat(path)) for path in input_files(options.text)]
         except OSError as error:
             raise DataError(f"--text {options.text}: {error.strerror}") from None
-        what = f"{os.path.abspath(options.text)} {found.st_size} {found.st_mtime_ns} {options.max_bytes}"
+        what = " ".join(f"{os.path.abspath(path)} {stat.st_size} {stat.st_mtime_ns}" for path, stat in found)
     name = Path(options.text).stem if options.text is not None else "generated"
-    return Path(options.work) / f"{name}-{zlib.crc32(f'{what} {options.min_count}'.encode()):08x}"
+    key = f"{what} {options.max_bytes} {options.min_count}"
+    return Path(options.work) / f"{name}-{zlib.crc32(key.encode(errors='surrogateescape')):08x}"
 
 
 def make(options: argparse.Namespace, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("ids", "parts"):  # of a run that was stopped
+            shutil.rmtree(folder / name, ignore_errors=True)
+    except OSError as error:
+        raise DataError(f"--work {options.work}: cannot be written to ({error})") from None
     text = options.text
     if text is None:
         print(f"no --text and no --corpus: {GENERATED_WORDS:,} words of a made-up language", flush=True)

@@ -29,8 +29,10 @@ from evaluate import print_analogies, print_pairs
 from fused import train_fused
 from prepare import prepare
 
+from torchfleet.data.files import is_local
 from torchfleet.errors import FleetError
 from torchfleet.word2vec.corpus import Corpus
+from torchfleet.word2vec.evaluation import read_questions
 from torchfleet.word2vec.model import SkipGram
 from torchfleet.word2vec.trainer import LinearDecay, Schedule, StaircaseDecay
 from torchfleet.word2vec.vectors import WordVectors
@@ -89,10 +91,12 @@ def arguments() -> argparse.Namespace:
     how.add_argument("--window", type=int, default=5, help="words to each side, drawn from 1 to this for every word")
     how.add_argument("--negatives", type=int, default=5, help="negative words that a pair counts")
     how.add_argument(
-        "--shared_negatives", type=int, default=32, help="how many are drawn for a step, for all its pairs"
+        "--shared_negatives", type=int, help="how many are drawn for a step, for all its pairs; default 32"
     )
     how.add_argument(
-        "--sample", type=float, default=1e-4, help="leave out words more frequent than this by lot; 0: none"
+        "--sample",
+        type=float,
+        help="leave out words more frequent than this by lot; 0: none; default 1e-4, or 0 if preprocess.py did so",
     )
     how.add_argument("--train_unknown", action="store_true", help="train <UNK> like a word; default: leave it out")
     how.add_argument("--epochs", type=int, default=3)
@@ -136,11 +140,28 @@ def choose(options: argparse.Namespace) -> None:
     for path in options.vectors:
         if not path.endswith((".txt", ".bin")):
             raise FleetError(f"--vectors {path}: expected a name that ends in .txt (text) or .bin (binary)")
-        if not (Path(path).parent).is_dir():
+    if fleet.is_worker() and fleet.is_first_worker():
+        check_files(options)
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """What would otherwise be found out when all is trained. Only the first worker needs these files."""
+    for path in options.vectors:
+        if not Path(path).parent.is_dir():
             raise FleetError(f"--vectors {path}: there is no folder {Path(path).parent}")
+        if Path(path).is_dir():
+            raise FleetError(f"--vectors {path}: it is a folder")
+    if options.save and is_local(options.save):
+        place = Path(options.save).absolute()
+        while not place.exists():
+            place = place.parent
+        if not place.is_dir() or not os.access(place, os.W_OK):
+            raise FleetError(f"--save {options.save}: {place} is no folder that can be written to")
     for path in filter(None, [options.questions, *options.pairs]):
         if not Path(path).is_file():
             raise FleetError(f"{path}: no such file")
+    if options.questions:
+        read_questions(options.questions)
 
 
 def refuse_idle_options(options: argparse.Namespace) -> None:
@@ -154,7 +175,7 @@ def refuse_idle_options(options: argparse.Namespace) -> None:
     }
     for with_what, (is_idle, names) in idle.items():
         for name in names:
-            if is_idle and getattr(options, name):
+            if is_idle and getattr(options, name) not in (None, False):
                 raise FleetError(f"--{name} has no effect with {with_what}: leave it out")
     for name in ("dim", "window", "negatives", "epochs", "min_count"):
         if getattr(options, name) < 1:
@@ -162,8 +183,15 @@ def refuse_idle_options(options: argparse.Namespace) -> None:
     for name in ("threads", "k_steps", "batch_size", "shared_negatives", "max_bytes"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             raise FleetError(f"--{name} must be at least 1, found {getattr(options, name)}")
-    if not 0 < options.rate < float("inf"):
-        raise FleetError(f"--rate must be above 0, found {options.rate}")
+    for name in ("rate", "decay_rate", "decay_words"):
+        if getattr(options, name) is not None and not 0 < getattr(options, name) < float("inf"):
+            raise FleetError(f"--{name} must be above 0, found {getattr(options, name)}")
+    if options.sample is not None and not 0 <= options.sample < 1:
+        raise FleetError(f"--sample must be from 0 (leave no word out) up to 1, found {options.sample}")
+    if options.restrict < 0:
+        raise FleetError(f"--restrict must be 0 (all words) or more, found {options.restrict}")
+    if not 0 <= options.seed < 1 << 63:
+        raise FleetError(f"--seed must be 0 to 2^63 - 1, found {options.seed}")
 
 
 def strategy_of(options: argparse.Namespace) -> fleet.DistributedStrategy:
@@ -198,3 +226,6 @@ if __name__ == "__main__":
         main()
     except FleetError as error:
         raise SystemExit(f"train.py: {error}") from None
+    except KeyboardInterrupt:
+        print("train.py: interrupted, nothing saved", file=sys.stderr)
+        raise SystemExit(130) from None

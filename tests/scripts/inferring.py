@@ -125,4 +125,6 @@ def main(what: str, folder: Path, mode: str = "async") -> None:
 
 
 if __name__ == "__main__":
+    import without_compiler  # noqa: F401
+
     main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

@@ -117,4 +117,6 @@ def _rest(reading: int) -> bytes:
 
 
 if __name__ == "__main__":
+    import without_compiler  # noqa: F401
+
     main()

@@ -185,4 +185,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    import without_compiler  # noqa: F401
+
     main(Path(sys.argv[1]))

@@ -92,4 +92,6 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    import without_compiler  # noqa: F401
+
     main()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -26,6 +27,8 @@ def main() -> None:
             time.sleep(float(value or SECONDS))
         elif name == "serve":
             serve()
+        elif name == "reach":
+            reach()
         elif name == "async":  # what a worker of this mode tells the launcher
             Path(os.environ["FLEET_STATUS_FILE"]).write_text(json.dumps({"role": "worker", "mode": "async"}))
         elif name == "child":  # as a data loader's worker would be
@@ -49,6 +52,18 @@ def serve() -> None:
 
     place = os.environ["FLEET_SERVER_ENDPOINTS"].split(",")[int(os.environ["FLEET_SERVER_INDEX"])]
     sys.exit(run(["--endpoint", f"tcp://{place}", "--num_workers", os.environ["FLEET_NUM_WORKERS"]]))
+
+
+def reach() -> None:
+    """Until server 0 can be connected to."""
+    host, _, port = os.environ["FLEET_SERVER_ENDPOINTS"].split(",")[0].rpartition(":")
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        with socket.socket() as there:
+            if there.connect_ex((host, int(port))) == 0:
+                return
+        time.sleep(0.05)
+    sys.exit("the server cannot be reached")
 
 
 if __name__ == "__main__":

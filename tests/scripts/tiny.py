@@ -76,4 +76,6 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    import without_compiler  # noqa: F401
+
     sys.exit(main())
