@@ -59,3 +59,15 @@ def test_the_quick_sparse_benchmark_is_a_small_one(monkeypatch: pytest.MonkeyPat
     assert (usual.json, quick.json, quick.rounds) == (False, True, 1)
     for name in ("num_ids", "num_batches", "seconds", "rounds"):
         assert 0 < getattr(quick, name) < getattr(usual, name), name
+
+
+@pytest.mark.slow
+def test_the_word2vec_benchmark_reports_all_its_figures():
+    found = benchmark("word2vec", "--quick", "--without", "geo")
+    for name in ("local", "gensim"):
+        assert found[f"{name}_words_per_s"] > 0
+        assert 0 <= found[f"{name}_analogy"] <= 100
+        assert found[f"{name}_ws353"] is None, "there are no pairs for a generated text"
+    assert found["local_ratio"] == pytest.approx(found["local_words_per_s"] / found["gensim_words_per_s"])
+    assert found["words"] >= 500_000
+    assert "geo_words_per_s" not in found
