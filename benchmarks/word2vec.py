@@ -114,6 +114,23 @@ class Bench:
         }
 
 
+def figures(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Medians of speed, means of quality, and what they are beside each other."""
+    result: dict[str, Any] = {}
+    for name, runs in found.items():
+        result[f"{name}_words_per_s"] = statistics.median(run["words_per_s"] for run in runs)
+        for figure in ("analogy", "ws353"):
+            values = [run[figure] for run in runs if run[figure] is not None]
+            result[f"{name}_{figure}"] = statistics.mean(values) if values else None
+        result[f"{name}_runs"] = runs
+    for name in ("local", "geo"):
+        if {name, "gensim"} <= set(found):
+            result[f"{name}_ratio"] = result[f"{name}_words_per_s"] / result["gensim_words_per_s"]
+    if {"local", "geo"} <= set(found):
+        result["geo_to_local"] = result["geo_words_per_s"] / result["local_words_per_s"]
+    return result
+
+
 def main() -> None:
     chosen = options()
     names = [name for name in ("local", "geo", "gensim") if name not in chosen.without]
@@ -132,20 +149,8 @@ def main() -> None:
                 speed, vectors = bench.run(name, seed)
                 found[name].append({"words_per_s": speed, **bench.judged(vectors)})
                 say(f"  seed {seed}: {name} {found[name][-1]}")
-    result: dict[str, Any] = {}
-    for name, runs in found.items():
-        result[f"{name}_words_per_s"] = statistics.median(run["words_per_s"] for run in runs)
-        for figure in ("analogy", "ws353"):
-            values = [run[figure] for run in runs if run[figure] is not None]
-            result[f"{name}_{figure}"] = statistics.mean(values) if values else None
-        result[f"{name}_runs"] = runs
-    for name in ("local", "geo"):
-        if name in names and "gensim" in names:
-            result[f"{name}_ratio"] = result[f"{name}_words_per_s"] / result["gensim_words_per_s"]
-    if {"local", "geo"} <= set(names):
-        result["geo_to_local"] = result["geo_words_per_s"] / result["local_words_per_s"]
     settings = {"words": bench.num_words, "dim": chosen.dim, "epochs": chosen.epochs, "rounds": chosen.rounds}
-    report({**result, **settings, "window": 5, "negatives": 5, "sample": 1e-4, "min_count": 5}, chosen.json)
+    report({**figures(found), **settings, "window": 5, "negatives": 5, "sample": 1e-4, "min_count": 5}, chosen.json)
 
 
 if __name__ == "__main__":

@@ -220,18 +220,8 @@ def _update_rows(tables: Tables, scratch: Scratch, window: int, start: int, num:
     width = near.shape[1]
     for i in range(num):
         first, last = scratch.firsts[i], scratch.lasts[i]
-        _set_1(
-            near,
-            i * width + first,
-            0,
-            1,
-            tables.emb_w,
-            kept,
-            start + i - window + first,
-            last - first,
-            scratch.d_emb,
-            i,
-        )
+        around = start + i - window + first
+        _set_1(near, i * width + first, 0, 1, tables.emb_w, kept, around, last - first, scratch.d_emb, i)
     for i in range(0, num, 4):
         _add_4(far, i * num_far, num_far, 1, tables.emb_w, scratch.negatives, at, num_far, scratch.d_emb, i)
     for k in range(0, num_far, 4):
@@ -239,19 +229,8 @@ def _update_rows(tables: Tables, scratch: Scratch, window: int, start: int, num:
     for place in range(max(window, start - window), min(end, start + num + window)):
         first, stop = max(0, place - window - start), min(num, place + window + 1 - start)
         # The word at `place` is in column place - (start + i) + window of row i: one less in every row.
-        column = place - start - first + window
-        _add_1(
-            near,
-            first * width + column,
-            0,
-            width - 1,
-            tables.emb,
-            kept,
-            start + first,
-            stop - first,
-            tables.emb_w,
-            kept[place],
-        )
+        at_first, word = first * width + place - start - first + window, kept[place]
+        _add_1(near, at_first, 0, width - 1, tables.emb, kept, start + first, stop - first, tables.emb_w, word)
     for k in range(num_far):
         add_row(tables.emb_w, scratch.negatives[at + k], scratch.d_emb_w, k)
     for i in range(num):
