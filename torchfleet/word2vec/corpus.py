@@ -105,12 +105,14 @@ class Corpus:
                 )
 
 
-def count_words(paths: Sequence[str], num_ids: int = MAX_IDS) -> dict[str, int]:
-    """Words in each file of ids."""
+def count_words(
+    paths: Sequence[str], num_ids: int = MAX_IDS, words_of: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Words in each file of ids. `words_of`: how many a file must have, for those that are in it."""
     progress, found, total = Progress("counting words"), {}, 0
     for path in paths:
         found[path] = 0
-        for ids in read_ids([path], _COUNTED_AT_ONCE, num_ids):
+        for ids in read_ids([path], _COUNTED_AT_ONCE, num_ids, words_of):
             found[path] += int(np.count_nonzero(ids >= 0))
             progress.show(f"{total + found[path]:,} words, {len(found)} of {len(paths)} files")
         total += found[path]

@@ -14,7 +14,7 @@ from torchfleet.errors import DataError
 from torchfleet.kernels import words
 from torchfleet.word2vec.corpus import Description
 from torchfleet.word2vec.textfiles import Bytes, Texts
-from torchfleet.word2vec.vocabulary import UNKNOWN, Vocabulary
+from torchfleet.word2vec.vocabulary import UNKNOWN, Vocabulary, decoded
 from torchfleet.word2vec.wordmap import WordMap
 from torchfleet.word2vec.writing import IdWriter, NewCorpus
 
@@ -59,9 +59,7 @@ def build_dictionary(source: str, dict_path: str, min_count: int = 5, max_bytes:
     lines = [(-int(counts[number]), found.word(number)) for number in kept.tolist()]
     lines += [(-num_unknown, UNKNOWN.encode())] if num_unknown else []
     lines.sort()
-    vocabulary = Vocabulary(
-        [word.decode(errors="surrogateescape") for _, word in lines], [-count for count, _ in lines]
-    )
+    vocabulary = Vocabulary([decoded(word) for _, word in lines], [-count for count, _ in lines])
     vocabulary.save(dict_path)
     return DictionaryFacts(total, len(found) - 1, len(kept), num_unknown)
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from torchfleet.errors import DataError
 from torchfleet.word2vec.decimals import lines_of
+from torchfleet.word2vec.vocabulary import decoded, encoded
 
 Vectors = npt.NDArray[np.float32]
 
@@ -21,15 +22,6 @@ _VALUES = 1 << 16  # numbers that are made text at a time: what is made of them 
 _MAX_HEADER = 100
 _MAX_WORD = 1 << 16  # bytes; what is longer is not a file of words
 _PRINTABLE = string.printable.encode()
-
-
-def encoded(word: str) -> bytes:
-    """Words are bytes, UTF-8 as a rule; others come back as they were."""
-    return word.encode("utf-8", "surrogateescape")
-
-
-def decoded(word: bytes) -> str:
-    return word.decode("utf-8", "surrogateescape")
 
 
 def write_text(path: str, words: Sequence[str], vectors: Vectors) -> None:

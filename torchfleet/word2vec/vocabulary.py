@@ -48,7 +48,7 @@ class Vocabulary:
             fields = line.split()
             if len(fields) != 2 or not fields[1].isdigit():
                 raise DataError(f"{path}, line {number}: expected `word count`, found {_shown(line)}")
-            word, count = _decoded(fields[0]), int(fields[1]) if len(fields[1]) < 20 else _MAX_COUNT + 1
+            word, count = decoded(fields[0]), int(fields[1]) if len(fields[1]) < 20 else _MAX_COUNT + 1
             if not 1 <= count <= _MAX_COUNT:
                 raise DataError(f"{path}, line {number}: expected a count of at least 1, found {_shown(line)}")
             if word in words:
@@ -75,7 +75,7 @@ class Vocabulary:
 
     def encoded(self) -> Iterable[bytes]:
         """The words' bytes, as they stand in the text."""
-        return (word.encode(errors="surrogateescape") for word in self.words)
+        return map(encoded, self.words)
 
     @cached_property
     def fingerprint(self) -> int:
@@ -98,7 +98,12 @@ def write_lines(path: str | os.PathLike[str], lines: Iterable[bytes]) -> None:
         raise DataError(f"{path}: cannot be written ({type(error).__name__}: {error})") from error
 
 
-def _decoded(word: bytes) -> str:
+def encoded(word: str) -> bytes:
+    """Words are bytes, UTF-8 as a rule; others come back as they were."""
+    return word.encode(errors="surrogateescape")
+
+
+def decoded(word: bytes) -> str:
     return word.decode(errors="surrogateescape")
 
 
