@@ -51,6 +51,16 @@ def read_ids(folder: Path) -> list[int]:
     return [int(word) for name in names for word in (folder / name).read_text().split()]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """So that no test is the one that waits for the compiler, and shows a line of progress for it."""
+    folder = tmp_path_factory.mktemp("warm")
+    make(folder, "text", "a b a\n")
+    build_dictionary(str(folder / "text"), str(folder / "dict"), 1)
+    filter_corpus(str(folder / "text"), str(folder / "dict"), str(folder / "ids"), 1, downsample=0)
+    resplit(str(folder / "ids"), str(folder / "parts"), 2)
+
+
 @pytest.fixture
 def corpus(tmp_path: Path) -> tuple[str, str]:
     """(a text, its dictionary with all words)."""
