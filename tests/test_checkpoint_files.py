@@ -428,7 +428,7 @@ class TestManifest:
         with pytest.raises(CheckpointError, match=r"manifest\.json"):
             read_manifest(folder)
 
-    @pytest.mark.parametrize(("field", "value"), [("version", 2), ("format", "other")])
+    @pytest.mark.parametrize(("field", "value"), [("version", 3), ("format", "other")])
     def test_another_version_is_refused_and_named(self, folder: Storage, field: str, value: Any) -> None:
         write_manifest(folder, msgspec.structs.replace(a_manifest(), **{field: value}))
         with pytest.raises(CheckpointError, match=f"found .*{value}"):
@@ -481,7 +481,8 @@ def saved_part(folder: Storage) -> tuple[Manifest, Part]:
 
 class TestDamage:
     def test_a_whole_part_is_read(self, storage: Storage) -> None:
-        found = reading.read_part(storage, *saved_part(storage))
+        made, part = saved_part(storage)
+        found = reading.read_part(storage, made.save, part)
         assert found["keys"].tolist() == [0, 1]
         assert (found["rows"] == 1).all()
 
@@ -491,7 +492,7 @@ class TestDamage:
         for bit in range(8 * len(whole)):
             give_bytes(folder, flipped(whole, bit))
             with pytest.raises(CheckpointError, match=r"save-1/a\.safetensors is damaged"):
-                reading.read_part(folder, made, part)
+                reading.read_part(folder, made.save, part)
 
     def test_every_cut_and_more_is_noticed_and_the_file_named(self, folder: Storage) -> None:
         made, part = saved_part(folder)
@@ -499,13 +500,13 @@ class TestDamage:
         for data in [*(whole[:length] for length in range(len(whole))), whole + b"\0", whole + whole]:
             give_bytes(folder, data)
             with pytest.raises(CheckpointError, match=r"save-1/a\.safetensors is damaged"):
-                reading.read_part(folder, made, part)
+                reading.read_part(folder, made.save, part)
 
     def test_a_missing_part_is_named(self, storage: Storage) -> None:
         made, part = saved_part(storage)
         storage.remove_folder("save-1")
         with pytest.raises(CheckpointError, match=r"save-1/a\.safetensors is missing"):
-            reading.read_part(storage, made, part)
+            reading.read_part(storage, made.save, part)
 
     @pytest.mark.parametrize("num", [0, 1, 2, 3, 10])
     def test_parts_are_read_in_their_order(self, folder: Storage, num: int) -> None:
@@ -516,7 +517,7 @@ class TestDamage:
             size = sum(memoryview(buffer).nbytes for buffer in buffers)
             chosen.append(Part("items", str(i), 0, 3, size, parts.checksum(buffers)))
         made = manifests.Manifest("save-1", 1, "full", 1, [], chosen)
-        pairs = reading.read_parts(folder, made, chosen, lambda part, arrays: (part.file, arrays["keys"].tolist()))
+        pairs = reading.read_parts(folder, made.save, chosen, lambda part, arrays: (part.file, arrays["keys"].tolist()))
         found = list(pairs)
         assert found == [(str(i), [i] * 3) for i in range(num)]
 

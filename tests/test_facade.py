@@ -244,11 +244,6 @@ def test_server_functions_on_a_worker_say_whose_they_are() -> None:
         fleet.run_server()
 
 
-def test_what_is_not_there_yet_says_so() -> None:
-    with pytest.raises(FleetError, match="not available yet"):
-        fleet.nn.SparseEmbedding(4, entry="count")
-
-
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(AttributeError, match=r"torchfleet has no 'distribute_model'.*distributed_model"):
         _ = fleet.distribute_model

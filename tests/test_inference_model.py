@@ -44,8 +44,8 @@ def trained(folder: str, num_servers: int = 1, make: Callable[[], torch.nn.Modul
 
     def body(part: jobs.Part) -> torch.Tensor:
         train(part.model, part.optimizer, 0, 0, 4)
-        part.worker.save(f"{folder}/full", with_state=True)
-        part.worker.save(f"{folder}/small", with_state=False)
+        part.worker.save(f"{folder}/full", "full")
+        part.worker.save(f"{folder}/small", "inference")
         return scores_of(part.model)
 
     done = jobs.run(body, make, lambda model: make_optimizer("adam", model), num_servers=num_servers)
@@ -75,7 +75,7 @@ def test_bags_padding_and_every_kind_of_lookup_come_back(tmp_path: Path) -> None
     def body(part: jobs.Part) -> list[torch.Tensor]:
         for batch in batches[:3]:
             part.step(batch)
-        part.worker.save(str(tmp_path / "model"), with_state=False)
+        part.worker.save(str(tmp_path / "model"), "inference")
         part.model.eval()
         with torch.no_grad():
             return [part.model(batch) for batch in batches]
@@ -187,7 +187,7 @@ def test_parameters_of_equal_size_go_by_name_not_by_place(tmp_path: Path) -> Non
         return model
 
     with jobs.one_worker(make("ab")) as part:
-        part.worker.save(str(tmp_path), with_state=False)
+        part.worker.save(str(tmp_path), "inference")
     found = fleet.load_inference_model(str(tmp_path), make("ba"))
     for name, value in part.model.state_dict().items():
         assert torch.equal(found.state_dict()[name], value)
@@ -204,7 +204,7 @@ def test_scalars_frozen_and_tied_parameters_come_back(tmp_path: Path) -> None:
             self.frozen = torch.nn.Parameter(torch.randn(2, 2), requires_grad=False)
 
     with jobs.one_worker(Odd()) as part:
-        part.worker.save(str(tmp_path), with_state=True)
+        part.worker.save(str(tmp_path), "full")
     found = fleet.load_inference_model(str(tmp_path), Odd())
     assert found.one.weight is found.two.weight
     for name, value in part.model.state_dict().items():
@@ -308,7 +308,7 @@ def test_a_server_job_of_training_reads_a_save_for_prediction(saved: tuple[str, 
     model = fleet.load_inference_model(f"{saved[0]}/small", Model())
     for table in server.state.tables.values():
         if table.spec.kind != "dense":
-            keys, rows = next(table.chunks())
+            keys, rows, _ = next(table.chunks())
             assert np.array_equal(rows[:, : table.spec.dim], tables_of(model)[table.spec.name].pull(keys, create=False))
             assert not rows[:, table.spec.dim :].any()
         assert table.step == 0

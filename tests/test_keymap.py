@@ -57,7 +57,7 @@ class Twin:
         assert keys_and_rows(self.index) == self.rows
         assert self.index.num_keys == len(self.rows)
         assert self.index.num_row_numbers == self.num_row_numbers
-        keys, rows = self.index.live(0, self.num_row_numbers)
+        keys, rows = self.index.alive(np.arange(self.num_row_numbers))
         by_row = sorted((row, key) for key, row in self.rows.items())
         assert list(zip(rows.tolist(), keys.tolist(), strict=True)) == by_row
 
@@ -202,17 +202,17 @@ def test_growth_is_over_before_the_next_one_begins(monkeypatch):
     assert len(leftovers) > 10
 
 
-def test_live_gives_the_rows_in_use_of_a_stretch_of_row_numbers():
+def test_alive_gives_those_of_some_rows_that_are_in_use():
     twin = Twin()
     twin.insert(list(range(100, 200)))
     twin.erase([100, 150, 199])
     twin.insert([7])  # takes the row that 199 had
-    keys, rows = twin.index.live(40, 60)
+    keys, rows = twin.index.alive(np.arange(40, 60))
     assert rows.tolist() == [row for row in range(40, 60) if row != 50]
     assert keys.tolist() == [100 + row for row in rows.tolist()]
-    keys, rows = twin.index.live(99, 5000)
+    keys, rows = twin.index.alive(np.arange(99, 100))
     assert (keys.tolist(), rows.tolist()) == ([7], [99])
-    keys, rows = twin.index.live(5000, 6000)
+    keys, rows = twin.index.alive(np.arange(0))
     assert len(keys) == len(rows) == 0
 
 
@@ -223,7 +223,7 @@ def test_a_key_that_came_back_to_another_row_is_live_once():
     twin.insert([2, 5])  # freed rows are taken from the last: 2 comes back to its own row, 5 gets the row of 1
     twin.erase([5, 2])
     twin.insert([5])  # and now 5 is in the row where 2 was, while its old row still shows its key
-    keys, rows = twin.index.live(0, 10)
+    keys, rows = twin.index.alive(np.arange(0, 3))
     assert (keys.tolist(), rows.tolist()) == ([5, 3], [1, 2])
     twin.check()
 

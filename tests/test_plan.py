@@ -246,7 +246,7 @@ def test_an_option_of_an_embedding_that_servers_do_not_have_is_named(
     [
         ({"dim": 0}, "dim must be at least 1, found 0"),
         ({"dim": 2, "pooling": "max"}, "pooling must be 'sum' or 'mean', found 'max'"),
-        ({"dim": 2, "entry": object()}, "not available yet"),
+        ({"dim": 2, "entry": object()}, "expected fleet.CountFilterEntry"),
     ],
 )
 def test_a_wrong_option_of_sparse_embedding_is_refused_when_it_is_made(options: dict[str, Any], text: str) -> None:

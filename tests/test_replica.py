@@ -970,7 +970,7 @@ def test_what_several_servers_and_workers_saved_is_loaded_by_one(tmp_path: Path)
         replica.finish()
         part.barrier()
         if part.index == 0:
-            part.worker.save(folder, with_state=True)
+            part.worker.save(folder, "full")
         replica.flush()
         part.barrier()
         return own(replica)

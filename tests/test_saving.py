@@ -502,7 +502,7 @@ def test_several_saves_at_once_are_made_one_after_the_other(tmp_path: Path) -> N
         made = unpack(reply.arrays[0], Saved)
         (part,) = made.parts
         manifest = Manifest(f"save-{token}", token, "full", 1, [], made.parts)
-        assert read_part(Storage(str(tmp_path / str(token))), manifest, part)["keys"].size == 50
+        assert read_part(Storage(str(tmp_path / str(token))), manifest.save, part)["keys"].size == 50
 
 
 class Busy:
@@ -538,7 +538,7 @@ def test_over_a_network_that_loses_and_repeats_every_server_saves_once(seed: int
     url = f"memory://lossy-{seed}"
     manifests = [save(client, [spec], url, seconds=600.0) for _ in range(3)]  # of virtual time
     network.deliver_all()
-    assert [len(server.server.state.saves) for server in servers] == [3, 3]
+    assert [len(server.server.state.long_requests) for server in servers] == [3, 3]
     assert [manifest.number for manifest in manifests] == [1, 2, 3]
     assert contents(load(1, [spec], url))["rows"].keys() == set(range(40))
 
@@ -581,7 +581,7 @@ def test_a_malformed_request_is_refused_and_the_server_lives_on(fields: dict[str
         return
     (reply,) = slow.talk.send(message)
     assert refusal(reply)[0] == "WireError"
-    assert slow.server.state.saves == {}
+    assert slow.server.state.long_requests == {}
     assert slow.talk.pull(slow.spec, [1]).shape == (1, 1)
 
 

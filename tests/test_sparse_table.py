@@ -41,7 +41,7 @@ def as_rows(*rows) -> np.ndarray:
 def contents(table: SparseTable) -> dict[int, list[float]]:
     """Value and state of every row, by key."""
     found: dict[int, list[float]] = {}
-    for keys, rows in table.chunks(7):
+    for keys, rows, _ in table.chunks(7):
         for key, row in zip(keys.tolist(), rows.tolist(), strict=True):
             assert key not in found
             found[key] = row
@@ -247,7 +247,7 @@ def test_a_table_filled_from_the_chunks_of_another_goes_on_like_it():
     for _ in range(5):
         one.push(rng.integers(0, 200, 90, dtype=np.uint64), rng.standard_normal((90, 2), np.float32))
     one.erase(np.arange(0, 200, 3, dtype=np.uint64))
-    for keys, rows in one.chunks(13):
+    for keys, rows, _ in one.chunks(13):
         other.assign(keys, rows)
     other.step = one.step
     assert contents(one) == contents(other)
@@ -262,7 +262,7 @@ def test_rows_that_accepted_pushes_have_made_can_always_be_assigned_back():
     table = make_table(dim=1, rule=Rule("adagrad"))
     table.push(as_keys(1), as_rows([1e20]))
     restored = make_table(dim=1, rule=Rule("adagrad"))
-    for keys, rows in table.chunks():
+    for keys, rows, _ in table.chunks():
         restored.assign(keys, rows)
     assert contents(restored) == contents(table)
 
@@ -305,8 +305,8 @@ def test_chunks_give_every_row_once(kind, num_rows):
     values = dict(zip(keys.tolist(), table.pull(keys).tolist(), strict=True))
     table.erase(keys[:100])
     pieces = list(table.chunks(num_rows))
-    assert max(len(piece) for piece, _ in pieces) <= num_rows
-    found = [pair for keys, rows in pieces for pair in zip(keys.tolist(), rows.tolist(), strict=True)]
+    assert max(len(piece) for piece, _, _ in pieces) <= num_rows
+    found = [pair for keys, rows, _ in pieces for pair in zip(keys.tolist(), rows.tolist(), strict=True)]
     assert sorted(found) == sorted((key, values[key]) for key in keys[100:].tolist())
 
 
@@ -320,7 +320,7 @@ def test_a_row_that_lives_through_a_walk_in_chunks_comes_exactly_once(kind, seed
     lives = set(range(2000))
     seen: list[int] = []
     with mock.patch.object(keymap, "SMALL", 1):
-        for keys, rows in table.chunks(100):
+        for keys, rows, _ in table.chunks(100):
             seen += keys.tolist()
             # All gradients are 1, so after n updates the state is n and the value -(1 + 1/√2 + ... + 1/√n).
             sums = {n: -sum(1 / math.sqrt(i) for i in range(1, n + 1)) for n in set(rows[:, 1].astype(int).tolist())}
@@ -549,7 +549,7 @@ class TableMachine(RuleBasedStateMachine):
         spec = TableSpec("t", kind, self.dim, self.size, Rule("sgd", lr=self.lr), UNIFORM, seed)
         self.table = SparseTable(spec, ROOM)
         if kind == "sparse":
-            self.table._index._state[SALT] = 77  # so that hypothesis sees the same table again
+            self.table.index._state[SALT] = 77  # so that hypothesis sees the same table again
         self.rows: dict[int, np.ndarray] = {}
         self.step = 0
 
@@ -622,7 +622,7 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(num_rows=st.integers(1, 50))
     def walk(self, num_rows) -> None:
-        found = [pair for keys, rows in self.table.chunks(num_rows) for pair in zip(keys.tolist(), rows, strict=True)]
+        found = [pair for keys, rows, _ in self.table.chunks(num_rows) for pair in zip(keys.tolist(), rows, strict=True)]
         assert sorted(key for key, _ in found) == sorted(self.rows)
         assert all(twins.same_bits(row, self.rows[key]) for key, row in found)
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchfleet import data, metrics, nn, util
+    from torchfleet import data, metrics, nn, online, util
     from torchfleet.data.criteo import CriteoFormat
     from torchfleet.data.generator import MultiSlotDataGenerator, MultiSlotStringDataGenerator
     from torchfleet.data.hashing import hash_string
@@ -37,9 +37,12 @@ if TYPE_CHECKING:
         run_server,
         save_inference_model,
         save_persistables,
+        saved_extra,
         server_endpoints,
         server_index,
         server_num,
+        set_time,
+        shrink,
         split_files,
         stats,
         stop_worker,
@@ -51,10 +54,19 @@ if TYPE_CHECKING:
     from torchfleet.infer import DistributedInfer, load_inference_model
     from torchfleet.role import PaddleCloudRoleMaker, UserDefinedRoleMaker
     from torchfleet.strategy import DistributedStrategy
+    from torchfleet.tables.entry import (
+        CountFilterEntry,
+        PredicateEntry,
+        ProbabilityEntry,
+        ShowClickEntry,
+        Shrink,
+        WindowCountEntry,
+    )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CountFilterEntry",
     "CriteoFormat",
     "DistributedInfer",
     "DistributedStrategy",
@@ -64,10 +76,15 @@ __all__ = [
     "MultiSlotDataGenerator",
     "MultiSlotStringDataGenerator",
     "PaddleCloudRoleMaker",
+    "PredicateEntry",
+    "ProbabilityEntry",
     "QueueDataset",
     "Ragged",
+    "ShowClickEntry",
+    "Shrink",
     "Slot",
     "UserDefinedRoleMaker",
+    "WindowCountEntry",
     "barrier_worker",
     "data",
     "describe",
@@ -86,15 +103,19 @@ __all__ = [
     "load_inference_model",
     "metrics",
     "nn",
+    "online",
     "prefetch",
     "replica",
     "report",
     "run_server",
     "save_inference_model",
     "save_persistables",
+    "saved_extra",
     "server_endpoints",
     "server_index",
     "server_num",
+    "set_time",
+    "shrink",
     "split_files",
     "stats",
     "stop_worker",
@@ -105,8 +126,9 @@ __all__ = [
     "worker_num",
 ]
 
-_MODULES = ("data", "metrics", "nn", "util")
+_MODULES = ("data", "metrics", "nn", "online", "util")
 _ELSEWHERE = {
+    "CountFilterEntry": "tables.entry",
     "CriteoFormat": "data.criteo",
     "DistributedInfer": "infer",
     "DistributedStrategy": "strategy",
@@ -116,10 +138,15 @@ _ELSEWHERE = {
     "MultiSlotDataGenerator": "data.generator",
     "MultiSlotStringDataGenerator": "data.generator",
     "PaddleCloudRoleMaker": "role",
+    "PredicateEntry": "tables.entry",
+    "ProbabilityEntry": "tables.entry",
     "QueueDataset": "datasets",
     "Ragged": "data.slots",
+    "ShowClickEntry": "tables.entry",
+    "Shrink": "tables.entry",
     "Slot": "data.slots",
     "UserDefinedRoleMaker": "role",
+    "WindowCountEntry": "tables.entry",
     "hash_string": "data.hashing",
     "load_inference_model": "infer",
 }

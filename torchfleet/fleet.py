@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from torchfleet.checkpoint.manifest import FILE, read_manifest
+from torchfleet.checkpoint.storage import Storage
 from torchfleet.data.dataset import Dataset, file_shard
 from torchfleet.data.slots import Batch
 from torchfleet.errors import FleetError
@@ -22,6 +24,7 @@ from torchfleet.ps.workers import Workers
 from torchfleet.role import SERVER, PaddleCloudRoleMaker, RoleInfo
 from torchfleet.status import KNOWN
 from torchfleet.strategy import DistributedStrategy
+from torchfleet.tables.entry import Shrink
 from torchfleet.training import Report, Result, as_step, infer, train
 
 Item = TypeVar("Item")
@@ -321,16 +324,53 @@ def describe() -> str:
     return tables(job.plan, job.info, _worker.client.stats() if _worker is not None else [])
 
 
-def save_persistables(dirname: str, mode: int = 0) -> None:
-    """Save tables, parameters and optimizer state, to go on training from: docs/checkpoints.md. On worker 0 only."""
-    if mode != 0:
-        raise FleetError(f"save_persistables(mode={mode}): 0, a full save, is what there is")
-    _saver("save_persistables").save(dirname, with_state=True)
+def save_persistables(dirname: str, mode: int = 0, extra: Mapping[str, Any] | None = None) -> int:
+    """Save tables, parameters and optimizer state, to go on training from: docs/checkpoints.md. On worker 0 only.
+
+    `mode`: 0 for all of it, 1 for what changed since the last save there (a delta). `extra`, which JSON must be able to
+    hold, is kept with the model: `saved_extra` gives it back. Returns the number of the save.
+    """
+    if mode not in (0, 1):
+        raise FleetError(f"save_persistables(mode={mode}): 0 is a full save, 1 a delta")
+    return _saver("save_persistables").save(dirname, "delta" if mode else "full", extra).number
+
+
+def saved_extra(dirname: str) -> dict[str, Any] | None:
+    """What `save_persistables(extra=...)` kept with the model that is there; None if there is no complete model."""
+    storage = Storage(dirname)
+    return dict(read_manifest(storage).extra) if storage.exists(FILE) else None
+
+
+def shrink(
+    table: str | None = None,
+    *,
+    delete_after_unseen_days: float | None = None,
+    delete_threshold: float | None = None,
+    ttl_days: float | None = None,
+    max_rows: int | None = None,
+    max_bytes: int | None = None,
+    min_norm: float | None = None,
+    where: str | None = None,
+) -> dict[str, int]:
+    """Drop rows, of one table or of all: those for which any of these holds; without any, each table's own policy acts.
+
+    On worker 0 only; training goes on meanwhile. Returns how many rows of which table were dropped: docs/online.md.
+    """
+    policy = Shrink(delete_after_unseen_days, delete_threshold, ttl_days, max_rows, max_bytes, min_norm, where)
+    return _saver("shrink").shrink(table, policy)
+
+
+def set_time(seconds: float) -> dict[str, int]:
+    """It is so many seconds after 1970 (UTC) for all tables, until the next call; else they go by the wall clock.
+
+    On worker 0 only. Returns when the shrinks that this makes due are done: how many rows of which table they dropped.
+    """
+    return _saver("set_time").set_time(seconds)
 
 
 def save_inference_model(dirname: str) -> None:
     """Save what prediction needs: tables and parameters without optimizer state. On worker 0 only."""
-    _saver("save_inference_model").save(dirname, with_state=False)
+    _saver("save_inference_model").save(dirname, "inference")
 
 
 def _saver(what: str) -> WorkerJob:

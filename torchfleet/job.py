@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from torchfleet.checkpoint.manifest import Manifest
 from torchfleet.checkpoint.storage import Storage
 from torchfleet.errors import FleetError, ModelError, ServerUnreachable, StrategyError
 from torchfleet.net.keys import KeyFolder
@@ -25,7 +26,7 @@ from torchfleet.ps.geo import Geo
 from torchfleet.ps.optimizer import DistributedOptimizer
 from torchfleet.ps.plan import Plan, make_plan
 from torchfleet.ps.replica import Replica
-from torchfleet.ps.saving import save_model
+from torchfleet.ps.saving import Kind, save_model
 from torchfleet.ps.workers import Workers
 from torchfleet.role import RoleInfo
 from torchfleet.server.loading import load_model
@@ -33,6 +34,8 @@ from torchfleet.server.server import Server
 from torchfleet.server.warm import warm_up
 from torchfleet.status import StatusFile
 from torchfleet.strategy import DistributedStrategy
+from torchfleet.tables.entry import Shrink
+from torchfleet.tables.statistics import is_counted, is_pushed
 
 START_SECONDS = 300.0  # servers import torch and may compile kernels before they answer
 _CHUNK = 1 << 16
@@ -76,6 +79,7 @@ class Job:
         self.strategy = self.strategy or DistributedStrategy()
         self.strategy.freeze("fleet.distributed_optimizer")
         plan = make_plan(self.model, optimizer, self.info.num_servers)
+        _check_policies(plan, self.strategy.mode)
         if self.strategy.mode == "geo" and not isinstance(optimizer, torch.optim.SGD):
             raise StrategyError(
                 f"geo training (k_steps={self.strategy.a_sync_configs['k_steps']}) sums differences and works with SGD "
@@ -149,7 +153,9 @@ class WorkerJob:
             self._check_loaded(dirname)
         self._make_tables()
         self.communicator: Communicator = self._communicator()
-        self.engine = Engine(self.communicator, {name: group.modules for name, group in job.plan.sparse.items()})
+        pushed = {name: group.spec.entry for name, group in job.plan.sparse.items() if is_pushed(group.spec)}
+        modules = {name: group.modules for name, group in job.plan.sparse.items()}
+        self.engine = Engine(self.communicator, modules, pushed)
         self._status = StatusFile(self.info.status_file, self._status_now)
         self._bind()
         self.communicator.start()
@@ -191,10 +197,17 @@ class WorkerJob:
         replica.start()
         return replica
 
-    def save(self, dirname: str, with_state: bool) -> None:
+    def save(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None = None) -> Manifest:
         """Save the model as it is with the servers, this worker's gradients included."""
         self.communicator.flush()
-        save_model(self.client, self._job.plan, dirname, with_state, self.strategy.sync_timeout)
+        return save_model(self.client, self._job.plan, dirname, self.strategy.sync_timeout, kind, extra)
+
+    def shrink(self, table: str | None, policy: Shrink) -> dict[str, int]:
+        self.communicator.flush()
+        return self.client.shrink(table or "", policy, self.strategy.sync_timeout)
+
+    def set_time(self, seconds: float) -> dict[str, int]:
+        return self.client.set_clock(int(seconds), self.strategy.sync_timeout)
 
     def stop(self) -> dict[str, Any]:
         """Everything under way reaches the servers, then they are told. Returns the last statistics."""
@@ -329,3 +342,13 @@ class WorkerJob:
             "left": self._left,
             **self._reported,
         }
+
+
+def _check_policies(plan: Plan, mode: str) -> None:
+    """Admission and statistics happen where rows are looked up, and in geo training that is not the servers."""
+    counted = [name for name, group in plan.sparse.items() if is_counted(group.spec)]
+    if counted and mode == "geo":
+        raise StrategyError(
+            f"table '{counted[0]}' has an entry or shrink policy, and in geo training the servers do not see lookups. "
+            "Use sync, half_async or async training, or leave the policies out."
+        )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from torchfleet.errors import ModelError
+from torchfleet.errors import ModelError, TableError
+from torchfleet.tables.entry import Entry, Shrink, combined
 from torchfleet.tables.spec import Initializer
 
 if TYPE_CHECKING:
@@ -53,6 +55,9 @@ class SparseEmbedding(torch.nn.Module):
     Ids equal to `padding_idx` read as zeros and learn nothing. With `num_embeddings` the ids are those from 0 up to it,
     and the servers need no map to find their rows.
 
+    `entry` says which ids get a row (fleet.CountFilterEntry and others, or a list of which all must admit), `shrink`
+    which rows are dropped again (fleet.Shrink): docs/online.md.
+
     `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
     group can give it a learning rate of its own. While the module is in eval mode, or under torch.no_grad(), ids
     without a row read as zeros and get none.
@@ -62,16 +67,15 @@ class SparseEmbedding(torch.nn.Module):
         self,
         dim: int,
         name: str | None = None,
-        entry: Any = None,
+        entry: Entry | Sequence[Entry] | None = None,
         initializer: Initializer | None = None,
         padding_idx: int | None = None,
         pooling: str = "sum",
         seed: int = 0,
         num_embeddings: int | None = None,
+        shrink: Shrink | None = None,
     ) -> None:
         super().__init__()
-        if entry is not None:
-            raise ModelError("SparseEmbedding(entry=...): admission policies are not available yet; leave entry=None")
         if pooling not in ("sum", "mean"):
             raise ModelError(f"SparseEmbedding: pooling must be 'sum' or 'mean', found {pooling!r}")
         if dim < 1:
@@ -81,6 +85,7 @@ class SparseEmbedding(torch.nn.Module):
         self.dim, self.name, self.padding_idx, self.pooling, self.seed = dim, name, padding_idx, pooling, seed
         self.initializer = initializer or Uniform(-0.05, 0.05)
         self.num_embeddings = num_embeddings
+        self.entry, self.shrink = _policies(entry, shrink, num_embeddings)
         self.first_values: np.ndarray[Any, Any] | None = None  # of a converted torch embedding
         self.weight = torch.nn.Parameter(torch.empty(0, dim))
         self._engine: Engine | None = None
@@ -109,6 +114,20 @@ class SparseEmbedding(torch.nn.Module):
     def extra_repr(self) -> str:
         size = "" if self.num_embeddings is None else f", num_embeddings={self.num_embeddings}"
         return f"{self.dim}, name={self.name!r}{size}"
+
+
+def _policies(
+    entry: Entry | Sequence[Entry] | None, shrink: Shrink | None, num_embeddings: int | None
+) -> tuple[Entry, Shrink]:
+    if shrink is not None and not isinstance(shrink, Shrink):
+        raise ModelError(f"SparseEmbedding(shrink=...): expected fleet.Shrink(...), found {shrink!r}")
+    try:
+        policies = combined(entry), shrink or Shrink()
+    except TableError as error:
+        raise ModelError(f"SparseEmbedding: {error}") from None
+    if num_embeddings is not None and policies != (Entry(), Shrink()):
+        raise ModelError("SparseEmbedding: entry and shrink are for ids without end; leave num_embeddings out")
+    return policies
 
 
 def _joined(slots: list[Any], mean: bool) -> tuple[list[torch.Tensor], Bags]:
@@ -197,7 +216,7 @@ def sparse_embeddings(model: torch.nn.Module) -> dict[str, list[SparseEmbedding]
             assert module.name is not None
             found.setdefault(module.name, []).append(module)
     for name, modules in found.items():
-        for field in ("dim", "initializer", "seed", "num_embeddings"):
+        for field in ("dim", "initializer", "seed", "num_embeddings", "entry", "shrink"):
             values = {getattr(module, field) for module in modules}
             if len(values) > 1:
                 raise ModelError(

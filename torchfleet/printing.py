@@ -32,7 +32,7 @@ def configuration(job: Job) -> str:
 def tables(plan: Plan, info: RoleInfo, servers: list[dict[str, Any]]) -> str:
     """The plan, and the rows and bytes on each server if they were asked."""
     planned = Table(title="plan", title_justify="left")
-    for heading in ("table", "kind", "size", "optimizer", "first values", "parameters"):
+    for heading in ("table", "kind", "size", "optimizer", "first values", "entry", "parameters"):
         planned.add_column(heading, overflow="fold")
     for line in plan.describe():
         planned.add_row(*line)

@@ -66,7 +66,7 @@ def held(folder: str) -> list[float]:
     found: set[float] = set()
     num = 0
     for part in manifest.parts:
-        arrays = read_part(storage, manifest, part)
+        arrays = read_part(storage, manifest.save, part)
         values: Any = arrays.get("rows", arrays.get("values"))
         found.update(np.unique(values).tolist())
         num += part.rows

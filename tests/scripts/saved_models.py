@@ -83,7 +83,7 @@ def _rows_of(table: Any) -> list[tuple[int, bytes]]:
     if table.spec.kind == "dense":
         first = table.spec.size * table.spec.part // table.spec.num_parts
         return [(first + i, column.tobytes()) for i, column in enumerate(table.block().T)]
-    return [(key, row.tobytes()) for keys, rows in table.chunks() for key, row in zip(keys.tolist(), rows, strict=True)]
+    return [(key, row.tobytes()) for keys, rows, _ in table.chunks() for key, row in zip(keys.tolist(), rows, strict=True)]
 
 
 def rows_on_disk(dirname: str, table: str) -> list[tuple[int, np.ndarray]]:
@@ -92,6 +92,6 @@ def rows_on_disk(dirname: str, table: str) -> list[tuple[int, np.ndarray]]:
     manifest = read_manifest(storage)
     return [
         (key, row)
-        for arrays in (read_part(storage, manifest, part) for part in manifest.parts_of(table))
+        for arrays in (read_part(storage, manifest.save, part) for part in manifest.parts_of(table))
         for key, row in zip(arrays["keys"].tolist(), arrays["rows"], strict=True)
     ]

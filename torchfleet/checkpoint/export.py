@@ -10,28 +10,42 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchfleet.checkpoint.chain import STATISTICS, live_rows, statistics_of
 from torchfleet.checkpoint.manifest import read_manifest
-from torchfleet.checkpoint.reading import read_parts
+from torchfleet.checkpoint.parts import Arrays
 from torchfleet.checkpoint.storage import Storage
 from torchfleet.errors import CheckpointError
 
 FORMATS = ("parquet", "text")
 
-Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], Arrays]
 
 
-def export_table(dirname: str, table: str, path: str, file_format: str = "parquet", with_state: bool = False) -> int:
+def export_table(
+    dirname: str,
+    table: str,
+    path: str,
+    file_format: str = "parquet",
+    with_state: bool = False,
+    with_statistics: bool = False,
+) -> int:
     """Write a sparse table's rows to a file, some at a time; returns how many. Keys are written as signed numbers.
 
-    The file appears when it is complete.
+    Statistics that the table keeps come in columns of their own behind the values, as they are saved: times in seconds
+    since 1970, shows and clicks as of the day on which the row was last looked up. The file appears when all is in it.
     """
     if file_format not in FORMATS:
         raise CheckpointError(f"export: the format is one of {', '.join(FORMATS)}, found {file_format!r}")
-    rows = _rows(dirname, table, with_state)
+    storage = Storage(dirname)
+    manifest = read_manifest(storage)
+    saved = manifest.table(table)
+    names = statistics_of(manifest, table) if with_statistics else ()
+    width = saved.dim * (1 + saved.num_states) if with_state else saved.dim
+    rows = (_some(keys, arrays, width, names) for keys, arrays in live_rows(storage, manifest, table))
     write = _write_parquet if file_format == "parquet" else _write_text
     unfinished = f"{path}.tmp"
     try:
-        num = write(rows, unfinished)
+        num = write(rows, unfinished, width, names)
         os.replace(unfinished, path)
     except OSError as error:
         raise CheckpointError(f"export to {path}: {error}") from error
@@ -41,44 +55,42 @@ def export_table(dirname: str, table: str, path: str, file_format: str = "parque
     return num
 
 
-def _rows(dirname: str, table: str, with_state: bool) -> Iterator[Rows]:
-    storage = Storage(dirname)
-    manifest = read_manifest(storage)
-    saved = manifest.table(table)
-    if saved.kind == "dense":
-        names = ", ".join(known.name for known in manifest.tables if known.kind != "dense")
-        raise CheckpointError(f"'{table}' is dense: it has no rows to export. Sparse tables: {names or 'none'}.")
-    width = saved.dim * (1 + saved.num_states) if with_state else saved.dim
-    for _, arrays in read_parts(storage, manifest, manifest.parts_of(table), lambda *both: both):
-        yield arrays["keys"].reshape(-1).view(np.int64), arrays["rows"][:, :width]
+def _some(keys: npt.NDArray[np.uint64], arrays: Arrays, width: int, names: tuple[str, ...]) -> Rows:
+    zeros = np.zeros(len(keys), np.uint32)  # what a save from before the table kept it says of it
+    kept = {name: arrays[name] if name in arrays else zeros.view(STATISTICS[name]) for name in names}
+    return keys.view(np.int64), arrays["rows"][:, :width], kept
 
 
-def _write_text(rows: Iterator[Rows], path: str) -> int:
+def _write_text(rows: Iterator[Rows], path: str, width: int, names: tuple[str, ...]) -> int:
     num = 0
     with open(path, "w", encoding="ascii") as file:
-        for keys, values in rows:
-            for key, row in zip(keys.tolist(), values.tolist(), strict=True):
-                # Nine digits tell every float32 from every other.
-                file.write(f"{key} {' '.join(f'{value:.9g}' for value in row)}\n")
+        for keys, values, statistics in rows:
+            columns = [statistics[name].tolist() for name in names]
+            for i, (key, row) in enumerate(zip(keys.tolist(), values.tolist(), strict=True)):
+                # Nine digits tell every float32 from every other; times have ten, and are whole.
+                numbers = [*(f"{value:.9g}" for value in row), *(_digits(column[i]) for column in columns)]
+                file.write(f"{key} {' '.join(numbers)}\n")
             num += len(keys)
     return num
 
 
-def _write_parquet(rows: Iterator[Rows], path: str) -> int:
+def _digits(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.9g}"
+
+
+def _write_parquet(rows: Iterator[Rows], path: str, width: int, names: tuple[str, ...]) -> int:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError:
         raise CheckpointError("Parquet needs pyarrow: pip install 'torchfleet[parquet]', or use format text") from None
+    columns: list[tuple[str, Any]] = [("key", pa.int64()), ("values", pa.list_(pa.float32(), width))]
+    columns += [(name, pa.from_numpy_dtype(STATISTICS[name])) for name in names]
     num = 0
-    writer: Any = None
-    for keys, values in rows:
-        width = values.shape[1]
-        column = pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(values).reshape(-1)), width)
-        batch = pa.table({"key": pa.array(keys), "values": column})
-        writer = writer or pq.ParquetWriter(path, batch.schema)
-        writer.write_table(batch)
-        num += len(keys)
-    assert writer is not None  # a table has at least one part
-    writer.close()
+    with pq.ParquetWriter(path, pa.schema(columns)) as writer:
+        for keys, values, statistics in rows:
+            lists = pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(values).reshape(-1)), width)
+            kept = {name: pa.array(column) for name, column in statistics.items()}
+            writer.write_table(pa.table({"key": pa.array(keys), "values": lists, **kept}))
+            num += len(keys)
     return num

@@ -12,12 +12,15 @@ import msgspec
 
 from torchfleet.checkpoint.storage import Storage
 from torchfleet.errors import CheckpointError
+from torchfleet.tables.entry import Entry, Shrink
 from torchfleet.tables.spec import Initializer, Rule, TableSpec
 
 FILE = "manifest.json"
 FORMAT = "torchfleet checkpoint"
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)
 _SAVE = re.compile(r"save-[0-9]{1,18}")  # other folders are not ours
+PartKind = Literal["rows", "gone", "candidates", "candidates_gone", "sketch"]
 _INFINITE = (math.inf, -math.inf)
 
 
@@ -30,7 +33,7 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One file: rows of a sparse table, or a stretch of a dense one."""
+    """One file: rows of a sparse table, or a stretch of a dense one, or what belongs to rows (docs/checkpoints.md)."""
 
     table: str
     file: str
@@ -38,7 +41,22 @@ class Part(msgspec.Struct, frozen=True):
     rows: int
     bytes: int
     crc32: int
-    start: int = 0  # dense: first element
+    start: int = 0  # dense: first element; sketch: first block
+    kind: PartKind = "rows"
+
+
+class Link(msgspec.Struct, frozen=True):
+    """One save of a chain: a full one, or what changed since its parent."""
+
+    save: str  # the folder with the parts
+    number: int
+    parent: int  # 0: a full save
+    num_servers: int
+    parts: list[Part]
+    time: float = 0.0  # by the clock of the tables
+
+    def parts_of(self, table: str, kind: PartKind = "rows") -> list[Part]:
+        return [part for part in self.parts if part.table == table and part.kind == kind]
 
 
 class Saved(msgspec.Struct):
@@ -46,7 +64,8 @@ class Saved(msgspec.Struct):
 
     parts: list[Part]
     steps: dict[str, int]
-    rows: dict[str, int]
+    rows: dict[str, int]  # that the table has, whether they are in this save or not
+    time: float  # by the clock of the tables
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -61,6 +80,8 @@ class Table(msgspec.Struct, frozen=True):
     step: int
     rows: int
     parameters: list[Parameter] = []
+    entry: dict[str, Any] = {}
+    shrink: dict[str, Any] = {}
 
     def spec(self) -> TableSpec:
         return TableSpec(
@@ -71,6 +92,8 @@ class Table(msgspec.Struct, frozen=True):
             msgspec.convert(self.rule, Rule),
             msgspec.convert(self.initializer, Initializer),
             self.seed,
+            entry=msgspec.convert(self.entry, Entry),
+            shrink=msgspec.convert(self.shrink, Shrink),
         )
 
 
@@ -83,6 +106,15 @@ class Manifest(msgspec.Struct, frozen=True):
     parts: list[Part]
     format: str = FORMAT
     version: int = VERSION
+    token: int = 0  # tells this save from every other
+    parent: int = 0  # number of the save that this one continues; 0: a full save
+    base: list[Link] = []  # the saves that it continues, the full one first
+    time: float = 0.0  # by the clock of the tables
+    extra: dict[str, Any] = {}  # what the script keeps with its model
+
+    def links(self) -> list[Link]:
+        """The chain: a full save, and what changed since, in order."""
+        return [*self.base, Link(self.save, self.number, self.parent, self.num_servers, self.parts, self.time)]
 
     def table(self, name: str) -> Table:
         for table in self.tables:
@@ -98,7 +130,9 @@ def described(spec: TableSpec, num_states: int, step: int, rows: int, parameters
     """A table's line in the manifest. Bounds that are infinite are left out: JSON has no word for them."""
     rule = {name: value for name, value in msgspec.structs.asdict(spec.rule).items() if value not in _INFINITE}
     first = msgspec.structs.asdict(spec.initializer)
-    return Table(spec.name, spec.kind, spec.dim, spec.size, spec.seed, rule, first, num_states, step, rows, parameters)
+    policies = msgspec.to_builtins(spec.entry), msgspec.to_builtins(spec.shrink)
+    described = spec.name, spec.kind, spec.dim, spec.size, spec.seed, rule, first, num_states, step, rows, parameters
+    return Table(*described, *policies)
 
 
 def write_manifest(storage: Storage, manifest: Manifest) -> None:
@@ -122,7 +156,7 @@ def read_manifest(storage: Storage) -> Manifest:
         manifest = msgspec.json.decode(body, type=Manifest)
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{place} is not a manifest of this version: {error}") from None
-    if manifest.format != FORMAT or manifest.version != VERSION:
+    if manifest.format != FORMAT or manifest.version not in READABLE:
         raise CheckpointError(
             f"{place}: expected {FORMAT} version {VERSION}, found {manifest.format} version {manifest.version}"
         )
@@ -143,7 +177,8 @@ def folder_of(number: int) -> str:
 
 
 def remove_others(storage: Storage, manifest: Manifest) -> None:
-    """Folders of earlier saves, and of those that never came to an end."""
+    """Folders of saves that are no part of the chain, and of those that never came to an end."""
+    kept = {link.save for link in manifest.links()}
     for name in list(storage.folders()):
-        if _SAVE.fullmatch(name) and name != manifest.save:
+        if _SAVE.fullmatch(name) and name not in kept:
             storage.remove_folder(name)

@@ -11,7 +11,13 @@ import numpy.typing as npt
 
 from torchfleet.errors import CheckpointError
 
-_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "U64": np.dtype("<u8"), "I64": np.dtype("<i8")}
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "U64": np.dtype("<u8"),
+    "I64": np.dtype("<i8"),
+    "U32": np.dtype("<u4"),
+    "U8": np.dtype("u1"),
+}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER = 1 << 20
 

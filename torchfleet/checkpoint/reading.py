@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.checkpoint import parts
-from torchfleet.checkpoint.manifest import Manifest, Parameter, Part, Table
+from torchfleet.checkpoint.manifest import Link, Manifest, Parameter, Part, PartKind, Table
 from torchfleet.checkpoint.storage import Storage
 from torchfleet.errors import CheckpointError
 from torchfleet.tables.dense import DenseTable
@@ -25,9 +25,9 @@ Made = TypeVar("Made")
 _AHEAD = 3  # files being read while another one is taken in
 
 
-def read_part(storage: Storage, manifest: Manifest, part: Part) -> parts.Arrays:
+def read_part(storage: Storage, folder: str, part: Part) -> parts.Arrays:
     """The part's arrays. A file that is missing, cut off or changed by a single bit is named."""
-    name = f"{manifest.save}/{part.file}"
+    name = f"{folder}/{part.file}"
     data = storage.read(name)
     place = storage.place(name)
     if len(data) != part.bytes:
@@ -38,12 +38,12 @@ def read_part(storage: Storage, manifest: Manifest, part: Part) -> parts.Arrays:
 
 
 def read_parts(
-    storage: Storage, manifest: Manifest, chosen: Sequence[Part], prepare: Callable[[Part, parts.Arrays], Made]
+    storage: Storage, folder: str, chosen: Sequence[Part], prepare: Callable[[Part, parts.Arrays], Made]
 ) -> Iterator[Made]:
     """What `prepare` makes of each part, in turn; the next ones are read and prepared meanwhile, in threads."""
 
     def read(part: Part) -> Made:
-        return prepare(part, read_part(storage, manifest, part))
+        return prepare(part, read_part(storage, folder, part))
 
     with ThreadPoolExecutor(_AHEAD) as pool:
         under_way = deque(pool.submit(read, part) for part in chosen[:_AHEAD])
@@ -61,33 +61,88 @@ def load_sparse(storage: Storage, manifest: Manifest, table: SparseTable, quiet:
     spec, saved = table.spec, manifest.table(table.spec.name)
     check_match(saved, spec)
     is_whole = spec.dim * (1 + saved.num_states) == table.num_words and _same_rule(saved, spec)
-    width = table.num_words if is_whole else spec.dim
     if not is_whole and not quiet:
         _tell_of_new_state(saved, spec)
-    chosen = manifest.parts_of(spec.name)
-    same_cut = manifest.num_servers == spec.num_parts
-    if same_cut:
-        chosen = [part for part in chosen if part.part == spec.part]
-    share = 1 if same_cut else spec.num_parts
-    table.reserve(sum(part.rows for part in chosen) // share)
+    table.step = saved.step if is_whole else 0
+    for link in manifest.links():
+        loading = Loading(storage, link, table, saved, is_whole)
+        loading.gone()
+        loading.rows()
+        loading.candidates()
+    loading.sketch()
+    table.num_loaded = table.index.num_keys
+    return table.num_loaded
 
-    def own_rows(part: Part, arrays: parts.Arrays) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.float32]]:
-        keys, rows = arrays["keys"].reshape(-1), arrays["rows"]
-        if rows.shape != (len(keys), spec.dim * (1 + saved.num_states)):
-            raise CheckpointError(f"{part.file}: {len(keys)} keys and rows of shape {rows.shape} do not fit")
-        if not same_cut:
-            mine = owners_of(spec, keys, spec.num_parts) == spec.part
-            keys, rows = keys[mine], rows[mine]
-        rows = np.ascontiguousarray(rows[:, :width])
-        table.check_values(keys, rows)
-        return keys, rows
 
-    num = 0
-    for keys, rows in read_parts(storage, manifest, chosen, own_rows):
-        table.load(keys, rows)
-        num += len(keys)
-    table.step, table.num_loaded = saved.step if is_whole else 0, num
-    return num
+class Loading:
+    """One save of a chain into one server's part of a table."""
+
+    def __init__(self, storage: Storage, link: Link, table: SparseTable, saved: Table, is_whole: bool) -> None:
+        self._storage, self._link, self._table, self._saved, self._is_whole = storage, link, table, saved, is_whole
+        self._same_cut = link.num_servers == table.spec.num_parts
+
+    def gone(self) -> None:
+        """Rows that were dropped."""
+        for arrays in self._own("gone"):
+            self._table.erase(arrays["keys"])
+
+    def rows(self) -> None:
+        table = self._table
+        share = 1 if self._same_cut else table.spec.num_parts
+        table.reserve(sum(part.rows for part in self._parts("rows")) // share)
+        for arrays in self._own("rows"):
+            keys, values = arrays.pop("keys"), arrays.pop("rows")
+            if not self._is_whole:
+                arrays.pop("tick", None)  # steps are counted anew
+            table.load(keys, values, arrays)
+
+    def candidates(self) -> None:
+        """Keys that were counted and had no row."""
+        admission = self._table.admission
+        if admission is None or admission.candidates is None:
+            return
+        for arrays in self._own("candidates_gone"):
+            admission.candidates.erase(arrays["keys"])
+        for arrays in self._own("candidates"):
+            admission.candidates.load(arrays.pop("keys"), arrays)
+
+    def sketch(self) -> None:
+        """Counters of the window; of another window they would say nothing."""
+        admission, entry = self._table.admission, self._table.spec.entry
+        saved = self._saved.spec().entry
+        is_same = (saved.window_hours, saved.num_blocks) == (entry.window_hours, entry.num_blocks)
+        if admission is None or admission.sketch is None or not is_same:
+            return
+        for part, arrays in read_parts(self._storage, self._link.save, self._parts("sketch"), lambda *both: both):
+            admission.sketch.load(part.start, arrays["blocks"])
+
+    def _parts(self, kind: PartKind) -> list[Part]:
+        """The files that hold something of this part of the table."""
+        chosen = self._link.parts_of(self._table.spec.name, kind)
+        is_own = self._same_cut and kind != "sketch"
+        return [part for part in chosen if part.part == self._table.spec.part] if is_own else chosen
+
+    def _own(self, kind: PartKind) -> Iterator[parts.Arrays]:
+        """What this part of the table owns of each file, checked."""
+        yield from read_parts(self._storage, self._link.save, self._parts(kind), self._checked)
+
+    def _checked(self, part: Part, arrays: parts.Arrays) -> parts.Arrays:
+        spec = self._table.spec
+        found = {name: array.reshape(-1) if name != "rows" else array for name, array in arrays.items()}
+        keys = found["keys"]
+        if keys.dtype != np.uint64 or any(len(array) != len(keys) for array in found.values()):
+            raise CheckpointError(f"{part.file}: its arrays do not have one value for each of {len(keys)} keys")
+        mine = None if self._same_cut else owners_of(spec, keys, spec.num_parts) == spec.part
+        if mine is not None:
+            found = {name: array[mine] for name, array in found.items()}
+        if part.kind == "rows":
+            if found["rows"].shape[1:] != (spec.dim * (1 + self._saved.num_states),):
+                shape = arrays["rows"].shape
+                raise CheckpointError(f"{part.file}: rows of shape {shape} do not fit table '{spec.name}'")
+            width = self._table.num_words if self._is_whole else spec.dim
+            found["rows"] = np.ascontiguousarray(found["rows"][:, :width])
+            self._table.check_values(found["keys"], found["rows"])
+        return found
 
 
 def load_dense(
@@ -161,7 +216,7 @@ def read_dense(storage: Storage, manifest: Manifest, saved: Table) -> npt.NDArra
     """A dense table put together from its parts: a row of values, and one for each kind of state."""
     whole = np.empty((1 + saved.num_states, saved.size), np.float32)
     num = 0
-    for part, arrays in read_parts(storage, manifest, manifest.parts_of(saved.name), lambda *both: both):
+    for part, arrays in read_parts(storage, manifest.save, manifest.parts_of(saved.name), lambda *both: both):
         block = arrays["values"]
         if block.ndim != 2 or len(block) != len(whole) or part.start < 0 or part.start + block.shape[1] > saved.size:
             raise CheckpointError(f"{part.file}: a block of shape {block.shape} does not fit table '{saved.name}'")

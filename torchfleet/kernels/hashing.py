@@ -24,6 +24,12 @@ def mix(x: np.uint64) -> np.uint64:
 
 
 @inlined
+def owner_hash(key: np.uint64) -> np.uint64:
+    """32 bits; whatever is divided among servers in the order of this hash is one stretch per server."""
+    return mix(key ^ _OWNER_SALT) >> _S32
+
+
+@inlined
 def owner_of(key: np.uint64, num_owners: np.uint64) -> np.uint64:
     """Which of `num_owners` servers owns the key; consecutive keys are spread evenly."""
-    return ((mix(key ^ _OWNER_SALT) >> _S32) * num_owners) >> _S32
+    return (owner_hash(key) * num_owners) >> _S32

@@ -121,3 +121,29 @@ def unpool(
                     for d in range(size):
                         sums[to + d] = share * grads[source + d]
             source += stride
+
+
+@kernel
+def add_shows(
+    index_N: np.ndarray,
+    offsets_B1: np.ndarray,
+    num_samples: int,
+    by_slot: bool,
+    shows_S: np.ndarray,
+    clicks_S: np.ndarray,
+    sums_U3: np.ndarray,
+) -> None:
+    """sums_U3[u] += (show, click) of the sample of every place where index_N is u; its last column is the slot, from 1.
+
+    Bag b holds the places from offsets_B1[b] on. Bags stand slot by slot (by_slot), or sample by sample.
+    """
+    num_slots = (len(offsets_B1) - 1) // max(1, num_samples)
+    for b in range(len(offsets_B1) - 1):
+        sample = b % num_samples if by_slot else b // num_slots
+        slot = b // num_samples if by_slot else b % num_slots
+        for i in range(offsets_B1[b], offsets_B1[b + 1]):
+            u = index_N[i]
+            if u >= 0:
+                sums_U3[u, 0] += shows_S[sample]
+                sums_U3[u, 1] += clicks_S[sample]
+                sums_U3[u, 2] = np.float32(slot + 1)

@@ -53,6 +53,9 @@ class Command(IntEnum):
     TAKE = 14
     FILES = 15
     SAVE = 16
+    CLOCK = 17
+    SHRINK = 18
+    INSPECT = 19
 
 
 class Role(IntEnum):
@@ -66,7 +69,8 @@ class Role(IntEnum):
 OK, ERROR = 0, 1
 NO_CREATE = 1  # flag of PULL: missing keys read as zeros and take no row
 VERSIONS = 2  # flag of PULL: the reply ends with the number of updates that each section's table has seen
-SYNC = 4  # flag of PUSH: one update with the mean of all workers' gradients, answered when it has been made
+SYNC = 4  # flag of PUSH: one update with the mean of all workers' gradients, answered when it has been made; of PULL:
+# it is part of such a step, and keys that it makes known get their rows when that ends
 DENSE_BACK = 8  # flag of PUSH: the reply holds the dense sections' new values
 DELTA = 16  # flag of PUSH: differences to be added, instead of gradients
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -17,12 +17,14 @@ from torchfleet.kernels.rows import all_finite
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.sockets import SocketChannel
 from torchfleet.net.transport import Channel
-from torchfleet.net.wire import DENSE_BACK, NO_CREATE, VERSIONS, Array, Command, Role, pack, unpack
+from torchfleet.net.wire import DENSE_BACK, NO_CREATE, SYNC, VERSIONS, Array, Command, Role, pack, unpack
 from torchfleet.ps.connection import DEFAULT_WINDOW, Connection, Patience
 from torchfleet.ps.future import Changed, Dense, Future, Pulled
 from torchfleet.ps.shard import Floats, Keys, Shards, as_keys, shard
+from torchfleet.tables.entry import Shrink
 from torchfleet.tables.rules import num_states
 from torchfleet.tables.spec import TableSpec, part_range
+from torchfleet.tables.statistics import NUM_PUSHED, is_counted, is_pushed
 
 _NO_KEYS = np.empty(0, np.uint64)
 
@@ -86,8 +88,10 @@ class Client:
         many = self.pull_tables({table: keys}, create)
         return Future(many._waits, lambda replies: many._finish(replies).rows[table])
 
-    def pull_tables(self, keys: Mapping[str, npt.ArrayLike], create: bool = True) -> Future[Pulled]:
-        """Rows of several tables in one message per server."""
+    def pull_tables(
+        self, keys: Mapping[str, npt.ArrayLike], create: bool = True, in_step: bool = False
+    ) -> Future[Pulled]:
+        """Rows of several tables in one message per server. `in_step`: of a step that all workers make together."""
         shards = {name: self._shard(name, wanted) for name, wanted in keys.items()}
         arrays = [
             [Array(self._specs[name].number, part.of(server)) for name, part in shards.items()]
@@ -102,7 +106,9 @@ class Client:
             versions = [reply[-1].data.reshape(-1) for reply in replies]
             return Pulled(rows, {name: [float(v[i]) for v in versions] for i, name in enumerate(shards)})
 
-        return self._ask(Command.PULL, arrays, flags=VERSIONS | (0 if create else NO_CREATE), finish=finish)
+        flags = VERSIONS | (0 if create else NO_CREATE) | (SYNC if in_step else 0)
+        counts = create and any(is_counted(self._specs[name]) for name in shards)  # a repeat must not count again
+        return self._ask(Command.PULL, arrays, flags, once=counts, finish=finish)
 
     def push(self, table: str, keys: npt.ArrayLike, grads: Floats, lr: float | None = None) -> Future[Dense]:
         """One update of a sparse table; `lr` takes the place of its own. Leave `grads` alone until it is done."""
@@ -254,15 +260,43 @@ class Client:
         what, path = unpack(first.wait(first.submit(Command.FILES, [pack(body)]))[0], tuple[str, str])
         return what, path
 
-    def save(self, dirname: str, folder: str, with_state: bool, timeout: float) -> list[Saved]:
-        """Every server writes its tables into a folder of `dirname`; returns what each has written."""
-        body = pack({"dirname": dirname, "folder": folder, "with_state": with_state, "token": secrets.randbits(63)})
-        asked: Future[list[Saved]] = self._ask(
-            Command.SAVE,
-            [[body]] * self.num_servers,
-            timeout=timeout,
-            finish=lambda replies: [unpack(reply[0], Saved) for reply in replies],
-        )
+    def save(
+        self,
+        dirname: str,
+        folder: str,
+        with_state: bool,
+        timeout: float,
+        *,
+        token: int = 0,
+        parent: int = 0,
+        delta: bool = False,
+    ) -> list[Saved]:
+        """Every server writes its tables into a folder of `dirname`; returns what each has written.
+
+        `token` tells this save from others; `delta`: only what changed since the save with the token `parent`.
+        """
+        body = {"dirname": dirname, "folder": folder, "with_state": with_state, "parent": parent, "delta": delta}
+        replies = self._work(Command.SAVE, body, timeout, token)
+        return [unpack(reply[0], Saved) for reply in replies]
+
+    def set_clock(self, seconds: int, timeout: float = 600.0) -> dict[str, int]:
+        """It is so late for all tables. Returns how many rows of which table were dropped, where that was due."""
+        return _summed(self._work(Command.CLOCK, {"now": seconds}, timeout))
+
+    def shrink(self, table: str, policy: Shrink, timeout: float = 600.0) -> dict[str, int]:
+        """Drop rows by this policy, or by the tables' own if it asks for nothing. How many, by table."""
+        return _summed(self._work(Command.SHRINK, {"table": table, "policy": policy}, timeout))
+
+    def inspect(self, table: str, top: int = 10, timeout: float = 600.0) -> list[dict[str, Any]]:
+        """Per server: histograms and top keys of a sparse table."""
+        replies = self._work(Command.INSPECT, {"table": table, "top": top}, timeout)
+        return [unpack(reply[0], dict) for reply in replies]
+
+    def _work(self, command: Command, body: dict[str, Any], timeout: float, token: int = 0) -> list[list[Array]]:
+        """All servers do something that takes long; a repeat of the request is known by its token."""
+        packed = pack({**body, "token": token or secrets.randbits(63)})
+        parts = [[packed]] * self.num_servers
+        asked: Future[list[list[Array]]] = self._ask(command, parts, timeout=timeout, finish=lambda replies: replies)
         return asked.result()
 
     def stats(self) -> list[dict[str, Any]]:
@@ -347,7 +381,8 @@ class Client:
         spec = self._spec(table)
         if isinstance(block, tuple):
             part, grads = self._shard(table, block[0]), _rows(block[1])
-            if grads.shape != (len(part.keys), spec.dim):
+            is_wide = is_pushed(spec) and grads.shape[1] == spec.dim + NUM_PUSHED
+            if grads.shape != (len(part.keys), spec.dim + NUM_PUSHED * is_wide):
                 raise TableError(
                     f"table '{table}' expects gradients of shape ({len(part.keys)}, {spec.dim}), found {grads.shape}"
                 )
@@ -379,6 +414,14 @@ class Client:
                 f"NaN or infinity in the values for table '{table}'; nothing was sent. Look for it in the loss."
             )
         return [flat[slice(*part_range(spec.size, i, self.num_servers))] for i in range(self.num_servers)]
+
+
+def _summed(replies: list[list[Array]]) -> dict[str, int]:
+    """Counts by table, of all servers together."""
+    total: Counter[str] = Counter()
+    for reply in replies:
+        total.update(unpack(reply[0], dict[str, int]))
+    return dict(total)
 
 
 def _joined(replies: list[list[Array]], index: int) -> Floats:

@@ -41,6 +41,7 @@ class Communicator(ABC):
     """The worker's side of a mode. `pull` and `step` are called from the training thread."""
 
     pulls_ahead = False
+    in_step = False  # pulls are part of steps that all workers make together
     has_threads = False  # several threads are training now
     steps_here = False  # dense parameters are stepped in this process, not by the servers
     takes_threads = True  # several threads of a worker may train at once
@@ -83,7 +84,7 @@ class Communicator(ABC):
     def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead:
         """Rows of several tables, on their way."""
         start = time.perf_counter()
-        pull = TimedPull(self._client.pull_tables(keys, create), self._note_pull)
+        pull = TimedPull(self._client.pull_tables(keys, create, self.in_step), self._note_pull)
         self._note_pull(time.perf_counter() - start)  # in one process, asking is already the work
         return pull
 
@@ -167,6 +168,7 @@ class Sync(HalfAsync):
     """P12: as HalfAsync, but the update is made with the mean of all workers' gradients, once all are there."""
 
     _flags = DENSE_BACK | SYNC
+    in_step = True
     takes_threads = False  # a server waits for one push of each worker
 
     def __init__(self, client: Client, plan: Plan, connect: Callable[[], Client], timeout: float) -> None:

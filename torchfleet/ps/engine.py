@@ -12,10 +12,20 @@ import torch
 
 from torchfleet.kernels.merge import sum_by_key
 from torchfleet.nn import Bags, SparseEmbedding
-from torchfleet.ps.foresight import Foresight, is_no_padding, joined, joined_stamps, num_samples, stamp, tensors
+from torchfleet.ps.foresight import (
+    Foresight,
+    is_no_padding,
+    joined,
+    joined_stamps,
+    num_samples,
+    stamp,
+    tensors,
+    values_of_slot,
+)
 from torchfleet.ps.future import Pulled
 from torchfleet.ps.rows import BatchRows, Lookup, PooledLookup
 from torchfleet.ps.shard import Floats, Keys
+from torchfleet.tables.entry import Entry
 
 Item = TypeVar("Item")
 
@@ -48,8 +58,14 @@ class Batch:
 class Engine:
     """All lookups of one worker. Each training thread has its own current batch."""
 
-    def __init__(self, source: Source, modules: Mapping[str, Sequence[SparseEmbedding]]) -> None:
-        self._source, self._modules = source, dict(modules)
+    def __init__(
+        self,
+        source: Source,
+        modules: Mapping[str, Sequence[SparseEmbedding]],
+        entries: Mapping[str, Entry] | None = None,
+    ) -> None:
+        """`entries`: of the tables that keep shows, clicks or slots."""
+        self._source, self._modules, self._entries = source, dict(modules), dict(entries or {})
         self._own = threading.local()
         self._count = threading.Lock()
         self.foresight = Foresight()
@@ -100,6 +116,9 @@ class Engine:
     ) -> torch.Tensor:
         """One row per id: shape (*ids.shape, dim)."""
         batch, index = self._index(table, [ids], padding, create)
+        if create and table in self._entries:
+            num_samples = len(ids) if ids.dim() else 1
+            self._note_shows(table, batch, index, np.arange(len(index) + 1), num_samples, by_slot=False)
         out: torch.Tensor = Lookup.apply(weight, batch, index)  # type: ignore[no-untyped-call]
         return out.view(*ids.shape, batch.dim).to(ids.device)
 
@@ -114,6 +133,9 @@ class Engine:
     ) -> torch.Tensor:
         """One row per sample and slot, the sum or mean of its bag: shape (samples, slots, dim)."""
         batch, index = self._index(table, slots, padding, create)
+        if create and table in self._entries:
+            num_samples = (len(bags.offsets) - 1) // bags.num_slots
+            self._note_shows(table, batch, index, bags.offsets, num_samples, by_slot=True)
         out: torch.Tensor = PooledLookup.apply(weight, batch, index, bags)  # type: ignore[no-untyped-call]
         return out.to(slots[0].device)
 
@@ -126,9 +148,7 @@ class Engine:
         for table, batches in pending.items():
             parts = [part for batch in batches if (part := batch.gradients()) is not None]
             if parts:
-                grads[table] = (
-                    parts[0] if len(parts) == 1 else sum_by_key(*map(np.concatenate, zip(*parts, strict=True)))
-                )
+                grads[table] = self._put_together(table, parts)
                 known = [batch.versions for batch in batches if batch.versions]  # none where no row was pulled
                 versions[table] = [min(seen) for seen in zip(*known, strict=True)]
             for batch in batches:  # a later backward through the same graph starts anew
@@ -136,6 +156,25 @@ class Engine:
         self._pending().clear()
         self._own.batch = None
         return grads, versions
+
+    def _put_together(self, table: str, parts: list[tuple[Keys, Floats]]) -> tuple[Keys, Floats]:
+        """Gradients of several batches; the server sums those that come with a slot, which is no amount."""
+        if len(parts) == 1:
+            return parts[0]
+        keys, grads = map(np.concatenate, zip(*parts, strict=True))
+        return (keys, grads) if table in self._entries else sum_by_key(keys, grads)
+
+    def _note_shows(
+        self, table: str, rows: BatchRows, index: npt.NDArray[np.int32], offsets: Any, num_samples: int, by_slot: bool
+    ) -> None:
+        """Which keys were shown and clicked, by the slots of this batch that the table's entry names."""
+        entry, batch = self._entries[table], self._current()
+        assert batch is not None
+        shows, clicks = (
+            values_of_slot(batch.parts, name, num_samples, table) if name else np.zeros(num_samples, np.float32)
+            for name in (entry.show, entry.click)
+        )
+        rows.note_shows(index, np.asarray(offsets, np.int64), by_slot, shows, clicks)
 
     def drop_gradients(self) -> None:
         for _, batch in self._pending():

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchfleet.errors import ModelError
 from torchfleet.ps.shard import Keys, as_keys
 
 Stamp = tuple[Any, ...]
@@ -166,3 +167,21 @@ def tensors(batch: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(batch, (list, tuple)):
         for i, value in enumerate(batch):
             yield from tensors(value, f"{place}[{i}]")
+
+
+def values_of_slot(batch: Mapping[str, torch.Tensor], name: str, num: int, table: str) -> npt.NDArray[np.float32]:
+    """One number per sample, from the tensor of this name in the batch."""
+    found = [tensor for place, tensor in batch.items() if place.endswith(f".{name}")]
+    if not found:
+        names = sorted({place.rpartition(".")[2] for place in batch if "." in place})
+        raise ModelError(
+            f"table '{table}' keeps statistics from slot '{name}' (ShowClickEntry), and the batch has "
+            f"{', '.join(names) or 'no names'}. Train from a dataset, or over fleet.prefetch(loader) with batches that "
+            "are dicts: the model alone does not see such slots."
+        )
+    values = found[0].detach().cpu()
+    if values.numel() != num:
+        raise ModelError(
+            f"slot '{name}' of table '{table}' must have one number per sample: {num} samples, {values.numel()} numbers"
+        )
+    return np.ascontiguousarray(values.reshape(-1).to(torch.float32).numpy())

@@ -100,7 +100,7 @@ class Plan:
                 )
 
     def describe(self) -> list[tuple[str, ...]]:
-        """Rows of (table, kind, shape, rule, initializer, parameters)."""
+        """Rows of (table, kind, shape, rule, initializer, entry, parameters)."""
         lines: list[tuple[str, ...]] = []
         for dense in self.dense:
             lines.append(
@@ -110,6 +110,7 @@ class Plan:
                     f"{dense.spec.size:,}",
                     _rule_text(dense.spec.rule),
                     "worker 0",
+                    "-",
                     ", ".join(dense.names),
                 )
             )
@@ -126,6 +127,7 @@ class Plan:
                     f"{size} x {sparse.spec.dim}",
                     _rule_text(sparse.spec.rule),
                     start,
+                    _policy_text(sparse.spec),
                     f"{len(sparse.modules)} lookups",
                 )
             )
@@ -212,6 +214,8 @@ def _sparse_group(
         initializer=first.initializer,
         seed=first.seed,
         num_parts=num_servers,
+        entry=first.entry,
+        shrink=first.shrink,
     )
     return SparseGroup(spec, modules, group)
 
@@ -254,6 +258,12 @@ def _adam_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], lr: floa
 def _rule_text(rule: Rule) -> str:
     shown = {name: getattr(rule, name) for name in ("lr", "momentum", "weight_decay") if getattr(rule, name)}
     return f"{rule.name}({', '.join(f'{name}={value:g}' for name, value in shown.items())})"
+
+
+def _policy_text(spec: TableSpec) -> str:
+    """What admission and eviction were told, as it was written."""
+    told = {**msgspec.to_builtins(spec.entry), **msgspec.to_builtins(spec.shrink)}
+    return ", ".join(f"{name}={value}" for name, value in told.items()) or "every id"
 
 
 def _check_float32(parameters: list[torch.nn.Parameter], names: dict[int, str]) -> None:

@@ -14,6 +14,7 @@ from torchfleet.kernels.merge import SALT, unique_places
 from torchfleet.nn import Bags
 from torchfleet.ps.foresight import Stamp
 from torchfleet.ps.shard import Floats, Keys
+from torchfleet.tables.statistics import NUM_PUSHED
 
 Index = npt.NDArray[np.int32]
 
@@ -32,6 +33,7 @@ class BatchRows:
         self._stamp: Stamp | None = None
         self._grads: Floats | None = None
         self._touched: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._shows: Floats | None = None  # show, click and slot of each key, where the table keeps them
 
     def expect(self, keys: Keys, stamp: Stamp | None) -> None:
         """Begin with these keys, which may repeat; the distinct ones are `keys`, whose values the caller will set.
@@ -60,12 +62,19 @@ class BatchRows:
         """(keys, summed gradients) of the rows that took part in a backward pass, or None."""
         if self._grads is None:
             return None
+        grads = self._grads if self._shows is None else np.concatenate([self._grads, self._shows], axis=1)
         if self._touched.all():
-            return self.keys, self._grads
-        return self.keys[self._touched], self._grads[self._touched]
+            return self.keys, grads
+        return self.keys[self._touched], grads[self._touched]
 
     def drop_gradients(self) -> None:
-        self._grads = None
+        self._grads = self._shows = None
+
+    def note_shows(self, index: Index, offsets: npt.NDArray[Any], by_slot: bool, shows: Floats, clicks: Floats) -> None:
+        """A lookup for training was made in samples with these shows and clicks."""
+        if self._shows is None:
+            self._shows = np.zeros((len(self.keys), NUM_PUSHED), np.float32)
+        lookup.add_shows(index, offsets, len(shows), by_slot, shows, clicks, self._shows)
 
     def add(self, index: Index, grads: Floats) -> None:
         lookup.add_rows(grads.reshape(-1), self.dim, index, self._sums(), self._touched)
@@ -90,6 +99,8 @@ class BatchRows:
         if self._grads is not None:
             self._grads = np.concatenate([self._grads, np.empty((num, self.dim), np.float32)])
             self._touched = np.concatenate([self._touched, np.zeros(num, np.bool_)])
+        if self._shows is not None:
+            self._shows = np.concatenate([self._shows, np.zeros((num, NUM_PUSHED), np.float32)])
 
 
 class Lookup(torch.autograd.Function):

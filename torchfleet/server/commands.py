@@ -39,9 +39,10 @@ from torchfleet.server.arrays import (
     push_sections,
     start,
 )
+from torchfleet.server.long_work import in_slices, inspect, set_clock, shrink_tables
 from torchfleet.server.request import Request
-from torchfleet.server.saving import MAX_SAVES, SaveBody, save_in_slices
-from torchfleet.server.state import Reply, Saving, State
+from torchfleet.server.saving import SaveBody, save_in_slices
+from torchfleet.server.state import Reply, State
 from torchfleet.server.sync_step import keep_for_step, new_dense_values
 from torchfleet.tables.dense import DenseTable
 from torchfleet.tables.sparse import SparseTable
@@ -77,9 +78,19 @@ def create_table(state: State, request: Request) -> Reply:
 
 def pull(state: State, request: Request) -> Reply:
     """Per section: rows for keys of a sparse table, or a range (start, stop) of a dense one."""
+    return _pull(state, request, create=not request.message.flags & NO_CREATE)
+
+
+def pull_again(state: State, request: Request) -> Reply:
+    """A pull whose reply was lost: what it has counted and created stays, and is not done twice."""
+    return _pull(state, request, create=False)
+
+
+def _pull(state: State, request: Request, create: bool) -> Reply:
     expect_distinct(request.message.arrays)
     sections = [(state.table(array.table), column(array, np.uint64)) for array in request.message.arrays]
-    create = not request.message.flags & NO_CREATE
+    in_step = bool(request.message.flags & SYNC) and state.num_workers > 1
+    worker = request.message.worker if in_step else None
     num_bytes = sum(check_pull(table, keys, create) for table, keys in sections)
     if num_bytes > MAX_FRAME:
         raise TableError(f"a reply of {num_bytes:,} bytes is too large for one message: ask for at most {MAX_FRAME:,}")
@@ -88,7 +99,7 @@ def pull(state: State, request: Request) -> Reply:
         if isinstance(table, DenseTable):
             reply.append(Array(table.spec.number, table.get(int(keys[0]), int(keys[1])).reshape(-1, 1)))
         else:
-            reply.append(Array(table.spec.number, table.pull(keys, create)))
+            reply.append(Array(table.spec.number, table.pull(keys, create, worker)))
     if request.message.flags & VERSIONS:
         reply.append(Array(0, np.array([[table.step] for table, _ in sections], np.uint64).reshape(-1, 1)))
     return reply
@@ -176,15 +187,7 @@ def save(state: State, request: Request) -> Reply | FleetError | None:
     body = unpack(only(request), SaveBody)
     if not re.fullmatch(r"save-[0-9]{1,18}", body.folder):
         raise WireError(f"expected a folder save-NUMBER, found {body.folder!r}")
-    known = state.saves.get(body.token)
-    if known is None:
-        known = state.saves[body.token] = Saving(request)
-        state.jobs.append(save_in_slices(state, known, body))
-        while len(state.saves) > MAX_SAVES:
-            state.saves.pop(next(iter(state.saves)))
-        return None
-    known.request = request
-    return known.result
+    return in_slices(state, request, body.token, lambda long: save_in_slices(state, long, body))
 
 
 def stop(state: State, request: Request) -> Reply:
@@ -199,6 +202,7 @@ class Entry:
     run: Callable[[State, Request], Reply | FleetError | None]
     roles: frozenset[Role]
     once: bool = False
+    again: Callable[[State, Request], Reply] | None = None  # what a repeat does; None: nothing
 
 
 _ALL = frozenset(Role)
@@ -209,7 +213,7 @@ COMMANDS: dict[int, Entry] = {
     Command.PING: Entry(ping, _ALL),
     Command.STATS: Entry(stats, _ALL),
     Command.CREATE_TABLE: Entry(create_table, _FIRST),
-    Command.PULL: Entry(pull, _ALL),
+    Command.PULL: Entry(pull, _ALL, again=pull_again),
     Command.PUSH: Entry(push, _ALL, once=True),
     Command.SET: Entry(set_values, _FIRST, once=True),
     Command.ERASE: Entry(erase, _FIRST, once=True),
@@ -222,4 +226,7 @@ COMMANDS: dict[int, Entry] = {
     Command.TAKE: Entry(take, _ALL),
     Command.FILES: Entry(files, _ALL),
     Command.SAVE: Entry(save, _FIRST),
+    Command.CLOCK: Entry(set_clock, _FIRST),
+    Command.SHRINK: Entry(shrink_tables, _FIRST),
+    Command.INSPECT: Entry(inspect, _ALL),
 }

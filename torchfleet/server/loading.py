@@ -50,3 +50,9 @@ def load_model(
         elif isinstance(table, SparseTable) and (names is None or name in names):
             load_sparse(storage, manifest, table)
     state.model = storage.path
+    state.schedule.note(state.tables.values(), int(manifest.time))
+    if names is None:  # all of it is here: the next save may be a delta
+        for table in state.tables.values():
+            if isinstance(table, SparseTable):
+                table.begin_save(is_committed=True)
+        state.chain.attempt = manifest.token

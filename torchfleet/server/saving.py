@@ -5,16 +5,19 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from torchfleet.checkpoint import parts
-from torchfleet.checkpoint.manifest import Part, Saved
+from torchfleet.checkpoint.manifest import Part, PartKind, Saved
 from torchfleet.checkpoint.storage import Storage
 from torchfleet.errors import CheckpointError, FleetError
 from torchfleet.net.wire import pack
-from torchfleet.server.state import Saving, State
+from torchfleet.server.state import LongRequest, State
+from torchfleet.tables.admission import Admission
 from torchfleet.tables.dense import DenseTable
 from torchfleet.tables.sparse import SparseTable
 from torchfleet.tables.spec import part_range, table_number
@@ -23,7 +26,7 @@ SLICE = 1 << 14  # row numbers between two requests: one to three milliseconds
 PART_BYTES = 1 << 25  # of a file
 _LOOK = 0.2  # seconds
 NUM_WRITERS = 2
-MAX_SAVES = 4  # whose outcome is remembered, for a repeat of the request
+PART_BLOCKS = PART_BYTES // 64
 
 
 class SaveBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -31,28 +34,29 @@ class SaveBody(msgspec.Struct, forbid_unknown_fields=True):
     folder: str
     with_state: bool
     token: int  # new for every save: a repeat of the request is known by it
+    delta: bool = False  # only what changed since the save `parent`
+    parent: int = 0  # token of the save that is the model there now
 
 
-def save_in_slices(state: State, saving: Saving, body: SaveBody) -> Iterator[bool]:
+def save_in_slices(state: State, saving: LongRequest, body: SaveBody) -> Iterator[bool]:
     """A job: yields after every slice (Server.work says what), and answers the request at the end."""
     writer: Writer | None = None
     try:
         writer = Writer(Storage(body.dirname), body.folder)
-        steps, rows = {}, {}
+        steps, rows, now = {}, {}, state.clock.now
+        _begin(state, body)
         for table in list(state.tables.values()):
             steps[table.spec.name] = table.step
-            before = writer.num_rows
             for job in _dense(table, body) if isinstance(table, DenseTable) else _sparse(table, body):
                 while job is not None and not writer.offer(job):
                     yield False
                 yield True
-            rows[table.spec.name] = writer.num_rows - before
+            rows[table.spec.name] = table.stats()["rows"] if isinstance(table, SparseTable) else table.size
         while not writer.is_done():
             yield False
-        written = sorted(
-            writer.written, key=lambda part: part.file
-        )  # as they were read: of a key twice, the later stands
-        saving.result = [pack(Saved(written, steps, rows))]
+        # As they were read: of a key twice, the later stands.
+        written = sorted(writer.written, key=lambda part: part.file)
+        saving.result = [pack(Saved(written, steps, rows, now))]
     except Exception as error:  # whatever it is, it must not end the service of all others
         text = str(error) if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
         saving.result = CheckpointError(f"cannot save to {body.dirname}: {text}")
@@ -62,34 +66,106 @@ def save_in_slices(state: State, saving: Saving, body: SaveBody) -> Iterator[boo
     state.finish(saving.request, saving.result)
 
 
-Job = tuple[str, int, int, int, parts.Pieces]  # table, server's part, number of the file, first element, arrays
+def _begin(state: State, body: SaveBody) -> None:
+    """All tables at once: what changes from here on belongs to the next save. One for prediction is no part of it."""
+    if not body.with_state:
+        return
+    is_committed = state.chain.begin(body.token, body.parent, body.delta)
+    for table in state.tables.values():
+        if isinstance(table, SparseTable):
+            table.begin_save(is_committed)
+
+
+@dataclass
+class Job:
+    """A file to be written."""
+
+    table: str
+    part: int  # of which server
+    number: int  # of the file
+    arrays: parts.Pieces
+    start: int = 0
+    kind: PartKind = "rows"
+
+    @property
+    def num_rows(self) -> int:
+        for name in ("keys", "blocks"):
+            if name in self.arrays:
+                return sum(len(piece) for piece in self.arrays[name])
+        return int(self.arrays["values"][0].shape[1])
 
 
 def _sparse(table: SparseTable, body: SaveBody) -> Iterator[Job | None]:
     """Files of at most PART_BYTES, and None after slices that fill none."""
+    files = Files(table.spec.name, table.spec.part)
     width = table.num_words if body.with_state else table.spec.dim
-    kept: parts.Pieces = {"keys": [], "rows": []}
-    size = number = 0
-    for keys, rows in table.chunks(SLICE):
-        kept["keys"].append(keys)
-        kept["rows"].append(rows[:, :width])
-        size += len(keys) * (8 + 4 * width)
-        if size >= PART_BYTES:
-            yield table.spec.name, table.spec.part, number, 0, kept
-            kept, size, number = {"keys": [], "rows": []}, 0, number + 1
+    mode: Literal["full", "delta"] = "delta" if body.delta else "full"
+    if body.delta and table.tracking is not None:
+        yield from files.add("gone", {"keys": table.absent(table.tracking.gone)})
+    for keys, rows, columns in table.chunks(SLICE, mode if body.with_state else None):
+        kept = {name: column for name, column in columns.items() if name != "delta"} if body.with_state else {}
+        yield from files.add("rows", {"keys": keys, "rows": rows[:, :width], **kept})
+    yield from files.end("rows", {"keys": np.empty(0, np.uint64), "rows": np.empty((0, width), np.float32)})
+    if table.admission is not None and body.with_state:
+        yield from _admission(table.admission, files, body.delta)
+
+
+def _admission(admission: Admission, files: Files, is_delta: bool) -> Iterator[Job | None]:
+    """What is known of keys that have no row."""
+    if admission.candidates is not None:
+        if is_delta:
+            yield from files.add("candidates_gone", {"keys": admission.candidates.gone()})
+            yield from files.end("candidates_gone")
+        for keys, columns in admission.candidates.chunks(SLICE, is_delta):
+            yield from files.add("candidates", {"keys": keys, **columns})
+        yield from files.end("candidates")
+    sketch = admission.sketch
+    if sketch is not None:
+        for start in range(sketch.first, sketch.first + sketch.num, PART_BLOCKS):
+            stop = min(start + PART_BLOCKS, sketch.first + sketch.num)
+            yield from files.add("sketch", {"blocks": sketch.blocks(start, stop)}, start)
+            yield from files.end("sketch")
+
+
+class Files:
+    """Arrays of one table, gathered into files."""
+
+    def __init__(self, table: str, part: int) -> None:
+        self._table, self._part = table, part
+        self._number = self._size = self._start = 0
+        self._is_any: set[str] = set()
+        self._kept: parts.Pieces = {}
+        self._kind: PartKind = "rows"
+
+    def add(self, kind: PartKind, arrays: parts.Arrays, start: int = 0) -> Iterator[Job | None]:
+        """A file, if there is enough for one; else None: a slice that fills none."""
+        if kind != self._kind:
+            yield from self.end(self._kind)
+        self._kind, self._start = kind, start
+        for name, array in arrays.items():
+            self._kept.setdefault(name, []).append(array)
+            self._size += array.nbytes
+        if self._size >= PART_BYTES:
+            yield from self.end(kind)
         else:
             yield None
-    if kept["keys"] or not number:
-        kept["keys"].append(np.empty(0, np.uint64))
-        kept["rows"].append(np.empty((0, width), np.float32))
-        yield table.spec.name, table.spec.part, number, 0, kept
+
+    def end(self, kind: PartKind, empty: parts.Arrays | None = None) -> Iterator[Job]:
+        """What is left; if there was nothing of this kind at all, a file with `empty`."""
+        if not self._size and (empty is None or kind in self._is_any):
+            self._kept = {}
+            return
+        kept = self._kept or {name: [array] for name, array in (empty or {}).items()}
+        self._is_any.add(kind)
+        yield Job(self._table, self._part, self._number, kept, self._start, kind)
+        self._kept, self._size, self._number = {}, 0, self._number + 1
 
 
 def _dense(table: DenseTable, body: SaveBody) -> Iterator[Job]:
     """One file per part: dense tables are small next to what a server holds."""
     block = table.block()
     first, _ = part_range(table.spec.size, table.spec.part, table.spec.num_parts)
-    yield table.spec.name, table.spec.part, 0, first, {"values": [block if body.with_state else block[:1].copy()]}
+    yield Job(table.spec.name, table.spec.part, 0, {"values": [block if body.with_state else block[:1].copy()]}, first)
 
 
 class Writer:
@@ -101,7 +177,6 @@ class Writer:
         self._error: FleetError | None = None
         self._num_under_way = 0
         self._is_over = False
-        self.num_rows = 0
         self.written: list[Part] = []
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(NUM_WRITERS)]
         for thread in self._threads:
@@ -116,7 +191,6 @@ class Writer:
         except queue.Full:
             return False
         self._num_under_way += 1
-        self.num_rows += _num_rows(job[-1])
         return True
 
     def is_done(self) -> bool:
@@ -135,18 +209,15 @@ class Writer:
             except queue.Empty:
                 continue
             try:
-                self.written.append(self._write(*job))
+                self.written.append(self._write(job))
             except Exception as error:  # of the disk or the network: whoever asked is told
                 self._error = CheckpointError(f"cannot write to {self._storage.path}: {type(error).__name__}: {error}")
 
-    def _write(self, table: str, part: int, number: int, start: int, arrays: parts.Pieces) -> Part:
-        name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in table)
-        file = f"{name}-{table_number(table):08x}.{part}-{number:05}.safetensors"
-        buffers = parts.encode_pieces(arrays)
+    def _write(self, job: Job) -> Part:
+        name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in job.table)
+        file = f"{name}-{table_number(job.table):08x}.{job.part}-{job.number:05}.safetensors"
+        buffers = parts.encode_pieces(job.arrays)
         num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
         self._storage.write(f"{self._folder}/{file}", buffers)
-        return Part(table, file, part, _num_rows(arrays), num_bytes, parts.checksum(buffers), start)
-
-
-def _num_rows(arrays: parts.Pieces) -> int:
-    return sum(len(piece) for piece in arrays["keys"]) if "keys" in arrays else int(arrays["values"][0].shape[1])
+        crc = parts.checksum(buffers)
+        return Part(job.table, file, job.part, job.num_rows, num_bytes, crc, job.start, job.kind)

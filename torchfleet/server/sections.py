@@ -60,5 +60,6 @@ def mean_section(sections: list[Section]) -> Section:
             total += section.grads
         return Section(first.table, first.keys, total * share, first.rate, first.version)
     keys = np.concatenate([section.keys for section in sections])
-    grads = np.concatenate([section.grads for section in sections]) * share
+    grads = np.concatenate([section.grads for section in sections])
+    grads[:, : first.table.spec.dim] *= share  # shows and clicks behind the gradients are sums
     return Section(first.table, keys, grads, first.rate, first.version)

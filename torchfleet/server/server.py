@@ -12,6 +12,7 @@ from torchfleet.errors import FleetError, PermissionRefused, WireError
 from torchfleet.net.transport import Peer
 from torchfleet.net.wire import ERROR, OK, Command, Frame, Message, Role, call_of, decode, encode, error_reply
 from torchfleet.server.commands import COMMANDS, Entry
+from torchfleet.server.long_work import shrink_in_slices
 from torchfleet.server.request import Request
 from torchfleet.server.sessions import Outcome
 from torchfleet.server.state import Reply, State
@@ -51,6 +52,10 @@ class Server:
         for request, error in (*self.state.barriers.expired(now), *self.state.gatherings.expired(now)):
             self.state.finish(request, error)
         self.state.files.expire(now)
+        if not self.state.clock.is_set:
+            due = self.state.schedule.note(self.state.tables.values(), self.state.clock.now)
+            if due:
+                self.state.jobs.append(shrink_in_slices(self.state, None, [(t, t.spec.shrink) for t in due]))
         return self._replies()
 
     def work(self) -> bool | None:
@@ -66,7 +71,7 @@ class Server:
     def _run(self, request: Request, role: Role | None) -> Reply | FleetError | None:
         try:
             entry = self._entry(request.message, role)
-            if not entry.once:
+            if not entry.once and not (entry.again is not None and request.message.sequence):
                 return entry.run(self.state, request)
             return self._run_once(entry, request)
         except FleetError as error:
@@ -83,7 +88,7 @@ class Server:
         if isinstance(before, FleetError):
             return before
         if before is Outcome.APPLIED:
-            return []
+            return entry.again(self.state, request) if entry.again is not None else []
         return entry.run(self.state, request)  # also for one that is waiting: its reply then goes to the repeat
 
     @staticmethod

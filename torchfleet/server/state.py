@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torchfleet.errors import FleetError, TableError
+from torchfleet.errors import CheckpointError, FleetError, TableError
 from torchfleet.net.wire import Array
 from torchfleet.server.barrier import Barriers
 from torchfleet.server.changes import Changes
@@ -15,7 +15,9 @@ from torchfleet.server.files import FileLists
 from torchfleet.server.gathering import Gatherings
 from torchfleet.server.mail import Mail
 from torchfleet.server.request import Request
+from torchfleet.server.schedule import Schedule
 from torchfleet.server.sessions import Sessions
+from torchfleet.tables.clock import Clock
 from torchfleet.tables.dense import DenseTable
 from torchfleet.tables.memory import physical_bytes
 from torchfleet.tables.sparse import SparseTable
@@ -28,11 +30,34 @@ Reply = list[Array]
 
 
 @dataclass
-class Saving:
-    """A save that is under way or done: who is to be told, and what."""
+class LongRequest:
+    """A request that is worked on in slices, or done: who is to be told, and what."""
 
     request: Request
     result: Reply | FleetError | None = None
+
+
+@dataclass
+class Chain:
+    """The saves that a delta may continue, by their tokens."""
+
+    attempt: int = 0  # the last one that was made here; whether it came to be the model is not known yet
+    base: int = 0  # the one before, which is
+
+    def begin(self, token: int, parent: int, is_delta: bool) -> bool:
+        """A save that continues `parent`; returns whether the last attempt is on disk for good."""
+        is_committed = parent != self.base or not parent
+        if parent and parent == self.attempt:
+            self.base = parent
+        elif is_committed:
+            if is_delta:
+                raise CheckpointError(
+                    "the tables of this server do not come from the last save there, so there is nothing that a delta "
+                    "could continue: make a full save (mode=0)"
+                )
+            self.base = 0
+        self.attempt = token
+        return is_committed
 
 
 @dataclass
@@ -48,7 +73,10 @@ class State:
     gatherings: Gatherings = field(default_factory=Gatherings)
     mail: Mail = field(default_factory=Mail)
     files: FileLists = field(default_factory=FileLists)
-    saves: dict[int, Saving] = field(default_factory=dict)  # by token
+    long_requests: dict[int, LongRequest] = field(default_factory=dict)  # by token
+    chain: Chain = field(default_factory=Chain)
+    clock: Clock = field(default_factory=Clock)
+    schedule: Schedule = field(default_factory=Schedule)
     jobs: deque[Iterator[bool]] = field(default_factory=deque)  # long work, done in slices between requests
     sync_step: dict[int, Request] = field(default_factory=dict)  # this step's pushes so far, by worker
     finished: list[tuple[Request, Reply | FleetError]] = field(default_factory=list)
@@ -69,8 +97,10 @@ class State:
         if existing is None:
             if len(self.tables) >= MAX_TABLES:
                 raise TableError(f"{MAX_TABLES} tables exist already, which is the limit")
-            make = DenseTable if spec.kind == "dense" else SparseTable
-            self.tables[spec.number] = make(spec, self.max_table_bytes)
+            if spec.kind == "dense":
+                self.tables[spec.number] = DenseTable(spec, self.max_table_bytes)
+            else:
+                self.tables[spec.number] = SparseTable(spec, self.max_table_bytes, self.clock)
 
     def table(self, number: int) -> Table:
         found = self.tables.get(number)

@@ -9,6 +9,7 @@ from torchfleet.server.request import Request
 from torchfleet.server.sections import Section, mean_section
 from torchfleet.server.state import Reply, State
 from torchfleet.tables.dense import DenseTable
+from torchfleet.tables.sparse import SparseTable
 
 
 def keep_for_step(state: State, request: Request) -> None:
@@ -30,6 +31,9 @@ def close_sync_step(state: State) -> None:
     per_worker = [list(push_sections(state, request)) for request in requests]
     try:
         merged = [mean_section(list(same_table)) for same_table in zip(*per_worker, strict=True)]
+        for table in state.tables.values():
+            if isinstance(table, SparseTable):
+                table.admit_waiting()
         for section in merged:
             section.check()
         for section in merged:

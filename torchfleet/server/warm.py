@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from torchfleet.tables.dense import DenseTable
+from torchfleet.tables.entry import Entry, Shrink
+from torchfleet.tables.eviction import shrink as evict
 from torchfleet.tables.sparse import SparseTable
 from torchfleet.tables.spec import Initializer, Rule, TableSpec
+from torchfleet.tables.statistics import NUM_PUSHED
 
 _BYTES = 1 << 20
 
@@ -23,3 +26,18 @@ def warm_up() -> None:
     sparse.assign(keys, grads)
     sparse.pull(np.arange(1000, dtype=np.uint64))  # grows, so that carrying over is compiled too
     sparse.erase(keys)
+    _warm_policies(keys)
+
+
+def _warm_policies(keys: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
+    entry = Entry(2, 0.999, 1, 1.0, 1, "count > 0", "show", "click", show_click_decay_rate=0.9)
+    shrink = Shrink(delete_after_unseen_days=1, max_rows=100)
+    table = SparseTable(TableSpec("warm", dim=2, entry=entry, shrink=shrink), _BYTES)
+    for _ in range(3):
+        table.pull(keys)
+        table.push(keys, np.ones((3, 2 + NUM_PUSHED), np.float32))
+        table.begin_save(is_committed=False)
+    for _ in table.chunks(save="delta"):
+        pass
+    for _ in evict(table, Shrink(max_rows=1)):
+        pass

@@ -32,14 +32,14 @@ class KeyMap:
 
     def __init__(self, num_words: int, max_bytes: int) -> None:
         self.width = KEY_WORDS + num_words
-        self._max_rows = min(max_bytes // (4 * self.width), (1 << 32) - 2)
-        if self._max_rows < 1:
+        self.max_rows = min(max_bytes // (4 * self.width), (1 << 32) - 2)
+        if self.max_rows < 1:
             raise TableError(f"a row takes {4 * self.width:,} bytes, but max_table_bytes is {max_bytes:,}")
-        self._store_memory = Memory(4 * self.width * self._max_rows)
+        self._store_memory = Memory(4 * self.width * self.max_rows)
         self.store: npt.NDArray[np.float32] = self._store_memory.array(np.float32)
-        words = self.store.view(np.uint32)[: self._max_rows * self.width]
-        self._words: npt.NDArray[np.uint32] = words.reshape(self._max_rows, self.width)
-        self._free_rows: npt.NDArray[np.uint32] = Memory(4 * self._max_rows).array(np.uint32)
+        words = self.store.view(np.uint32)[: self.max_rows * self.width]
+        self._words: npt.NDArray[np.uint32] = words.reshape(self.max_rows, self.width)
+        self._free_rows: npt.NDArray[np.uint32] = Memory(4 * self.max_rows).array(np.uint32)
         self._state = np.zeros(hashmap.FETCHED + 1, np.int64)
         self._state[SALT] = np.frombuffer(os.urandom(8), np.int64)[0]
         self._num_buckets = np.ones(2, np.uint64)
@@ -67,7 +67,7 @@ class KeyMap:
     @property
     def num_free_rows(self) -> int:
         """How many more keys there is room for."""
-        return self._max_rows - self.num_keys
+        return self.max_rows - self.num_keys
 
     @property
     def easy_room(self) -> int:
@@ -108,16 +108,20 @@ class KeyMap:
         """Take keys out; returns how many of them were there. Their rows are reused before new ones are made."""
         return int(hashmap.erase(*self._arrays(), self._free_rows, keys))
 
-    def live(self, start: int, stop: int) -> tuple[Keys, Rows]:
-        """Keys and row numbers of the rows in use among the row numbers start..stop."""
-        rows = np.arange(start, min(stop, self.num_row_numbers), dtype=np.int64)
-        words = self._words[rows[0] : rows[-1] + 1, :KEY_WORDS] if len(rows) else self._words[:0, :KEY_WORDS]
-        keys = np.ascontiguousarray(words).view(np.uint64).reshape(-1)
+    def alive(self, rows: Rows) -> tuple[Keys, Rows]:
+        """Keys and row numbers of those of these rows that are in use."""
+        keys = self.keys_of(rows)
         if not self._state[NUM_FREE]:
             return keys, rows
         found = np.empty_like(rows)  # a freed row still shows the key it had, but that key no longer leads to it
         self.find(keys, found, 0)
         return keys[found == rows], rows[found == rows]
+
+    def keys_of(self, rows: Rows) -> Keys:
+        """The keys in these rows, which ascend; of a freed row, the last that it had."""
+        is_run = len(rows) and rows[-1] - rows[0] + 1 == len(rows)  # they ascend: a slice is a plain copy
+        words = self._words[rows[0] : rows[-1] + 1, :KEY_WORDS] if is_run else self._words[rows, :KEY_WORDS]
+        return np.ascontiguousarray(words).view(np.uint64).reshape(-1)
 
     @property
     def num_row_numbers(self) -> int:

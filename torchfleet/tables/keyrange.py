@@ -19,6 +19,7 @@ class KeyRange:
         self.width = num_words
         self._size, self._part, self._num_parts = size, part, num_parts
         self.num_row_numbers = max(0, -(-(size - part) // num_parts))
+        self.max_rows = self.num_row_numbers
         if self.num_row_numbers * num_words * 4 > max_bytes:
             raise TableError(
                 f"{self.num_row_numbers:,} rows of {4 * num_words} bytes do not fit max_table_bytes = {max_bytes:,}. "
@@ -88,6 +89,6 @@ class KeyRange:
         self.num_keys -= num
         return num
 
-    def live(self, start: int, stop: int) -> tuple[Keys, Rows]:
-        rows = (start + np.flatnonzero(self._in_use[start:stop])).astype(np.int64)
+    def alive(self, rows: Rows) -> tuple[Keys, Rows]:
+        rows = rows[self._in_use[rows]]
         return (rows * self._num_parts + self._part).astype(np.uint64), rows

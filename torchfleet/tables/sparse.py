@@ -1,22 +1,28 @@
-"""Rows by key: `[key | value | optimizer state]` in one float32 store."""
+"""Rows by key: `[key | value | optimizer state | statistics]` in one float32 store."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from torchfleet.errors import TableError
 from torchfleet.kernels import random, rows
-from torchfleet.kernels.merge import sum_by_key
+from torchfleet.kernels.merge import segment_sum, sum_by_key, unique
+from torchfleet.kernels.statistics import NEVER
+from torchfleet.tables.admission import Admission
+from torchfleet.tables.capacity import Capacity, row_limit
+from torchfleet.tables.clock import Clock
 from torchfleet.tables.keymap import KeyMap, Keys, Rows
 from torchfleet.tables.keyrange import KeyRange
 from torchfleet.tables.rules import Floats, apply_to_rows, learning_rate, num_states
 from torchfleet.tables.spec import TableSpec
 from torchfleet.tables.staleness import Staleness
+from torchfleet.tables.statistics import NUM_PUSHED, Columns, Statistics, is_pushed, join_columns, row_columns
+from torchfleet.tables.tracking import Tracking
 
 CHUNK = 2048  # keys taken through find and then through the next kernel while their rows are still in the cache
 _KINDS = {
@@ -30,57 +36,113 @@ _KINDS = {
 class SparseTable:
     """Any number of rows; owned by one thread. Every method that raises TableError has changed nothing."""
 
-    def __init__(self, spec: TableSpec, max_bytes: int) -> None:
+    def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> None:
         self.spec = spec
         self.step = 0
         self.num_loaded = 0  # rows that came from a saved model
+        self.num_evicted = 0
         self.staleness = Staleness()
-        num_words = spec.dim * (1 + num_states(spec.rule))
-        self._index: KeyMap | KeyRange
+        self.clock = clock or Clock()
+        num_words, names = spec.dim * (1 + num_states(spec.rule)), row_columns(spec)
+        self.index: KeyMap | KeyRange
         if spec.kind == "array":
-            self._index = KeyRange(num_words, max_bytes, spec.size, spec.part, spec.num_parts)
+            self.index = KeyRange(num_words, max_bytes, spec.size, spec.part, spec.num_parts)
         else:
-            self._index = KeyMap(num_words, max_bytes)
-        self._layout = (self._index.width, self._index.offset)
+            self.index = KeyMap(num_words + len(names), max_bytes)
+        self._layout = (self.index.width, self.index.offset)
         self._row_words = num_words
         self._stream = _stream(spec.seed, spec.name)
         self._found: Rows = np.empty(CHUNK, np.int64)
+        first = self.index.offset + num_words
+        self.statistics = Statistics(names, self.index, first, spec.entry) if names else None
+        self.admission = None if spec.entry.is_open else Admission(spec, max_bytes, self.clock)
+        self._waiting: dict[int, list[Keys]] = {}  # by worker: appearances of a sync step, noted when it ends
+        limit = row_limit(spec, spec.shrink, self.index)
+        self._capacity = Capacity(self, limit) if limit is not None else None
+        self.tracking: Tracking | None = None
 
-    def pull(self, keys: Keys, create: bool = True) -> Floats:
+    def pull(self, keys: Keys, create: bool = True, worker: int | None = None) -> Floats:
         """Values for `keys`, shape (len(keys), dim), in a new array. Keys may repeat.
 
-        Missing keys get a row with its first value, or with create=False no row and zeros.
+        Missing keys get a row with its first value, if the table's entry admits them. With create=False nothing is
+        noted: no row, no appearance; missing keys read as zeros. `worker`: this is a pull of a sync step, in which the
+        order of the workers must not count: missing keys wait for `admit_waiting`.
         """
         self.check_keys(keys, create)
         out = np.empty((len(keys), self.spec.dim), np.float32)
+        if create and (self.admission is not None or self.statistics is not None):
+            at = self.appear(keys, worker if self.admission is not None else None)
+            rows.gather(self.index.store, *self._layout, at, out)
+            return out
         for start in range(0, len(keys), CHUNK):
             at = self._locate(keys[start : start + CHUNK], create, self.spec.dim)
-            rows.gather(self._index.store, *self._layout, at, out[start : start + CHUNK])
+            rows.gather(self.index.store, *self._layout, at, out[start : start + CHUNK])
         return out
+
+    def appear(self, keys: Keys, worker: int | None = None) -> Rows:
+        """Keys were looked up for training: admitted or counted, created, seen. Returns their rows, -1 for none."""
+        at = self.find(keys)
+        missing = at < 0
+        if missing.any():
+            strangers = unique(keys[missing])[0]
+            if worker is not None:
+                self._waiting.setdefault(worker, []).append(strangers)
+            else:
+                self._admit(strangers, at)
+                at[missing] = self.find(keys[missing])
+        if self.statistics is not None:
+            self.statistics.appear(at, self.clock.now, self.step)
+            self._mark(at)
+        return at
+
+    def admit_waiting(self) -> None:
+        """The appearances of a sync step, in the order of the workers."""
+        waiting, self._waiting = self._waiting, {}
+        for _, pulls in sorted(waiting.items()):
+            for keys in pulls:
+                self.appear(keys)
+
+    def find(self, keys: Keys) -> Rows:
+        """Row numbers of any number of keys, in a new array; -1 where there is none."""
+        at = np.empty(len(keys), np.int64)
+        for start in range(0, len(keys), CHUNK):
+            self.index.find(keys[start : start + CHUNK], at[start : start + CHUNK], self.spec.dim)
+        return at
 
     def check_keys(self, keys: Keys, create: bool = False) -> None:
         """Raise TableError if these keys cannot be looked up, or (create) if there is no room for the new ones."""
-        self._index.check(keys)
+        self.index.check(keys)
         if not create:
             return
-        num_new, room = len(keys), self._index.num_free_rows
-        if num_new > min(room, self._index.easy_room):
+        num_new, room = len(keys), self.num_free_rows
+        if num_new > min(room, self.index.easy_room):
             num_new = len(np.unique(self.absent(keys)))
         if num_new > room:
             raise TableError(
-                f"table '{self.spec.name}' is full: {self._index.num_keys:,} rows, {num_new:,} new keys, room for "
-                f"{room:,} rows. Give the server a larger max_table_bytes, use more servers, or evict."
+                f"table '{self.spec.name}' is full: {self.index.num_keys:,} rows, {num_new:,} new keys, room for "
+                f"{room:,} rows. Give the server a larger max_table_bytes, use more servers, or evict (fleet.shrink)."
             )
-        self._index.reserve(num_new)
+        if self.admission is not None:
+            self.admission.check_room(num_new)
+        self.index.reserve(min(num_new, self.index.num_free_rows))
+
+    @property
+    def num_free_rows(self) -> int:
+        """How many more keys could get a row; a table with a capacity makes room."""
+        return self.index.num_free_rows if self._capacity is None else self._capacity.max_rows
 
     def check_push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """Raise TableError if `push` could not take this."""
-        _check_block(self.spec, keys, grads, self.spec.dim, "gradients")
+        is_wide = grads.shape[1:] == (self.spec.dim + NUM_PUSHED,) and is_pushed(self.spec)
+        _check_block(self.spec, keys, grads, self.spec.dim + NUM_PUSHED * is_wide, "gradients")
         learning_rate(self.spec.rule, lr, 1)
-        self.check_keys(keys, create=True)
+        self.check_keys(keys, create=self.admission is None)
 
     def push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
-        """One update: gradients of equal keys are summed, then the rule is applied once per key."""
+        """One update: gradients of equal keys are summed, then the rule is applied once per key.
+
+        A table that keeps shows and clicks takes three more columns: show, click and slot of each key.
+        """
         self.check_push(keys, grads, lr)
         self.update(keys, grads, lr)
 
@@ -88,11 +150,29 @@ class SparseTable:
         """`push` for what `check_push` has passed: a message is checked whole before any of it is applied."""
         self.step += 1
         rate = learning_rate(self.spec.rule, lr, self.step)
-        keys, grads = sum_by_key(keys, grads)
+        keys, grads = self._take_pushed(keys, grads) if grads.shape[1] > self.spec.dim else sum_by_key(keys, grads)
         for start in range(0, len(keys), CHUNK):
-            at = self._locate(keys[start : start + CHUNK], True, self._row_words)
+            at = self._locate(keys[start : start + CHUNK], self.admission is None, self._row_words)
             chunk = grads[start : start + CHUNK]
-            apply_to_rows(self.spec.rule, self._index.store, self._layout, at, chunk, rate, self.step)
+            if self.admission is not None and len(at) and at.min() < 0:
+                at, chunk = at[at >= 0], chunk[at >= 0]  # not admitted: no update
+            apply_to_rows(self.spec.rule, self.index.store, self._layout, at, chunk, rate, self.step)
+            self._mark(at)
+
+    def _take_pushed(self, keys: Keys, wide: Floats) -> tuple[Keys, Floats]:
+        """Note the statistics behind the gradients; returns (distinct keys, their summed gradients)."""
+        distinct, inverse = unique(keys)
+        sums = np.empty((len(distinct), wide.shape[1]), np.float32)
+        segment_sum(wide, inverse, sums)
+        sums[inverse, -1] = wide[:, -1]  # a slot is a number, not an amount
+        grads, pushed = np.ascontiguousarray(sums[:, : self.spec.dim]), np.ascontiguousarray(sums[:, self.spec.dim :])
+        at = self.find(distinct)
+        if self.statistics is not None:
+            self.statistics.add(at, pushed)
+            self._mark(at)
+        if self.admission is not None and (at < 0).any():
+            self.admission.add(distinct[at < 0], pushed[at < 0])
+        return distinct, grads
 
     def add(self, keys: Keys, deltas: Floats) -> None:
         """value ← value + delta, for differences that another copy of the rows has learned."""
@@ -101,26 +181,42 @@ class SparseTable:
         keys, deltas = sum_by_key(keys, deltas)
         for start in range(0, len(keys), CHUNK):
             at = self._locate(keys[start : start + CHUNK], True, self.spec.dim)
-            rows.sgd(self._index.store, *self._layout, at, deltas[start : start + CHUNK], -1.0, -np.inf, np.inf)
+            rows.sgd(self.index.store, *self._layout, at, deltas[start : start + CHUNK], -1.0, -np.inf, np.inf)
+            self._mark(at)
 
     def check_assign(self, keys: Keys, values: Floats) -> None:
         self.check_values(keys, values)
         self.check_keys(keys, create=True)
 
-    def assign(self, keys: Keys, values: Floats) -> None:
+    def assign(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
         """Set values, or values and state when the rows are that wide. Of equal keys the last one stands."""
         self.check_assign(keys, values)
         is_whole = values.shape[1] == self._row_words  # then nothing of a first value would remain
         for start in range(0, len(keys), CHUNK):
-            at = self._locate(keys[start : start + CHUNK], True, self._row_words, initialise=not is_whole)
-            rows.scatter(self._index.store, *self._layout, at, values[start : start + CHUNK])
+            some = slice(start, start + CHUNK)
+            at = self._locate(keys[some], True, self._row_words, initialise=not is_whole)
+            rows.scatter(self.index.store, *self._layout, at, values[some])
+            if columns is not None and self.statistics is not None:
+                self.statistics.write(at, {name: column[some] for name, column in columns.items()})
+            self._mark(at)
+        if self.admission is not None and self.admission.candidates is not None:
+            self.admission.candidates.erase(keys)
 
-    def load(self, keys: Keys, values: Floats) -> None:
+    def load(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
         """`assign` for many rows that `check_values` has passed, with room `reserve`d: several times as fast."""
         self.check_keys(keys)
-        has_room = values.shape[1] == self._row_words and len(keys) <= self._index.num_free_rows
-        if not (has_room and self._index.load(keys, values)):
-            self.assign(keys, values)
+        whole = values
+        if self.statistics is not None:
+            block = join_columns(self.statistics.names, self._complete(columns or {}, len(keys)), len(keys))
+            whole = np.concatenate([values, block], axis=1)
+        has_room = values.shape[1] == self._row_words and len(keys) <= self.index.num_free_rows
+        if not (has_room and self.index.load(keys, whole)):
+            self.assign(keys, values, self._complete(columns or {}, len(keys)))
+
+    def _complete(self, columns: Columns, num: int) -> Columns:
+        """A table that did not keep times when it was saved: its rows count as seen and made now."""
+        now = np.full(num, self.clock.now, np.uint32)
+        return {"seen": now, "born": now, "tick": np.full(num, self.step, np.uint32), **columns}
 
     def check_values(self, keys: Keys, values: Floats) -> None:
         """Raise TableError if these cannot be rows of this table; touches nothing, so any thread may call it."""
@@ -130,21 +226,47 @@ class SparseTable:
     def erase(self, keys: Keys) -> int:
         """Drop rows; absent keys are passed over. Returns how many were there. Their memory is reused."""
         self.check_keys(keys)
-        return self._index.erase(keys)
+        if self.statistics is not None or self.tracking is not None:
+            at = self.find(keys)
+            keys, at = keys[at >= 0], at[at >= 0]
+            if self.statistics is not None:
+                self.statistics.put("tick", at, NEVER)
+            if self.tracking is not None and len(keys):
+                self.tracking.note_gone(keys)
+        return self.index.erase(keys)
 
-    def chunks(self, num_rows: int = 1 << 16) -> Iterator[tuple[Keys, Floats]]:
-        """All rows as (keys, values and state side by side), in pieces.
+    def chunks(
+        self, num_rows: int = 1 << 16, save: Literal["full", "delta"] | None = None
+    ) -> Iterator[tuple[Keys, Floats, Columns]]:
+        """All rows, in pieces: (keys, values and state side by side, statistics).
 
         Rows may be pulled, pushed, added and erased between two pieces: a row that lives throughout comes exactly
-        once, with value and state that belong together.
+        once, with value and state that belong together. `save`: they are being written; of a delta only those come
+        that it must write.
         """
         start = 0
-        while start < self._index.num_row_numbers:
-            keys, at = self._index.live(start, start + num_rows)
+        while start < self.index.num_row_numbers:
+            stop = min(start + num_rows, self.index.num_row_numbers)
+            is_delta = save == "delta" and self.tracking is not None
+            some = self.tracking.changed(start, stop) if is_delta else np.arange(start, stop)  # type: ignore[union-attr]
+            keys, at = self.index.alive(some)
             out = np.empty((len(keys), self._row_words), np.float32)
-            rows.gather(self._index.store, *self._layout, at, out)
-            yield keys, out
-            start += num_rows
+            rows.gather(self.index.store, *self._layout, at, out)
+            columns: Columns = {}
+            if self.statistics is not None:
+                columns = self.statistics.read(at)
+                if save is not None:
+                    self.statistics.put("delta", at, 0)  # what was gathered since the last save
+            yield keys, out, columns
+            start = stop
+
+    def begin_save(self, is_committed: bool) -> None:
+        """From here on changes belong to the next save. `is_committed`: the one before is on disk for good."""
+        if self.tracking is None:
+            self.tracking = Tracking(self.index.max_rows)
+        self.tracking.begin(is_committed)
+        if self.admission is not None:
+            self.admission.begin_save(is_committed)
 
     @property
     def num_words(self) -> int:
@@ -154,9 +276,11 @@ class SparseTable:
     def stats(self) -> dict[str, Any]:
         return {
             "loaded": self.num_loaded,
-            "rows": self._index.num_keys,
-            "bytes": self._index.num_bytes,
-            "load_factor": self._index.load_factor,
+            "rows": self.index.num_keys,
+            "bytes": self.index.num_bytes,
+            "evicted": self.num_evicted,
+            **(self.admission.stats() if self.admission is not None else {}),
+            "load_factor": self.index.load_factor,
             "step": self.step,
             "staleness": self.staleness.counts(),
         }
@@ -168,22 +292,48 @@ class SparseTable:
 
     def reserve(self, num_rows: int) -> None:
         """Make room for so many new rows in one go: before they are loaded, when nobody waits for an answer."""
-        self._index.reserve_at_once(min(num_rows, self._index.num_free_rows))
+        self.index.reserve_at_once(min(num_rows, self.index.num_free_rows))
+
+    def _admit(self, keys: Keys, in_use: Rows) -> None:
+        """Rows for those of these keys, distinct and without one, that the entry lets in."""
+        carried: Columns | None = None
+        if self.admission is not None:
+            keys, carried = self.admission.admit(keys)
+        for start in range(0, len(keys), CHUNK):
+            some = slice(start, start + CHUNK)
+            at = self._found[: len(keys[some])]
+            at[:] = -1
+            self._insert(keys[some], at, True, in_use)
+            if carried is not None and self.statistics is not None:
+                for name, column in carried.items():
+                    self.statistics.put(name, at, column[some])
 
     def _locate(self, keys: Keys, create: bool, num_words: int, initialise: bool = True) -> Rows:
         """Row numbers of `keys`, valid until the next call; `num_words` of each row are about to be used."""
         at = self._found[: len(keys)]
-        if self._index.find(keys, at, num_words) and create:
-            fresh = self._index.insert_missing(keys, at)
-            if not initialise:
-                return at
+        if self.index.find(keys, at, num_words) and create:
+            self._insert(keys, at, initialise, at)
+        return at
+
+    def _insert(self, keys: Keys, at: Rows, initialise: bool, in_use: Rows) -> None:
+        """Rows for the keys whose `at` is negative. `in_use`: rows that must not make room for them."""
+        if self._capacity is not None:
+            self._capacity.make_room(int((at < 0).sum()), in_use)
+        fresh = self.index.insert_missing(keys, at)
+        if initialise:
             first, rule = self.spec.initializer, self.spec.rule
             state = rule.initial_accumulator if rule.name == "adagrad" else 0.0
             random.initialise(
-                self._index.store, *self._layout, self.spec.dim, keys, at, fresh, self._stream,
+                self.index.store, *self._layout, self.spec.dim, keys, at, fresh, self._stream,
                 _KINDS[first.name], first.a, first.b, np.float32(state),
             )  # fmt: skip
-        return at
+        if self.statistics is not None:
+            self.statistics.begin(at[fresh], self.clock.now, self.step)
+        self._mark(at[fresh])
+
+    def _mark(self, at: Rows) -> None:
+        if self.tracking is not None:
+            self.tracking.mark(at)
 
 
 def _stream(seed: int, name: str) -> np.uint64:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 import msgspec
 
 from torchfleet.errors import TableError
+from torchfleet.tables.entry import Entry, Shrink
 
 MAX_DIM = 1 << 16
 MAX_FLOAT = 3.4028234663852886e38  # the largest float32
@@ -85,6 +86,8 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     part: int = 0
     num_parts: int = 1
+    entry: Entry = Entry()
+    shrink: Shrink = Shrink()
 
     def __post_init__(self) -> None:
         _expect(0 < len(self.name) <= 200, f"a table's name has 1 to 200 characters, found {len(self.name)}")
@@ -92,6 +95,7 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _expect(0 <= self.seed < 1 << 63, f"seed must be 0 to 2^63 - 1, found {self.seed}")
         _expect(1 <= self.num_parts <= MAX_PARTS, f"num_parts must be 1 to {MAX_PARTS}, found {self.num_parts}")
         _expect(0 <= self.part < self.num_parts, f"part must be below num_parts, found {self.part}")
+        self._check_policies()
         if self.kind == "sparse":
             _expect(self.size == 0, "a sparse table has no size: use kind='array' for a declared number of ids")
         else:
@@ -103,6 +107,18 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         else:
             for field in ("momentum", "weight_decay"):
                 _expect(getattr(self.rule, field) == 0, f"rule.{field} is for dense tables; '{self.name}' is sparse")
+
+    def _check_policies(self) -> None:
+        if self.kind != "sparse":
+            _expect(self.entry == Entry(), f"entry is for tables of any id; '{self.name}' has a declared size")
+            _expect(self.shrink == Shrink(), f"shrink is for tables of any id; '{self.name}' has a declared size")
+        if not self.entry.show:
+            wanting = sorted((self.entry.names | self.shrink.names) & {"show", "click", "score", "delta"})
+            _expect(
+                not wanting,
+                f"the policies of table '{self.name}' look at {', '.join(wanting)}, which needs "
+                "entry=fleet.ShowClickEntry(show, click) to say from which slots",
+            )
 
     def for_part(self, part: int, num_parts: int) -> TableSpec:
         """The share of this table that one of `num_parts` servers holds."""

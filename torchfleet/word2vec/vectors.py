@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from torchfleet.checkpoint.chain import live_rows
 from torchfleet.checkpoint.manifest import read_manifest
-from torchfleet.checkpoint.reading import read_parts
 from torchfleet.checkpoint.storage import Storage
 from torchfleet.errors import CheckpointError, DataError
 from torchfleet.word2vec.vector_files import Vectors, read_vectors, write_binary, write_text
@@ -150,9 +150,9 @@ def _saved_rows(folder: str, name: str, num_words: int) -> tuple[npt.NDArray[np.
     table = manifest.table(name)
     if table.kind == "dense":
         raise CheckpointError(f"{folder}: '{name}' is dense: expected a table with a row for every word")
-    found = list(read_parts(storage, manifest, manifest.parts_of(name), lambda _, arrays: arrays))
-    keys = np.concatenate([arrays["keys"].reshape(-1).view(np.int64) for arrays in found])
-    rows = np.concatenate([arrays["rows"][:, : table.dim] for arrays in found])
+    found = list(live_rows(storage, manifest, name))
+    keys = np.concatenate([keys.view(np.int64) for keys, _ in found] or [np.empty(0, np.int64)])
+    rows = np.concatenate([arrays["rows"][:, : table.dim] for _, arrays in found] or [np.empty((0, table.dim))])
     beyond = keys[(keys < 0) | (keys >= num_words)]
     if len(beyond) or (table.kind == "array" and table.size != num_words):
         tells = f"id {beyond[0]}" if len(beyond) else f"{table.size:,} rows"

@@ -1,0 +1,28 @@
+"""One at a time: whoever replaces the manifest of a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+
+from torchfleet.checkpoint.storage import Storage
+
+
+@contextlib.contextmanager
+def alone(storage: Storage) -> Iterator[None]:
+    """Held from reading a manifest to removing what its successor does not name; others wait for it.
+
+    Folders on this machine only: elsewhere there is nothing to hold on to. Ends with the process that holds it.
+    """
+    if not storage.is_local or not os.path.isdir(storage.path):
+        yield
+        return
+    folder = os.open(storage.path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # network file systems lock no folders
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)

@@ -1,0 +1,131 @@
+"""Requests that go over whole tables: done in slices between other requests, answered when they are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from torchfleet.errors import FleetError, TableError, WireError
+from torchfleet.net.wire import pack, unpack
+from torchfleet.server.arrays import only
+from torchfleet.server.request import Request
+from torchfleet.server.state import LongRequest, Reply, State
+from torchfleet.tables.clock import MAX_TIME
+from torchfleet.tables.entry import Shrink
+from torchfleet.tables.eviction import check_policy, shrink
+from torchfleet.tables.sparse import SparseTable
+from torchfleet.tables.summary import Summary
+
+MAX_KEPT = 16  # outcomes that are remembered, for a repeat of the request
+MAX_TOP = 1000
+SLICE = 1 << 13
+
+Job = Iterator[bool]
+
+
+class ClockBody(msgspec.Struct, forbid_unknown_fields=True):
+    now: int
+    token: int
+
+
+class ShrinkBody(msgspec.Struct, forbid_unknown_fields=True):
+    table: str  # "": all
+    policy: Shrink  # the table's own if nothing is asked for
+    token: int
+
+
+class InspectBody(msgspec.Struct, forbid_unknown_fields=True):
+    table: str
+    top: int
+    token: int
+
+
+def in_slices(
+    state: State, request: Request, token: int, make: Callable[[LongRequest], Job]
+) -> Reply | FleetError | None:
+    """Begin a job for this request; a repeat of it gets the same answer."""
+    known = state.long_requests.get(token)
+    if known is not None:
+        known.request = request
+        return known.result
+    known = state.long_requests[token] = LongRequest(request)
+    state.jobs.append(make(known))
+    while len(state.long_requests) > MAX_KEPT:
+        state.long_requests.pop(next(iter(state.long_requests)))
+    return None
+
+
+def set_clock(state: State, request: Request) -> Reply | FleetError | None:
+    """It is `now`. The reply comes when the shrinks that this makes due are done."""
+    body = unpack(only(request), ClockBody)
+    if not 0 <= body.now <= MAX_TIME:
+        raise WireError(f"a time is a number of seconds since 1970, 0 to {MAX_TIME}; found {body.now}")
+    if body.token not in state.long_requests:
+        state.clock.set(body.now)
+    due = [(table, table.spec.shrink) for table in state.schedule.note(state.tables.values(), body.now)]
+    return in_slices(state, request, body.token, lambda long: shrink_in_slices(state, long, due))
+
+
+def shrink_tables(state: State, request: Request) -> Reply | FleetError | None:
+    """Drop rows by a policy. The reply: how many of which table."""
+    body = unpack(only(request), ShrinkBody)
+    tables = _sparse_tables(state, body.table)
+    own = not body.policy.drops_any
+    chosen = [(table, table.spec.shrink if own else body.policy) for table in tables]
+    chosen = [(table, policy) for table, policy in chosen if policy.drops_any]
+    if own and not chosen:
+        names = ", ".join(f"'{table.spec.name}'" for table in tables) or "no sparse table"
+        raise TableError(
+            f"no policy to shrink by: {names} has none of its own (SparseEmbedding(shrink=fleet.Shrink(...))), and "
+            "none was given"
+        )
+    for table, policy in chosen:
+        check_policy(table, policy)
+    return in_slices(state, request, body.token, lambda long: shrink_in_slices(state, long, chosen))
+
+
+def shrink_in_slices(state: State, long: LongRequest | None, chosen: Sequence[tuple[SparseTable, Shrink]]) -> Job:
+    """A job. Without a request (on the server's own schedule) nobody is told."""
+    dropped: dict[str, int] = {}
+    for table, policy in chosen:
+        dropped[table.spec.name] = 0
+        for num in shrink(table, policy):
+            dropped[table.spec.name] += num
+            yield True
+    if long is not None:
+        long.result = [pack(dropped)]
+        state.finish(long.request, long.result)
+
+
+def inspect(state: State, request: Request) -> Reply | FleetError | None:
+    """A table's histograms and top keys."""
+    body = unpack(only(request), InspectBody)
+    if not 0 <= body.top <= MAX_TOP:
+        raise WireError(f"expected 0 to {MAX_TOP} top keys, found {body.top}")
+    table = _sparse_tables(state, body.table)[0]
+    return in_slices(state, request, body.token, lambda long: _inspect_in_slices(state, long, table, body.top))
+
+
+def _inspect_in_slices(state: State, long: LongRequest, table: SparseTable, top: int) -> Job:
+    summary = Summary(table.spec, state.clock.now, top)
+    for keys, rows, columns in table.chunks(SLICE):
+        summary.add(keys, np.ascontiguousarray(rows[:, : table.spec.dim]), columns)
+        yield True
+    stats = table.stats()
+    long.result = [pack({**summary.as_dict(), "candidates": stats.get("candidates", 0), "bytes": stats["bytes"]})]
+    state.finish(long.request, long.result)
+
+
+def _sparse_tables(state: State, name: str) -> list[SparseTable]:
+    """The one of this name, or all."""
+    sparse = [table for table in state.tables.values() if isinstance(table, SparseTable)]
+    tables = [table for table in sparse if table.spec.kind == "sparse"]
+    if not name:
+        return tables
+    found = [table for table in tables if table.spec.name == name]
+    if not found:
+        known = ", ".join(f"'{table.spec.name}'" for table in tables) or "none"
+        raise TableError(f"no sparse table '{name}' with rows for any id; there are: {known}")
+    return found
