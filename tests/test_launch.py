@@ -378,7 +378,7 @@ def _check_tables(log: str) -> None:
     """P20: PSERVER_DEBUG=1 shows which parameter goes to which table, and what each server holds."""
     dense, sparse = _cells(log, "plan")
     assert dense[:4] == ["dense.0", "dense", "3", "sgd(lr=0.1)"]
-    assert dense[5] == "linear.weight, linear.bias"
+    assert dense[5:] == ["-", "linear.weight, linear.bias"]
     assert sparse[:5] == ["words", "sparse", "any id x 2", "sgd(lr=0.1)", "uniform(-0.05, 0.05)"]
     held = _cells(log, "servers")
     assert [(row[0][0], row[1], row[2]) for row in held] == [

@@ -11,7 +11,7 @@ from pathlib import Path
 from torchfleet.errors import FleetError, RoleError
 from torchfleet.launch.processes import script_command
 from torchfleet.launch.roles import Layout, Task, one_machine, several_machines, tasks
-from torchfleet.launch.watch import Watch
+from torchfleet.launch.watch import Restarts, Watch
 from torchfleet.net.keys import KeyFolder, is_private, keygen
 
 _NOT_YET = ("heter_worker_num", "gpus", "nproc_per_node", "ips", "nnodes", "master", "rank", "cluster")
@@ -41,6 +41,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--log_dir", default="log", help="where serverlog.N and workerlog.N go (default: log)")
     made.add_argument("--max_restart", type=int, default=0, help="start a failed worker again so often (async, geo)")
     made.add_argument(
+        "--max_job_restart",
+        type=int,
+        default=0,
+        help="start the whole job again so often when a process of it fails; the script goes on from what it saved",
+    )
+    made.add_argument(
         "--key_dir", default=os.environ.get("FLEET_KEY_DIR"), help="folder of keys (default: FLEET_KEY_DIR)"
     )
     made.add_argument("--insecure", action="store_true", help="let servers listen to other machines without keys")
@@ -67,6 +73,18 @@ def _run(options: argparse.Namespace) -> int:
         for path in keygen(options.keygen):
             print(path)
         return 0
+    _check(options)
+    for attempt in range(options.max_job_restart + 1):
+        watch = _start(options, attempt)
+        code = 0 if watch is None else watch.run()
+        if watch is None or code != 1 or watch.is_finished:
+            break
+        if attempt < options.max_job_restart:
+            print(f"[fleetrun] starting the job again ({attempt + 1} of {options.max_job_restart})", flush=True)
+    return code
+
+
+def _check(options: argparse.Namespace) -> None:
     for name in _NOT_YET:
         if getattr(options, name) is not None:
             raise RoleError(f"--{name} is not available yet; parameter-server jobs use --server_num and --worker_num")
@@ -74,10 +92,17 @@ def _run(options: argparse.Namespace) -> int:
         raise RoleError("no script given. Usage: fleetrun --server_num 2 --worker_num 2 train.py [its options]")
     if not Path(options.script).is_file():
         raise RoleError(f"no script at {options.script}")
-    if options.max_restart < 0:
-        raise RoleError(f"--max_restart must be at least 0, found {options.max_restart}")
+    for name in ("max_restart", "max_job_restart"):
+        if getattr(options, name) < 0:
+            raise RoleError(f"--{name} must be at least 0, found {getattr(options, name)}")
+    if options.max_restart and options.max_job_restart:
+        raise RoleError("--max_restart starts one worker again, --max_job_restart all processes: use one of them")
     if options.key_dir:
         KeyFolder(options.key_dir)  # a folder that is not there is named before anything starts
+
+
+def _start(options: argparse.Namespace, attempt: int) -> Watch | None:
+    """The watch over a job that is about to run; None if it was only to be shown."""
     layout, num_workers = _layout(options)
     base = {"FLEET_KEY_DIR": str(Path(options.key_dir).absolute())} if options.key_dir else {}
     if options.insecure:
@@ -88,13 +113,14 @@ def _run(options: argparse.Namespace) -> int:
     command = script_command(options.script, options.arguments)
     if options.dry_run:
         _print_plan(started, command, Path(options.log_dir))
-        return 0
+        return None
     log_dir = Path(options.log_dir).absolute()
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RoleError(f"cannot make the folder of logs {log_dir}: {error}") from None
-    return Watch(started, command, log_dir, layout, options.max_restart, options.key_dir).run()
+    restarts = Restarts(options.max_restart, attempt, options.max_job_restart)
+    return Watch(started, command, log_dir, layout, restarts, options.key_dir)
 
 
 def _layout(options: argparse.Namespace) -> tuple[Layout, int]:

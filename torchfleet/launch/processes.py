@@ -32,12 +32,19 @@ _ROLES = {
 class Process:
     """A running task, its log and its status file."""
 
-    def __init__(self, task: Task, command: Sequence[str], log_dir: Path, echo: Callable[[str], None] | None) -> None:
+    def __init__(
+        self,
+        task: Task,
+        command: Sequence[str],
+        log_dir: Path,
+        echo: Callable[[str], None] | None,
+        append: bool = False,
+    ) -> None:
         self.task, self._command, self._log_dir, self._echo = task, list(command), log_dir, echo
         self.log = log_dir / task.log_name
         self.status_file = log_dir / f".status.{task.role}.{task.index}"
         self.num_restarts = 0
-        self._start("wb")
+        self._start("ab" if append else "wb")
 
     def _start(self, mode: str) -> None:
         self.status_file.unlink(missing_ok=True)

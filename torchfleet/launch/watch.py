@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from torchfleet.errors import FleetError
 from torchfleet.launch.display import Display
@@ -20,6 +21,14 @@ _TOO_LONG = 5.0  # seconds that servers run on after the last worker, or workers
 _FREE_MODES = ("async", "half_async", "geo")  # no worker waits for another, so one may be missing
 
 
+class Restarts(NamedTuple):
+    """How often a worker is started again; and of the whole job, the how many-th start this is, after the first."""
+
+    max_workers: int = 0
+    attempt: int = 0
+    max_jobs: int = 0
+
+
 class Watch:
     """Starts the tasks, and returns the job's exit status when all is over."""
 
@@ -29,11 +38,13 @@ class Watch:
         command: Sequence[str],
         log_dir: Path,
         layout: Layout,
-        max_restart: int,
+        restarts: Restarts,
         key_dir: str | None,
     ) -> None:
         self._tasks, self._command, self._log_dir = tasks, command, log_dir
-        self._layout, self._max_restart, self._key_dir = layout, max_restart, key_dir
+        self._layout, self._restarts, self._key_dir = layout, restarts, key_dir
+        self._max_restart = restarts.max_workers
+        self.is_finished = False  # all that was left of the job came to its end
         self._processes: list[Process] = []
         self._lost: list[str] = []
         self._signal = 0
@@ -53,7 +64,7 @@ class Watch:
         first = next((task for task in self._tasks if task.role == "worker"), None)
         for task in self._tasks:
             echo = (lambda line: display.say(f"[{first.name}] {line}")) if first and task is first else None
-            self._processes.append(Process(task, self._command, self._log_dir, echo))
+            self._processes.append(Process(task, self._command, self._log_dir, echo, append=self._restarts.attempt > 0))
         while not self._signal:
             failed = next(
                 (p for p in self._processes if p.returncode not in (None, 0) and p.task.name not in self._lost), None
@@ -109,6 +120,7 @@ class Watch:
         if self._lost and len(self._lost) == len(self._of("worker")):
             display.say(f"[fleetrun] no worker is left; the job ends. Logs in {self._log_dir}")
             return 1
+        self.is_finished = True
         for name in self._lost:
             display.say(f"[fleetrun] {name} was lost on the way; the others finished without it")
         display.say(f"[fleetrun] finished; logs in {self._log_dir}")
@@ -117,7 +129,7 @@ class Watch:
     def _go_on_without(self, process: Process, display: Display) -> bool:
         """A worker of a free mode is started again (--max_restart), or, if it was killed, done without."""
         mode = process.status().get("mode")
-        if process.task.role != "worker" or mode not in _FREE_MODES:
+        if process.task.role != "worker" or mode not in _FREE_MODES or self._restarts.max_jobs:
             return False
         code = process.returncode or 0
         if process.num_restarts < self._max_restart:
