@@ -122,7 +122,10 @@ def _compare_tables(a: Model, b: Model, name: str, max_bytes: int, show: Show) -
     def show_table(text: str) -> None:
         show(f"{name}: {text}")
 
-    found.rows = match(a.rows(name), b.rows(name), max_bytes, show_table)
+    rows = a.rows(name), b.rows(name)
+    if rows[0].names != rows[1].names:
+        found.settings["statistics"] = rows[0].names, rows[1].names
+    found.rows = match(*rows, max_bytes, show_table)
     found.candidates = match(a.rows(name, True), b.rows(name, True), max_bytes, show_table)
     found.is_sketch_equal = bool(np.array_equal(a.sketch(name), b.sketch(name)))
     return found

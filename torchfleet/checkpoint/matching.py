@@ -12,6 +12,7 @@ from torchfleet.checkpoint.chain import Choose, live_candidates, live_rows, stat
 from torchfleet.checkpoint.manifest import Manifest, PartKind
 from torchfleet.checkpoint.parts import Arrays
 from torchfleet.checkpoint.storage import Storage
+from torchfleet.errors import CheckpointError
 from torchfleet.tables.keymap import KeyMap, Keys
 from torchfleet.tables.owners import owners_of
 from torchfleet.tables.spec import TableSpec
@@ -79,6 +80,8 @@ class Known:
 
     def add(self, keys: Keys, block: Words) -> None:
         at = self._find(keys)
+        if self._map.num_free_rows < len(keys):
+            raise CheckpointError("more than four billion rows in memory: give a smaller max_bytes")
         self._map.insert_missing(keys, at)
         self._words[at, KeyMap.offset : KeyMap.offset + block.shape[1]] = block
         self.num += len(keys)
@@ -130,7 +133,7 @@ class Tally:
 
     def __init__(self, a: Rows, b: Rows) -> None:
         self._a, self._b, self._dim = a, b, a.dim
-        self.names = tuple(name for name in dict.fromkeys((*a.names, *b.names)))
+        self.names = tuple(name for name in a.names if name in b.names)
         self.found = Difference(others={})
         self._sum = 0.0
 

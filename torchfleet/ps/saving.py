@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from torchfleet.checkpoint.donefile import write_donefile
+from torchfleet.checkpoint.lock import alone
 from torchfleet.checkpoint.manifest import (
     FILE,
     Manifest,
@@ -59,14 +60,27 @@ def save_model(
         _tables(plan, saved, with_state),
         [part for server in saved for part in server.parts],
         token=token,
-        parent=before.number if before is not None and kind == "delta" else 0,
-        base=before.links() if before is not None and kind == "delta" else [],
         time=max(server.time for server in saved),
         extra=kept,
     )
-    write_manifest(storage, manifest)
-    write_donefile(storage, manifest)
-    remove_others(storage, manifest)
+    return _commit(storage, manifest, before if kind == "delta" else None)
+
+
+def _commit(storage: Storage, manifest: Manifest, before: Manifest | None) -> Manifest:
+    """Make it the model; `before` is what a delta continues, which may have been compacted since it was looked at."""
+    with alone(storage):
+        if before is not None:
+            now = read_manifest(storage)
+            if now.token != before.token:
+                raise CheckpointError(
+                    f"another save was made in {storage.path} while this delta was written; it stands, and this one is "
+                    "dropped. Does another job save to the same folder?"
+                )
+            manifest = msgspec.structs.replace(manifest, parent=now.number, base=now.links())
+        write_manifest(storage, manifest)
+        write_donefile(storage, manifest)
+        if before is None:
+            remove_others(storage, manifest)
     return manifest
 
 

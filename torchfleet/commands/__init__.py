@@ -1,0 +1,1 @@
+"""What the `fleet` command does."""
