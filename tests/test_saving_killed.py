@@ -20,6 +20,7 @@ from scripts.saved_models import contents
 
 from torchfleet import nn
 from torchfleet.checkpoint import storage as storages
+from torchfleet.checkpoint.donefile import DONEFILE
 from torchfleet.checkpoint.manifest import FILE, read_manifest
 from torchfleet.checkpoint.storage import Storage
 from torchfleet.errors import FleetError
@@ -123,7 +124,7 @@ def held(part: jobs.Part, folder: str) -> float:
 def num_operations(part: jobs.Part, folder: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         disk = Disk(patch)
-        part.worker.save(folder, with_state=True)
+        part.worker.save(folder, "full")
         return disk.done
 
 
@@ -131,7 +132,7 @@ def num_operations(part: jobs.Part, folder: str) -> list[str]:
 def test_a_kill_at_any_operation_leaves_the_last_complete_model(part: jobs.Part, tmp_path: Path) -> None:
     folder = str(tmp_path / "model")
     set_all(part, 1)
-    part.worker.save(folder, with_state=True)
+    part.worker.save(folder, "full")
     set_all(part, 2)
     operations = num_operations(part, folder)
     assert len(operations) > 40
@@ -142,21 +143,21 @@ def test_a_kill_at_any_operation_leaves_the_last_complete_model(part: jobs.Part,
         with pytest.MonkeyPatch.context() as patch:
             Disk(patch, point)
             with pytest.raises((FleetError, OSError)):
-                part.worker.save(folder, with_state=True)
+                part.worker.save(folder, "full")
         found = held(part, folder)
         assert found == (last if point <= replaced else last + 1), f"killed at operation {point}"
         seen.add(found - last)
         last = int(found)
         if point % 10 == 0:  # else remains of several kills lie about together
-            part.worker.save(folder, with_state=True)
+            part.worker.save(folder, "full")
             last = int(held(part, folder))
-            assert len(os.listdir(folder)) == 2
+            assert len(os.listdir(folder)) == 3  # manifest, donefile, one save
     assert seen == {0, 1}
     set_all(part, 1000)
-    part.worker.save(folder, with_state=True)
+    part.worker.save(folder, "full")
     manifest = read_manifest(Storage(folder))
     assert held(part, folder) == 1000
-    assert sorted(os.listdir(folder)) == [FILE, manifest.save]
+    assert sorted(os.listdir(folder)) == [DONEFILE, FILE, manifest.save]
     assert sorted(os.listdir(tmp_path / "model" / manifest.save)) == sorted(part.file for part in manifest.parts)
 
 
@@ -168,12 +169,12 @@ def test_a_first_save_that_is_killed_leaves_no_model_and_the_next_one_is_whole(p
         with pytest.MonkeyPatch.context() as patch:
             Disk(patch, point)
             with pytest.raises((FleetError, OSError)):
-                part.worker.save(folder, with_state=True)
+                part.worker.save(folder, "full")
         with pytest.raises(FleetError, match=r"no saved model in .*: there is no manifest\.json"):
             held(part, folder)
-        part.worker.save(folder, with_state=True)
+        part.worker.save(folder, "full")
         assert held(part, folder) == 1
-        assert len(os.listdir(folder)) == 2
+        assert len(os.listdir(folder)) == 3  # manifest, donefile, one save
 
 
 def test_killed_processes_leave_the_last_complete_model(tmp_path: Path) -> None:
@@ -184,4 +185,4 @@ def test_killed_processes_leave_the_last_complete_model(tmp_path: Path) -> None:
     for found in rounds:
         assert found["held"] in ([found["complete"]], [found["complete"] + 1])
     assert end["held"] == [end["last"]]
-    assert len(end["left"]) == 2
+    assert len(end["left"]) == 3

@@ -66,6 +66,7 @@ class Saved(msgspec.Struct):
     steps: dict[str, int]
     rows: dict[str, int]  # that the table has, whether they are in this save or not
     time: float  # by the clock of the tables
+    is_time_set: bool = False  # by the job; else it is the wall clock's
 
 
 class Table(msgspec.Struct, frozen=True):
@@ -110,6 +111,7 @@ class Manifest(msgspec.Struct, frozen=True):
     parent: int = 0  # number of the save that this one continues; 0: a full save
     base: list[Link] = []  # the saves that it continues, the full one first
     time: float = 0.0  # by the clock of the tables
+    is_time_set: bool = False  # by the job; else it is the wall clock's
     extra: dict[str, Any] = {}  # what the script keeps with its model
 
     def links(self) -> list[Link]:

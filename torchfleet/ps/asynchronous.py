@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from torchfleet.ps.communicator import Communicator, Gradients
 from torchfleet.ps.engine import PullAhead
 from torchfleet.ps.future import Dense
 from torchfleet.ps.plan import Plan
+from torchfleet.tables.statistics import is_pushed
 
 _LOOK = 0.001  # seconds between two looks into an empty queue
 
@@ -30,6 +31,7 @@ class Async(Communicator):
     def __init__(self, client: Client, plan: Plan, connect: Callable[[], Client], configs: Mapping[str, Any]) -> None:
         super().__init__(client, plan, connect)
         self._configs = configs
+        self._wide = {name for name, group in plan.sparse.items() if is_pushed(group.spec)}
         self._queue: queue.Queue[tuple[int, Gradients]] = queue.Queue(configs["send_queue_size"])
         self._num_given = 0
         self._open: set[int] = set()  # numbers of steps whose gradients have not been applied
@@ -102,7 +104,7 @@ class Async(Communicator):
             taken = self._take()
             if not taken:
                 continue
-            merged = merge([gradients for _, gradients in taken])
+            merged = merge([gradients for _, gradients in taken], self._wide)
             with self._lock:
                 self._num_sent += 1
                 self._num_merged += len(taken) - 1
@@ -160,14 +162,17 @@ class Async(Communicator):
             raise self._error
 
 
-def merge(gradients: list[Gradients]) -> Gradients:
-    """One push for several steps: gradients summed; the latest rates, the oldest versions."""
+def merge(gradients: list[Gradients], wide: Collection[str] = ()) -> Gradients:
+    """One push for several steps: gradients summed; the latest rates, the oldest versions.
+
+    `wide`: tables whose gradients have show, click and slot behind them. A slot is no amount: the servers sum those.
+    """
     first = gradients[0]
     if len(gradients) == 1:
         return first
-    sparse = {
-        table: sum_by_key(*(np.concatenate(parts) for parts in zip(*(g.sparse[table] for g in gradients), strict=True)))
-        for table in first.sparse
-    }
+    sparse = {}
+    for table in first.sparse:
+        keys, rows = (np.concatenate(parts) for parts in zip(*(g.sparse[table] for g in gradients), strict=True))
+        sparse[table] = (keys, rows) if table in wide else sum_by_key(keys, rows)
     dense = {table: np.stack([g.dense[table] for g in gradients]).sum(axis=0) for table in first.dense}
     return Gradients(sparse, first.versions, dense, gradients[-1].rates)

@@ -12,6 +12,7 @@ from torchfleet.errors import FleetError, ModelError
 from torchfleet.ps.communicator import Communicator, Gradients
 from torchfleet.ps.engine import Engine
 from torchfleet.ps.plan import Plan
+from torchfleet.tables.statistics import NUM_PUSHED, is_pushed
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -115,7 +116,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         sparse, versions = engine.take_gradients()
         for name, group in self.plan.sparse.items():  # a step counts for every table, also where no key was touched
             if name not in sparse:
-                sparse[name] = np.empty(0, np.uint64), np.empty((0, group.spec.dim), np.float32)
+                width = group.spec.dim + NUM_PUSHED * is_pushed(group.spec)  # all workers push alike
+                sparse[name] = np.empty(0, np.uint64), np.empty((0, width), np.float32)
         sparse = {name: sparse[name] for name in self.plan.sparse}
         blocks = {group.spec.name: group.gradients(dense) for group in self.plan.dense}
         known = {name: seen for name, seen in versions.items() if seen}

@@ -61,6 +61,7 @@ def save_model(
         [part for server in saved for part in server.parts],
         token=token,
         time=max(server.time for server in saved),
+        is_time_set=any(server.is_time_set for server in saved),
         extra=kept,
     )
     return _commit(storage, manifest, before if kind == "delta" else None)

@@ -50,6 +50,8 @@ def load_model(
         elif isinstance(table, SparseTable) and (names is None or name in names):
             load_sparse(storage, manifest, table)
     state.model = storage.path
+    if manifest.is_time_set:  # a job that says how late it is: by the wall clock its rows would be years old
+        state.clock.set(int(manifest.time))
     state.schedule.note(state.tables.values(), int(manifest.time))
     if names is None:  # all of it is here: the next save may be a delta
         for table in state.tables.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
@@ -51,10 +53,22 @@ def in_slices(
         known.request = request
         return known.result
     known = state.long_requests[token] = LongRequest(request)
-    state.jobs.append(make(known))
+    state.jobs.append(_guarded(state, known, make(known)))
     while len(state.long_requests) > MAX_KEPT:
         state.long_requests.pop(next(iter(state.long_requests)))
     return None
+
+
+def _guarded(state: State, long: LongRequest, job: Job) -> Job:
+    """Whatever goes wrong in a slice is the answer to its request, and not the end of the server."""
+    try:
+        yield from job
+    except Exception as error:
+        if not isinstance(error, FleetError):
+            traceback.print_exc(file=sys.stderr)
+            error = FleetError(f"internal error of the server: {type(error).__name__}: {error}")
+        long.result = error
+        state.finish(long.request, error)
 
 
 def set_clock(state: State, request: Request) -> Reply | FleetError | None:
@@ -62,9 +76,10 @@ def set_clock(state: State, request: Request) -> Reply | FleetError | None:
     body = unpack(only(request), ClockBody)
     if not 0 <= body.now <= MAX_TIME:
         raise WireError(f"a time is a number of seconds since 1970, 0 to {MAX_TIME}; found {body.now}")
-    if body.token not in state.long_requests:
+    due: list[tuple[SparseTable, Shrink]] = []
+    if body.token not in state.long_requests:  # a late copy of an old request turns no clock back
         state.clock.set(body.now)
-    due = [(table, table.spec.shrink) for table in state.schedule.note(state.tables.values(), body.now)]
+        due = [(table, table.spec.shrink) for table in state.schedule.note(state.tables.values(), body.now)]
     return in_slices(state, request, body.token, lambda long: shrink_in_slices(state, long, due))
 
 

@@ -56,7 +56,7 @@ def save_in_slices(state: State, saving: LongRequest, body: SaveBody) -> Iterato
             yield False
         # As they were read: of a key twice, the later stands.
         written = sorted(writer.written, key=lambda part: part.file)
-        saving.result = [pack(Saved(written, steps, rows, now))]
+        saving.result = [pack(Saved(written, steps, rows, now, state.clock.is_set))]
     except Exception as error:  # whatever it is, it must not end the service of all others
         text = str(error) if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
         saving.result = CheckpointError(f"cannot save to {body.dirname}: {text}")
@@ -102,6 +102,7 @@ def _sparse(table: SparseTable, body: SaveBody) -> Iterator[Job | None]:
     mode: Literal["full", "delta"] = "delta" if body.delta else "full"
     if body.delta and table.tracking is not None:
         yield from files.add("gone", {"keys": table.absent(table.tracking.gone)})
+        yield from files.end("gone")
     for keys, rows, columns in table.chunks(SLICE, mode if body.with_state else None):
         kept = {name: column for name, column in columns.items() if name != "delta"} if body.with_state else {}
         yield from files.add("rows", {"keys": keys, "rows": rows[:, :width], **kept})

@@ -119,11 +119,12 @@ class Admission:
         now = self._clock.now
         if self._entry.probability < 1:
             keys = keys[kernels.chosen(keys, self._entry.probability)]
+        is_due = np.ones(len(keys), np.bool_)
         if self.sketch is not None:
-            keys = keys[self.sketch.count(keys, now) >= self._entry.window_count]
+            is_due = self.sketch.count(keys, now) >= self._entry.window_count
         if self.candidates is None or not len(keys):
-            return keys, None
-        return self._admit_counted(self.candidates, keys, now)
+            return keys[is_due], None
+        return self._admit_counted(self.candidates, keys, now, is_due)
 
     def add(self, keys: Keys, pushed: npt.NDArray[np.float32]) -> None:
         """Show, click and slot of keys that have no row."""
@@ -132,11 +133,14 @@ class Admission:
             self.candidates.statistics.add(at, pushed)
             self.candidates.mark(at)
 
-    def _admit_counted(self, candidates: Candidates, keys: Keys, now: int) -> tuple[Keys, Columns | None]:
+    def _admit_counted(
+        self, candidates: Candidates, keys: Keys, now: int, is_due: npt.NDArray[np.bool_]
+    ) -> tuple[Keys, Columns | None]:
+        """`is_due`: where the window lets them in. Every appearance counts here, whatever the window says."""
         at = candidates.locate(keys, now)
         columns = candidates.statistics.read(at)
         columns["count"] = columns["count"] + np.uint32(1)
-        is_in = columns["count"] >= self._entry.count
+        is_in = is_due & (columns["count"] >= self._entry.count)
         if self._predicate is not None:
             is_in &= self._predicate(candidates.statistics.values(columns, now))
         waiting = at[~is_in]

@@ -53,27 +53,43 @@ class Capacity:
         self._hand = self._cut = 0
 
     def make_room(self, num_new: int, in_use: Rows) -> None:
-        """Drop rows until so many new ones fit. `in_use`: rows that stay."""
+        """Drop as many rows as it takes for so many new ones to fit. `in_use`: rows that stay (negative: none)."""
+        table = self._table
+        assert isinstance(table.index, KeyMap)
+        excess = table.index.num_keys + num_new - self.max_rows
+        if excess <= 0:
+            return
+        in_use = in_use[in_use >= 0]
+        if num_new + len(in_use) > self.max_rows:  # in_use may repeat
+            in_use = np.unique(in_use)
+            if num_new + len(in_use) > self.max_rows:
+                raise TableError(
+                    f"table '{table.spec.name}' may have {self.max_rows:,} rows on this server, and one batch needs "
+                    f"{num_new + len(in_use):,}. Raise max_rows or max_bytes."
+                )
+        self._drop(excess, in_use)
+
+    def _drop(self, excess: int, in_use: Rows) -> None:
+        """So many rows, in laps: in each those up to the tick that is the oldest tenth's when it begins."""
         table = self._table
         assert isinstance(table.index, KeyMap)
         assert table.statistics is not None
-        excess = table.index.num_keys + num_new - self.max_rows
-        num_laps = 0
+        oldest_in_use = int(table.statistics.column("tick", in_use).min()) if len(in_use) else int(NEVER)
+        at_start, is_first = excess, True
         while excess > 0:
             if self._hand == 0:
-                self._cut = self._oldest_tick()
-                num_laps += 1
-            if num_laps > 2:
-                raise TableError(
-                    f"table '{table.spec.name}' may have {self.max_rows:,} rows on this server, and one batch needs "
-                    "more. Raise max_rows or max_bytes."
-                )
+                has_found_none = not is_first and excess == at_start
+                self._cut = int(NEVER) - 1 if has_found_none else self._oldest_tick()
+                at_start, is_first = excess, False
             stop = min(self._hand + SWEEP, table.index.num_row_numbers)
             rows = np.arange(self._hand, stop)
-            self._hand = stop if stop < table.index.num_row_numbers else 0
             old = rows[table.statistics.column("tick", rows) <= self._cut]
-            if self._cut >= table.step:
+            if self._cut >= oldest_in_use:
                 old = old[~np.isin(old, in_use)]
+            if len(old) > excess:  # ticks may be all alike: no more go than must
+                old = old[:excess]
+                stop = int(old[-1]) + 1
+            self._hand = stop if stop < table.index.num_row_numbers else 0
             num = table.erase(table.index.keys_of(old))
             table.num_evicted += num
             excess -= num

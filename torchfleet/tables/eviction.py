@@ -42,6 +42,7 @@ def check_policy(table: SparseTable, policy: Shrink) -> None:
                 f"table '{table.spec.name}' keeps no '{column}', which this shrink looks at ({name}). A table keeps "
                 f"what it was declared with: give its SparseEmbedding {_HOW[column]}."
             )
+    row_limit(table.spec, policy, table.index)  # raises if it leaves this server no row
 
 
 def shrink(table: SparseTable, policy: Shrink) -> Iterator[int]:

@@ -82,6 +82,7 @@ class SparseTable:
     def appear(self, keys: Keys, worker: int | None = None) -> Rows:
         """Keys were looked up for training: admitted or counted, created, seen. Returns their rows, -1 for none."""
         at = self.find(keys)
+        self._see(at)  # first: rows of this batch must not make room for others of it
         missing = at < 0
         if missing.any():
             strangers = unique(keys[missing])[0]
@@ -89,11 +90,14 @@ class SparseTable:
                 self._waiting.setdefault(worker, []).append(strangers)
             else:
                 self._admit(strangers, at)
-                at[missing] = self.find(keys[missing])
+                at[missing] = found = self.find(keys[missing])
+                self._see(found)
+        return at
+
+    def _see(self, at: Rows) -> None:
         if self.statistics is not None:
             self.statistics.appear(at, self.clock.now, self.step)
             self._mark(at)
-        return at
 
     def admit_waiting(self) -> None:
         """The appearances of a sync step, in the order of the workers."""
@@ -167,6 +171,10 @@ class SparseTable:
         sums[inverse, -1] = wide[:, -1]  # a slot is a number, not an amount
         grads, pushed = np.ascontiguousarray(sums[:, : self.spec.dim]), np.ascontiguousarray(sums[:, self.spec.dim :])
         at = self.find(distinct)
+        if self.admission is None and (at < 0).any():  # dropped since they were pulled: they begin anew, here and now
+            for start in range(0, len(distinct), CHUNK):
+                self._locate(distinct[start : start + CHUNK], True, self._row_words)
+            at = self.find(distinct)
         if self.statistics is not None:
             self.statistics.add(at, pushed)
             self._mark(at)
@@ -210,8 +218,13 @@ class SparseTable:
             block = join_columns(self.statistics.names, self._complete(columns or {}, len(keys)), len(keys))
             whole = np.concatenate([values, block], axis=1)
         has_room = values.shape[1] == self._row_words and len(keys) <= self.index.num_free_rows
-        if not (has_room and self.index.load(keys, whole)):
+        if has_room and self.index.load(keys, whole):
+            return
+        capacity, self._capacity = self._capacity, None  # a later save of the chain says which rows went, not this one
+        try:
             self.assign(keys, values, self._complete(columns or {}, len(keys)))
+        finally:
+            self._capacity = capacity
 
     def _complete(self, columns: Columns, num: int) -> Columns:
         """A table that did not keep times when it was saved: its rows count as seen and made now."""
@@ -299,11 +312,13 @@ class SparseTable:
         carried: Columns | None = None
         if self.admission is not None:
             keys, carried = self.admission.admit(keys)
+        if self._capacity is not None:
+            self._capacity.make_room(len(keys), in_use)
         for start in range(0, len(keys), CHUNK):
             some = slice(start, start + CHUNK)
             at = self._found[: len(keys[some])]
             at[:] = -1
-            self._insert(keys[some], at, True, in_use)
+            self._insert(keys[some], at, True)
             if carried is not None and self.statistics is not None:
                 for name, column in carried.items():
                     self.statistics.put(name, at, column[some])
@@ -312,13 +327,13 @@ class SparseTable:
         """Row numbers of `keys`, valid until the next call; `num_words` of each row are about to be used."""
         at = self._found[: len(keys)]
         if self.index.find(keys, at, num_words) and create:
-            self._insert(keys, at, initialise, at)
+            if self._capacity is not None:
+                self._capacity.make_room(int((at < 0).sum()), at)
+            self._insert(keys, at, initialise)
         return at
 
-    def _insert(self, keys: Keys, at: Rows, initialise: bool, in_use: Rows) -> None:
-        """Rows for the keys whose `at` is negative. `in_use`: rows that must not make room for them."""
-        if self._capacity is not None:
-            self._capacity.make_room(int((at < 0).sum()), in_use)
+    def _insert(self, keys: Keys, at: Rows, initialise: bool) -> None:
+        """Rows for the keys whose `at` is negative."""
         fresh = self.index.insert_missing(keys, at)
         if initialise:
             first, rule = self.spec.initializer, self.spec.rule
