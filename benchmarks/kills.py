@@ -52,13 +52,14 @@ def options() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--mode", choices=MODES, default="sync")
     parser.add_argument("--hours", type=int, default=720)
-    parser.add_argument("--samples", type=int, default=2_000, help="per hour")
+    parser.add_argument("--samples", type=int, default=6_000, help="per hour")
+    parser.add_argument("--longest", type=float, default=1.5, help="seconds from a start to the next kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     chosen = parser.parse_args()
     if chosen.quick:
-        chosen.kills, chosen.hours, chosen.samples = 3, 26, 500
+        chosen.kills, chosen.hours, chosen.samples, chosen.longest = 3, 30, 4_000, 1.0
     return chosen
 
 
@@ -155,7 +156,7 @@ def disturbed(chosen: argparse.Namespace, folder: str) -> Counter[str]:
     while True:
         fleet_now = Fleet(chosen, folder)
         left = chosen.kills - killed.total()
-        ended = fleet_now.wait(rng.uniform(0.3, 3.0) if left else WAIT)
+        ended = fleet_now.wait(rng.uniform(0.2, chosen.longest) if left else WAIT)
         if ended:
             return killed
         if ended is None and left:
@@ -203,6 +204,7 @@ def main() -> None:
     chosen = options()
     torch.set_num_threads(1)
     warm_up()
+    torch.optim.Adagrad([torch.zeros(1, requires_grad=True)])  # imports much, and forks need not do it again
     say(f"{chosen.hours} parts, {chosen.kills} kills, {chosen.mode}")
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
         report(run(chosen, (one, two)), chosen.json)

@@ -1,0 +1,21 @@
+"""Training that never ends, part after part as they are finished: docs/online.md."""
+
+from __future__ import annotations
+
+from torchfleet.online.folders import FolderSource
+from torchfleet.online.kafka import KafkaSource
+from torchfleet.online.parts import Part, Source
+from torchfleet.online.passes import train_passes
+from torchfleet.online.progress import PassReport, Result, history, model_to_load
+
+__all__ = [
+    "FolderSource",
+    "KafkaSource",
+    "Part",
+    "PassReport",
+    "Result",
+    "Source",
+    "history",
+    "model_to_load",
+    "train_passes",
+]

@@ -1,0 +1,142 @@
+"""Parts found below a path by a pattern of names: on this machine, or anywhere that fsspec reaches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import groupby
+from typing import Any
+
+import fsspec
+
+from torchfleet.errors import DataError
+from torchfleet.online.parts import time_of
+
+_PIECES = re.compile(r"(\{day\}|\{hour\}|\*|\?)")
+_MEANING = {"{day}": r"(?P<day>\d{8})", "{hour}": r"(?P<hour>\d{2})", "*": ".*", "?": "."}
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A part of which something is there: a folder, or files."""
+
+    day: str
+    hour: str  # "" where parts are whole days
+    paths: tuple[str, ...]  # below the tree's path
+
+    @property
+    def name(self) -> str:
+        return f"{self.day}/{self.hour}" if self.hour else self.day
+
+
+@dataclass(frozen=True)
+class _Place:
+    path: str
+    fields: dict[str, str]
+
+    @property
+    def day(self) -> str:
+        return self.fields.get("day", "")
+
+    @property
+    def hour(self) -> str:
+        return self.fields.get("hour", "")
+
+
+class Tree:
+    """What lies below a path. `pattern` has {day} (20261115) and, for hourly parts, {hour} (07); * and ? are wild."""
+
+    def __init__(self, path: str, pattern: str) -> None:
+        if "{day}" not in pattern:
+            raise DataError(f"a pattern of parts needs {{day}}, and {{hour}} where parts are hours; found {pattern!r}")
+        self._is_local = "://" not in path and "::" not in path
+        self.path = path.rstrip("/") or "/"
+        self._steps = [_regex(step) for step in pattern.strip("/").split("/")]
+        self._day_step = next(i for i, step in enumerate(self._steps) if "day" in step.groupindex)
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.path)
+        except Exception as error:  # every file system has its own
+            raise DataError(f"{path} cannot be opened: {type(error).__name__}: {error}") from error
+
+    def parts(self, since: str) -> Iterator[Begun]:
+        """In their order, from day `since` on. Later days are looked at only when they are asked for."""
+        self._fs.invalidate_cache()  # of an earlier look
+        places = [_Place("", {})]
+        for step in self._steps[: self._day_step + 1]:
+            places = [found for place in places for found in self._matches(place, step)]
+        places = sorted((place for place in places if place.day >= since), key=lambda place: place.day)
+        for _, of_day in groupby(places, key=lambda place: place.day):
+            yield from self._hours(of_day)
+
+    def exists(self, path: str) -> bool:
+        return bool(self._fs.exists(self._inner(path)))
+
+    def is_folder(self, path: str) -> bool:
+        return bool(self._fs.isdir(self._inner(path)))
+
+    def files(self, folder: str, pattern: str) -> list[str]:
+        """Files of a folder whose names fit, sorted; names that begin with _ or . are no data."""
+        names = [name for name, is_folder in self._list(folder) if not is_folder and not name.startswith(("_", "."))]
+        return [f"{folder}/{name}" for name in names if fnmatchcase(name, pattern)]
+
+    def place(self, path: str) -> str:
+        """As datasets open it."""
+        return f"{self.path.rstrip('/')}/{path}"
+
+    def _hours(self, places: Iterable[_Place]) -> Iterator[Begun]:
+        """The parts of one day."""
+        for step in self._steps[self._day_step + 1 :]:
+            places = [found for place in places for found in self._matches(place, step)]
+        ordered = sorted(places, key=lambda place: (place.hour, place.path))
+        for hour, of_hour in groupby(ordered, key=lambda place: place.hour):
+            same = list(of_hour)
+            yield Begun(same[0].day, hour, tuple(place.path for place in same))
+
+    def _matches(self, place: _Place, step: re.Pattern[str]) -> Iterator[_Place]:
+        for name, _ in self._list(place.path):
+            match = step.fullmatch(name)
+            if match is None:
+                continue
+            fields = match.groupdict()
+            if all(place.fields.get(field, value) == value for field, value in fields.items()):
+                found = _Place(f"{place.path}/{name}".lstrip("/"), {**place.fields, **fields})
+                if _is_moment(found):
+                    yield found
+
+    def _list(self, path: str) -> list[tuple[str, bool]]:
+        """(name, whether it is a folder) of everything in a folder, sorted; nothing if there is none."""
+        try:
+            entries: list[dict[str, Any]] = self._fs.ls(self._inner(path), detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        found = []
+        for entry in entries:
+            name = entry["name"].rstrip("/").rsplit("/", 1)[-1]
+            kind = entry["type"]  # a link is neither
+            found.append((name, kind == "directory" or (kind != "file" and bool(self._fs.isdir(entry["name"])))))
+        return sorted(found)
+
+    def _inner(self, path: str) -> str:
+        return f"{self._root.rstrip('/')}/{path}".rstrip("/") or "/"
+
+
+def _regex(step: str) -> re.Pattern[str]:
+    """One name between slashes; a field that comes twice must be the same both times."""
+    text, seen = "", set()
+    for piece in _PIECES.split(step):
+        meaning = _MEANING.get(piece)
+        text += f"(?P={piece[1:-1]})" if piece in seen else meaning or re.escape(piece)
+        if meaning and piece[0] == "{":
+            seen.add(piece)
+    return re.compile(text)
+
+
+def _is_moment(place: _Place) -> bool:
+    """Eight digits may also be something else than a day."""
+    try:
+        time_of(place.day or "20000101", int(place.hour or 0))
+    except ValueError:
+        return False
+    return True

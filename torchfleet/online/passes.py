@@ -1,0 +1,242 @@
+"""The pass loop: each finished part is evaluated, trained once and saved, for as long as parts come."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from torchfleet import fleet
+from torchfleet.checkpoint.storage import Storage
+from torchfleet.errors import CheckpointError, FleetError, ServerRestarted, ServerUnreachable
+from torchfleet.metrics import AUC
+from torchfleet.online.meeting import LOOK, meet
+from torchfleet.online.parts import Part, Source
+from torchfleet.online.progress import KEPT, PassReport, Progress, Result, extra_of, saved_progress
+from torchfleet.online.validation import auc_of_all
+
+BEAT = 10.0  # seconds after which worker 0 tells the others that it is still waiting for a part
+
+_saved_here: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by job: the folder that its last pass is in
+
+Train = Callable[[Part, list[str]], Any]
+Evaluate = Callable[[Part, list[str]], AUC | None]
+
+
+def train_passes(
+    source: Source,
+    model_dir: str,
+    train: Train,
+    *,
+    evaluate: Evaluate | None = None,
+    on_pass: Callable[[PassReport], None] | None = None,
+    shrink: bool = False,
+    poll_seconds: float = 5.0,
+    max_passes: int | None = None,
+    all_files: bool = False,
+) -> list[PassReport]:
+    """Train every part of `source` once, in order, and save after each, until the source or `max_passes` is over.
+
+    To be called on all workers, after fleet.init_worker. For each part: `evaluate(part, files)` first, if it is given,
+    whose AUC over all workers is that of the part before anybody has trained on it; then `train(part, files)`; then the
+    model is saved to `model_dir`, whole for the first part of a day, else what has changed. `files` are this worker's;
+    with `all_files`, `train` gets those of all workers: in sync mode all must make the same number of steps, which they
+    do if everybody reads everything and takes its share of each batch.
+
+    A part is in the saved model exactly once: the position in the source is saved with the model, in one step. A script
+    that is started again (with fleet.init_server(online.model_to_load(model_dir)), and init_worker alike) goes on from
+    the last complete pass. Whatever goes wrong on one worker ends the loop on all: an error names the part.
+
+    shrink: evict rows by the tables' own policies once a day, before the full save. Returns the last 1000 reports.
+    """
+    loop = _Loop(source, model_dir, train, evaluate, on_pass, shrink, poll_seconds, all_files)
+    try:
+        return loop.run(max_passes)
+    except (ServerUnreachable, ServerRestarted):
+        raise
+    except Exception:
+        with contextlib.suppress(Exception):
+            fleet.stop_worker()  # the others must not wait for this one; they find it missing when they meet
+        raise
+
+
+class _Loop:
+    def __init__(
+        self,
+        source: Source,
+        model_dir: str,
+        train: Train,
+        evaluate: Evaluate | None,
+        on_pass: Callable[[PassReport], None] | None,
+        shrink: bool,
+        poll_seconds: float,
+        all_files: bool,
+    ) -> None:
+        if poll_seconds <= 0:
+            raise FleetError(f"poll_seconds: expected a number above 0, found {poll_seconds!r}")
+        self._source, self._model_dir = source, model_dir
+        self._train, self._evaluate, self._on_pass = train, evaluate, on_pass
+        self._shrink, self._poll_seconds, self._all_files = shrink, poll_seconds, all_files
+        self._is_first = fleet.is_first_worker()
+        self._next_poll = 0.0
+        self._waits = False
+        self._part = ""  # the last one of this run
+        self._has_saved = False
+        self._own: list[str] = []  # this worker's files
+        self._files_for = ""  # of this part
+        self._progress = Progress()  # worker 0 has it
+
+    def run(self, max_passes: int | None) -> list[PassReport]:
+        _refuse_restarted_worker()
+        if self._is_first:
+            self._progress = self._resumed()
+        reports: deque[PassReport] = deque(maxlen=KEPT)
+        num = 0
+        while max_passes is None or num < max_passes:
+            part = self._next_part()
+            if part is None:
+                break
+            reports.append(self._pass(part))
+            num += 1
+            if self._on_pass is not None:
+                self._on_pass(reports[-1])
+        return list(reports)
+
+    def _resumed(self) -> Progress:
+        """Where to go on. The servers must have the model that this position belongs to."""
+        if fleet.saved_extra(self._model_dir) is None:
+            return Progress()
+        wanted = Storage(self._model_dir).path
+        for number, server in enumerate(fleet.stats()["servers"]):
+            if wanted not in (server["model"], _saved_here.get(fleet._get_job())):
+                raise FleetError(
+                    f"there is a model in {self._model_dir} to go on from, but server {number} has loaded "
+                    f"{server['model'] or 'none'}. Write fleet.init_server(online.model_to_load(model_dir)), and "
+                    "fleet.init_worker alike; or give another model_dir to begin anew."
+                )
+        progress = saved_progress(self._model_dir)
+        if progress.passes:
+            print(f"going on after part {progress.part}, pass {progress.passes}", flush=True)
+        return progress
+
+    def _next_part(self) -> Part | None:
+        """Waited for by all workers; None at the end of the source."""
+        while True:
+            found = self._look() if self._is_first else None
+            what, part = meet(LOOK, self._part, found)[0]
+            if what == "over":
+                return None
+            if what == "part":
+                return msgspec.convert(part, Part)
+
+    def _look(self) -> tuple[str, Any]:
+        """On worker 0: what to tell the others."""
+        deadline = time.monotonic() + BEAT
+        while (now := time.monotonic()) < deadline:
+            if now >= self._next_poll:
+                part = self._source.next(self._progress.position)
+                if part is not None:
+                    self._waits, self._next_poll = False, 0.0
+                    fleet.set_time(part.time)  # nobody trains now
+                    return "part", msgspec.to_builtins(part)
+                if self._source.is_over(self._progress.position):
+                    return "over", None
+                self._say_waiting()
+                self._next_poll = now + self._poll_seconds
+            time.sleep(max(0.0, min(self._next_poll, deadline) - time.monotonic()))
+        return "wait", None
+
+    def _say_waiting(self) -> None:
+        if not self._waits:
+            behind = f"after {self._progress.part}" if self._progress.part else "of all"
+            print(f"waiting for the first part {behind}", flush=True)
+            self._waits = True
+
+    def _pass(self, part: Part) -> PassReport:
+        start = time.monotonic()
+        self._part = part.name
+        auc, samples = None, None
+        if self._evaluate is not None:  # nobody trains before all have evaluated
+            auc, samples = auc_of_all(self._evaluate(part, self._own_files(part)), part.name)
+        files = self._source.files_of(part, 0, 1) if self._all_files else self._own_files(part)
+        begin, before = time.monotonic(), _num_samples()
+        self._train(part, files)
+        fleet.flush()
+        trained = sum(meet("trained", part.name, _num_samples() - before))
+        samples = trained if samples is None else samples
+        rate = samples / max(time.monotonic() - begin, 1e-9)
+        report = self._saved(part, auc, samples, rate, start)
+        self._own = []
+        self._source.done(part)
+        if report.auc is not None:
+            fleet.report(auc=report.auc)
+        return report
+
+    def _own_files(self, part: Part) -> list[str]:
+        """Made once for a part: a source may have to fetch them."""
+        if self._files_for != part.name:
+            self._files_for = part.name
+            self._own = self._source.files_of(part, fleet.worker_index(), fleet.worker_num())
+        return list(self._own)
+
+    def _saved(self, part: Part, auc: float | None, samples: int, rate: float, start: float) -> PassReport:
+        """Worker 0 saves, the others wait."""
+        report = None
+        if self._is_first:
+            is_full = self._progress.takes_full_save(part)
+            if is_full and self._shrink:
+                fleet.shrink()
+            result = Result(part.name, auc, samples, _num_rows())
+            self._progress = self._save(part, result, is_full)
+            self._has_saved = True
+            _saved_here[fleet._get_job()] = Storage(self._model_dir).path
+            seconds = time.monotonic() - start
+            report = PassReport(
+                part.name, self._progress.passes, auc, samples, rate, self._progress.deltas, result.rows, seconds
+            )
+            print(report.line(), flush=True)
+        return msgspec.convert(meet("saved", part.name, msgspec.to_builtins(report))[0], PassReport)
+
+    def _save(self, part: Part, result: Result, is_full: bool) -> Progress:
+        """The model and the position in the source, in one step."""
+        if not is_full:
+            progress = self._progress.after(part, result, is_full=False)
+            try:
+                fleet.save_persistables(self._model_dir, 1, extra_of(progress))
+                return progress
+            except CheckpointError as error:
+                if self._has_saved:
+                    raise
+                # The first of a run: its tables may have other policies than those of the run before.
+                print(
+                    f"part {part.name}: everything is saved, as no delta can be: {error}", file=sys.stderr, flush=True
+                )
+        progress = self._progress.after(part, result, is_full=True)
+        fleet.save_persistables(self._model_dir, 0, extra_of(progress))
+        return progress
+
+
+def _refuse_restarted_worker() -> None:
+    """The servers still hold what it has trained of a part, so that it would be trained twice."""
+    if fleet._get_job().info.restart:
+        raise FleetError(
+            "this worker was started again in the middle of a job, whose servers hold half of a part. Start the whole "
+            "job again: it goes on from the last complete pass. For fleetrun to do so use --max_job_restart, not "
+            "--max_restart."
+        )
+
+
+def _num_samples() -> int:
+    return int(fleet.stats()["worker"]["samples"])
+
+
+def _num_rows() -> int:
+    """Rows of all sparse tables."""
+    tables = [table for server in fleet.stats()["servers"] for table in server["tables"].values()]
+    return sum(table["rows"] for table in tables if table["kind"] != "dense")

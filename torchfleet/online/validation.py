@@ -1,0 +1,26 @@
+"""Progressive validation: the AUC of a part before anybody has trained on it, over all workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from torchfleet.errors import FleetError
+from torchfleet.metrics import AUC, area
+from torchfleet.online.meeting import meet
+
+
+def auc_of_all(meter: Any, part: str) -> tuple[float | None, int]:
+    """(AUC, samples) from every worker's own meter, or None where it had no samples. Returns when all have come."""
+    if meter is not None and not isinstance(meter, AUC):
+        raise FleetError(f"evaluate must return a fleet.metrics.AUC, or None, found {type(meter).__name__}")
+    counts = meter.compute()[2][2:] if meter is not None else []
+    brought = meet("evaluated", part, [count.tobytes() for count in counts])
+    stats = [[np.frombuffer(count, np.float64) for count in worker] for worker in brought if worker]
+    if len({len(positive) for positive, _ in stats}) > 1:
+        raise FleetError("evaluate: the workers' AUCs have different num_thresholds; give all of them the same")
+    if not stats:
+        return None, 0
+    positive, negative = np.sum(stats, axis=0)
+    return area(positive, negative), int(positive.sum() + negative.sum())
