@@ -34,6 +34,7 @@ from torchfleet.server.server import Server
 from torchfleet.server.warm import warm_up
 from torchfleet.status import StatusFile
 from torchfleet.strategy import DistributedStrategy
+from torchfleet.tables.clock import MAX_TIME
 from torchfleet.tables.entry import Shrink
 from torchfleet.tables.statistics import is_counted, is_pushed
 
@@ -207,7 +208,13 @@ class WorkerJob:
         return self.client.shrink(table or "", policy, self.strategy.sync_timeout)
 
     def set_time(self, seconds: float) -> dict[str, int]:
-        return self.client.set_clock(int(seconds), self.strategy.sync_timeout)
+        try:
+            now = int(seconds)
+        except (TypeError, ValueError, OverflowError):  # NaN and infinity among them
+            now = -1
+        if not 0 <= now <= MAX_TIME:
+            raise FleetError(f"a time is a number of seconds since 1970, 0 to {MAX_TIME}; found {seconds!r}")
+        return self.client.set_clock(now, self.strategy.sync_timeout)
 
     def stop(self) -> dict[str, Any]:
         """Everything under way reaches the servers, then they are told. Returns the last statistics."""

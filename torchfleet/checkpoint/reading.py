@@ -104,7 +104,7 @@ class Loading:
         for arrays in self._own("candidates_gone"):
             admission.candidates.erase(arrays["keys"])
         for arrays in self._own("candidates"):
-            admission.candidates.load(arrays.pop("keys"), arrays)
+            admission.candidates.load(arrays.pop("keys"), arrays, self._table.clock.now)
 
     def sketch(self) -> None:
         """Counters of the window; of another window they would say nothing."""

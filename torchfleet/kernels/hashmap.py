@@ -104,6 +104,15 @@ def _place_missing(
     return _vacancy(slots, home)
 
 
+@inlined
+def _fetch(slots: np.ndarray, keys_N: np.ndarray, salt: np.uint64, num_buckets: np.uint64) -> np.uint64:
+    """Bring the home buckets of these keys into the cache; what is returned must be used."""
+    fetched = _U0
+    for i in range(len(keys_N)):
+        fetched ^= slots[_home(_tag(keys_N[i], salt), num_buckets) * _U8]
+    return fetched
+
+
 @kernel
 def find(
     old: np.ndarray,
@@ -190,8 +199,10 @@ def insert_missing(
     """
     moved, salt = np.uint64(state[MOVED]), np.uint64(state[SALT])
     num_old, num_new = num_buckets[OLD], num_buckets[NEW]
-    num_fresh = 0
+    num_fresh, fetched = 0, np.uint64(0)
     for i in range(len(keys_N)):
+        if i % BLOCK == 0:
+            fetched ^= _fetch(new, keys_N[i : i + BLOCK], salt, num_new)
         if rows_N[i] >= 0:
             continue
         key = keys_N[i]
@@ -223,6 +234,7 @@ def insert_missing(
             num_fresh += 1
         rows_N[i] = np.int64(slot & _LOW) - 1
     state[NUM_KEYS] += num_fresh
+    state[FETCHED] = np.int64(fetched)
     return num_fresh
 
 
@@ -244,8 +256,7 @@ def load(
     num_fresh, fetched = 0, np.uint64(0)
     for start in range(0, len(keys_N), BLOCK):
         stop = min(start + BLOCK, len(keys_N))
-        for i in range(start, stop):
-            fetched ^= new[_home(_tag(keys_N[i], salt), num_new) * _U8]
+        fetched ^= _fetch(new, keys_N[start:stop], salt, num_new)
         for i in range(start, stop):
             key = keys_N[i]
             tag = _tag(key, salt)
@@ -303,8 +314,10 @@ def erase(
     """Take keys out and put their rows on the free list; absent keys are passed over. Returns how many were there."""
     moved, salt = np.uint64(state[MOVED]), np.uint64(state[SALT])
     num_old, num_new = num_buckets[OLD], num_buckets[NEW]
-    num_erased = 0
+    num_erased, fetched = 0, np.uint64(0)
     for i in range(len(keys_N)):
+        if i % BLOCK == 0:
+            fetched ^= _fetch(new, keys_N[i : i + BLOCK], salt, num_new)
         key = keys_N[i]
         tag = _tag(key, salt)
         if _home(tag, num_old) < moved:
@@ -322,6 +335,7 @@ def erase(
             state[NUM_FREE] += 1
             num_erased += 1
     state[NUM_KEYS] -= num_erased
+    state[FETCHED] = np.int64(fetched)
     return num_erased
 
 

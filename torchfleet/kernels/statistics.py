@@ -58,6 +58,23 @@ def appear(
 
 
 @kernel
+def oldest(
+    words: np.ndarray, width: int, place: int, start: int, stop: int, cut: np.uint32, most: int, rows_M: np.ndarray
+) -> tuple[int, int]:
+    """Rows from `start` on whose word at `place` is at most `cut`: at most `most` of them, and none from `stop` on.
+
+    Returns (how many, the row behind the last one that was looked at).
+    """
+    num, row = 0, start
+    while row < stop and num < most:
+        if words[row * width + place] <= cut:
+            rows_M[num] = row
+            num += 1
+        row += 1
+    return num, row
+
+
+@kernel
 def begin(
     store: np.ndarray,
     words: np.ndarray,

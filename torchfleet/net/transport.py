@@ -61,10 +61,9 @@ class InProcess:
 
     def call(self, channel: InProcessChannel, frames: Sequence[Frame] | None) -> None:
         with self._lock:
-            self.is_busy = self._server.work()
-            ready = self._server.tick(channel.now())
-            if frames is not None:
-                ready += self._server.handle(channel, frames, None)
+            ready = self._server.handle(channel, frames, None) if frames is not None else []
+            self.is_busy = self._server.work()  # after it: the request may have brought work, which then begins at once
+            ready += self._server.tick(channel.now())
         for peer, reply in ready:
             if isinstance(peer, InProcessChannel):
                 peer.deliver(reply)

@@ -35,6 +35,8 @@ def load_model(
             f"{storage.path} has no {', '.join(unknown)}; it has the tables {', '.join(sorted(saved))} and the "
             f"parameters {', '.join(sorted(parameters))}"
         )
+    if manifest.is_time_set:  # a job that says how late it is: by the wall clock its rows would be years old
+        state.clock.set(int(manifest.time))
     for table in state.tables.values():
         name = table.spec.name
         layout = layouts.get(name) if layouts is not None else None
@@ -50,8 +52,6 @@ def load_model(
         elif isinstance(table, SparseTable) and (names is None or name in names):
             load_sparse(storage, manifest, table)
     state.model = storage.path
-    if manifest.is_time_set:  # a job that says how late it is: by the wall clock its rows would be years old
-        state.clock.set(int(manifest.time))
     state.schedule.note(state.tables.values(), int(manifest.time))
     if names is None:  # all of it is here: the next save may be a delta
         for table in state.tables.values():

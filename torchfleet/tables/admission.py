@@ -72,10 +72,11 @@ class Candidates:
         keys: Keys = self.tracking.gone if self.tracking is not None else np.empty(0, np.uint64)
         return keys[self.find(keys) < 0]
 
-    def load(self, keys: Keys, columns: Columns) -> None:
-        """Overwrite, or begin, with what was saved."""
-        at = self.locate(keys, 0)
-        self.statistics.write(at, columns)
+    def load(self, keys: Keys, columns: Columns, now: int) -> None:
+        """Overwrite, or begin, with what was saved. If that has no times, they count as seen now."""
+        at = self.locate(keys, now)
+        times = np.full(len(keys), now, np.uint32)
+        self.statistics.write(at, {"seen": times, "born": times, **columns})
 
 
 class Admission:

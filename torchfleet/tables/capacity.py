@@ -19,7 +19,7 @@ from torchfleet.tables.spec import TableSpec, part_range
 if TYPE_CHECKING:
     from torchfleet.tables.sparse import SparseTable
 
-SWEEP = 4096  # row numbers looked at in one go
+SWEEP = 4096  # rows dropped in one go
 SAMPLE = 1 << 14  # rows whose ticks say how old the oldest are
 SHARE = 0.1  # of the rows, the oldest, may go in one lap
 MAP_BYTES = 18  # per row, beside the row itself: slots of the map, and its place in the list of free rows
@@ -35,9 +35,12 @@ def row_limit(spec: TableSpec, policy: Shrink, index: KeyMap | KeyRange) -> int 
         limits.append(policy.max_bytes // (4 * index.width + MAP_BYTES))
     if not limits:
         return None
+    if min(limits) < spec.num_parts:  # said by all servers alike, so that none of them begins
+        raise TableError(
+            f"table '{spec.name}': max_rows or max_bytes allows {min(limits)} rows, which leaves none for some of the "
+            f"{spec.num_parts} servers; raise it"
+        )
     start, stop = part_range(min(limits), spec.part, spec.num_parts)
-    if stop == start:
-        raise TableError(f"table '{spec.name}': max_rows or max_bytes leaves no row for server {spec.part}; raise it")
     return min(stop - start, index.max_rows)
 
 
@@ -81,18 +84,14 @@ class Capacity:
                 has_found_none = not is_first and excess == at_start
                 self._cut = int(NEVER) - 1 if has_found_none else self._oldest_tick()
                 at_start, is_first = excess, False
-            stop = min(self._hand + SWEEP, table.index.num_row_numbers)
-            rows = np.arange(self._hand, stop)
-            old = rows[table.statistics.column("tick", rows) <= self._cut]
+            num_rows = table.index.num_row_numbers
+            old, stop = table.statistics.oldest(self._hand, num_rows, self._cut, min(excess, SWEEP))
+            self._hand = stop if stop < num_rows else 0
             if self._cut >= oldest_in_use:
                 old = old[~np.isin(old, in_use)]
-            if len(old) > excess:  # ticks may be all alike: no more go than must
-                old = old[:excess]
-                stop = int(old[-1]) + 1
-            self._hand = stop if stop < table.index.num_row_numbers else 0
-            num = table.erase(table.index.keys_of(old))
-            table.num_evicted += num
-            excess -= num
+            table.drop(table.index.keys_of(old), old)
+            table.num_evicted += len(old)
+            excess -= len(old)
 
     def _oldest_tick(self) -> int:
         """The tick up to which a tenth of the rows were last looked up."""
@@ -120,6 +119,8 @@ def least_recent(table: SparseTable, num: int, slice_rows: int) -> Iterator[Keys
             counts += np.bincount(digits[-1][same] if prefix else digits[-1], minlength=1 << 16)
             yield None
         ends = np.cumsum(counts)
+        if remaining >= ends[-1]:  # the others of these rows were seen or dropped meanwhile: all that are left go
+            break
         digit = int(np.searchsorted(ends, remaining))  # the first digit at which enough rows lie below or in it
         prefix.append(digit)
         remaining -= int(ends[digit] - counts[digit])

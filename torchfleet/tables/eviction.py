@@ -18,6 +18,7 @@ from torchfleet.tables.sparse import SparseTable
 from torchfleet.tables.statistics import Columns
 
 SLICE = 8192  # row numbers between two requests: a millisecond or two
+MAX_ROUNDS = 4  # to a capacity: rows that are looked up while the oldest are sought stay, and others must go
 
 _KEPT = {"unseen_days": "seen", "age_days": "born", "score": "show", "click": "show", "norm": "", "tick": "tick"}
 _HOW = {
@@ -107,10 +108,11 @@ def _shrink_candidates(candidates: Candidates, policy: Shrink, now: int) -> Iter
 
 def _shrink_to_capacity(table: SparseTable, policy: Shrink) -> Iterator[int]:
     limit = row_limit(table.spec, policy, table.index)
-    if limit is None or table.index.num_keys <= limit:
-        return
-    for keys in least_recent(table, table.index.num_keys - limit, SLICE):
-        yield _drop(table, keys) if keys is not None else 0
+    for _ in range(MAX_ROUNDS):
+        if limit is None or table.index.num_keys <= limit:
+            return
+        for keys in least_recent(table, table.index.num_keys - limit, SLICE):
+            yield _drop(table, keys) if keys is not None else 0
 
 
 def _norms(table: SparseTable, rows: Rows) -> npt.NDArray[np.float64]:

@@ -239,13 +239,17 @@ class SparseTable:
     def erase(self, keys: Keys) -> int:
         """Drop rows; absent keys are passed over. Returns how many were there. Their memory is reused."""
         self.check_keys(keys)
-        if self.statistics is not None or self.tracking is not None:
-            at = self.find(keys)
-            keys, at = keys[at >= 0], at[at >= 0]
-            if self.statistics is not None:
-                self.statistics.put("tick", at, NEVER)
-            if self.tracking is not None and len(keys):
-                self.tracking.note_gone(keys)
+        if self.statistics is None and self.tracking is None:
+            return self.index.erase(keys)
+        at = self.find(keys)
+        return self.drop(keys[at >= 0], at[at >= 0])
+
+    def drop(self, keys: Keys, at: Rows) -> int:
+        """`erase` for keys that are known to be in these rows."""
+        if self.statistics is not None:
+            self.statistics.put("tick", at, NEVER)
+        if self.tracking is not None and len(keys):
+            self.tracking.note_gone(keys)
         return self.index.erase(keys)
 
     def chunks(

@@ -104,6 +104,14 @@ class Statistics:
         words: npt.NDArray[np.uint32] = self._words[rows * self._index.width + self._places[COLUMNS.index(name)]]
         return words
 
+    def oldest(self, start: int, stop: int, cut: int, most: int) -> tuple[Rows, int]:
+        """(rows of a stretch with a tick of at most `cut`, so many at most; the row behind the last one looked at)."""
+        rows = np.empty(most, np.int64)
+        place = self._places[COLUMNS.index("tick")]
+        arguments = self._words, self._index.width, place, start, stop, np.uint32(cut), most, rows
+        num, behind = kernels.oldest(*arguments)
+        return rows[:num], behind
+
     def put(self, name: str, rows: Rows, values: npt.ArrayLike) -> None:
         """Set one column of these rows, if it is kept."""
         place = self._places[COLUMNS.index(name)]
