@@ -18,7 +18,8 @@ from torchfleet.kernels.hashmap import SALT
 from torchfleet.ps.shard import shard
 from torchfleet.tables import keymap, sparse
 from torchfleet.tables.memory import Memory
-from torchfleet.tables.sparse import CHUNK, SparseTable
+from torchfleet.tables.rowstore import CHUNK
+from torchfleet.tables.sparse import SparseTable
 from torchfleet.tables.spec import Initializer, Rule, TableSpec
 
 ROOM = 1 << 20
@@ -622,7 +623,9 @@ class TableMachine(RuleBasedStateMachine):
 
     @rule(num_rows=st.integers(1, 50))
     def walk(self, num_rows) -> None:
-        found = [pair for keys, rows, _ in self.table.chunks(num_rows) for pair in zip(keys.tolist(), rows, strict=True)]
+        found = [
+            pair for keys, rows, _ in self.table.chunks(num_rows) for pair in zip(keys.tolist(), rows, strict=True)
+        ]
         assert sorted(key for key, _ in found) == sorted(self.rows)
         assert all(twins.same_bits(row, self.rows[key]) for key, row in found)
 

@@ -17,7 +17,7 @@ from torchfleet.tables.keyrange import KeyRange
 from torchfleet.tables.spec import TableSpec, part_range
 
 if TYPE_CHECKING:
-    from torchfleet.tables.sparse import SparseTable
+    from torchfleet.tables.rowstore import RowStore
 
 SWEEP = 4096  # rows dropped in one go
 SAMPLE = 1 << 14  # rows whose ticks say how old the oldest are
@@ -50,7 +50,7 @@ class Capacity:
     Which rows are the oldest is read from a sample once per lap: no list has to be kept in order at every lookup.
     """
 
-    def __init__(self, table: SparseTable, max_rows: int) -> None:
+    def __init__(self, table: RowStore, max_rows: int) -> None:
         self.max_rows = max_rows
         self._table = table
         self._hand = self._cut = 0
@@ -103,7 +103,7 @@ class Capacity:
         return int(np.partition(ticks, int(len(ticks) * SHARE))[int(len(ticks) * SHARE)]) if len(ticks) else 0
 
 
-def least_recent(table: SparseTable, num: int, slice_rows: int) -> Iterator[Keys | None]:
+def least_recent(table: RowStore, num: int, slice_rows: int) -> Iterator[Keys | None]:
     """The keys of the `num` rows that were not looked up for the longest time, exactly; of equal ones those with the
     smaller hash. In slices: None while it is still being found out which they are.
 
@@ -135,7 +135,7 @@ def least_recent(table: SparseTable, num: int, slice_rows: int) -> Iterator[Keys
         yield keys[below | equal]
 
 
-def _slices(table: SparseTable, num_rows: int, num_digits: int) -> Iterator[tuple[Keys, list[npt.NDArray[np.int64]]]]:
+def _slices(table: RowStore, num_rows: int, num_digits: int) -> Iterator[tuple[Keys, list[npt.NDArray[np.int64]]]]:
     """Keys of the rows in use and the first digits of their ranks."""
     assert isinstance(table.index, KeyMap)
     assert table.statistics is not None

@@ -1,65 +1,30 @@
-"""Rows by key: `[key | value | optimizer state | statistics]` in one float32 store."""
+"""A table that workers pull rows from and push gradients to."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from torchfleet.errors import TableError
-from torchfleet.kernels import random, rows
+from torchfleet.kernels import rows
 from torchfleet.kernels.merge import segment_sum, sum_by_key, unique
-from torchfleet.kernels.statistics import NEVER
-from torchfleet.tables.admission import Admission
-from torchfleet.tables.capacity import Capacity, row_limit
 from torchfleet.tables.clock import Clock
-from torchfleet.tables.keymap import KeyMap, Keys, Rows
-from torchfleet.tables.keyrange import KeyRange
-from torchfleet.tables.rules import Floats, apply_to_rows, learning_rate, num_states
+from torchfleet.tables.keymap import Keys, Rows
+from torchfleet.tables.rowstore import CHUNK, RowStore, check_block
+from torchfleet.tables.rules import Floats, apply_to_rows, learning_rate
 from torchfleet.tables.spec import TableSpec
 from torchfleet.tables.staleness import Staleness
-from torchfleet.tables.statistics import NUM_PUSHED, Columns, Statistics, is_pushed, join_columns, row_columns
-from torchfleet.tables.tracking import Tracking
-
-CHUNK = 2048  # keys taken through find and then through the next kernel while their rows are still in the cache
-_KINDS = {
-    "constant": random.CONSTANT,
-    "uniform": random.UNIFORM,
-    "normal": random.NORMAL,
-    "truncated_normal": random.TRUNCATED_NORMAL,
-}
+from torchfleet.tables.statistics import NUM_PUSHED, Columns, is_pushed
 
 
-class SparseTable:
-    """Any number of rows; owned by one thread. Every method that raises TableError has changed nothing."""
+class SparseTable(RowStore):
+    """A row store with an entry that lets keys in and a rule that updates their rows."""
 
     def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> None:
-        self.spec = spec
-        self.step = 0
+        super().__init__(spec, max_bytes, clock)
         self.num_loaded = 0  # rows that came from a saved model
-        self.num_evicted = 0
         self.staleness = Staleness()
-        self.clock = clock or Clock()
-        num_words, names = spec.dim * (1 + num_states(spec.rule)), row_columns(spec)
-        self.index: KeyMap | KeyRange
-        if spec.kind == "array":
-            self.index = KeyRange(num_words, max_bytes, spec.size, spec.part, spec.num_parts)
-        else:
-            self.index = KeyMap(num_words + len(names), max_bytes)
-        self._layout = (self.index.width, self.index.offset)
-        self._row_words = num_words
-        self._stream = _stream(spec.seed, spec.name)
-        self._found: Rows = np.empty(CHUNK, np.int64)
-        first = self.index.offset + num_words
-        self.statistics = Statistics(names, self.index, first, spec.entry) if names else None
-        self.admission = None if spec.entry.is_open else Admission(spec, max_bytes, self.clock)
         self._waiting: dict[int, list[Keys]] = {}  # by worker: appearances of a sync step, noted when it ends
-        limit = row_limit(spec, spec.shrink, self.index)
-        self._capacity = Capacity(self, limit) if limit is not None else None
-        self.tracking: Tracking | None = None
 
     def pull(self, keys: Keys, create: bool = True, worker: int | None = None) -> Floats:
         """Values for `keys`, shape (len(keys), dim), in a new array. Keys may repeat.
@@ -106,39 +71,10 @@ class SparseTable:
             for keys in pulls:
                 self.appear(keys)
 
-    def find(self, keys: Keys) -> Rows:
-        """Row numbers of any number of keys, in a new array; -1 where there is none."""
-        at = np.empty(len(keys), np.int64)
-        for start in range(0, len(keys), CHUNK):
-            self.index.find(keys[start : start + CHUNK], at[start : start + CHUNK], self.spec.dim)
-        return at
-
-    def check_keys(self, keys: Keys, create: bool = False) -> None:
-        """Raise TableError if these keys cannot be looked up, or (create) if there is no room for the new ones."""
-        self.index.check(keys)
-        if not create:
-            return
-        num_new, room = len(keys), self.num_free_rows
-        if num_new > min(room, self.index.easy_room):
-            num_new = len(np.unique(self.absent(keys)))
-        if num_new > room:
-            raise TableError(
-                f"table '{self.spec.name}' is full: {self.index.num_keys:,} rows, {num_new:,} new keys, room for "
-                f"{room:,} rows. Give the server a larger max_table_bytes, use more servers, or evict (fleet.shrink)."
-            )
-        if self.admission is not None:
-            self.admission.check_room(num_new)
-        self.index.reserve(min(num_new, self.index.num_free_rows))
-
-    @property
-    def num_free_rows(self) -> int:
-        """How many more keys could get a row; a table with a capacity makes room."""
-        return self.index.num_free_rows if self._capacity is None else self._capacity.max_rows
-
     def check_push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """Raise TableError if `push` could not take this."""
         is_wide = grads.shape[1:] == (self.spec.dim + NUM_PUSHED,) and is_pushed(self.spec)
-        _check_block(self.spec, keys, grads, self.spec.dim + NUM_PUSHED * is_wide, "gradients")
+        check_block(self.spec, keys, grads, self.spec.dim + NUM_PUSHED * is_wide, "gradients")
         learning_rate(self.spec.rule, lr, 1)
         self.check_keys(keys, create=self.admission is None)
 
@@ -192,104 +128,6 @@ class SparseTable:
             rows.sgd(self.index.store, *self._layout, at, deltas[start : start + CHUNK], -1.0, -np.inf, np.inf)
             self._mark(at)
 
-    def check_assign(self, keys: Keys, values: Floats) -> None:
-        self.check_values(keys, values)
-        self.check_keys(keys, create=True)
-
-    def assign(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
-        """Set values, or values and state when the rows are that wide. Of equal keys the last one stands."""
-        self.check_assign(keys, values)
-        is_whole = values.shape[1] == self._row_words  # then nothing of a first value would remain
-        for start in range(0, len(keys), CHUNK):
-            some = slice(start, start + CHUNK)
-            at = self._locate(keys[some], True, self._row_words, initialise=not is_whole)
-            rows.scatter(self.index.store, *self._layout, at, values[some])
-            if columns is not None and self.statistics is not None:
-                self.statistics.write(at, {name: column[some] for name, column in columns.items()})
-            self._mark(at)
-        if self.admission is not None and self.admission.candidates is not None:
-            self.admission.candidates.erase(keys)
-
-    def load(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
-        """`assign` for many rows that `check_values` has passed, with room `reserve`d: several times as fast."""
-        self.check_keys(keys)
-        whole = values
-        if self.statistics is not None:
-            block = join_columns(self.statistics.names, self._complete(columns or {}, len(keys)), len(keys))
-            whole = np.concatenate([values, block], axis=1)
-        has_room = values.shape[1] == self._row_words and len(keys) <= self.index.num_free_rows
-        if has_room and self.index.load(keys, whole):
-            return
-        capacity, self._capacity = self._capacity, None  # a later save of the chain says which rows went, not this one
-        try:
-            self.assign(keys, values, self._complete(columns or {}, len(keys)))
-        finally:
-            self._capacity = capacity
-
-    def _complete(self, columns: Columns, num: int) -> Columns:
-        """A table that did not keep times when it was saved: its rows count as seen and made now."""
-        now = np.full(num, self.clock.now, np.uint32)
-        return {"seen": now, "born": now, "tick": np.full(num, self.step, np.uint32), **columns}
-
-    def check_values(self, keys: Keys, values: Floats) -> None:
-        """Raise TableError if these cannot be rows of this table; touches nothing, so any thread may call it."""
-        num_words = self._row_words if values.shape[1:] == (self._row_words,) else self.spec.dim
-        _check_block(self.spec, keys, values, num_words, f"values (or {self._row_words} with state)")
-
-    def erase(self, keys: Keys) -> int:
-        """Drop rows; absent keys are passed over. Returns how many were there. Their memory is reused."""
-        self.check_keys(keys)
-        if self.statistics is None and self.tracking is None:
-            return self.index.erase(keys)
-        at = self.find(keys)
-        return self.drop(keys[at >= 0], at[at >= 0])
-
-    def drop(self, keys: Keys, at: Rows) -> int:
-        """`erase` for keys that are known to be in these rows."""
-        if self.statistics is not None:
-            self.statistics.put("tick", at, NEVER)
-        if self.tracking is not None and len(keys):
-            self.tracking.note_gone(keys)
-        return self.index.erase(keys)
-
-    def chunks(
-        self, num_rows: int = 1 << 16, save: Literal["full", "delta"] | None = None
-    ) -> Iterator[tuple[Keys, Floats, Columns]]:
-        """All rows, in pieces: (keys, values and state side by side, statistics).
-
-        Rows may be pulled, pushed, added and erased between two pieces: a row that lives throughout comes exactly
-        once, with value and state that belong together. `save`: they are being written; of a delta only those come
-        that it must write.
-        """
-        start = 0
-        while start < self.index.num_row_numbers:
-            stop = min(start + num_rows, self.index.num_row_numbers)
-            is_delta = save == "delta" and self.tracking is not None
-            some = self.tracking.changed(start, stop) if is_delta else np.arange(start, stop)  # type: ignore[union-attr]
-            keys, at = self.index.alive(some)
-            out = np.empty((len(keys), self._row_words), np.float32)
-            rows.gather(self.index.store, *self._layout, at, out)
-            columns: Columns = {}
-            if self.statistics is not None:
-                columns = self.statistics.read(at)
-                if save is not None:
-                    self.statistics.put("delta", at, 0)  # what was gathered since the last save
-            yield keys, out, columns
-            start = stop
-
-    def begin_save(self, is_committed: bool) -> None:
-        """From here on changes belong to the next save. `is_committed`: the one before is on disk for good."""
-        if self.tracking is None:
-            self.tracking = Tracking(self.index.max_rows)
-        self.tracking.begin(is_committed)
-        if self.admission is not None:
-            self.admission.begin_save(is_committed)
-
-    @property
-    def num_words(self) -> int:
-        """Numbers per row: values and state."""
-        return self._row_words
-
     def stats(self) -> dict[str, Any]:
         return {
             "loaded": self.num_loaded,
@@ -301,15 +139,6 @@ class SparseTable:
             "step": self.step,
             "staleness": self.staleness.counts(),
         }
-
-    def absent(self, keys: Keys) -> Keys:
-        """Those of `keys` that have no row."""
-        chunks = [keys[start : start + CHUNK] for start in range(0, len(keys), CHUNK)]
-        return np.concatenate([chunk[self._locate(chunk, False, 0) < 0] for chunk in chunks] or [keys])
-
-    def reserve(self, num_rows: int) -> None:
-        """Make room for so many new rows in one go: before they are loaded, when nobody waits for an answer."""
-        self.index.reserve_at_once(min(num_rows, self.index.num_free_rows))
 
     def _admit(self, keys: Keys, in_use: Rows) -> None:
         """Rows for those of these keys, distinct and without one, that the entry lets in."""
@@ -326,54 +155,3 @@ class SparseTable:
             if carried is not None and self.statistics is not None:
                 for name, column in carried.items():
                     self.statistics.put(name, at, column[some])
-
-    def _locate(self, keys: Keys, create: bool, num_words: int, initialise: bool = True) -> Rows:
-        """Row numbers of `keys`, valid until the next call; `num_words` of each row are about to be used."""
-        at = self._found[: len(keys)]
-        if self.index.find(keys, at, num_words) and create:
-            if self._capacity is not None:
-                self._capacity.make_room(int((at < 0).sum()), at)
-            self._insert(keys, at, initialise)
-        return at
-
-    def _insert(self, keys: Keys, at: Rows, initialise: bool) -> None:
-        """Rows for the keys whose `at` is negative."""
-        fresh = self.index.insert_missing(keys, at)
-        if initialise:
-            first, rule = self.spec.initializer, self.spec.rule
-            state = rule.initial_accumulator if rule.name == "adagrad" else 0.0
-            random.initialise(
-                self.index.store, *self._layout, self.spec.dim, keys, at, fresh, self._stream,
-                _KINDS[first.name], first.a, first.b, np.float32(state),
-            )  # fmt: skip
-        if self.statistics is not None:
-            self.statistics.begin(at[fresh], self.clock.now, self.step)
-        self._mark(at[fresh])
-
-    def _mark(self, at: Rows) -> None:
-        if self.tracking is not None:
-            self.tracking.mark(at)
-
-
-def _stream(seed: int, name: str) -> np.uint64:
-    """What (seed, table) contribute to a row's first value; by name, so that the order of creation plays no part."""
-    digest = hashlib.blake2b(name.encode(), digest_size=8, key=seed.to_bytes(8, "little")).digest()
-    stream: np.uint64 = np.uint64(int.from_bytes(digest, "little"))
-    return stream
-
-
-def _check_block(spec: TableSpec, keys: npt.NDArray[np.uint64], block: Floats, num_words: int, what: str) -> None:
-    if block.ndim != 2 or block.shape != (len(keys), num_words):
-        raise TableError(
-            f"table '{spec.name}' expects {what} of shape ({len(keys)}, {num_words}) for {len(keys)} keys, "
-            f"found {block.shape}"
-        )
-    if not rows.all_finite(block.reshape(-1).view(np.uint32)):
-        is_bad = ~np.isfinite(block)
-        is_bad[:, spec.dim :] = np.isnan(block[:, spec.dim :])  # the square of a gradient that was taken may overflow
-        if is_bad.any():
-            row = int(np.flatnonzero(is_bad.any(axis=1))[0])
-            raise TableError(
-                f"table '{spec.name}': NaN or infinity in the row for key {int(keys[row])} (row {row} of {len(keys)}); "
-                "nothing was applied. Look for it in the loss, or clip the gradients."
-            )
