@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torchfleet.errors import TableError
 from torchfleet.kernels.hashmap import SALT
 from torchfleet.ps.shard import shard
-from torchfleet.tables import keymap, sparse
+from torchfleet.tables import keymap, rowstore
 from torchfleet.tables.memory import Memory
 from torchfleet.tables.rowstore import CHUNK
 from torchfleet.tables.sparse import SparseTable
@@ -112,7 +112,7 @@ def test_the_first_value_of_a_row_is_the_same_whatever_the_number_of_servers(kin
     size = 500 * (kind == "array")
     spec = TableSpec("t", kind, dim=3, size=size, seed=4, initializer=Initializer("normal", 0.0, 1.0))
     keys = np.arange(500, dtype=np.uint64)
-    stream = int(sparse._stream(4, "t"))
+    stream = int(rowstore._stream(4, "t"))
     expected = np.array([twins.first_value(stream, key, 3, "normal", 0.0, 1.0) for key in range(500)])
     parts = shard(spec, keys, num_servers)
     out = np.empty((500, 3), np.float32)
