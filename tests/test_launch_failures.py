@@ -224,3 +224,37 @@ class TestStandIns:
             with fleetrun(tmp_path, STAND_IN, "exit", "exit") as job:
                 assert job.wait(20) == 0
         assert (tmp_path / "workerlog.0").read_text().count("exit") == 1
+
+
+FAILS_ONCE = """
+import os, sys, time
+from pathlib import Path
+
+here = Path(sys.argv[1])
+print("start", flush=True)
+if os.environ["FLEET_ROLE"] == "WORKER" and len(list(here.glob("failed*"))) < int(sys.argv[2]):
+    (here / f"failed{time.time_ns()}").touch()
+    sys.exit(3)
+time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize(("num_failures", "max_job_restart", "status"), [(2, 3, 0), (2, 1, 1), (0, 1, 0)])
+def test_a_job_that_fails_is_started_again_as_a_whole(
+    num_failures: int, max_job_restart: int, status: int, tmp_path: Path
+) -> None:
+    script, logs = tmp_path / "script.py", tmp_path / "logs"
+    script.write_text(FAILS_ONCE)
+    arguments = ("--max_job_restart", str(max_job_restart), str(script), str(tmp_path), str(num_failures))
+    with fleetrun(logs, *arguments) as job:
+        assert job.wait(30) == status
+        assert job.left(grace=0) == []
+    num_starts = min(num_failures, max_job_restart) + 1
+    assert (logs / "workerlog.0").read_text().count("start") == num_starts  # logs of all starts are kept
+    assert job.output.count("starting the job again") == num_starts - 1
+
+
+def test_one_worker_or_the_whole_job_is_started_again_but_not_both(tmp_path: Path) -> None:
+    with fleetrun(tmp_path, "--max_job_restart", "1", "--max_restart", "1", STAND_IN) as job:
+        assert job.wait(30) == 2
+    assert "use one of them" in job.output
