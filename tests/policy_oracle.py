@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 f32 = np.float32
+ZERO = f32(0)
 DAY, HOUR = 86_400, 3_600
 _ALL = (1 << 64) - 1
 MAP_BYTES = 18  # per row, what max_bytes counts beside the row's own words
@@ -59,15 +60,15 @@ class Known:
     seen: int = 0
     born: int = 0
     tick: int = 0
-    show: np.float32 = f32(0)
-    click: np.float32 = f32(0)
-    delta: np.float32 = f32(0)
+    show: np.float32 = ZERO
+    click: np.float32 = ZERO
+    delta: np.float32 = ZERO
     slot: int = 0
 
 
 @dataclass
 class Oracle:
-    """A table under these policies. `predicate` and `where` say in Python what the texts of `entry` and `shrink` say."""
+    """A table under these policies. `predicate` and `where` say in Python what `entry` and `shrink` say as text."""
 
     entry: Any
     shrink: Any
@@ -148,7 +149,7 @@ class Oracle:
     def saved(self) -> None:
         """A save for training has been made: the delta score begins anew."""
         for row in self.rows.values():
-            row.delta = f32(0)
+            row.delta = ZERO
 
     # What holds of a key
 
@@ -198,7 +199,7 @@ class Oracle:
     def _new_row(self, known: Known) -> Known:
         """Shows, clicks and slot come from the candidate that it was."""
         value = np.full(self.dim, self.first, f32)
-        return Known(value, 0, known.seen, self.now, known.tick, known.show, known.click, f32(0), known.slot)
+        return Known(value, 0, known.seen, self.now, known.tick, known.show, known.click, ZERO, known.slot)
 
     def _appear(self, known: Known) -> None:
         if self.now // DAY > known.seen // DAY:
@@ -225,6 +226,4 @@ class Oracle:
     def _is_expired(self, known: Known, policy: Any) -> bool:
         unseen, ttl = policy.delete_after_unseen_days, policy.ttl_days
         values = self.values_of(known)
-        return (unseen is not None and values["unseen_days"] > unseen) or (
-            ttl is not None and values["age_days"] > ttl
-        )
+        return (unseen is not None and values["unseen_days"] > unseen) or (ttl is not None and values["age_days"] > ttl)

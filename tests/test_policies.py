@@ -7,16 +7,18 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from fleets import in_threads
 from policy_fleets import Tables
 from policy_oracle import DAY, HOUR, Condition, Oracle
 
 from torchfleet.checkpoint.manifest import read_manifest
 from torchfleet.checkpoint.storage import Storage
+from torchfleet.errors import FleetError
+from torchfleet.server import long_work
 from torchfleet.tables import clock as clock_module
 from torchfleet.tables import eviction
 from torchfleet.tables.clock import Clock
@@ -37,6 +39,7 @@ from torchfleet.tables.statistics import is_pushed
 DIM, LR, FIRST = 2, 0.5, 1.0
 LARGE = 10**6  # rows: a table declared so notes the order of lookups, and never evicts by itself
 START = 19_000 * DAY + 5 * HOUR
+NOTHING = Shrink()
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Case:
     """Policies of a table, and what shrinks its stream calls; conditions as text and in Python."""
 
     entry: Entry | list[Entry] | None = None
-    shrink: Shrink = Shrink()
+    shrink: Shrink = NOTHING
     predicate: Condition | None = None
     where: Condition | None = None
     asked: tuple[tuple[Shrink, Condition | None], ...] = ()  # of fleet.shrink
@@ -70,7 +73,9 @@ CASES = {
     "probability": Case(ProbabilityEntry(0.4)),
     "window": Case(WindowCountEntry(3, hours=20.0, max_bytes=1 << 20), goes_back=False),
     "show and click": Case(SHOWS),
-    "predicate on count": Case(PredicateEntry("count >= 2 and not count == 3"), predicate=lambda v: v["count"] in (2, 4)),
+    "predicate on count": Case(
+        PredicateEntry("count >= 2 and not count == 3"), predicate=lambda v: v["count"] in (2, 4)
+    ),
     "predicate on every name": Case(
         [
             SHOWS,
@@ -119,7 +124,10 @@ CASES = {
     "capacity in bytes": Case(
         shrink=Shrink(max_bytes=1 << 24), asked=((Shrink(max_bytes=500), None), (Shrink(max_bytes=800), None))
     ),
-    "norm": Case(shrink=Shrink(min_norm=1.0), asked=((Shrink(min_norm=0.25), None),)),
+    "norm": Case(
+        shrink=Shrink(min_norm=1.0),
+        asked=tuple((policy, None) for policy in (NOTHING, Shrink(min_norm=0.25), Shrink(min_norm=math.sqrt(2)))),
+    ),
     "where": Case(
         SHOWS,
         EVERYTHING,
@@ -132,7 +140,9 @@ CASES = {
             where("slot == 2", lambda v: v["slot"] == 2),
             where("abs(age_days - 3) < 0.5", lambda v: abs(v["age_days"] - 3) < 0.5),
             where("unseen_days > 2.25", lambda v: v["unseen_days"] > 2.25),
-            where("norm >= 3 or -log(norm) > 1", lambda v: v["norm"] >= 3 or (v["norm"] == 0 or -math.log(v["norm"]) > 1)),
+            where(
+                "norm >= 3 or -log(norm) > 1", lambda v: v["norm"] >= 3 or (v["norm"] == 0 or -math.log(v["norm"]) > 1)
+            ),
             (Shrink(delete_after_unseen_days=3, max_rows=20), None),
         ),
     ),
@@ -341,7 +351,7 @@ def test_rows_that_are_seen_before_their_slice_comes_stay(
 
 
 def test_rows_on_the_border_of_a_capacity_may_be_seen_at_any_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between any two slices of the search for the least recent all rows are looked up that are as old as the border."""
+    """Between any two slices of the search for the least recent, rows that are as old as the border are looked up."""
     monkeypatch.setattr(eviction, "SLICE", 20)
     for moment in range(40):
         table = make_table(shrink=Shrink(max_rows=LARGE))
@@ -382,7 +392,13 @@ def test_the_wall_clock_shrinks_tables_when_another_stretch_begins(monkeypatch: 
     spec = TableSpec("t", shrink=Shrink(delete_after_unseen_days=0.5, every_hours=8))
     tables = Tables([spec], 2)
     tables.client.pull("t", np.arange(20)).result()
-    for hours, num_left in ((1, 20), (5, 20), (12, 20), (13, 20), (20, 0)):  # 5 o'clock at first; stretches at 8, 16, 24
+    for hours, num_left in (
+        (1, 20),
+        (5, 20),
+        (12, 20),
+        (13, 20),
+        (20, 0),
+    ):  # 5 o'clock at first; stretches at 8, 16, 24
         now[0] = START + HOUR * hours
         tables.client.ping()  # a server looks at the clock now and then
         assert len(tables.rows("t")) == num_left, f"after {hours} hours"
@@ -407,3 +423,25 @@ def test_times_begin_when_a_model_without_them_is_loaded() -> None:
         tables.client.set_clock(now)
         tables.client.shrink("t", Shrink())
         assert (len(tables.rows("t")), len(tables.candidates("t"))) == (num_rows, num_candidates)
+
+
+def test_an_error_in_a_slice_is_the_answer_and_the_server_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a socket, where nobody else would notice that it has ended."""
+
+    def fail(*_: Any) -> Any:
+        yield 1
+        raise ValueError("this slice was told to fail")
+
+    with in_threads(["tcp://127.0.0.1:0"]) as threads:
+        client = threads.client()
+        client.create_table(TableSpec("t", shrink=Shrink(delete_after_unseen_days=1, every_hours=1)))
+        client.set_clock(START)
+        client.pull("t", [1, 2]).result()
+        monkeypatch.setattr(long_work, "shrink", fail)
+        for ask in (lambda: client.shrink("t", Shrink()), lambda: client.set_clock(START + DAY)):
+            with pytest.raises(
+                FleetError, match="internal error of the server: ValueError: this slice was told to fail"
+            ):
+                ask()
+        monkeypatch.undo()
+        assert client.set_clock(START + 3 * DAY) == {"t": 2}

@@ -75,7 +75,9 @@ def main() -> None:
     fleet.init()
     torch.manual_seed(fleet.worker_index())
     model = fleet.distributed_model(Scorer())
-    optimizer = fleet.distributed_optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1), fleet.DistributedStrategy())
+    optimizer = fleet.distributed_optimizer(
+        torch.optim.Adagrad(model.parameters(), lr=0.1), fleet.DistributedStrategy()
+    )
     if fleet.is_server():
         fleet.init_server()
         fleet.run_server()

@@ -83,7 +83,9 @@ def _rows_of(table: Any) -> list[tuple[int, bytes]]:
     if table.spec.kind == "dense":
         first = table.spec.size * table.spec.part // table.spec.num_parts
         return [(first + i, column.tobytes()) for i, column in enumerate(table.block().T)]
-    return [(key, row.tobytes()) for keys, rows, _ in table.chunks() for key, row in zip(keys.tolist(), rows, strict=True)]
+    return [
+        (key, row.tobytes()) for keys, rows, _ in table.chunks() for key, row in zip(keys.tolist(), rows, strict=True)
+    ]
 
 
 def rows_on_disk(dirname: str, table: str) -> list[tuple[int, np.ndarray]]:
