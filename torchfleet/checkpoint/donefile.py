@@ -16,7 +16,7 @@ def write_donefile(storage: Storage, manifest: Manifest) -> None:
         {
             "number": link.number,
             "parent": link.parent,
-            "kind": "delta" if link.parent else "full",
+            "kind": "delta" if link.parent else manifest.kind,
             "folder": link.save,
             "time": link.time,
         }
