@@ -17,13 +17,13 @@ demo: setup
 	$(RUN) examples/wide_deep/predict.py --model demo_model --rows 300000
 
 test: setup
-	$(RUN) -m pytest -n 2
+	$(RUN) -m pytest -n 2 --dist loadgroup
 
 check: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(RUN) -m pytest -n 2
+	$(RUN) -m pytest -n 2 --dist loadgroup
 
 bench: setup
 	$(RUN) -m benchmarks.ps --json

@@ -88,16 +88,17 @@ class Stream:
         self._hot: npt.NDArray[np.uint64] = np.arange(num_hot, dtype=np.uint64) + np.uint64(1 << 63)
         self._times = np.zeros(num_hot, np.int64)
         self._grads = np.ones((BATCH, DIM), np.float32)
-        self.num_new = 0
+        self.num_new = self._first = 0
 
     def warm_up(self) -> None:
         for _ in range(20):
             self._step()
+        self._first = self.num_new
 
     def tenth(self, server: psutil.Process, number: int) -> Progress:
         start, begun = time.perf_counter(), self.num_new
         resident = 0
-        while self.num_new < self._num_keys * (number + 1) // 10:
+        while self.num_new - self._first < self._num_keys * (number + 1) // 10:
             self._step()
             resident = max(resident, server.memory_info().rss)
         seconds = time.perf_counter() - start

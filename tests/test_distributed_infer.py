@@ -19,6 +19,7 @@ from scripts.launching import Started, fleetrun
 import torchfleet as fleet
 from torchfleet import fleet as facade
 from torchfleet.errors import CheckpointError, FleetError, ModelError
+from torchfleet.tables.entry import Entry, Shrink
 
 SCRIPT = str(Path(inferring.__file__))
 test_batches.__test__ = False  # type: ignore[attr-defined]
@@ -358,3 +359,21 @@ def test_what_it_returns_is_what_the_model_returns(tmp_path: Path) -> None:
         fleet.stop_worker()
     assert found["note"] == "odd"
     assert_equal([(found["scores"] - 1) / 2], plain_scores(folder)[:1])
+
+
+def test_policies_of_training_do_not_act_while_nobody_trains() -> None:
+    """Rows that nobody trains on are unseen: a schedule would drop them from under the predictions."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shrink = fleet.Shrink(delete_after_unseen_days=1, every_hours=24)
+            self.ids = fleet.nn.SparseEmbedding(2, name="ids", entry=fleet.CountFilterEntry(2), shrink=shrink)
+
+    with jobs.clean_facade():
+        fleet.init()
+        fleet.distributed_model(Model())
+        job = facade._get_job()
+        job.distribute_for_prediction()
+        spec = job.plan.sparse["ids"].spec
+        assert (spec.entry, spec.shrink) == (Entry(), Shrink())

@@ -396,9 +396,7 @@ class Sharded:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 class TestProcesses:
-    @pytest.mark.parametrize(
-        ("mode", "how", "servers", "workers"), [("async", "train", 2, 3), ("half_async", "plain", 1, 2)]
-    )
+    @pytest.mark.parametrize(("mode", "how", "servers", "workers"), [("async", "train", 2, 3)])
     def test_every_sample_once_per_epoch_and_more_files_for_faster_workers(
         self, tmp_path: Path, mode: str, how: str, servers: int, workers: int
     ) -> None:

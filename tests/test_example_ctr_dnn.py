@@ -22,6 +22,8 @@ import torchfleet as fleet
 from torchfleet.checkpoint.manifest import read_manifest
 from torchfleet.checkpoint.storage import Storage
 
+pytestmark = pytest.mark.xdist_group("example_ctr_dnn")  # its fixtures are made once
+
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "ctr_dnn"
 KAGGLE = ROOT.parent / "shared" / "data" / "criteo" / "kaggle.txt.xz"

@@ -20,6 +20,8 @@ from torchfleet import online
 from torchfleet.checkpoint.manifest import read_manifest
 from torchfleet.checkpoint.storage import Storage
 
+pytestmark = pytest.mark.xdist_group("example_online")  # its fixtures are made once
+
 EXAMPLE = Path(__file__).parents[1] / "examples" / "online"
 SMALL = ("--rows", "1000", "--new_items", "20", "--batch_size", "50", "--parts", "2")
 

@@ -28,6 +28,8 @@ from scripts.launching import Started, clean_environment, fleetrun
 from torchfleet.word2vec.vectors import WordVectors
 from torchfleet.word2vec.vocabulary import Vocabulary
 
+pytestmark = pytest.mark.xdist_group("example_word2vec")  # its fixtures are made once
+
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "word2vec"
 NUM_WORDS, NUM_OTHERS, NUM_QUESTIONS = 150_000, 200, 600

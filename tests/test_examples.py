@@ -71,3 +71,37 @@ def test_the_word2vec_benchmark_reports_all_its_figures():
     assert found["local_ratio"] == pytest.approx(found["local_words_per_s"] / found["gensim_words_per_s"])
     assert found["words"] >= 500_000
     assert "geo_words_per_s" not in found
+
+
+@pytest.mark.slow
+def test_the_streaming_benchmark_keeps_its_budget_and_its_hot_keys():
+    found = benchmark("streaming", "--quick")
+    assert found["distinct_keys"] > 4_000_000
+    assert found["rows"] < 2_000_000
+    assert (found["hot_keys_lost"], found["hot_keys_wrong"]) == (0, 0)
+    assert found["last_to_first"] == pytest.approx(found["keys_per_s"][-1] / found["keys_per_s"][0], rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_shrink_benchmark_drops_half_of_the_rows():
+    found = benchmark("shrink", "--quick")
+    assert found["rows_dropped"] == found["rows"] // 2
+    assert found["p999_ratio"] == pytest.approx(found["p999_beside_ms"] / found["p999_alone_ms"])
+
+
+@pytest.mark.slow
+def test_the_online_benchmark_drops_rows_and_keeps_most_of_the_quality():
+    found = benchmark("online", "--days", "4", "--samples", "60")
+    assert found["hours"] == 96
+    assert found["rows_counted"] < found["rows_dropped"] < found["rows_all"]
+    assert 0.5 < found["auc_all"] < 1.0
+    assert abs(found["auc_difference_dropped"]) < 0.02  # of so few samples
+
+
+@pytest.mark.slow
+def test_processes_killed_at_random_leave_the_model_of_a_run_that_nobody_disturbed():
+    found = benchmark("kills", "--quick")
+    assert found["equals_the_undisturbed_run"]
+    assert found["parts_in_the_model_once_and_in_order"]
+    assert found["parts_lost"] == 0
+    assert found["kills"] >= 1

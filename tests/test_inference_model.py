@@ -21,6 +21,8 @@ from torchfleet.errors import CheckpointError, FleetError
 from torchfleet.job import ServerJob
 from torchfleet.role import SERVER, RoleInfo
 
+pytestmark = pytest.mark.xdist_group("inference_model")  # its fixtures are made once
+
 SCRIPT = str(Path(__file__).parent / "scripts" / "plain_prediction.py")
 
 

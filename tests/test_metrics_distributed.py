@@ -22,6 +22,8 @@ from torchfleet import fleet as facade
 from torchfleet import metrics, util
 from torchfleet.errors import FleetError
 
+pytestmark = pytest.mark.xdist_group("metrics_distributed")  # its fixtures are made once
+
 SCRIPT = str(Path(meeting.__file__))
 REDUCE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 BROUGHT = list(meeting.numbers(0))

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from torchfleet.checkpoint.manifest import Manifest
@@ -35,7 +36,7 @@ from torchfleet.server.warm import warm_up
 from torchfleet.status import StatusFile
 from torchfleet.strategy import DistributedStrategy
 from torchfleet.tables.clock import MAX_TIME
-from torchfleet.tables.entry import Shrink
+from torchfleet.tables.entry import Entry, Shrink
 from torchfleet.tables.statistics import is_counted, is_pushed
 
 START_SECONDS = 300.0  # servers import torch and may compile kernels before they answer
@@ -70,7 +71,10 @@ class Job:
             parameter.requires_grad_(False)
         self.strategy = DistributedStrategy(a_sync=True, a_sync_configs={"half_async": True})
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
-        self.optimizer = DistributedOptimizer(optimizer, make_plan(self.model, optimizer, self.info.num_servers))
+        plan = make_plan(self.model, optimizer, self.info.num_servers)
+        for group in plan.sparse.values():  # nothing is admitted, and nothing may be dropped while nobody trains
+            group.spec = msgspec.structs.replace(group.spec, entry=Entry(), shrink=Shrink())
+        self.optimizer = DistributedOptimizer(optimizer, plan)
 
     def distribute_optimizer(self, optimizer: torch.optim.Optimizer) -> DistributedOptimizer:
         if self.model is None:

@@ -168,7 +168,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mode", default="sync", choices=["sync", "async"])
     parser.add_argument("--kill", nargs=2, action="append", metavar=("WHO", "PART"), help="worker, server or error")
     parser.add_argument("--kills", type=int, default=0)
-    parser.add_argument("--kill_within", type=float, default=0.3, help="seconds that a child lives at most")
+    parser.add_argument("--kill_within", type=float, default=0.1, help="seconds that a child lives at most")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 
