@@ -183,14 +183,16 @@ def run(chosen: argparse.Namespace, folders: Sequence[str]) -> dict[str, Any]:
     say(f"  {killed.total()} kills in {time.monotonic() - start:.0f} s; now a run that nobody disturbs")
     disturbed(argparse.Namespace(**{**vars(chosen), "kills": 0}), folders[1])
     begun, expected = Counter(trained(folders[0])), trained(folders[1])
-    in_model = [done.part for done in history(str(Path(folders[0]) / "model"))]
+    model = str(Path(folders[0]) / "model")
+    in_model = [done.part for done in history(model)]  # the last thousand
+    num_passes = (fleet.saved_extra(model) or {})["online"]["passes"]
     result = {
         "mode": chosen.mode,
         "parts": chosen.hours,
         "kills": killed.total(),
         "killed_servers": sum(num for name, num in killed.items() if name.startswith("server")),
-        "parts_in_the_model_once_and_in_order": in_model == expected,
-        "parts_lost": len(set(expected) - set(in_model)),
+        "parts_in_the_model_once_and_in_order": in_model == expected[-len(in_model) :] and num_passes == len(expected),
+        "parts_lost": len(set(expected[-len(in_model) :]) - set(in_model)) + len(expected) - num_passes,
         "passes_begun_again": sum(begun.values()) - len(begun),
         "most_begins_of_one_part": max(begun.values()),
     }

@@ -492,11 +492,12 @@ def test_a_model_of_a_fleet_goes_on_in_one_process_and_back(
     logs = nursery.train(
         tmp_path / "log", *options, *little, "--init_model", trained.model, "--save", tmp_path / "model"
     )
-    assert last_loss(logs[0]) < last_loss(trained.output) + 0.05
+    # An untrained model has 4.16; what a worker prints is of its last words, which differ from run to run.
+    assert last_loss(logs[0]) < last_loss(trained.output) + 0.3
     back = run(
         *("train.py", *trained.arguments, *little, "--init_model", tmp_path / "model", "--questions", trained.questions)
     )
-    assert last_loss(back) < last_loss(trained.output) + 0.05
+    assert last_loss(back) < last_loss(trained.output) + 0.3
     assert accuracies(back)["total"] >= 95
 
 
