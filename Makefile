@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: setup demo test check bench fuzz clean
+.PHONY: setup demo test quick check bench fuzz clean
 
 setup: $(VENV)/.done
 
@@ -18,6 +18,10 @@ demo: setup
 
 test: setup
 	$(RUN) -m pytest -n 2 --dist loadgroup
+
+# Without the tests that take more than ten seconds each, most of which start whole fleets.
+quick: setup
+	$(RUN) -m pytest -n 2 --dist loadgroup -m "not slow"
 
 check: setup
 	$(VENV)/bin/ruff check .
