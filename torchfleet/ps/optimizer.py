@@ -24,6 +24,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         # param_groups is shared: a scheduler made before works too. It has wrapped the inner step, which is not ours.
         self.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
+        self._patch_step_function()  # what torch does for its own classes when they are made: hooks are called
         self._inner, self.plan = optimizer, plan
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
