@@ -179,9 +179,11 @@ class Geo(Communicator):
 
     def _take_in(self, answer: Changed) -> None:
         self._under_way = False
+        # A dataset settles a file from its own thread, while training may be between forward and backward.
+        is_beside = self.has_threads or threading.get_ident() != self._main_thread
         for group in self._plan.dense:
             values = answer.rows[group.spec.name][1].reshape(-1)
-            group.write(group.values() + (values - self._dense_base[group.spec.name]), unnoticed=self.has_threads)
+            group.write(group.values() + (values - self._dense_base[group.spec.name]), unnoticed=is_beside)
             self._dense_base[group.spec.name] = values.copy()
         for name in self._plan.sparse:
             self._fold_in(name, *answer.rows[name])
