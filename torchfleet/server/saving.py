@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from torchfleet.checkpoint import parts
+from torchfleet.checkpoint.files import PART_BYTES
 from torchfleet.checkpoint.manifest import Part, PartKind, Saved
 from torchfleet.checkpoint.storage import Storage
 from torchfleet.errors import CheckpointError, FleetError
@@ -19,14 +20,14 @@ from torchfleet.net.wire import pack
 from torchfleet.server.state import LongRequest, State
 from torchfleet.tables.admission import Admission
 from torchfleet.tables.dense import DenseTable
+from torchfleet.tables.entry import BLOCK_BYTES
 from torchfleet.tables.sparse import SparseTable
 from torchfleet.tables.spec import part_range, table_number
 
 SLICE = 1 << 14  # row numbers between two requests: one to three milliseconds
-PART_BYTES = 1 << 25  # of a file
 _LOOK = 0.2  # seconds
 NUM_WRITERS = 2
-PART_BLOCKS = PART_BYTES // 64
+PART_BLOCKS = PART_BYTES // BLOCK_BYTES
 
 
 class SaveBody(msgspec.Struct, forbid_unknown_fields=True):

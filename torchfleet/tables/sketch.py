@@ -8,10 +8,10 @@ import numpy.typing as npt
 from torchfleet.errors import TableError
 from torchfleet.kernels import sketch
 from torchfleet.kernels.sketch import NUM_PANES, NUM_WORDS
+from torchfleet.tables.entry import BLOCK_BYTES
 from torchfleet.tables.keymap import Keys
 from torchfleet.tables.memory import Memory
 
-BLOCK_BYTES = 4 * NUM_WORDS
 _LAST_PANE = (1 << 32) - 1
 
 
