@@ -478,7 +478,7 @@ def test_one_fleetrun_command_learns_the_analogies_as_one_process_does(
     assert [f"[worker 0] {name}" in job.output for name in found] == [True] * 7
     assert [reads_the_text(log) for log in logs] == [True, False]
     assert f"\n{3 * NUM_WORDS:,} words in " in logs[0]
-    steps = re.findall(r"worker \d: running, step (\d+)", job.output)[-2:]
+    steps = re.findall(r"worker \d: done, step (\d+)", job.output)
     assert [int(num) for num in steps] == [pytest.approx(3 * NUM_WORDS / 2 / 9000, rel=0.2)] * 2
     judged = run("evaluate.py", "--vectors", tmp_path / "v.bin", "--questions", texts / "questions")
     assert accuracies(judged) == found

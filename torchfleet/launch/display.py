@@ -38,8 +38,12 @@ class Display:
         if self._live:
             self._live.update(_table(processes))
         elif time.monotonic() >= self._next:
-            self._next = time.monotonic() + _PERIOD
-            self.say("[fleetrun] " + "; ".join(_line(process) for process in processes))
+            self.show_line(processes)
+
+    def show_line(self, processes: Sequence[Process]) -> None:
+        """A plain line now: how a job ended stays readable, also where the table has gone or none was due."""
+        self._next = time.monotonic() + _PERIOD
+        self.say("[fleetrun] " + "; ".join(_line(process) for process in processes))
 
     def close(self) -> None:
         if self._live:

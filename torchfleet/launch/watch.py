@@ -121,6 +121,7 @@ class Watch:
             display.say(f"[fleetrun] no worker is left; the job ends. Logs in {self._log_dir}")
             return 1
         self.is_finished = True
+        display.show_line(self._processes)
         for name in self._lost:
             display.say(f"[fleetrun] {name} was lost on the way; the others finished without it")
         display.say(f"[fleetrun] finished; logs in {self._log_dir}")
