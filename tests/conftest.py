@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 from fleets import Fleet, in_process
+from ranks import Ranks, nursery
 
 from torchfleet.server.server import Server
 
@@ -36,4 +37,11 @@ def server() -> Server:
 def fleet() -> Iterator[Fleet]:
     """Two servers in this process."""
     with in_process(2) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes of collective jobs, forked from one that has imported torch."""
+    with nursery() as made:
         yield made

@@ -28,11 +28,14 @@ class RoleInfo:
     restart: int = 0
     debug: bool = False
     num_threads: int = 0  # of torch; 0: as torch decides
+    is_collective: bool = False
+    local_rank: int = 0  # among the ranks of this machine
+    master: str = ""  # host:port where the ranks of a collective job meet; "": as MASTER_ADDR and MASTER_PORT say
 
     @property
     def is_local(self) -> bool:
         """One process, servers within."""
-        return not self.server_endpoints
+        return not self.server_endpoints and not self.is_collective
 
     @property
     def num_servers(self) -> int:
@@ -49,12 +52,16 @@ class PaddleCloudRoleMaker:
     FLEET_SERVER_INDEX                      POD_IP and PADDLE_PORT, looked up in the list of servers
     FLEET_WORKER_ENDPOINTS                  PADDLE_TRAINER_ENDPOINTS
     CPU_NUM: threads of torch; PSERVER_DEBUG=1: print the plan and the servers' tables
+
+    For collective training (is_collective=True):
+    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torch's launchers set them; or
+    PADDLE_TRAINER_ID, PADDLE_TRAINERS_NUM, PADDLE_TRAINER_ENDPOINTS (the first is where they meet),
+    FLAGS_selected_gpus. Without any of them: one rank.
     """
 
     def __init__(self, is_collective: bool = False, environment: Mapping[str, str] | None = None) -> None:
         self._environment = os.environ if environment is None else environment
-        if is_collective:
-            raise RoleError("collective training is not available yet; use parameter-server mode (is_collective=False)")
+        self._is_collective = is_collective
 
     def read(self) -> RoleInfo:
         found = self._environment
@@ -63,6 +70,8 @@ class PaddleCloudRoleMaker:
             "insecure": found.get("FLEET_INSECURE", "0") == "1",
             **_habits(found),
         }
+        if self._is_collective:
+            return self._collective(common)
         role = self._role()
         if role is None:
             self._refuse_fleet_without_role()
@@ -87,6 +96,37 @@ class PaddleCloudRoleMaker:
         server = self._server_index(servers) if role == SERVER else 0
         restart = self._number("FLEET_RESTART") if "FLEET_RESTART" in found else 0
         return RoleInfo(role, worker, num_workers, server, servers, workers, restart=restart, **common)
+
+    def _collective(self, common: dict[str, Any]) -> RoleInfo:
+        found = self._environment
+        if found.get("FLEET_SERVER_ENDPOINTS") or found.get("PADDLE_PSERVERS_IP_PORT_LIST"):
+            raise RoleError(
+                "is_collective=True, but this process was started with servers (--server_num, --servers, or "
+                "TRAINING_ROLE). Start it with `fleetrun --nproc_per_node N`, or leave is_collective out."
+            )
+        if not any(found.get(name) for name in ("RANK", "WORLD_SIZE", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")):
+            return RoleInfo(is_collective=True, **common)
+        size = self._number("WORLD_SIZE", "PADDLE_TRAINERS_NUM", at_least=1)
+        rank = self._number("RANK", "PADDLE_TRAINER_ID")
+        if rank >= size:
+            raise RoleError(f"RANK / PADDLE_TRAINER_ID is {rank}, but there are {size} ranks, numbered from 0")
+        workers: tuple[str, ...] = ()
+        if found.get("MASTER_ADDR") or size == 1:
+            if found.get("MASTER_ADDR") and not found.get("MASTER_PORT"):
+                raise RoleError("MASTER_ADDR is set, but MASTER_PORT is missing. Set it, or start with fleetrun.")
+            master = ""  # torch reads these two itself
+        else:
+            workers = self._endpoints("PADDLE_TRAINER_ENDPOINTS")
+            if len(workers) != size:
+                raise RoleError(
+                    f"PADDLE_TRAINER_ENDPOINTS lists {len(workers)} ranks, but WORLD_SIZE / PADDLE_TRAINERS_NUM says "
+                    f"{size}. Make them agree."
+                )
+            master = workers[0]
+        local = self._number("LOCAL_RANK") if found.get("LOCAL_RANK") else int(found.get("FLAGS_selected_gpus") or 0)
+        more = {"is_collective": True, "local_rank": local, "master": master}
+        restart = self._number("TORCHELASTIC_RESTART_COUNT") if found.get("TORCHELASTIC_RESTART_COUNT") else 0
+        return RoleInfo(WORKER, rank, size, worker_endpoints=workers, restart=restart, **more, **common)
 
     def _role(self) -> str | None:
         values = [value for name in ("FLEET_ROLE", "TRAINING_ROLE") if (value := self._environment.get(name))]
@@ -121,6 +161,9 @@ class PaddleCloudRoleMaker:
         if values:
             return next(iter(values.values()))
         role = "FLEET_ROLE" if "FLEET_ROLE" in self._environment else "TRAINING_ROLE"
+        if self._is_collective:
+            role = next(one for one in ("WORLD_SIZE", "RANK", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID")
+                        if self._environment.get(one))  # fmt: skip
         raise RoleError(
             f"{role} is set, but {' (or '.join(names)}{')' * (len(names) - 1)} is missing. Set it, or start "
             "with fleetrun."

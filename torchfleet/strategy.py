@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from torchfleet.errors import StrategyError, UnknownFieldError
+from torchfleet.settings import ALIASES, CONFIGS, FIELDS, SWITCHES, BuildStrategy, ExecutionStrategy, Key
 
 A_SYNC_DEFAULTS: dict[str, Any] = {
     "k_steps": 0,
@@ -44,51 +45,24 @@ _ASYNC_ONLY = (
 _WEEK = 7 * 24 * 3600.0  # a server takes no longer wait (server/commands.py)
 _AT_MOST = {"rpc_retry_times": 1000, "rpc_timeout": _WEEK, "sync_timeout": _WEEK}
 
-# Fields of the specification whose feature is still to be built, with the value at which they do nothing.
-_NOT_YET: dict[str, Any] = {
-    "amp": False,
-    "recompute": False,
-    "gradient_merge": False,
-    "lars": False,
-    "lamb": False,
-    "dgc": False,
-    "localsgd": False,
-    "adaptive_localsgd": False,
-    "sharding": False,
-    "pipeline": False,
-    "tensor_parallel": False,
-    "fp16_allreduce": False,
-    "use_hierarchical_allreduce": False,
-    "sync_batch_norm": False,
-    "find_unused_parameters": False,
-    "cudnn_exhaustive_search": False,
-    "cudnn_batchnorm_spatial_persistent": False,
-    **{name: {} for name in (
-        "amp_configs", "recompute_configs", "gradient_merge_configs", "lars_configs", "lamb_configs", "dgc_configs",
-        "localsgd_configs", "adaptive_localsgd_configs", "sharding_configs", "pipeline_configs",
-        "tensor_parallel_configs", "hybrid_configs",
-    )},
-    "fuse_all_reduce_ops": True,
-    "fuse_grad_size_in_MB": 32,
-    "fuse_grad_size_in_num": 8,
-    "last_comm_group_size_MB": 1,
-    "nccl_comm_num": 1,
-    "sync_nccl_allreduce": True,
-    "hierarchical_allreduce_inter_nranks": 1,
-    "conv_workspace_size_limit": 512,
-    "build_strategy": None,
-    "execution_strategy": None,
-}  # fmt: skip
+_OBJECTS = {"build_strategy": BuildStrategy, "execution_strategy": ExecutionStrategy}
+_COLLECTIVE = (*FIELDS, *(f"{name}_configs" for name in CONFIGS), *_OBJECTS)
 
 
 class DistributedStrategy:
-    """Settings of a parameter-server job; fields by attribute or keyword. Nothing is accepted and ignored.
+    """Settings of a job; fields by attribute or keyword. Nothing is accepted and ignored.
 
+    Of a parameter-server job:
     a_sync            False: sync. True: async, or geo if a_sync_configs["k_steps"] > 0.
     a_sync_configs    a dictionary; keys that are not given keep their default. docs/modes.md explains each.
     rpc_retry_times   how often a request without an answer is sent again (3)
     rpc_timeout       seconds until a server without an answer is given up and named (30)
     sync_timeout      seconds that a worker waits for the others in sync mode and at barriers (1800)
+
+    Of a collective job (fleet.init(is_collective=True)): a switch for each strategy (amp, recompute, gradient_merge,
+    lars, lamb, dgc, localsgd, adaptive_localsgd, sharding, pipeline, tensor_parallel, fp16_allreduce,
+    use_hierarchical_allreduce, sync_batch_norm), each with its dictionary `<name>_configs`. docs/collective/README.md
+    tells which to choose.
     """
 
     def __init__(self, /, **fields: Any) -> None:
@@ -98,7 +72,9 @@ class DistributedStrategy:
             "rpc_retry_times": 3,
             "rpc_timeout": 30.0,
             "sync_timeout": 1800.0,
-            **_NOT_YET,
+            **{name: key.default for name, key in FIELDS.items()},
+            **{f"{name}_configs": _defaults(keys) for name, keys in CONFIGS.items()},
+            **{name: made() for name, made in _OBJECTS.items()},
         }
         self._used_by = ""
         for name, value in sorted(fields.items()):  # a_sync comes before a_sync_configs
@@ -124,21 +100,24 @@ class DistributedStrategy:
             raise StrategyError(
                 f"{name}: this strategy was used by {self._used_by} and can no longer change. Set it before."
             )
-        if name in _NOT_YET and value != _NOT_YET[name]:
-            raise StrategyError(
-                f"{name}={value!r} is not available yet: collective strategies are still to come. Leave {name} at "
-                f"{_NOT_YET[name]!r}."
-            )
         self._values[name] = self._checked(name, value)
 
     def __copy__(self) -> DistributedStrategy:
         return copy.deepcopy(self)  # a copy that shared its values would change the original
 
     def __repr__(self) -> str:
-        """A table of what is in force."""
-        rows = {"mode": self.mode, **{name: value for name, value in self._values.items() if name not in _NOT_YET}}
-        configs = rows.pop("a_sync_configs")
-        rows.update({f"a_sync_configs.{name}": value for name, value in configs.items()})
+        """A table of what is in force: the mode of a parameter-server job, and every collective strategy that is on."""
+        rows: dict[str, Any] = {"mode": self.mode}
+        rows.update({name: value for name, value in self._values.items() if name not in _COLLECTIVE})
+        rows.update(_flat("a_sync_configs", rows.pop("a_sync_configs")))
+        for name in SWITCHES:
+            if self._values[name]:
+                rows[name] = True
+                rows.update(_flat(f"{name}_configs", self._values.get(f"{name}_configs", {})))
+        rows.update({name: value for name, value in self.differences().items() if name in FIELDS})
+        rows.update(_flat("hybrid_configs", self.differences().get("hybrid_configs", {})))
+        for name in _OBJECTS:
+            rows.update(_flat(name, self.differences().get(name, {})))
         width = max(len(name) for name in rows)
         return "\n".join(["DistributedStrategy", *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
 
@@ -157,8 +136,27 @@ class DistributedStrategy:
             return "geo"
         return "half_async" if configs["half_async"] else "async"
 
+    def is_default(self, name: str) -> bool:
+        return bool(self._values[name] == DistributedStrategy()._values[name])
+
+    def differences(self) -> dict[str, Any]:
+        """The settings that differ from the defaults, as plain values."""
+        default = DistributedStrategy()._values
+        differing = {name: value for name, value in self._values.items() if value != default[name]}
+        return {name: vars(value) if name in _OBJECTS else value for name, value in differing.items()}
+
+    def lock(self, user: str) -> None:
+        """From now on a change is an error."""
+        self._used_by = self._used_by or user
+
     def freeze(self, user: str) -> None:
-        """From now on a change is an error; contradictions that depend on two fields are found here."""
+        """For a parameter-server job. Contradictions that depend on two fields are found here."""
+        for name in _COLLECTIVE:
+            if not self.is_default(name):
+                raise StrategyError(
+                    f"{name} is a setting of collective training, and this job has parameter servers: use "
+                    f"fleet.init(is_collective=True), or leave {name} out."
+                )
         configs = self._values["a_sync_configs"]
         if not self._values["a_sync"]:
             for name in ("k_steps", "half_async"):
@@ -174,13 +172,11 @@ class DistributedStrategy:
                         f"a_sync_configs['{name}']={configs[name]} acts in async mode only, and this strategy is "
                         f"{self.mode}. Leave '{name}' out, or use a_sync=True without k_steps and half_async."
                     )
-        self._used_by = self._used_by or user
+        self.lock(user)
 
     def save_to_yaml(self, path: str | Path) -> None:
         """Write the settings that differ from the defaults."""
-        default = DistributedStrategy()._values
-        differing = {name: value for name, value in self._values.items() if value != default[name]}
-        Path(path).write_bytes(msgspec.yaml.encode(differing))
+        Path(path).write_bytes(msgspec.yaml.encode(self.differences()))
 
     @classmethod
     def load_from_yaml(cls, path: str | Path) -> DistributedStrategy:
@@ -196,9 +192,13 @@ class DistributedStrategy:
     def _checked(self, name: str, value: Any) -> Any:
         if name == "a_sync_configs":
             return _checked_configs(value)
+        if name in _OBJECTS:
+            return _checked_object(name, value)
+        if name in FIELDS:
+            return _checked_key(name, FIELDS[name], value)
+        if name in _COLLECTIVE:
+            return _checked_keys(name.removesuffix("_configs"), value)
         default = self._values[name]
-        if name in _NOT_YET:
-            return copy.deepcopy(_NOT_YET[name])  # not the caller's own dictionary
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         fits = (
             number
@@ -235,6 +235,67 @@ def _checked_configs(given: Any) -> dict[str, Any]:
             f"a_sync_configs['heter_worker_device_guard']={guard!r}: heter workers are not available yet; use 'cpu'"
         )
     return {**A_SYNC_DEFAULTS, **given}
+
+
+def _defaults(keys: dict[str, Key]) -> dict[str, Any]:
+    return {name: _plain(key.default) for name, key in keys.items()}
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _flat(name: str, values: Any) -> dict[str, Any]:
+    return {f"{name}.{key}": value for key, value in values.items()}
+
+
+def _checked_keys(name: str, given: Any) -> dict[str, Any]:
+    """A `<name>_configs` dictionary; keys that are not given keep their default."""
+    where, known = f"{name}_configs", CONFIGS[name]
+    if not isinstance(given, (dict, MappingProxyType)):
+        raise StrategyError(f"{where} expects a dictionary, found {given!r}")
+    checked: dict[str, Any] = {}
+    for key, value in given.items():
+        own = ALIASES.get(name, {}).get(key, key)
+        if own not in known:
+            raise StrategyError(_unknown(where, key, {**known, **ALIASES.get(name, {})}))
+        if own in checked:
+            raise StrategyError(f"{where}: '{key}' and '{own}' are two names of one key; give one of them")
+        checked[own] = _checked_key(f"{where}['{key}']", known[own], value)
+    return {**_defaults(known), **checked}
+
+
+def _checked_key(name: str, key: Key, value: Any) -> Any:
+    expected = type(key.default)
+    if expected is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise StrategyError(f"{name} expects a list, found {value!r}")
+        value = list(value)
+    elif expected is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = float(value)
+    elif type(value) is not expected:
+        raise StrategyError(f"{name} expects a {expected.__name__}, found {value!r}")
+    if key.only and value != _plain(key.default):
+        raise StrategyError(f"{name}={value!r} cannot be had: {key.only}. Leave it at {_plain(key.default)!r}.")
+    if key.choices and value not in key.choices:
+        raise StrategyError(f"{name} must be one of {', '.join(map(repr, key.choices))}, found {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise StrategyError(f"{name} must be a finite number, found {value!r}")
+    if key.at_least is not None and value < key.at_least:
+        raise StrategyError(f"{name} must be at least {key.at_least:g}, found {value!r}")
+    if key.at_most is not None and value > key.at_most:
+        raise StrategyError(f"{name} must be at most {key.at_most:g}, found {value!r}")
+    return value
+
+
+def _checked_object(name: str, value: Any) -> Any:
+    """A BuildStrategy or ExecutionStrategy, or a dictionary of its fields, as a file has it."""
+    expected = _OBJECTS[name]
+    if isinstance(value, dict):
+        value = expected(**{str(key): item for key, item in value.items()})
+    if not isinstance(value, expected):
+        raise StrategyError(f"{name} expects a fleet.{expected.__name__}, found {value!r}")
+    return copy.deepcopy(value)  # not the caller's own
 
 
 def _unknown(where: str, name: str, known: dict[str, Any]) -> str:

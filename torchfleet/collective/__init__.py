@@ -1,0 +1,1 @@
+"""Collective training: every worker holds the model, and they exchange gradients or parameters among themselves."""

@@ -1,0 +1,143 @@
+"""The ranks of a collective job: who they are, on which device each computes, and the groups they form."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchfleet.errors import FleetError, StrategyError
+from torchfleet.role import RoleInfo
+from torchfleet.strategy import DistributedStrategy
+
+AXES = ("data", "pipe", "sharding", "model")  # from the slowest to the fastest number: neighbours share a tensor
+
+
+class Axis(NamedTuple):
+    """This rank's place among those that differ from it in one way only. Without a group if it is alone there."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+
+
+class World:
+    """All ranks, laid out as a grid by the degrees of the strategy. `close` leaves the process group that it joined."""
+
+    def __init__(self, info: RoleInfo, strategy: DistributedStrategy) -> None:
+        self.rank, self.size, self.local_rank = info.worker_index, info.num_workers, info.local_rank
+        self.degrees = degrees(strategy, self.size)
+        self.device = _device(info.local_rank)
+        self._is_ours = not dist.is_initialized()
+        if self._is_ours:
+            self._join(info, strategy.sync_timeout)
+        if (self.rank, self.size) != (dist.get_rank(), dist.get_world_size()):
+            raise FleetError(
+                f"the environment says rank {self.rank} of {self.size}, the process group that exists already rank "
+                f"{dist.get_rank()} of {dist.get_world_size()}: let fleet.init make the group, or make them agree"
+            )
+        self._mesh: DeviceMesh | None = None
+
+    def _join(self, info: RoleInfo, timeout: float) -> None:
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        wait = timedelta(seconds=timeout)
+        if self.size == 1:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+        else:
+            method = f"tcp://{info.master}" if info.master else "env://"
+            dist.init_process_group(backend, method, rank=self.rank, world_size=self.size, timeout=wait)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The grid for torch's own tools; its dimensions are AXES. All ranks come here together the first time."""
+        if self._mesh is None:
+            shape = tuple(self.degrees[axis] for axis in AXES)
+            self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
+        return self._mesh
+
+    def axis(self, name: str) -> Axis:
+        """One of AXES."""
+        size = self.degrees[name]
+        if size == 1:
+            return Axis(0, 1, None)
+        if size == self.size:
+            return Axis(self.rank, size, dist.group.WORLD)
+        return Axis(self.mesh.get_local_rank(name), size, self.mesh.get_group(name))
+
+    def groups(self, size: int) -> dist.ProcessGroup:
+        """This rank's group of `size` neighbours: 0 … size-1, size … 2·size-1, and so on. All ranks call it alike."""
+        return self._own([list(range(start, start + size)) for start in range(0, self.size, size)])
+
+    def groups_across(self, size: int) -> dist.ProcessGroup:
+        """The ranks at the same place in every group of `size` neighbours. All ranks call it alike."""
+        return self._own([list(range(place, self.size, size)) for place in range(size)])
+
+    def _own(self, partition: list[list[int]]) -> dist.ProcessGroup:
+        made = [dist.new_group(ranks) for ranks in partition]
+        return next(group for group, ranks in zip(made, partition, strict=True) if self.rank in ranks)
+
+    def barrier(self) -> None:
+        dist.barrier(device_ids=[self.local_rank] if self.device.type == "cuda" else None)
+
+    def close(self) -> None:
+        if self._is_ours and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def degrees(strategy: DistributedStrategy, size: int) -> dict[str, int]:
+    """How many ranks along each of AXES. Degrees that do not multiply to the number of ranks are an error."""
+    hybrid = strategy.hybrid_configs
+    model = hybrid["mp_degree"]
+    if strategy.tensor_parallel:
+        own = strategy.tensor_parallel_configs["tensor_parallel_degree"]
+        model = _agreed("tensor_parallel_configs['tensor_parallel_degree']", own, "mp_degree", model)
+    elif model > 1:
+        raise StrategyError(f"hybrid_configs['mp_degree']={model} needs tensor_parallel=True")
+    if hybrid["pp_degree"] > 1 and not strategy.pipeline:
+        raise StrategyError(f"hybrid_configs['pp_degree']={hybrid['pp_degree']} needs pipeline=True")
+    if hybrid["sharding_degree"] > 1 and not strategy.sharding:
+        raise StrategyError(f"hybrid_configs['sharding_degree']={hybrid['sharding_degree']} needs sharding=True")
+    data, pipe, sharding = hybrid["dp_degree"], hybrid["pp_degree"], 1
+    rest = size // model
+    if strategy.sharding:
+        own = strategy.sharding_configs["sharding_degree"]
+        sharding = _agreed("sharding_configs['sharding_degree']", own, "sharding_degree", hybrid["sharding_degree"])
+        if own > 1 and own < rest // max(1, pipe) and not strategy.sharding_configs["hybrid_dp"]:
+            raise StrategyError(
+                f"sharding_configs['sharding_degree']={own} is less than the {rest // max(1, pipe)} ranks there are: "
+                "set sharding_configs['hybrid_dp']=True to have several groups, or leave the degree out"
+            )
+        sharding = sharding if max(own, hybrid["sharding_degree"]) > 1 else max(1, rest // pipe // max(1, data))
+    if strategy.pipeline and pipe == 1:
+        pipe = max(1, rest // sharding // max(1, data))
+    data = data or max(1, rest // sharding // pipe)
+    if data * pipe * sharding * model != size:
+        raise StrategyError(
+            f"the degrees dp {data} × pp {pipe} × sharding {sharding} × mp {model} need "
+            f"{data * pipe * sharding * model} ranks, and there are {size}. Change hybrid_configs, or the number of ranks."
+        )
+    return {"data": data, "pipe": pipe, "sharding": sharding, "model": model}
+
+
+def _agreed(name: str, own: int, other_name: str, other: int) -> int:
+    if own > 1 and other > 1 and own != other:
+        raise StrategyError(f"{name}={own} and hybrid_configs['{other_name}']={other} differ: give one of them")
+    return max(own, other)
+
+
+def _device(local_rank: int) -> torch.device:
+    """FLEET_DEVICE=cpu keeps a job from using the GPUs that are there."""
+    if os.environ.get("FLEET_DEVICE", "") == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise FleetError(
+            f"local rank {local_rank} has no GPU: there are {torch.cuda.device_count()}. Start at most one process per "
+            "GPU, or set FLEET_DEVICE=cpu."
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
