@@ -12,9 +12,11 @@ import torch
 
 from torchfleet.checkpoint.manifest import FILE, read_manifest
 from torchfleet.checkpoint.storage import Storage
+from torchfleet.collective.job import CollectiveJob
+from torchfleet.collective.optimizer import CollectiveOptimizer
 from torchfleet.data.dataset import Dataset, file_shard
 from torchfleet.data.slots import Batch
-from torchfleet.errors import FleetError
+from torchfleet.errors import FleetError, RoleError
 from torchfleet.fetch import FetchHandler
 from torchfleet.job import Job, ServerJob, WorkerJob
 from torchfleet.printing import configuration, summary, tables
@@ -35,6 +37,7 @@ class RoleMaker(Protocol):
 
 
 _job: Job | None = None
+_collective: CollectiveJob | None = None
 _worker: WorkerJob | None = None
 _server: ServerJob | None = None
 
@@ -42,26 +45,43 @@ _server: ServerJob | None = None
 def init(
     role_maker: RoleMaker | None = None, is_collective: bool = False, strategy: DistributedStrategy | None = None
 ) -> None:
-    """Find this process's role: from the environment, or as `role_maker` says. Without either: one local worker."""
-    global _job
-    if _job is not None:
+    """Find this process's role: from the environment, or as `role_maker` says. Without either: one local worker.
+
+    With is_collective=True there are no servers: all processes train together (docs/collective/README.md).
+    """
+    global _job, _collective
+    if _job is not None or _collective is not None:
         raise FleetError("fleet.init was called before; call it once per process")
-    from_environment = PaddleCloudRoleMaker(is_collective)  # refuses is_collective, whoever makes the role
-    info = (role_maker or from_environment).read()
+    info = (role_maker or PaddleCloudRoleMaker(is_collective)).read()
+    if info.is_collective != is_collective:
+        raise RoleError(
+            f"fleet.init(is_collective={is_collective}) got a role maker for the other kind of job: give both the same"
+        )
     if info.num_threads:
         torch.set_num_threads(info.num_threads)
-    _job = Job(info, strategy)
+    if is_collective:
+        _collective = CollectiveJob(info, strategy)
+    else:
+        _job = Job(info, strategy)
 
 
-def distributed_model(model: torch.nn.Module) -> torch.nn.Module:
-    """The same model, with its sparse embeddings on the servers."""
+def distributed_model(model: torch.nn.Module, strategy: DistributedStrategy | None = None) -> torch.nn.Module:
+    """The same model, with its sparse embeddings on the servers; in collective training, one that all ranks run."""
+    if _collective is not None:
+        _collective.use(strategy, "fleet.distributed_model")
+        return _collective.distribute_model(model)
+    _get_job().use(strategy, "fleet.distributed_model")
     return _get_job().distribute_model(model)
 
 
 def distributed_optimizer(
     optimizer: torch.optim.Optimizer, strategy: DistributedStrategy | None = None
-) -> DistributedOptimizer:
-    """The optimizer with its updates on the servers; SGD, Adagrad, Adam, AdamW and SparseAdam."""
+) -> DistributedOptimizer | CollectiveOptimizer:
+    """The optimizer with its updates on the servers (SGD, Adagrad, Adam, AdamW, SparseAdam), or with the collective
+    strategies around its step."""
+    if _collective is not None:
+        _collective.use(strategy, "fleet.distributed_optimizer")
+        return _collective.distribute_optimizer(optimizer)
     _get_job().use(strategy, "fleet.distributed_optimizer")
     return _get_job().distribute_optimizer(optimizer)
 
@@ -71,6 +91,8 @@ def distributed_scheduler(scheduler: Any) -> Any:
 
     For schedules that advance once per batch. One that advances per epoch needs no change.
     """
+    if _collective is not None:
+        return scheduler  # every step is a global one
     job = _get_job()
     if job.strategy is None:
         raise FleetError(
@@ -89,7 +111,7 @@ def distributed_scheduler(scheduler: Any) -> Any:
 
 
 def is_server() -> bool:
-    return _get_job().info.role == SERVER
+    return _info().role == SERVER
 
 
 def is_worker() -> bool:
@@ -101,28 +123,28 @@ def is_first_worker() -> bool:
 
 
 def worker_index() -> int:
-    return _get_job().info.worker_index
+    return _info().worker_index
 
 
 def worker_num() -> int:
-    return _get_job().info.num_workers
+    return _info().num_workers
 
 
 def server_index() -> int:
-    return _get_job().info.server_index
+    return _info().server_index
 
 
 def server_num() -> int:
-    return _get_job().info.num_servers
+    return _info().num_servers
 
 
 def worker_endpoints(to_string: bool = False) -> list[str] | str:
-    endpoints = list(_get_job().info.worker_endpoints)
+    endpoints = list(_info().worker_endpoints)
     return ",".join(endpoints) if to_string else endpoints
 
 
 def server_endpoints(to_string: bool = False) -> list[str] | str:
-    endpoints = list(_get_job().info.server_endpoints)
+    endpoints = list(_info().server_endpoints)
     return ",".join(endpoints) if to_string else endpoints
 
 
@@ -179,7 +201,11 @@ def stop_worker() -> None:
 
     The first worker prints how old the rows were that its fleet learned from.
     """
-    global _worker, _job, _server
+    global _worker, _job, _server, _collective
+    if _collective is not None:
+        _collective.stop()
+        _collective = None
+        return
     final = _get_worker().stop()
     if is_first_worker():
         print(summary(final), flush=True)
@@ -188,11 +214,19 @@ def stop_worker() -> None:
 
 def barrier_worker() -> None:
     """Wait for all other workers."""
+    if _collective is not None:
+        _collective.world.barrier()
+        return
     _get_worker().barrier()
 
 
 def prefetch(loader: Iterable[Item]) -> Iterator[Item]:
-    """The loader's batches; where the mode allows it, rows of the next batch are pulled while this one computes."""
+    """The loader's batches; where the mode allows it, rows of the next batch are pulled while this one computes.
+
+    In collective training it ends on all ranks together, when the first has no batch left: nobody waits for ever.
+    """
+    if _collective is not None:
+        return _collective.prefetch(loader)
     return _get_worker().engine.prefetch(loader)
 
 
@@ -249,6 +283,8 @@ def workers() -> Workers:
 
 def gather(name: str, data: bytes) -> list[bytes]:
     """What every worker brought, in their order; in a process without a fleet, just this."""
+    if _collective is not None:
+        return _collective.world.gather(data)
     if _worker is None:
         if _job is not None and not _job.info.is_local:
             raise FleetError("the workers meet after fleet.init_worker(), and servers do not meet at all")
@@ -291,7 +327,9 @@ def replica(share: float | None = None) -> Replica:
 
 
 def mode() -> str:
-    """sync, half_async, async or geo."""
+    """sync, half_async, async or geo; or collective."""
+    if _collective is not None:
+        return "collective"
     return _get_worker().strategy.mode
 
 
@@ -310,7 +348,8 @@ def report(**metrics: float) -> None:
     taken = sorted(set(metrics) & set(KNOWN))
     if taken:
         raise FleetError(f"fleet.report: {', '.join(taken)} is what torchfleet itself reports; choose another name")
-    _get_worker().report({name: float(value) for name, value in metrics.items()})
+    reporting = _collective if _collective is not None else _get_worker()
+    reporting.report({name: float(value) for name, value in metrics.items()})
 
 
 def stats() -> dict[str, Any]:
@@ -382,13 +421,21 @@ def _saver(what: str) -> WorkerJob:
     return worker
 
 
+def _info() -> RoleInfo:
+    return _collective.info if _collective is not None else _get_job().info
+
+
 def _get_job() -> Job:
+    if _collective is not None:
+        raise FleetError("this is for jobs with parameter servers, and this job is collective (is_collective=True)")
     if _job is None:
         raise FleetError("call fleet.init() first")
     return _job
 
 
 def _get_worker() -> WorkerJob:
+    if _collective is not None:
+        raise FleetError("this is for jobs with parameter servers, and this job is collective (is_collective=True)")
     if _worker is None:
         raise FleetError("call fleet.init_worker() first (on a worker)")
     return _worker

@@ -124,7 +124,7 @@ class PaddleCloudRoleMaker:
                 )
             master = workers[0]
         local = self._number("LOCAL_RANK") if found.get("LOCAL_RANK") else int(found.get("FLAGS_selected_gpus") or 0)
-        more = {"is_collective": True, "local_rank": local, "master": master}
+        more: dict[str, Any] = {"is_collective": True, "local_rank": local, "master": master}
         restart = self._number("TORCHELASTIC_RESTART_COUNT") if found.get("TORCHELASTIC_RESTART_COUNT") else 0
         return RoleInfo(WORKER, rank, size, worker_endpoints=workers, restart=restart, **more, **common)
 

@@ -45,7 +45,7 @@ class Part:
 
     # The optimizer, once, in fleet.distributed_optimizer
 
-    def optimizer(self, inner: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> torch.optim.Optimizer:
+    def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
         """The optimizer that steps in the place of `inner`; it must keep `inner.param_groups`, the very list.
 
         Names of parameters are those of the user's model, without anybody's prefix.
@@ -70,7 +70,10 @@ class Part:
         return True
 
     def after_step(self) -> None:
-        """The parameters have changed."""
+        """The parameters have changed, or the step was skipped. Called from the last part of the list to the first."""
+
+    def note_loss(self, loss: float | torch.Tensor) -> None:
+        """The loss of the last batch, where it is known: the model returned it, or fleet.report(loss=...) said it."""
 
     # Kept with the model by fleet.save
 
@@ -87,3 +90,6 @@ class Part:
 
     def load_rank_state(self, state: Mapping[str, torch.Tensor]) -> None:
         """What `rank_state` gave; saved by another number of ranks, the mean over them."""
+
+    def after_load(self) -> None:
+        """Model, optimizer and the parts' own states have been loaded."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchfleet.errors import FleetError, StrategyError
@@ -41,12 +42,13 @@ class World:
                 f"{dist.get_rank()} of {dist.get_world_size()}: let fleet.init make the group, or make them agree"
             )
         self._mesh: DeviceMesh | None = None
+        self._control: dist.ProcessGroup | None = None
 
     def _join(self, info: RoleInfo, timeout: float) -> None:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         wait = timedelta(seconds=timeout)
         if self.size == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=wait)
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=wait)
         else:
             method = f"tcp://{info.master}" if info.master else "env://"
             dist.init_process_group(backend, method, rank=self.rank, world_size=self.size, timeout=wait)
@@ -58,6 +60,26 @@ class World:
             shape = tuple(self.degrees[axis] for axis in AXES)
             self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=AXES)
         return self._mesh
+
+    @property
+    def control(self) -> dist.ProcessGroup:
+        """All ranks, for numbers in host memory. All ranks come here together the first time."""
+        if self._control is None:
+            self._control = dist.group.WORLD if self.device.type == "cpu" else dist.new_group(backend="gloo")
+        assert self._control is not None
+        return self._control
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What every rank brought, in their order."""
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.control)
+        longest = max(int(length) for length in lengths)
+        own = torch.zeros(longest, dtype=torch.uint8)
+        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
+        brought = [torch.zeros_like(own) for _ in range(self.size)]
+        if longest:
+            dist.all_gather(brought, own, group=self.control)
+        return [one[: int(length)].numpy().tobytes() for one, length in zip(brought, lengths, strict=True)]
 
     def axis(self, name: str) -> Axis:
         """One of AXES."""
@@ -77,7 +99,7 @@ class World:
         return self._own([list(range(place, self.size, size)) for place in range(size)])
 
     def _own(self, partition: list[list[int]]) -> dist.ProcessGroup:
-        made = [dist.new_group(ranks) for ranks in partition]
+        made: list[dist.ProcessGroup] = [dist.new_group(ranks) for ranks in partition]
         return next(group for group, ranks in zip(made, partition, strict=True) if self.rank in ranks)
 
     def barrier(self) -> None:
@@ -117,8 +139,8 @@ def degrees(strategy: DistributedStrategy, size: int) -> dict[str, int]:
     data = data or max(1, rest // sharding // pipe)
     if data * pipe * sharding * model != size:
         raise StrategyError(
-            f"the degrees dp {data} × pp {pipe} × sharding {sharding} × mp {model} need "
-            f"{data * pipe * sharding * model} ranks, and there are {size}. Change hybrid_configs, or the number of ranks."
+            f"the degrees dp {data} × pp {pipe} × sharding {sharding} × mp {model} make "
+            f"{data * pipe * sharding * model} ranks; there are {size}: change hybrid_configs or the number of ranks"
         )
     return {"data": data, "pipe": pipe, "sharding": sharding, "model": model}
 

@@ -1,0 +1,97 @@
+"""Data parallelism (C1, C2): every rank computes on its own batch; gradients are averaged while backward still runs.
+
+`fuse_all_reduce_ops` and `fuse_grad_size_in_MB` say how gradients are put together into buckets, each exchanged by one
+all-reduce as soon as all its gradients are there (Li et al. 2020, PyTorch Distributed). The work is done by torch's
+DistributedDataParallel. Composes with everything but strategies that cut the model up and exchange by themselves
+(sharding stages 2 and 3, pipeline, tensor_parallel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _broadcast_coalesced
+from torch.nn.parallel import DistributedDataParallel
+
+from torchfleet.collective.part import Forward
+from torchfleet.collective.world import World
+from torchfleet.strategy import DistributedStrategy
+
+_ALONE_MB = 1e-6  # a bucket of about a byte: every gradient travels by itself
+_BROADCAST_BYTES = 32 << 20
+
+
+class Chained(torch.nn.Module):
+    """The model, called through what the strategies have put around its forward."""
+
+    def __init__(self, module: torch.nn.Module, forward: Forward) -> None:
+        super().__init__()
+        self.module = module
+        self._chain = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._chain(*args, **kwargs)
+
+
+def data_parallel(chained: Chained, strategy: DistributedStrategy, world: World) -> DistributedDataParallel:
+    """All ranks start from rank 0's parameters. Parameters marked `fleet_local` are each rank's own."""
+    own = [name for name, parameter in chained.named_parameters() if getattr(parameter, "fleet_local", False)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(chained, own)  # type: ignore[no-untyped-call]
+    return DistributedDataParallel(
+        chained,
+        device_ids=[world.local_rank] if world.device.type == "cuda" else None,
+        bucket_cap_mb=strategy.fuse_grad_size_in_MB if strategy.fuse_all_reduce_ops else _ALONE_MB,
+        find_unused_parameters=strategy.find_unused_parameters,
+    )
+
+
+def broadcast(model: torch.nn.Module) -> None:
+    """Every rank takes rank 0's parameters and buffers, as DistributedDataParallel does when it is made."""
+    own = {id(parameter) for parameter in model.parameters() if getattr(parameter, "fleet_local", False)}
+    tensors = [one.detach() for one in (*model.parameters(), *model.buffers()) if id(one) not in own]
+    everybody = dist.group.WORLD
+    assert everybody is not None
+    for same in _by_kind(tensors):
+        _broadcast_coalesced(everybody, same, _BROADCAST_BYTES, 0)
+
+
+def _by_kind(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    yield from kinds.values()
+
+
+def together(loader: Iterable[Any], world: World) -> Iterator[Any]:
+    """The loader's batches, for as long as every rank has one: ranks whose data is longer stop with the shortest.
+
+    A rank that went on alone would wait for the others for ever.
+    """
+    batches = iter(loader)
+    num_read = 0
+    batch, has_one = _next(batches)
+    while True:
+        ended = torch.tensor(0 if has_one else 1)
+        dist.all_reduce(ended, group=world.control)
+        num_ended = int(ended)
+        if num_ended:
+            break
+        yield batch
+        num_read += 1
+        batch, has_one = _next(batches)
+    if has_one:
+        print(
+            f"fleet.prefetch: rank {world.rank} stops after {num_read} batches, with {num_ended} of {world.size} ranks "
+            "out of data; its further batches of this epoch are left unread",
+            flush=True,
+        )
+
+
+def _next(batches: Iterator[Any]) -> tuple[Any, bool]:
+    try:
+        return next(batches), True
+    except StopIteration:
+        return None, False

@@ -1,0 +1,64 @@
+"""Dynamic loss scaling (C7; Micikevicius et al. 2018): small gradients survive float16 because the loss is scaled up.
+
+    overflow:  bad += 1, good = 0;  at decr_every_n_nan_or_inf:  scale = max(1, scale · decr_ratio), bad = 0
+    else:      good += 1, bad = 0;  at incr_every_n_steps:       scale = scale · incr_ratio,         good = 0
+
+A step whose gradients overflowed is skipped, whether the scale changes then or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+class LossScaling:
+    """The scale, and what the gradients of the steps so far mean for it."""
+
+    def __init__(self, configs: Mapping[str, Any], device: torch.device) -> None:
+        self._configs = configs
+        self.value = float(configs["init_loss_scaling"])
+        self._num_good = self._num_bad = 0
+        self._overflow = torch.zeros((), device=device)
+        self._factor = torch.ones((), device=device)
+
+    def unscale(self, gradients: Sequence[torch.Tensor], scale: float) -> None:
+        """Divide in place, and remember if any of them is not finite."""
+        by_kind: dict[torch.dtype, list[torch.Tensor]] = {}
+        for gradient in gradients:
+            by_kind.setdefault(gradient.dtype, []).append(gradient)
+        self._factor.fill_(1.0 / scale)
+        for same in by_kind.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(same, self._overflow, self._factor)
+
+    @property
+    def overflow(self) -> torch.Tensor:
+        """0 or 1: whether a gradient since the last `update` was not finite; ranks may reduce it among themselves."""
+        return self._overflow
+
+    def update(self) -> bool:
+        """A step is about to be made: whether it may be."""
+        is_finite = not bool(self._overflow.item())
+        self._overflow.zero_()
+        if not self._configs["use_dynamic_loss_scaling"]:
+            return is_finite
+        if is_finite:
+            self._num_good, self._num_bad = self._num_good + 1, 0
+            if self._num_good >= self._configs["incr_every_n_steps"]:
+                raised = self.value * self._configs["incr_ratio"]
+                self.value, self._num_good = raised if math.isfinite(raised) else self.value, 0
+        else:
+            self._num_good, self._num_bad = 0, self._num_bad + 1
+            if self._num_bad >= self._configs["decr_every_n_nan_or_inf"]:
+                self.value, self._num_bad = max(1.0, self.value * self._configs["decr_ratio"]), 0
+        return is_finite
+
+    def state(self) -> torch.Tensor:
+        return torch.tensor([self.value, self._num_good, self._num_bad], dtype=torch.float64)
+
+    def load_state(self, state: torch.Tensor) -> None:
+        value, good, bad = state.tolist()
+        self.value, self._num_good, self._num_bad = value, int(good), int(bad)

@@ -1,0 +1,87 @@
+"""What stands where the user's optimizer stood."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchfleet.collective.part import Part
+from torchfleet.errors import ModelError
+
+
+class CollectiveOptimizer(torch.optim.Optimizer):
+    """The same param groups (shared with the user's optimizer: schedulers work on either), step() and zero_grad().
+
+    `step` goes through the strategies: some gather gradients first (gradient_merge), some skip a step (amp), some
+    exchange parameters after it (localsgd, sharding).
+    """
+
+    def __init__(
+        self,
+        user: torch.optim.Optimizer,
+        inner: torch.optim.Optimizer,
+        parts: Sequence[Part],
+        parameters: Sequence[torch.nn.Parameter],
+    ) -> None:
+        # param_groups is shared: a scheduler made before works too. It has wrapped the inner step, which is not ours.
+        self.__dict__.update({name: value for name, value in user.__dict__.items() if name != "step"})
+        self._patch_step_function()  # what torch does for its own classes when they are made: hooks are called
+        self._user, self.inner, self._parts = user, inner, tuple(parts)
+        self._parameters = parameters  # the model's; an optimizer of float32 copies has others
+        self._is_gathering = False
+        self.num_steps = 0
+        self.after_step: Callable[[], None] = lambda: None
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.inner.state = value
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._user._opt_called = True  # type: ignore[attr-defined]  # what a scheduler made before looks at
+        answers = [part.is_due() for part in self._parts]
+        self._is_gathering = not all(answers)
+        if self._is_gathering:
+            return loss
+        answers = [part.before_step() for part in self._parts]
+        if all(answers):
+            self.inner.step()
+        for part in reversed(self._parts):
+            part.after_step()
+        self.num_steps += 1
+        self.after_step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; while they are being gathered over several batches they stay."""
+        if self._is_gathering:
+            return
+        for parameter in self._parameters:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_()
+                parameter.grad.zero_()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ModelError("add_param_group: the strategies are in place; add it before fleet.distributed_optimizer")
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; the groups stay the very dictionaries that schedulers hold."""
+        groups = self.inner.param_groups
+        self.inner.load_state_dict(state_dict)
+        for group, loaded in zip(groups, self.inner.param_groups, strict=True):
+            group.update(loaded)
+        self.inner.param_groups = self.param_groups = groups
