@@ -235,9 +235,47 @@ class TestNotYet:
         with pytest.raises(RoleError, match=r"HETER_TRAINER.*not available yet"):
             read(changed("paddle worker", TRAINING_ROLE="HETER_TRAINER"))
 
-    def test_collective_training_is_not_available_yet(self) -> None:
-        with pytest.raises(RoleError, match=r"not available yet.*is_collective=False"):
-            PaddleCloudRoleMaker(is_collective=True)
+
+def collective(**environment: str) -> RoleInfo:
+    return PaddleCloudRoleMaker(is_collective=True, environment=environment).read()
+
+
+TORCH = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "7"}
+PADDLE = {"PADDLE_TRAINER_ID": "1", "PADDLE_TRAINERS_NUM": "2", "PADDLE_TRAINER_ENDPOINTS": "a:7,b:8"}
+
+
+class TestCollective:
+    def test_without_an_environment_there_is_one_rank(self) -> None:
+        info = collective()
+        assert (info.worker_index, info.num_workers, info.is_collective, info.is_local) == (0, 1, True, False)
+
+    def test_the_names_of_torch_are_read(self) -> None:
+        info = collective(**TORCH, TORCHELASTIC_RESTART_COUNT="3")
+        assert (info.worker_index, info.num_workers, info.local_rank, info.master) == (2, 4, 1, "")
+        assert info.restart == 3
+
+    def test_the_names_of_paddle_are_read(self) -> None:
+        info = collective(**PADDLE, FLAGS_selected_gpus="1")
+        assert (info.worker_index, info.num_workers, info.local_rank, info.master) == (1, 2, 1, "a:7")
+        assert info.worker_endpoints == ("a:7", "b:8")
+
+    @pytest.mark.parametrize(
+        ("environment", "text"),
+        [
+            ({**TORCH, "RANK": "4"}, "RANK.* is 4, but there are 4 ranks"),
+            ({**TORCH, "WORLD_SIZE": "x"}, "WORLD_SIZE.*must be a number.*'x'"),
+            ({name: value for name, value in TORCH.items() if name != "RANK"}, "WORLD_SIZE is set, but RANK"),
+            ({name: value for name, value in TORCH.items() if name != "WORLD_SIZE"}, "RANK is set, but WORLD_SIZE"),
+            ({name: value for name, value in TORCH.items() if name != "MASTER_PORT"}, "MASTER_PORT is missing"),
+            ({**PADDLE, "PADDLE_TRAINER_ENDPOINTS": "a:7"}, "lists 1 ranks, but .* says 2"),
+            ({"PADDLE_TRAINER_ID": "0", "PADDLE_TRAINERS_NUM": "2"}, "PADDLE_TRAINER_ENDPOINTS"),
+            ({**PADDLE, "FLAGS_selected_gpus": "0,1"}, "FLAGS_selected_gpus.*one number"),
+            ({"FLEET_SERVER_ENDPOINTS": "a:7"}, "started with servers"),
+        ],
+    )
+    def test_what_is_missing_or_contradicts_itself_is_named(self, environment: dict[str, str], text: str) -> None:
+        with pytest.raises(RoleError, match=text):
+            collective(**environment)
 
 
 class TestUserDefinedRoleMaker:
@@ -337,10 +375,11 @@ class TestFacade:
         with pytest.raises(FleetError, match="once"):
             fleet.init()
 
-    @pytest.mark.parametrize("role_maker", [None, UserDefinedRoleMaker()], ids=["environment", "code"])
-    def test_collective_training_is_not_available_yet(self, fleet: Any, role_maker: Any) -> None:
-        with pytest.raises(RoleError, match="not available yet"):
-            fleet.init(role_maker, is_collective=True)
+    def test_a_role_maker_for_the_other_kind_of_job_is_an_error(self, fleet: Any) -> None:
+        with pytest.raises(RoleError, match="other kind of job"):
+            fleet.init(UserDefinedRoleMaker(), is_collective=True)
+        with pytest.raises(RoleError, match="other kind of job"):
+            fleet.init(PaddleCloudRoleMaker(is_collective=True, environment={}))
 
     def test_a_worker_cannot_do_what_servers_do(self, fleet: Any) -> None:
         fleet.init()

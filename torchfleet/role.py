@@ -123,7 +123,10 @@ class PaddleCloudRoleMaker:
                     f"{size}. Make them agree."
                 )
             master = workers[0]
-        local = self._number("LOCAL_RANK") if found.get("LOCAL_RANK") else int(found.get("FLAGS_selected_gpus") or 0)
+        gpu = found.get("FLAGS_selected_gpus") or "0"
+        if not (gpu.isascii() and gpu.isdigit()):
+            raise RoleError(f"FLAGS_selected_gpus must be one number, that of this rank's GPU, found {gpu!r}")
+        local = self._number("LOCAL_RANK") if found.get("LOCAL_RANK") else int(gpu)
         more: dict[str, Any] = {"is_collective": True, "local_rank": local, "master": master}
         restart = self._number("TORCHELASTIC_RESTART_COUNT") if found.get("TORCHELASTIC_RESTART_COUNT") else 0
         return RoleInfo(WORKER, rank, size, worker_endpoints=workers, restart=restart, **more, **common)
@@ -162,8 +165,8 @@ class PaddleCloudRoleMaker:
             return next(iter(values.values()))
         role = "FLEET_ROLE" if "FLEET_ROLE" in self._environment else "TRAINING_ROLE"
         if self._is_collective:
-            role = next(one for one in ("WORLD_SIZE", "RANK", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID")
-                        if self._environment.get(one))  # fmt: skip
+            known = ("WORLD_SIZE", "RANK", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID")
+            role = next(one for one in known if self._environment.get(one))
         raise RoleError(
             f"{role} is set, but {' (or '.join(names)}{')' * (len(names) - 1)} is missing. Set it, or start "
             "with fleetrun."

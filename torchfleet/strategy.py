@@ -106,18 +106,19 @@ class DistributedStrategy:
         return copy.deepcopy(self)  # a copy that shared its values would change the original
 
     def __repr__(self) -> str:
-        """A table of what is in force: the mode of a parameter-server job, and every collective strategy that is on."""
-        rows: dict[str, Any] = {"mode": self.mode}
-        rows.update({name: value for name, value in self._values.items() if name not in _COLLECTIVE})
-        rows.update(_flat("a_sync_configs", rows.pop("a_sync_configs")))
+        """A table of what is in force: every collective strategy that is on; without any, the parameter-server mode."""
+        changed = {name: value for name, value in self.differences().items() if name in _COLLECTIVE}
+        rows: dict[str, Any] = {}
         for name in SWITCHES:
             if self._values[name]:
                 rows[name] = True
                 rows.update(_flat(f"{name}_configs", self._values.get(f"{name}_configs", {})))
-        rows.update({name: value for name, value in self.differences().items() if name in FIELDS})
-        rows.update(_flat("hybrid_configs", self.differences().get("hybrid_configs", {})))
-        for name in _OBJECTS:
-            rows.update(_flat(name, self.differences().get(name, {})))
+        for name, value in changed.items():
+            rows.update(_flat(name, value) if isinstance(value, dict) else {name: value})
+        if not rows:
+            rows["mode"] = self.mode
+            rows.update({name: value for name, value in self._values.items() if name not in _COLLECTIVE})
+            rows.update(_flat("a_sync_configs", rows.pop("a_sync_configs")))
         width = max(len(name) for name in rows)
         return "\n".join(["DistributedStrategy", *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
 
