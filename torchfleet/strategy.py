@@ -10,29 +10,20 @@ from typing import Any
 
 import msgspec
 
+from torchfleet import prototxt
+from torchfleet.checks import (
+    A_SYNC_DEFAULTS,
+    OBJECTS,
+    checked_a_sync,
+    checked_key,
+    checked_keys,
+    checked_object,
+    defaults,
+    flat,
+    unknown,
+)
 from torchfleet.errors import StrategyError, UnknownFieldError
-from torchfleet.settings import ALIASES, CONFIGS, FIELDS, SWITCHES, BuildStrategy, ExecutionStrategy, Key
-
-A_SYNC_DEFAULTS: dict[str, Any] = {
-    "k_steps": 0,
-    "half_async": False,
-    "max_merge_var_num": 1,
-    "send_queue_size": 16,
-    "independent_recv_thread": False,
-    "min_send_grad_num_before_recv": 1,
-    "thread_pool_size": 1,
-    "send_wait_times": 1,
-    "launch_barrier": True,
-    "heter_worker_device_guard": "cpu",
-}
-_AT_LEAST = {
-    "k_steps": 0,
-    "max_merge_var_num": 1,
-    "send_queue_size": 1,
-    "min_send_grad_num_before_recv": 1,
-    "thread_pool_size": 1,
-    "send_wait_times": 0,
-}
+from torchfleet.settings import CONFIGS, FIELDS, SWITCHES
 
 _ASYNC_ONLY = (
     "max_merge_var_num",
@@ -45,8 +36,7 @@ _ASYNC_ONLY = (
 _WEEK = 7 * 24 * 3600.0  # a server takes no longer wait (server/commands.py)
 _AT_MOST = {"rpc_retry_times": 1000, "rpc_timeout": _WEEK, "sync_timeout": _WEEK}
 
-_OBJECTS = {"build_strategy": BuildStrategy, "execution_strategy": ExecutionStrategy}
-_COLLECTIVE = (*FIELDS, *(f"{name}_configs" for name in CONFIGS), *_OBJECTS)
+_COLLECTIVE = (*FIELDS, *(f"{name}_configs" for name in CONFIGS), *OBJECTS)
 
 
 class DistributedStrategy:
@@ -73,20 +63,20 @@ class DistributedStrategy:
             "rpc_timeout": 30.0,
             "sync_timeout": 1800.0,
             **{name: key.default for name, key in FIELDS.items()},
-            **{f"{name}_configs": _defaults(keys) for name, keys in CONFIGS.items()},
-            **{name: made() for name, made in _OBJECTS.items()},
+            **{f"{name}_configs": defaults(keys) for name, keys in CONFIGS.items()},
+            **{name: made() for name, made in OBJECTS.items()},
         }
         self._used_by = ""
         for name, value in sorted(fields.items()):  # a_sync comes before a_sync_configs
             if name not in self._values:
-                raise StrategyError(_unknown("DistributedStrategy", name, self._values))
+                raise StrategyError(unknown("DistributedStrategy", name, self._values))
             setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         if name not in self._values:
-            raise UnknownFieldError(_unknown("DistributedStrategy", name, self._values))
+            raise UnknownFieldError(unknown("DistributedStrategy", name, self._values))
         value = self._values[name]
         return MappingProxyType(value) if isinstance(value, dict) else value  # set whole, so that it is checked
 
@@ -95,7 +85,7 @@ class DistributedStrategy:
             object.__setattr__(self, name, value)
             return
         if name not in self._values:
-            raise StrategyError(_unknown("DistributedStrategy", name, self._values))
+            raise StrategyError(unknown("DistributedStrategy", name, self._values))
         if self._used_by:
             raise StrategyError(
                 f"{name}: this strategy was used by {self._used_by} and can no longer change. Set it before."
@@ -112,13 +102,13 @@ class DistributedStrategy:
         for name in SWITCHES:
             if self._values[name]:
                 rows[name] = True
-                rows.update(_flat(f"{name}_configs", self._values.get(f"{name}_configs", {})))
+                rows.update(flat(f"{name}_configs", self._values.get(f"{name}_configs", {})))
         for name, value in changed.items():
-            rows.update(_flat(name, value) if isinstance(value, dict) else {name: value})
+            rows.update(flat(name, value) if isinstance(value, dict) else {name: value})
         if not rows:
             rows["mode"] = self.mode
             rows.update({name: value for name, value in self._values.items() if name not in _COLLECTIVE})
-            rows.update(_flat("a_sync_configs", rows.pop("a_sync_configs")))
+            rows.update(flat("a_sync_configs", rows.pop("a_sync_configs")))
         width = max(len(name) for name in rows)
         return "\n".join(["DistributedStrategy", *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
 
@@ -144,7 +134,7 @@ class DistributedStrategy:
         """The settings that differ from the defaults, as plain values."""
         default = DistributedStrategy()._values
         differing = {name: value for name, value in self._values.items() if value != default[name]}
-        return {name: vars(value) if name in _OBJECTS else value for name, value in differing.items()}
+        return {name: vars(value) if name in OBJECTS else value for name, value in differing.items()}
 
     def lock(self, user: str) -> None:
         """From now on a change is an error."""
@@ -181,7 +171,9 @@ class DistributedStrategy:
 
     @classmethod
     def load_from_yaml(cls, path: str | Path) -> DistributedStrategy:
-        """Read settings back; an unknown or wrong one is an error that names it."""
+        """Read settings back; an unknown or wrong one is an error that names it. A `.prototxt` is one of Paddle's."""
+        if Path(path).suffix == ".prototxt":
+            return cls.load_from_prototxt(path)
         try:
             fields = msgspec.yaml.decode(Path(path).read_bytes())
         except (OSError, ValueError, msgspec.MsgspecError) as error:  # ValueError: dates and numbers of YAML
@@ -190,15 +182,20 @@ class DistributedStrategy:
             raise StrategyError(f"{path} should hold `field: value` lines, found {type(fields).__name__}")
         return cls(**{str(name): value for name, value in fields.items()})
 
+    @classmethod
+    def load_from_prototxt(cls, path: str | Path) -> DistributedStrategy:
+        """The strategy in a file of Paddle's save_to_prototxt; torchfleet/prototxt.py tells how it is understood."""
+        return cls(**prototxt.load(path))
+
     def _checked(self, name: str, value: Any) -> Any:
         if name == "a_sync_configs":
-            return _checked_configs(value)
-        if name in _OBJECTS:
-            return _checked_object(name, value)
+            return checked_a_sync(value)
+        if name in OBJECTS:
+            return checked_object(name, value)
         if name in FIELDS:
-            return _checked_key(name, FIELDS[name], value)
+            return checked_key(name, FIELDS[name], value)
         if name in _COLLECTIVE:
-            return _checked_keys(name.removesuffix("_configs"), value)
+            return checked_keys(name.removesuffix("_configs"), value)
         default = self._values[name]
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         fits = (
@@ -213,91 +210,3 @@ class DistributedStrategy:
         if number and not (math.isfinite(value) and value <= _AT_MOST[name]):
             raise StrategyError(f"{name} must be at most {_AT_MOST[name]:g}, found {value!r}")
         return type(default)(value)
-
-
-def _checked_configs(given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise StrategyError(f"a_sync_configs expects a dictionary, found {given!r}")
-    for key, value in given.items():
-        if key not in A_SYNC_DEFAULTS:
-            raise StrategyError(_unknown("a_sync_configs", key, A_SYNC_DEFAULTS))
-        expected = type(A_SYNC_DEFAULTS[key])
-        if type(value) is not expected:
-            raise StrategyError(f"a_sync_configs['{key}'] expects a {expected.__name__}, found {value!r}")
-        if key in _AT_LEAST and value < _AT_LEAST[key]:
-            raise StrategyError(f"a_sync_configs['{key}'] must be at least {_AT_LEAST[key]}, found {value}")
-    if given.get("k_steps", 0) and given.get("half_async", False):
-        raise StrategyError(
-            "a_sync_configs: k_steps > 0 is geo training and half_async is another mode. Choose one of them."
-        )
-    guard = given.get("heter_worker_device_guard", "cpu")
-    if guard != "cpu":
-        raise StrategyError(
-            f"a_sync_configs['heter_worker_device_guard']={guard!r}: heter workers are not available yet; use 'cpu'"
-        )
-    return {**A_SYNC_DEFAULTS, **given}
-
-
-def _defaults(keys: dict[str, Key]) -> dict[str, Any]:
-    return {name: _plain(key.default) for name, key in keys.items()}
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _flat(name: str, values: Any) -> dict[str, Any]:
-    return {f"{name}.{key}": value for key, value in values.items()}
-
-
-def _checked_keys(name: str, given: Any) -> dict[str, Any]:
-    """A `<name>_configs` dictionary; keys that are not given keep their default."""
-    where, known = f"{name}_configs", CONFIGS[name]
-    if not isinstance(given, (dict, MappingProxyType)):
-        raise StrategyError(f"{where} expects a dictionary, found {given!r}")
-    checked: dict[str, Any] = {}
-    for key, value in given.items():
-        own = ALIASES.get(name, {}).get(key, key)
-        if own not in known:
-            raise StrategyError(_unknown(where, key, {**known, **ALIASES.get(name, {})}))
-        if own in checked:
-            raise StrategyError(f"{where}: '{key}' and '{own}' are two names of one key; give one of them")
-        checked[own] = _checked_key(f"{where}['{key}']", known[own], value)
-    return {**_defaults(known), **checked}
-
-
-def _checked_key(name: str, key: Key, value: Any) -> Any:
-    expected = type(key.default)
-    if expected is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise StrategyError(f"{name} expects a list, found {value!r}")
-        value = list(value)
-    elif expected is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        value = float(value)
-    elif type(value) is not expected:
-        raise StrategyError(f"{name} expects a {expected.__name__}, found {value!r}")
-    if key.only and value != _plain(key.default):
-        raise StrategyError(f"{name}={value!r} cannot be had: {key.only}. Leave it at {_plain(key.default)!r}.")
-    if key.choices and value not in key.choices:
-        raise StrategyError(f"{name} must be one of {', '.join(map(repr, key.choices))}, found {value!r}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise StrategyError(f"{name} must be a finite number, found {value!r}")
-    if key.at_least is not None and value < key.at_least:
-        raise StrategyError(f"{name} must be at least {key.at_least:g}, found {value!r}")
-    if key.at_most is not None and value > key.at_most:
-        raise StrategyError(f"{name} must be at most {key.at_most:g}, found {value!r}")
-    return value
-
-
-def _checked_object(name: str, value: Any) -> Any:
-    """A BuildStrategy or ExecutionStrategy, or a dictionary of its fields, as a file has it."""
-    expected = _OBJECTS[name]
-    if isinstance(value, dict):
-        value = expected(**{str(key): item for key, item in value.items()})
-    if not isinstance(value, expected):
-        raise StrategyError(f"{name} expects a fleet.{expected.__name__}, found {value!r}")
-    return copy.deepcopy(value)  # not the caller's own
-
-
-def _unknown(where: str, name: str, known: dict[str, Any]) -> str:
-    return f"{where} has no field '{name}'; it has {', '.join(sorted(known))}"
