@@ -1,4 +1,4 @@
-"""Fleet for PyTorch: parameter-server training. `import torchfleet as fleet`.
+"""Fleet for PyTorch: parameter-server and collective training. `import torchfleet as fleet`.
 
 Names are loaded when they are first used, so that a bare server (python -m torchfleet.server) never imports torch.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchfleet import data, metrics, nn, online, util
+    from torchfleet.collective.stages import device_guard
     from torchfleet.data.criteo import CriteoFormat
     from torchfleet.data.generator import MultiSlotDataGenerator, MultiSlotStringDataGenerator
     from torchfleet.data.hashing import hash_string
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
         is_first_worker,
         is_server,
         is_worker,
+        load,
         prefetch,
         replica,
         report,
         run_server,
+        save,
         save_inference_model,
         save_persistables,
         saved_extra,
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     )
     from torchfleet.infer import DistributedInfer, load_inference_model
     from torchfleet.role import PaddleCloudRoleMaker, UserDefinedRoleMaker
+    from torchfleet.settings import BuildStrategy, ExecutionStrategy
     from torchfleet.strategy import DistributedStrategy
     from torchfleet.tables.entry import (
         CountFilterEntry,
@@ -66,10 +70,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BuildStrategy",
     "CountFilterEntry",
     "CriteoFormat",
     "DistributedInfer",
     "DistributedStrategy",
+    "ExecutionStrategy",
     "FetchHandler",
     "FleetError",
     "InMemoryDataset",
@@ -88,6 +94,7 @@ __all__ = [
     "barrier_worker",
     "data",
     "describe",
+    "device_guard",
     "distributed_model",
     "distributed_optimizer",
     "distributed_scheduler",
@@ -100,6 +107,7 @@ __all__ = [
     "is_first_worker",
     "is_server",
     "is_worker",
+    "load",
     "load_inference_model",
     "metrics",
     "nn",
@@ -108,6 +116,7 @@ __all__ = [
     "replica",
     "report",
     "run_server",
+    "save",
     "save_inference_model",
     "save_persistables",
     "saved_extra",
@@ -128,10 +137,12 @@ __all__ = [
 
 _MODULES = ("data", "metrics", "nn", "online", "util")
 _ELSEWHERE = {
+    "BuildStrategy": "settings",
     "CountFilterEntry": "tables.entry",
     "CriteoFormat": "data.criteo",
     "DistributedInfer": "infer",
     "DistributedStrategy": "strategy",
+    "ExecutionStrategy": "settings",
     "FetchHandler": "fetch",
     "FleetError": "errors",
     "InMemoryDataset": "datasets",
@@ -147,6 +158,7 @@ _ELSEWHERE = {
     "Slot": "data.slots",
     "UserDefinedRoleMaker": "role",
     "WindowCountEntry": "tables.entry",
+    "device_guard": "collective.stages",
     "hash_string": "data.hashing",
     "load_inference_model": "infer",
 }

@@ -374,6 +374,28 @@ def save_persistables(dirname: str, mode: int = 0, extra: Mapping[str, Any] | No
     return _saver("save_persistables").save(dirname, "delta" if mode else "full", extra).number
 
 
+def save(dirname: str, extra: Mapping[str, Any] | None = None) -> int:
+    """Save model, optimizer and strategies, to go on training from; `extra`, which JSON must be able to hold, with them.
+
+    In collective training all ranks call it together; with parameter servers it is save_persistables, on worker 0 only.
+    Returns the number of the save.
+    """
+    if _collective is not None:
+        return _collective.save(dirname, extra)
+    return save_persistables(dirname, extra=extra)
+
+
+def load(dirname: str) -> dict[str, Any]:
+    """Collective training: go on from what `save` left there, by whatever number of ranks and under whatever strategies.
+
+    All ranks call it together, after distributed_model and distributed_optimizer. Returns what `extra` was.
+    """
+    if _collective is None:
+        _get_job()
+        raise FleetError("fleet.load is for collective training; servers load when they start: fleet.init_server(dirname)")
+    return _collective.load(dirname)
+
+
 def saved_extra(dirname: str) -> dict[str, Any] | None:
     """What `save_persistables(extra=...)` kept with the model that is there; None if there is no complete model."""
     storage = Storage(dirname)

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from torchfleet.collective.adaptive_localsgd import AdaptiveLocalSGD
 from torchfleet.collective.amp import Amp
+from torchfleet.collective.batch_norm import SyncBatchNorm
+from torchfleet.collective.communicators import Communicators
+from torchfleet.collective.dgc import DeepGradientCompression
+from torchfleet.collective.fp16_allreduce import Fp16AllReduce
+from torchfleet.collective.fusion import Fusion
 from torchfleet.collective.gradient_merge import GradientMerge
+from torchfleet.collective.hierarchical import HierarchicalAllReduce
+from torchfleet.collective.lamb import Lamb
+from torchfleet.collective.lars import Lars
+from torchfleet.collective.localsgd import LocalSGD
 from torchfleet.collective.part import Part
+from torchfleet.collective.pipeline import Pipeline
+from torchfleet.collective.recompute import Recompute
+from torchfleet.collective.sharding import Sharding
+from torchfleet.collective.tensor_parallel import TensorParallel
 from torchfleet.collective.world import World
 from torchfleet.errors import StrategyError
 from torchfleet.strategy import DistributedStrategy
@@ -14,7 +28,21 @@ from torchfleet.strategy import DistributedStrategy
 # The order. Models are converted and forwards wrapped from the first to the last (the last is outermost), optimizers
 # replaced and `before_step` called from the first to the last, `after_step` from the last to the first.
 ORDER: tuple[type[Part], ...] = (
+    SyncBatchNorm,
+    TensorParallel,
+    Recompute,
+    Fusion,
     Amp,
+    Pipeline,
+    Fp16AllReduce,
+    HierarchicalAllReduce,
+    Communicators,
+    DeepGradientCompression,
+    Lars,
+    Lamb,
+    Sharding,
+    LocalSGD,
+    AdaptiveLocalSGD,
     GradientMerge,
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,11 @@ import torch
 from torchfleet.collective.amp import Amp
 from torchfleet.collective.build import build, check
 from torchfleet.collective.data_parallel import Chained, broadcast, data_parallel, together
+from torchfleet.collective.loading import load
 from torchfleet.collective.model import CollectiveModel
 from torchfleet.collective.optimizer import CollectiveOptimizer
 from torchfleet.collective.part import Part
+from torchfleet.collective.saving import save
 from torchfleet.collective.world import World
 from torchfleet.errors import FleetError, ModelError, StrategyError
 from torchfleet.role import RoleInfo
@@ -98,18 +100,20 @@ class CollectiveJob:
                 part.attach(parallel)
         for part in self.parts:
             part.build(model, forward)
-        self._tell_amp(model, is_cut)
-        pipeline = next((part for part in self.parts if part.field == "pipeline"), None)
+        pipeline: Any = next((part for part in self.parts if part.field == "pipeline"), None)
+        self._tell_amp(model, is_cut, pipeline)
         self.model = CollectiveModel(chained, self.parts, parallel, pipeline)
         if any(type(part).note_loss is not Part.note_loss for part in self.parts):
             self.model.on_loss = self._note_loss
         return self.model
 
-    def _tell_amp(self, model: torch.nn.Module, is_cut: bool) -> None:
+    def _tell_amp(self, model: torch.nn.Module, is_cut: bool, pipeline: Any) -> None:
         has_own = any(getattr(parameter, "fleet_local", False) for parameter in model.parameters())
         for amp in self.parts:
             if isinstance(amp, Amp):
                 amp.is_cut = is_cut or has_own
+                if pipeline is not None:
+                    amp.is_last, amp.ends_backward = pipeline.is_last, False
 
     def distribute_optimizer(self, optimizer: torch.optim.Optimizer) -> CollectiveOptimizer:
         if self.model is None:
@@ -179,7 +183,20 @@ class CollectiveJob:
             **self._reported,
         }
 
-    def trained(self) -> tuple[CollectiveModel, CollectiveOptimizer]:
+    def save(self, dirname: str, extra: Mapping[str, Any] | None) -> int:
+        model, optimizer = self._trained()
+        for part in self.parts:
+            part.before_save()
+        return save(dirname, model.module, optimizer.inner, self.parts, self.world, extra, self.names)
+
+    def load(self, dirname: str) -> dict[str, Any]:
+        model, optimizer = self._trained()
+        extra = load(dirname, model.module, optimizer.inner, self.parts, self.world, self.names)
+        for part in self.parts:
+            part.after_load()
+        return extra
+
+    def _trained(self) -> tuple[CollectiveModel, CollectiveOptimizer]:
         if self.model is None or self.optimizer is None:
             raise FleetError("call fleet.distributed_model and fleet.distributed_optimizer before this")
         return self.model, self.optimizer

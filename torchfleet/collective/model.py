@@ -63,7 +63,11 @@ class CollectiveModel(torch.nn.Module):
         if self._pipeline is not None:
             self._begin()
             self._count((inputs,), {})
+            for part in self._parts:
+                part.begin_backward()
             loss = self._pipeline.train_batch(inputs, target, loss_fn)
+            for part in self._parts:
+                part.end_backward()
             if self.on_loss is not None and loss is not None:
                 self.on_loss(loss.detach())
             return loss  # type: ignore[no-any-return]

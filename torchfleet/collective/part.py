@@ -61,6 +61,12 @@ class Part:
         """Whether the gradients of the backward pass that is about to come are exchanged among the ranks."""
         return True
 
+    def begin_backward(self) -> None:
+        """The backward passes of a pipeline are about to begin. Elsewhere a part must notice by itself."""
+
+    def end_backward(self) -> None:
+        """The backward passes of a pipeline are over, and gradients are complete."""
+
     def is_due(self) -> bool:
         """Whether optimizer.step() steps this time, or goes on gathering; called once per optimizer.step()."""
         return True
@@ -76,6 +82,9 @@ class Part:
         """The loss of the last batch, where it is known: the model returned it, or fleet.report(loss=...) said it."""
 
     # Kept with the model by fleet.save
+
+    def before_save(self) -> None:
+        """The model is about to be saved: what `state` says equal on all ranks, and the parameters, must be."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """Tensors that are equal on all ranks: counters, scales."""

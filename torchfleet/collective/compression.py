@@ -1,0 +1,106 @@
+"""What deep gradient compression does to one parameter: choose the largest values, keep the others for later."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+_SAMPLE = 1 << 14  # values looked at, at least, to guess which are large
+_SAMPLED = 64  # one in so many
+
+
+def num_sent(num_values: int, sparsity: float) -> int:
+    """How many of a parameter's values are sent; the same on all ranks."""
+    share = round(num_values * (1.0 - sparsity), 6)  # 1 - 0.999 is not quite 0.001, and must not cost one value more
+    return min(num_values, max(1, math.ceil(share)))
+
+
+def largest(values: torch.Tensor, count: int) -> torch.Tensor:
+    """The indices of the `count` largest values by size, exactly, in no order; `values` is flat. NaN counts as largest.
+
+    On a CPU torch.topk goes through all values in one thread, with their indices. Here a sample tells above which bound
+    somewhat more than `count` values should be, and only these are compared; if there are fewer, the sample misled.
+    """
+    sizes = values.abs()
+    if values.is_cuda or count * 4 > sizes.numel() or sizes.numel() < 4 * _SAMPLE:
+        return _top(sizes, count)
+    bound = _bound(sizes, count)
+    if bound == 0:
+        return _largest_of_few(sizes, count)
+    candidates = (sizes < bound).logical_not_().nonzero().squeeze(1)  # not >=, which NaN never is
+    if candidates.numel() < count:
+        return _top(sizes, count)
+    return candidates[_top(sizes[candidates], count)]
+
+
+def _top(sizes: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.topk(sizes, count, sorted=False).indices
+
+
+def _bound(sizes: torch.Tensor, count: int) -> float:
+    """A size that, to judge by a sample, somewhat more than `count` reach: four standard deviations more."""
+    step = min(_SAMPLED, sizes.numel() // _SAMPLE) | 1  # odd: in step with no width of a layer that is a power of 2
+    sample = sizes[::step]
+    expected = count / step
+    rank = math.ceil(expected + 4 * math.sqrt(expected)) + 4
+    return float(torch.topk(sample, min(rank, sample.numel()), sorted=False).values.min())
+
+
+def _largest_of_few(sizes: torch.Tensor, count: int) -> torch.Tensor:
+    """Where most values are 0, as in the gradients of embeddings."""
+    candidates = sizes.nonzero().squeeze(1)
+    missing = count - candidates.numel()
+    if missing <= 0:
+        return candidates[_top(sizes[candidates], count)]
+    # Of the first `count` values at most count - missing are not 0.
+    zeros = (sizes[:count] == 0).nonzero().squeeze(1)[:missing]
+    return torch.cat([candidates, zeros])
+
+
+class Residual:
+    """What one rank has of a parameter that it did not send: the velocity u and the sum of velocities v.
+
+    In the parameter's shape, and in float32 at least; `flat` views in the order of memory.
+    """
+
+    def __init__(self, velocity: torch.Tensor, unsent: torch.Tensor) -> None:
+        self.velocity, self.unsent = velocity, unsent
+
+    @classmethod
+    def of(cls, parameter: torch.Tensor) -> Residual:
+        return cls(_zeros(parameter), _zeros(parameter))
+
+    def add(self, gradient: torch.Tensor, momentum: float) -> None:
+        """u = momentum · u + g and v = v + u: momentum is applied before, not after, values wait to be sent."""
+        flat(self.velocity).mul_(momentum).add_(gradient)
+        flat(self.unsent).add_(flat(self.velocity))
+
+    def take(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `count` largest values of v, and where they are. They leave v, and u too (momentum factor masking)."""
+        unsent = flat(self.unsent)
+        indices = largest(unsent, count)
+        values = unsent[indices]
+        unsent.index_fill_(0, indices, 0.0)
+        flat(self.velocity).index_fill_(0, indices, 0.0)
+        return values, indices
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of all values in the order of memory, which is the one in which they lie in a bucket of gradients."""
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    if not _is_dense(tensor):
+        return tensor.reshape(-1)  # a copy; buckets have contiguous views of these
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _zeros(parameter: torch.Tensor) -> torch.Tensor:
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    layout = torch.preserve_format if _is_dense(parameter) else torch.contiguous_format
+    return torch.zeros_like(parameter, dtype=dtype, memory_format=layout, requires_grad=False)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its values fill their memory, in whatever order."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

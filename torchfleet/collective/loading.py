@@ -1,0 +1,251 @@
+"""fleet.load: every rank reads the pieces that overlap with what it holds, whoever has saved them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from torchfleet.checkpoint.storage import Storage
+from torchfleet.collective import manifest as saved
+from torchfleet.collective.manifest import Manifest, Tensor, num_elements
+from torchfleet.collective.part import Part
+from torchfleet.collective.pieces import DTYPES, Piece, Pieces, model_pieces, piece_of, tied
+from torchfleet.collective.planning import Said, say
+from torchfleet.collective.sharding import Sharding
+from torchfleet.collective.states import (
+    Names,
+    innermost,
+    load_groups,
+    names_of,
+    new_state,
+    optimized,
+    states_by_parameter,
+)
+from torchfleet.collective.tensors import Reader, overlap
+from torchfleet.collective.world import World
+from torchfleet.data.progress import Progress
+from torchfleet.errors import CheckpointError, FleetError
+
+
+class Opened(Said, kw_only=True):
+    """The manifest, as the first rank has read it, and which tensors each rank's model has."""
+
+    manifest: str = ""
+    names: list[str] = msgspec.field(default_factory=list)
+
+
+class Target(NamedTuple):
+    """A piece of this rank, and the saved tensor that goes there."""
+
+    source: Tensor
+    piece: Piece
+
+
+def load(
+    dirname: str,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    parts: Sequence[Part],
+    world: World | None,
+    names: Names | None = None,
+) -> dict[str, Any]:
+    """What `extra` was. All ranks call it together; what is wrong on one is raised on all.
+
+    The model must have the tensors that were saved, no more and no less, in their shapes; the number of ranks and the
+    strategies may be others. The optimizer's state is made anew, if it is of the same kind; strategies that were not on
+    when the model was saved keep what they have. After an error the model may be partly loaded: load another save.
+    """
+    loading = Loading(Storage(dirname), model, world)
+    try:
+        loading.check()
+        if optimizer is not None:
+            loading.add_optimizer(optimizer, names_of(model, names), parts)
+        owed = loading.add_parts(parts)
+        said = Said()
+    except FleetError as error:
+        said = Said(error=str(error))
+    say(world, said)
+    say(world, loading.read())
+    for give in owed:
+        give()
+    return loading.manifest.extra
+
+
+def load_parameters(dirname: str, module: torch.nn.Module) -> dict[str, Any]:
+    """Parameters and buffers into a model of this process alone, for prediction; returns what `extra` was."""
+    return load(dirname, module, None, (), None)
+
+
+class Loading:
+    """One save into what this rank has: first all is checked, then all is read."""
+
+    def __init__(self, storage: Storage, model: torch.nn.Module, world: World | None) -> None:
+        self._storage, self._model, self._world = storage, model, world
+        self._homes: Pieces = model_pieces(model, world)
+        everybody = say(world, self._open())
+        self.manifest = msgspec.json.decode(everybody[0].manifest, type=Manifest)
+        self._saved = self.manifest.of_kind("model")
+        self._known = {name for one in everybody for name in one.names}
+        self._targets: list[Target] = []
+
+    def _open(self) -> Opened:
+        names = [*self._homes, *tied(self._model)]
+        if self._world is not None and self._world.rank:
+            return Opened(names=names)
+        try:
+            manifest = saved.read(self._storage)
+        except FleetError as error:
+            return Opened(error=str(error))
+        return Opened(manifest=msgspec.json.encode(manifest).decode(), names=names)
+
+    def check(self) -> None:
+        """The model's tensors are those that were saved."""
+        masters = self.manifest.of_kind("master")
+        place = f"{self._storage.path} ({self.manifest.save})"
+        for name in self._saved:
+            if name not in self._known:
+                raise CheckpointError(
+                    f"{place} has '{name}', which the model does not have. Load it into its own model."
+                )
+        for name, piece in self._homes.items():
+            source = self._saved.get(self._saved_name(name))
+            if source is None:
+                raise CheckpointError(f"{place} has no '{name}', which the model has. Load it into its own model.")
+            if tuple(source.shape) != piece.shape:
+                raise CheckpointError(
+                    f"'{name}' has shape {piece.shape} in the model, and was saved with shape {tuple(source.shape)}"
+                )
+            copy = masters.get(self._saved_name(name))  # as precise as the model is now?
+            is_better = copy is not None and DTYPES[copy.dtype] == piece.tensor.dtype
+            self._targets.append(Target(copy if copy is not None and is_better else source, piece))
+
+    def _saved_name(self, name: str) -> str:
+        """A tied parameter was saved by one of its names; in a pipeline, whose stages each have their own, by both."""
+        return name if name in self._saved else self.manifest.tied.get(name, name)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, names: Names, parts: Sequence[Part]) -> None:
+        """Options of the groups, states by parameter, and the optimizer's copies of parameters."""
+        kind, kept = type(innermost(optimizer)).__name__, self.manifest.optimizer
+        is_same = kind == kept
+        if is_same:
+            load_groups(optimizer, names, self.manifest.groups, self._saved_name)
+        elif self._is_first:
+            _tell_of_new_state(kept or "no optimizer", kind)
+        states = states_by_parameter(self.manifest) if is_same else {}
+        masters, own = self.manifest.of_kind("master"), set(self._model.parameters())
+        owned = [part.owns for part in parts if isinstance(part, Sharding)]
+        for parameter, name, group in optimized(optimizer, names):
+            home, there = self._homes[name], self._saved_name(name)
+            if parameter not in own:
+                source = masters.get(there) or self._saved[there]
+                self._targets.append(Target(source, home.like(parameter)))
+            optimizer.state.pop(parameter, None)
+            if is_same and all(owns(parameter) for owns in owned):
+                state, pieces = new_state(parameter, home, states.get(there, {}), group)
+                self._targets += [Target(states[there][key], piece) for key, piece in pieces.items()]
+                state.update(self.manifest.values.get(there, {}))
+                if state:
+                    optimizer.state[parameter] = state
+
+    def add_parts(self, parts: Sequence[Part]) -> list[Callable[[], None]]:
+        """What is to be called when all is read: the strategies take what is theirs."""
+        owed: list[Callable[[], None]] = []
+        for part in parts:
+            alike, each = self._alike(part), self._of_ranks(part)
+            if alike:
+                owed.append(partial(part.load_state, alike))
+            if each:
+                owed.append(partial(_give_means, part, each))
+        return owed
+
+    def _alike(self, part: Part) -> dict[str, torch.Tensor]:
+        made, present = {}, part.state()
+        for key, source in _of_field(self.manifest.of_kind("part"), part.field):
+            made[key] = _empty(source.shape, source, present.get(key))
+            self._targets.append(Target(source, piece_of(made[key])))
+        return made
+
+    def _of_ranks(self, part: Part) -> dict[str, torch.Tensor]:
+        """What this rank had, if there were as many ranks; else what all of them had, one behind the other."""
+        assert self._world is not None
+        made, present, rank = {}, part.rank_state(), self._world.rank
+        for key, source in _of_field(self.manifest.of_kind("rank"), part.field):
+            ranks = [piece.offset[0] for piece in source.pieces]
+            if self.manifest.num_ranks == self._world.size and rank in ranks:
+                ranks = [rank]
+            made[key] = _empty([len(ranks), *source.shape[1:]], source, present.get(key))
+            for i, one in enumerate(ranks):
+                offset = (one, *[0] * (len(source.shape) - 1))
+                self._targets.append(Target(source, Piece(made[key][i : i + 1], tuple(source.shape), offset)))
+        return made
+
+    def read(self) -> Said:
+        """Fill everything that was added."""
+        progress = Progress("fleet.load") if self._is_first else None
+        try:
+            with torch.no_grad(), Reader(self._storage, self.manifest) as reader:
+                _fill(reader, self._targets, progress)
+        except FleetError as error:
+            return Said(error=str(error))
+        if progress is not None:
+            progress.end(f"save {self.manifest.number} of {self._storage.path}")
+        return Said()
+
+    @property
+    def _is_first(self) -> bool:
+        return self._world is None or self._world.rank == 0
+
+
+def _fill(reader: Reader, targets: Sequence[Target], progress: Progress | None) -> None:
+    """In the order of the files."""
+    jobs = []
+    for source, piece in targets:
+        num = 0
+        for one in source.pieces:
+            common = overlap(piece.offset, tuple(piece.tensor.shape), one.offset, one.shape)
+            if common is not None:
+                jobs.append((source, one, piece, *common))
+                num += num_elements([some.stop - some.start for some in common[0]])
+        if num != piece.tensor.numel():
+            raise CheckpointError(f"'{source.name}': {num:,} of {piece.tensor.numel():,} elements were saved")
+    total, done = sum(one.bytes for _, one, *_ in jobs), 0
+    for source, one, piece, here, there in sorted(jobs, key=lambda job: (job[1].file, job[1].start)):
+        data = torch.frombuffer(reader.read(source, one), dtype=DTYPES[source.dtype]).view(one.shape)
+        piece.tensor[here].copy_(data[there])
+        done += one.bytes
+        if progress is not None:
+            progress.show(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB for this rank")
+
+
+def _empty(shape: Sequence[int], source: Tensor, like: torch.Tensor | None) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=DTYPES[source.dtype], device=None if like is None else like.device)
+
+
+def _of_field(tensors: Mapping[str, Tensor], field: str) -> list[tuple[str, Tensor]]:
+    return [(name[len(field) + 1 :], one) for name, one in tensors.items() if name.startswith(f"{field}.")]
+
+
+def _give_means(part: Part, states: Mapping[str, torch.Tensor]) -> None:
+    part.load_rank_state({key: _mean(state) for key, state in states.items()})
+
+
+def _mean(states: torch.Tensor) -> torch.Tensor:
+    """Over ranks, in the first dimension."""
+    if len(states) == 1:
+        return states[0]
+    mean = states.double().mean(0)
+    return (mean if states.is_floating_point() else mean.round()).to(states.dtype)
+
+
+def _tell_of_new_state(kept: str, kind: str) -> None:
+    print(
+        f"the model was saved by {kept}, and is now trained by {kind}: parameters are loaded, the optimizer's state "
+        "starts anew",
+        file=sys.stderr,
+        flush=True,
+    )

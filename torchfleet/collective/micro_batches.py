@@ -1,0 +1,121 @@
+"""A batch in micro-batches, as they go into a pipeline and as losses or outputs come out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from torchfleet.errors import ModelError, StrategyError
+
+LossFn = Callable[[Any, Any], torch.Tensor]
+
+
+class MicroBatches:
+    """`num` equal parts of a batch, taken in order, on the device; the losses or outputs of them.
+
+    `inputs`: a tensor, a tuple or list of arguments, or a dict of keyword arguments.
+    """
+
+    def __init__(self, inputs: Any, target: Any, num: int, loss_fn: LossFn | None, device: torch.device) -> None:
+        self.num, self._loss_fn, self._device = num, loss_fn, device
+        self.inputs = [_arguments(part) for part in cut_batch(inputs, num)]
+        self._targets = cut_batch(target, num)
+        self._num_called = 0
+        self.losses: list[torch.Tensor] = []
+        self.outputs: list[Any] = []
+
+    @property
+    def has_loss(self) -> bool:
+        return self._loss_fn is not None
+
+    def next_inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._num_called += 1
+        return self._here(self.inputs[self._num_called - 1])  # type: ignore[no-any-return]
+
+    def loss(self, outputs: Any) -> torch.Tensor:
+        """What to call backward on: this micro-batch's share in the mean loss of the batch."""
+        assert self._loss_fn is not None
+        loss = self._loss_fn(outputs, self._here(self._targets[len(self.losses)]))
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise ModelError(f"train_batch: loss_fn must return one number, the mean over samples; found {found}")
+        self.losses.append(loss.detach().reshape(()))
+        return loss / self.num
+
+    def joined(self) -> Any:
+        """The outputs of all micro-batches along their first dimension, in the structure in which the model has them."""
+        flat = [tree_flatten(one)[0] for one in self.outputs]
+        structure = tree_flatten(self.outputs[0])[1]
+        return tree_unflatten([_join(parts) for parts in zip(*flat, strict=True)], structure)
+
+    def _here(self, part: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda one: one.to(self._device, non_blocking=True), part)
+
+
+def _join(parts: tuple[Any, ...]) -> Any:
+    if not isinstance(parts[0], torch.Tensor):
+        return parts[0]
+    return torch.cat(parts) if parts[0].dim() else torch.stack(parts)
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, dict):
+        return (), inputs
+    return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
+
+
+def num_micro_batches(batch_size: int, accumulate_steps: int, micro_batch_size: int) -> int:
+    """How many, by pipeline_configs. A batch that cannot be cut like that is an error."""
+    if not micro_batch_size:
+        if batch_size % accumulate_steps:
+            raise StrategyError(
+                f"pipeline_configs['accumulate_steps']={accumulate_steps} does not divide the batch of {batch_size} samples "
+                "into equal micro-batches: change one of them (a loader's drop_last=True leaves the last batch out)"
+            )
+        return accumulate_steps
+    num, rest = divmod(batch_size, micro_batch_size)
+    if rest or not num:
+        raise StrategyError(
+            f"pipeline_configs['micro_batch_size']={micro_batch_size} does not divide the batch of {batch_size} samples: "
+            "change one of them (a loader's drop_last=True leaves the last batch out)"
+        )
+    if accumulate_steps not in (1, num):
+        raise StrategyError(
+            f"pipeline_configs: micro_batch_size={micro_batch_size} and accumulate_steps={accumulate_steps} contradict each "
+            f"other for a batch of {batch_size} samples, which has {num} micro-batches: give one of them"
+        )
+    return num
+
+
+def batch_size_of(*trees: Any) -> int:
+    """The first size of every tensor in them, which must be one number."""
+    tensors = [
+        leaf for tree in trees for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()
+    ]
+    sizes = {tensor.shape[0] for tensor in tensors}
+    if len(sizes) != 1:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise ModelError(
+            f"pipeline: all tensors of a batch must have its samples along their first dimension, found shapes {shapes or '()'}"
+        )
+    return sizes.pop()
+
+
+def cut_batch(tree: Any, num: int) -> list[Any]:
+    """`num` equal parts of every tensor in it along the first dimension; everything else is in all parts."""
+    leaves, structure = tree_flatten(tree)
+    parts = [
+        leaf.chunk(num) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * num  # fmt: skip
+        for leaf in leaves
+    ]
+    return [tree_unflatten([part[index] for part in parts], structure) for index in range(num)]
+
+
+def signature(tree: Any) -> tuple[Any, ...]:
+    """Equal for batches that can go the same way: structure, shapes and types."""
+    leaves, structure = tree_flatten(tree)
+    kinds = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
+    return (str(structure), *kinds)

@@ -1,0 +1,172 @@
+"""What recomputation keeps, in host memory: inputs of recomputed modules leave the GPU between forward and backward.
+
+Forward: the input of a block is copied out on a stream of its own while the block computes. The GPU's copy is dropped
+when two further blocks have begun; the compute stream waits for the outgoing copy first, in case it is late. Backward:
+when the input of block i is asked for, that of block i-1 starts to come back, beside the recomputation of block i. So
+of all kept inputs at most two are on the GPU at a time, whatever the depth: that in use and that on its way.
+
+Memory on the GPU belongs to the compute stream throughout, and every buffer that the side stream touches is held until
+the compute stream has waited for it. That is why Tensor.record_stream is not used: it would hold a buffer back until
+the GPU has really come that far, and with the CPU far ahead of the GPU all buffers of a pass would pile up.
+
+Source: Rajbhandari et al. 2021, ZeRO-Infinity (activation checkpoints in CPU memory). On the CPU there is nothing to
+gain: the copies are made all the same, so that a script behaves alike there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from torchfleet.errors import ModelError
+
+NUM_LEAVING = 2  # blocks whose inputs are still on the device, while they are copied out
+PIECE_BYTES = 1 << 26  # of pinned memory, of which torch gives powers of two: in pieces little is wasted
+
+
+class _Kept:
+    """One input of a block. It belongs to the graph: when that is gone, so is this."""
+
+    def __init__(self, tensor: torch.Tensor, block: _Block) -> None:
+        self.block = block
+        self.form = torch.empty_like(tensor, device="meta")
+        if self.form.stride() != tensor.stride():  # a part of a larger one, or expanded
+            tensor = tensor.contiguous()
+        self.on_device: torch.Tensor | None = tensor.detach()
+        self.version = tensor._version
+        self.host: list[torch.Tensor] = []
+        self.event: torch.cuda.Event | None = None  # the copy under way has arrived
+
+    def check_unchanged(self) -> None:
+        if self.on_device is not None and self.on_device._version != self.version:
+            raise ModelError(
+                f"recompute with enable_offload: an input of shape {tuple(self.on_device.shape)} of a module in "
+                "'checkpoints' was changed in place while it was copied to host memory. Take inplace=True out of the "
+                "module's first layer, or leave the module out of 'checkpoints'."
+            )
+
+
+class _Block:
+    """One call of a recomputed module: its inputs, and the call before it, whose inputs are needed next."""
+
+    def __init__(self, before: _Block | None) -> None:
+        self._inputs: list[weakref.ref[_Kept]] = []
+        self._before = weakref.ref(before) if before is not None else None
+
+    def add(self, kept: _Kept) -> None:
+        self._inputs.append(weakref.ref(kept))
+
+    @property
+    def inputs(self) -> list[_Kept]:
+        """Those that are still needed."""
+        return [kept for kept in (one() for one in self._inputs) if kept is not None]
+
+    @property
+    def before(self) -> _Block | None:
+        return self._before() if self._before is not None else None
+
+
+class Offload:
+    """The kept inputs of all recomputed modules of a model.
+
+    Inputs that need no gradient (masks and the like, which blocks share) stay on the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._leaving: deque[weakref.ref[_Block]] = deque()
+        self._coming: list[_Kept] = []  # held here: their memory must stay while the side stream writes to it
+        self._last: weakref.ref[_Block] | None = None
+
+    def hooks(self) -> saved_tensors_hooks:
+        """To be entered around one call of a module: what it then saves are its inputs."""
+        block = _Block(self._last() if self._last is not None else None)
+        self._last = weakref.ref(block)
+        self._leaving.append(self._last)
+        return saved_tensors_hooks(lambda tensor: self._pack(tensor, block), self._unpack)
+
+    def _pack(self, tensor: torch.Tensor, block: _Block) -> _Kept | torch.Tensor:
+        """Forward: `tensor` is an input of a block that is about to run."""
+        if not tensor.requires_grad or tensor.device != self._device:
+            return tensor
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            raise ModelError(
+                f"recompute with enable_offload copies plain tensors; an input of a module in 'checkpoints' is a "
+                f"{type(tensor).__name__}. Set recompute_configs['enable_offload']=False."
+            )
+        kept = _Kept(tensor, block)
+        block.add(kept)
+        self._copy_out(kept)
+        while len(self._leaving) > NUM_LEAVING:
+            left = self._leaving.popleft()()
+            for one in left.inputs if left is not None else ():
+                self._release(one)
+        return kept
+
+    def _unpack(self, kept: _Kept | torch.Tensor) -> torch.Tensor:
+        """Backward: an input is needed. It may be asked for again, if the graph is retained."""
+        if isinstance(kept, torch.Tensor):
+            return kept
+        if kept.on_device is None:
+            self._bring(kept)
+        tensor = kept.on_device
+        assert tensor is not None
+        self._release(kept)
+        self._coming = [one for one in self._coming if one is not kept]
+        if kept.block.before is not None:
+            self._prefetch(kept.block.before, kept.block)
+        return tensor
+
+    def _prefetch(self, block: _Block, current: _Block) -> None:
+        """What was brought for other blocks than these goes: it can be had again."""
+        for one in self._coming:
+            if one.block not in (block, current):
+                self._release(one)
+        self._coming = [one for one in self._coming if one.on_device is not None]
+        for one in block.inputs:
+            if one.on_device is None:
+                self._bring(one)
+
+    def _bring(self, kept: _Kept) -> None:
+        kept.on_device = torch.empty_like(kept.form, device=self._device)
+        kept.event = self._copy(_pieces(kept.on_device), kept.host)
+        kept.version = kept.on_device._version
+        self._coming.append(kept)
+
+    def _release(self, kept: _Kept) -> None:
+        """Whatever the compute stream does from now on comes after the copy, so the memory may be used again."""
+        kept.check_unchanged()
+        if kept.event is not None:
+            torch.cuda.current_stream(self._device).wait_event(kept.event)
+        kept.on_device = kept.event = None
+
+    def _copy_out(self, kept: _Kept) -> None:
+        assert kept.on_device is not None
+        pieces = _pieces(kept.on_device)
+        kept.host = [torch.empty_like(one, device="cpu", pin_memory=self._side is not None) for one in pieces]
+        kept.event = self._copy(kept.host, pieces)
+
+    def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
+        """On the side stream, behind all that the compute stream was given: it made the source, and used the memory."""
+        if self._side is None:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+            return None
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+            event: torch.cuda.Event = self._side.record_event()
+        return event
+
+
+def _pieces(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Its memory, which has no gaps, as flat pieces."""
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    pieces: Sequence[torch.Tensor] = torch.split(flat, max(1, PIECE_BYTES // tensor.element_size()))
+    return pieces

@@ -1,0 +1,152 @@
+"""What this rank holds of a model: pieces of whole tensors, by the names that the user's model gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from torchfleet.collective.part import Part
+from torchfleet.collective.planning import Key, Line, Said, say
+from torchfleet.collective.sharding import reshard
+from torchfleet.collective.world import World
+from torchfleet.collective.zero import local
+from torchfleet.errors import CheckpointError, FleetError
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a whole tensor; `tensor` shares its memory with what it was taken from."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]  # of the whole
+    offset: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return tuple(self.tensor.shape) == self.shape
+
+    def like(self, tensor: torch.Tensor) -> Piece:
+        """`tensor` holds the same box."""
+        return Piece(local(tensor), self.shape, self.offset)
+
+    def line(self, key: Key) -> Line:
+        dtype = _NAMES.get(self.tensor.dtype)
+        if dtype is None:
+            known = ", ".join(map(str, _NAMES))
+            raise CheckpointError(f"'{key[1]}' is of type {self.tensor.dtype}, which cannot be saved; {known} can")
+        return Line(*key, dtype, self.shape, self.offset, tuple(self.tensor.shape))
+
+
+Pieces = dict[str, Piece]
+
+
+class Cuts(Said, kw_only=True):
+    """Of parameters that are cut over the ranks by themselves: which piece this rank has, and its length."""
+
+    lengths: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
+
+
+def named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by the user's names; a tied parameter by the first of them."""
+    reshard(model)
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    saved = model.state_dict(keep_vars=True)
+    aliases = set(tied(model))
+    buffers = {name: one for name, one in model.named_buffers() if name in saved}
+    strange = sorted(set(saved) - set(found) - set(buffers) - aliases)
+    if strange:
+        raise CheckpointError(f"'{strange[0]}' of the model's state_dict is no parameter or buffer: it cannot be saved")
+    return {**found, **buffers}
+
+
+def tied(model: torch.nn.Module) -> dict[str, str]:
+    """Other names of parameters and buffers → the first."""
+    firsts: dict[torch.Tensor, str] = {}
+    others = {}
+    for name, one in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        first = firsts.setdefault(one, name)
+        if first != name:
+            others[name] = first
+    return others
+
+
+def model_pieces(model: torch.nn.Module, world: World | None) -> Pieces:
+    """All ranks call it together (without `world`: one process by itself); what is wrong on one is raised on all.
+
+    A parameter with an attribute `fleet_piece` = (dimension, index, count) is one of `count` pieces along a dimension;
+    the others are on other ranks.
+    """
+    try:
+        every = named(model)
+        cuts = {name: one.fleet_piece for name, one in every.items() if hasattr(one, "fleet_piece")}
+        made = {name: piece_of(one) for name, one in every.items() if name not in cuts}
+        own = Cuts(lengths={name: (cut[1], every[name].shape[cut[0]]) for name, cut in cuts.items()})
+    except FleetError as error:
+        own = Cuts(error=str(error))
+    lengths: dict[str, dict[int, int]] = {}
+    for one in say(world, own):
+        for name, (index, length) in one.lengths.items():
+            lengths.setdefault(name, {})[index] = length
+    for name, cut in cuts.items():
+        made[name] = _cut_piece(every[name], cut, lengths[name])
+    return {name: made[name] for name in every}
+
+
+def _cut_piece(tensor: torch.Tensor, cut: tuple[int, int, int], lengths: dict[int, int]) -> Piece:
+    dim, index, count = cut
+    if sorted(lengths) != list(range(count)):
+        raise CheckpointError(f"a parameter is cut into {count} pieces, and the ranks have only {sorted(lengths)}")
+    shape, offset = list(tensor.shape), [0] * tensor.dim()
+    shape[dim], offset[dim] = sum(lengths.values()), sum(lengths[i] for i in range(index))
+    return Piece(local(tensor), tuple(shape), tuple(offset))
+
+
+def piece_of(tensor: Any) -> Piece:
+    """Of a DTensor this rank's part; any other tensor is whole."""
+    if not hasattr(tensor, "placements"):
+        return Piece(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
+    mesh, offset, shape = tensor.device_mesh, [0] * tensor.dim(), list(tensor.shape)
+    cuts = [(one, *place) for one, *place in zip(tensor.placements, mesh.get_coordinate(), mesh.shape, strict=True)]
+    # Cut from the first dimension of the mesh to the last; a strided one cuts what those behind it have left.
+    strided = [cut for cut in cuts if hasattr(cut[0], "split_factor")]
+    plain = [cut for cut in cuts if hasattr(cut[0], "dim") and not hasattr(cut[0], "split_factor")]
+    for placement, index, count in [*plain, *reversed(strided)]:
+        length = -(-shape[placement.dim] // count)  # as torch.chunk: all alike, the last ones shorter or empty
+        start = min(index * length, shape[placement.dim])
+        offset[placement.dim] += start
+        shape[placement.dim] = min(length, shape[placement.dim] - start)
+    mine = local(tensor)
+    if tuple(shape) != tuple(mine.shape):
+        raise CheckpointError(
+            f"a tensor of shape {tuple(tensor.shape)} cut as {tensor.placements}: expected a piece of shape "
+            f"{tuple(shape)}, found {tuple(mine.shape)}"
+        )
+    return Piece(mine, tuple(tensor.shape), tuple(offset))
+
+
+# The strategies' own
+
+
+def part_pieces(parts: Sequence[Part], world: World) -> dict[Key, Piece]:
+    """Tensors that all ranks have alike, and those of this rank, which is a slice of one behind the other."""
+    made: dict[Key, Piece] = {}
+    for part in parts:
+        for key, value in part.state().items():
+            made["part", f"{part.field}.{key}"] = piece_of(value)
+        for key, value in part.rank_state().items():
+            shape = (world.size, *value.shape)
+            offset = (world.rank, *[0] * value.dim())
+            made["rank", f"{part.field}.{key}"] = Piece(value.detach().unsqueeze(0), shape, offset)
+    return made

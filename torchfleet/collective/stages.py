@@ -1,0 +1,198 @@
+"""Where a model is cut into the stages of a pipeline, and the cut itself.
+
+Said by the user, with `fleet.device_guard` while the model is made or with pipeline_configs["stages"]; a Sequential for
+which nothing is said is cut so that the largest stage has as few parameters as can be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from torchfleet.errors import ModelError, StrategyError
+
+_STAGE = "_fleet_stage"
+_guards: list[int] = []  # the stages of the guards that are open, the innermost last
+
+
+@contextlib.contextmanager
+def device_guard(device: str) -> Iterator[None]:
+    """Modules that are made, or assigned to another, in here belong to the stage that `device` names.
+
+    "gpu:1", "cpu:1" and "stage:1" are all stage 1: on which device a stage computes is its rank's affair. "gpu" and
+    "cpu" are stage 0. A module outside of any guard belongs to the stage of the one before it.
+    """
+    _guards.append(_stage_number(device))
+    register_module = torch_module.register_module_module_registration_hook
+    register_parameter = torch_module.register_module_parameter_registration_hook
+    handles = [register_module(_on_module), register_parameter(_on_parameter)] if len(_guards) == 1 else []
+    try:
+        yield
+    finally:
+        _guards.pop()
+        for handle in handles:
+            handle.remove()
+
+
+def _stage_number(device: str) -> int:
+    found = re.fullmatch(r"(?:gpu|cpu)|(?:gpu|cpu|stage):(\d+)", device)
+    if found is None:
+        raise StrategyError(
+            f"device_guard({device!r}): expected 'gpu:<stage>', 'cpu:<stage>' or 'stage:<stage>', for example 'gpu:1'"
+        )
+    return int(found[1] or 0)
+
+
+def _on_module(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    if module is not None:
+        vars(module).setdefault(_STAGE, _guards[-1])
+
+
+def _on_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
+    """The first thing that a module gets: it is being made in here. Later it is an older one that gets something new."""
+    if not any(one is not None for one in module._parameters.values()) and not module._modules:
+        vars(module).setdefault(_STAGE, _guards[-1])
+
+
+def chain(model: torch.nn.Module, name: str = "") -> list[str]:
+    """Names of the modules that run one after the other if the model is a Sequential, of Sequentials perhaps."""
+    if not _is_sequential(model):
+        return [name] if name else []
+    prefix = name + "." if name else ""
+    return [inner for own, child in model.named_children() for inner in chain(child, prefix + own)]
+
+
+def _is_sequential(module: torch.nn.Module) -> bool:
+    """One that does as Sequential does, and is looked into: it keeps no hooks that would then be called once a stage."""
+    return (
+        isinstance(module, torch.nn.Sequential)
+        and getattr(module.forward, "__func__", None) is torch.nn.Sequential.forward
+        and not (module._forward_hooks or module._forward_pre_hooks)
+    )
+
+
+def starts(model: torch.nn.Module, said: Sequence[str], num_stages: int) -> list[str]:
+    """Names of the modules with which the second, third, ... of `num_stages` stages begins."""
+    guarded = _guarded_starts(model)
+    if said and guarded:
+        raise StrategyError(
+            "pipeline_configs['stages'] and device_guard both say where the stages of the pipeline begin: use one of them"
+        )
+    if not said and not guarded:
+        return _even_starts(model, num_stages)
+    found = _checked_names(model, said) if said else guarded
+    where = "pipeline_configs['stages']" if said else "device_guard"
+    if len(found) != num_stages - 1:
+        raise StrategyError(
+            f"{where} makes {len(found) + 1} stages ({', '.join(found)} begin the later ones), and the pipeline has "
+            f"{num_stages} ranks: make as many stages as hybrid_configs['pp_degree']"
+        )
+    return found
+
+
+def _checked_names(model: torch.nn.Module, said: Sequence[str]) -> list[str]:
+    known = [name for name, _ in model.named_modules() if name]
+    for name in said:
+        if name not in known:
+            raise StrategyError(
+                f"pipeline_configs['stages']: the model has no module {name!r}; it has {', '.join(known[:20])}"
+                + (" and more" if len(known) > 20 else "")
+            )
+    if sorted(said, key=known.index) != list(said) or len(set(said)) != len(said):
+        raise StrategyError(
+            f"pipeline_configs['stages']={list(said)}: give the modules once each, in the order the model has them"
+        )
+    return list(said)
+
+
+def _guarded_starts(model: torch.nn.Module) -> list[str]:
+    found: list[str] = []
+    for name, module in model.named_modules():
+        stage = vars(module).get(_STAGE, len(found))
+        if not name or stage == len(found):
+            continue
+        if stage != len(found) + 1:
+            raise StrategyError(
+                f"device_guard puts module {name!r} into stage {stage} after modules of stage {len(found)}: stages "
+                "must be numbered 0, 1, 2, … in the order in which the model has its modules"
+            )
+        found.append(name)
+    return found
+
+
+def _even_starts(model: torch.nn.Module, num_stages: int) -> list[str]:
+    names = chain(model)
+    if not names and num_stages > 1:
+        raise StrategyError(
+            f"pipeline: a {type(model).__name__} is no torch.nn.Sequential, and nothing says where its stages begin: give "
+            "pipeline_configs['stages'], the names of the modules that begin them, or use fleet.device_guard"
+        )
+    if len(names) < num_stages:
+        raise StrategyError(f"pipeline: {len(names)} modules in a row cannot be cut into {num_stages} stages")
+    sizes = [sum(one.numel() for one in model.get_submodule(name).parameters()) for name in names]
+    return [names[first] for first in _even_cut(sizes, num_stages)]
+
+
+def _even_cut(sizes: Sequence[int], num_parts: int) -> list[int]:
+    """Where the second, third, ... part begins, so that the largest sum of a part is as small as can be."""
+    num = len(sizes)
+    before = [0]
+    for size in sizes:
+        before.append(before[-1] + size)
+    # best[i]: the largest part, and minus the cuts, of the first i sizes in as many parts as the loop has come to. Of
+    # cuts that are as good the last is taken: what has no parameters stays with what it follows.
+    best: list[tuple[int, list[int]]] = [(total, []) for total in before]
+    for part in range(1, num_parts):
+        for i in range(num, part, -1):  # from the end: best[j] is still that of one part less
+            best[i] = min((max(best[j][0], before[i] - before[j]), [*best[j][1], -j]) for j in range(part, i))
+    return [-cut for cut in best[num][1]]
+
+
+def stage_of_modules(model: torch.nn.Module, first: Sequence[str]) -> dict[str, int]:
+    """The stage of every module (its own tensors; not those of modules in it), by the order the model has them in."""
+    stages: dict[str, int] = {}
+    now = 0
+    for name, _ in model.named_modules(remove_duplicate=False):
+        now += name in first
+        stages[name] = now
+    return stages
+
+
+def is_cut_in_chain(model: torch.nn.Module, first: Sequence[str]) -> bool:
+    """Whether every stage of a Sequential begins with one of the modules it runs, so that it need not be traced."""
+    units = chain(model)
+    return all(any(unit == name or unit.startswith(name + ".") for unit in units) for name in first)
+
+
+def refuse_shared(model: torch.nn.Module, stages: dict[str, int]) -> None:
+    """A parameter that two stages use would be two parameters, each with a part of the gradient."""
+    seen: dict[torch.Tensor, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = seen.setdefault(parameter, name)
+        if stages[other.rpartition(".")[0]] != stages[name.rpartition(".")[0]]:
+            raise ModelError(
+                f"pipeline: {other!r} and {name!r} are one parameter, and they are in different stages: a stage has its "
+                "parameters for itself. Make them two, or let the stages begin elsewhere."
+            )
+
+
+def drop_modules(model: torch.nn.Module, names: Sequence[str]) -> None:
+    """Take modules out of a Sequential, and with them Sequentials that have nothing left in them."""
+    for name in names:
+        parent, _, own = name.rpartition(".")
+        holder = model.get_submodule(parent)
+        del holder._modules[own]
+        if parent and not holder._modules:
+            drop_modules(model, [parent])
+
+
+def drop_tensors(model: torch.nn.Module, names: Sequence[str]) -> None:
+    """Modules by these names lose their own parameters and buffers; the modules stay."""
+    for name in names:
+        module = model.get_submodule(name)
+        for tensors in (module._parameters, module._buffers):
+            tensors.update(dict.fromkeys(tensors))
