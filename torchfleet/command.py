@@ -13,6 +13,8 @@ from torchfleet.checkpoint.compaction import compact
 from torchfleet.checkpoint.export import FORMATS, export_table
 from torchfleet.checkpoint.manifest import read_manifest
 from torchfleet.checkpoint.storage import Storage
+from torchfleet.collective.manifest import is_collective
+from torchfleet.commands.collective import export_collective, inspect_collective
 from torchfleet.commands.difference import diff
 from torchfleet.commands.saved import inspect_model
 from torchfleet.data.progress import Progress
@@ -28,8 +30,10 @@ _EXAMPLES = """examples:
   fleet diff model/ other/                                rows that only one has, and how far the others differ
   fleet compact model/                                    a full save and its deltas become one full save
   fleet export model/ embedding rows.parquet              a table in a file that other programs read
+  fleet export model/ --out model.safetensors             a collective model in one file
 
-A model is the folder that fleet.save_persistables or fleet.save_inference_model wrote to; any path that fsspec opens.
+A model is the folder that fleet.save, fleet.save_persistables or fleet.save_inference_model wrote to; any path that
+fsspec opens. The models of fleet.save in collective training can be inspected and exported.
 `fleet COMMAND --help` tells more. All of it: docs/checkpoints.md"""
 
 
@@ -60,6 +64,13 @@ def _inspect(options: argparse.Namespace) -> int:
         if is_wrong:
             what = "a running server" if is_live else "a saved model"
             raise FleetError(f"{name} is not for {what}, and {options.model} is one")
+    if not is_live and is_collective(options.model):
+        if options.table or options.histograms or options.top:
+            raise FleetError(
+                f"--table, --histograms, --top are for tables, and {options.model} has none: it is collective"
+            )
+        inspect_collective(options.model, options.check, options.json)
+        return 0
     # A table that is named is to be looked into: histograms and top keys, unless one of them is asked for.
     is_bare = bool(options.table) and not options.histograms and options.top is None
     histograms, top = options.histograms or is_bare, _TOP if is_bare else options.top or 0
@@ -93,9 +104,21 @@ def _compact(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    num = export_table(
-        options.model, options.table, options.path, options.format, options.with_state, options.with_statistics
-    )
+    if bool(options.out) == bool(options.table) or bool(options.table) != bool(options.path):
+        options.usage_error("give TABLE and PATH, or, for a collective model, --out FILE")
+    if options.out and (options.format or options.with_state or options.with_statistics):
+        options.usage_error(
+            "--format, --with_state and --with_statistics are for tables, and --out for collective models"
+        )
+    if bool(options.out) != is_collective(options.model):
+        way = "TABLE PATH" if options.out else "--out FILE"
+        kind = "a model with tables" if options.out else "a collective model, which has no tables"
+        raise FleetError(f"{options.model} is {kind}: fleet export {options.model} {way}")
+    if options.out:
+        export_collective(options.model, options.out)
+        return 0
+    form = options.format or FORMATS[0]
+    num = export_table(options.model, options.table, options.path, form, options.with_state, options.with_statistics)
     print(f"{num:,} rows of '{options.table}' in {options.path}")
     if options.with_statistics:
         names = statistics_of(read_manifest(Storage(options.model)), options.table)
@@ -181,14 +204,16 @@ def _add_compact(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     made = commands.add_parser(
         "export",
-        help="write a table to one file that other programs read",
+        help="write a table, or a collective model, to one file that other programs read",
         description="Rows of a sparse table. Parquet: columns key (int64) and values (list of float32). Text: lines "
-        "of `key v1 v2 ...` with nine digits, so that every float32 comes back.",
+        "of `key v1 v2 ...` with nine digits, so that every float32 comes back. With --out all parameters and buffers "
+        "of a collective model, in one safetensors file.",
     )
     made.add_argument("model", help="a folder with a saved model")
-    made.add_argument("table")
-    made.add_argument("path", help="the file to write; it appears when it is complete")
-    made.add_argument("--format", choices=FORMATS, default="parquet", help="parquet (the default) or text")
+    made.add_argument("table", nargs="?", default="")
+    made.add_argument("path", nargs="?", default="", help="the file to write; it appears when it is complete")
+    made.add_argument("--out", metavar="FILE", default="", help="of a collective model: the safetensors file to write")
+    made.add_argument("--format", choices=FORMATS, help="parquet (the default) or text")
     made.add_argument("--with_state", action="store_true", help="the optimizer's state behind the values")
     made.add_argument(
         "--with_statistics",
@@ -196,7 +221,7 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="what the table keeps of seen, born, tick, show, click, slot, in this order: columns of these names, or "
         "numbers at the end of each line",
     )
-    made.set_defaults(run=_export)
+    made.set_defaults(run=_export, usage_error=made.error)
 
 
 def _count(text: str) -> int:

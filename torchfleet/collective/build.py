@@ -3,48 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 
-from torchfleet.collective.adaptive_localsgd import AdaptiveLocalSGD
-from torchfleet.collective.amp import Amp
-from torchfleet.collective.batch_norm import SyncBatchNorm
-from torchfleet.collective.communicators import Communicators
-from torchfleet.collective.dgc import DeepGradientCompression
-from torchfleet.collective.fp16_allreduce import Fp16AllReduce
-from torchfleet.collective.fusion import Fusion
-from torchfleet.collective.gradient_merge import GradientMerge
-from torchfleet.collective.hierarchical import HierarchicalAllReduce
-from torchfleet.collective.lamb import Lamb
-from torchfleet.collective.lars import Lars
-from torchfleet.collective.localsgd import LocalSGD
 from torchfleet.collective.part import Part
-from torchfleet.collective.pipeline import Pipeline
-from torchfleet.collective.recompute import Recompute
-from torchfleet.collective.sharding import Sharding
-from torchfleet.collective.tensor_parallel import TensorParallel
 from torchfleet.collective.world import World
 from torchfleet.errors import StrategyError
 from torchfleet.strategy import DistributedStrategy
 
 # The order. Models are converted and forwards wrapped from the first to the last (the last is outermost), optimizers
 # replaced and `before_step` called from the first to the last, `after_step` from the last to the first.
-ORDER: tuple[type[Part], ...] = (
-    SyncBatchNorm,
-    TensorParallel,
-    Recompute,
-    Fusion,
-    Amp,
-    Pipeline,
-    Fp16AllReduce,
-    HierarchicalAllReduce,
-    Communicators,
-    DeepGradientCompression,
-    Lars,
-    Lamb,
-    Sharding,
-    LocalSGD,
-    AdaptiveLocalSGD,
-    GradientMerge,
-)
+# Field of DistributedStrategy → module and class; imported only when it is on, because some need much of torch.
+ORDER: Mapping[str, str] = {
+    "sync_batch_norm": "batch_norm.SyncBatchNorm",
+    "tensor_parallel": "tensor_parallel.TensorParallel",
+    "recompute": "recompute.Recompute",
+    "build_strategy": "fusion.Fusion",
+    "amp": "amp.Amp",
+    "pipeline": "pipeline.Pipeline",
+    "fp16_allreduce": "fp16_allreduce.Fp16AllReduce",
+    "use_hierarchical_allreduce": "hierarchical.HierarchicalAllReduce",
+    "nccl_comm_num": "communicators.Communicators",
+    "dgc": "dgc.DeepGradientCompression",
+    "lars": "lars.Lars",
+    "lamb": "lamb.Lamb",
+    "sharding": "sharding.Sharding",
+    "localsgd": "localsgd.LocalSGD",
+    "adaptive_localsgd": "adaptive_localsgd.AdaptiveLocalSGD",
+    "gradient_merge": "gradient_merge.GradientMerge",
+}
 
 
 def _is_on(strategy: DistributedStrategy, field: str) -> bool:
@@ -108,4 +94,10 @@ def check(strategy: DistributedStrategy) -> None:
 
 def build(strategy: DistributedStrategy, world: World) -> list[Part]:
     """The parts of a job, in ORDER."""
-    return [part(strategy, world) for part in ORDER if _is_on(strategy, part.field)]
+    return [_part(place)(strategy, world) for field, place in ORDER.items() if _is_on(strategy, field)]
+
+
+def _part(place: str) -> type[Part]:
+    module, name = place.split(".")
+    found: type[Part] = getattr(import_module(f"torchfleet.collective.{module}"), name)
+    return found

@@ -8,14 +8,11 @@ from typing import Any
 
 import torch
 
-from torchfleet.collective.amp import Amp
 from torchfleet.collective.build import build, check
 from torchfleet.collective.data_parallel import Chained, broadcast, data_parallel, together
-from torchfleet.collective.loading import load
 from torchfleet.collective.model import CollectiveModel
 from torchfleet.collective.optimizer import CollectiveOptimizer
 from torchfleet.collective.part import Part
-from torchfleet.collective.saving import save
 from torchfleet.collective.world import World
 from torchfleet.errors import FleetError, ModelError, StrategyError
 from torchfleet.role import RoleInfo
@@ -108,12 +105,12 @@ class CollectiveJob:
         return self.model
 
     def _tell_amp(self, model: torch.nn.Module, is_cut: bool, pipeline: Any) -> None:
-        has_own = any(getattr(parameter, "fleet_local", False) for parameter in model.parameters())
-        for amp in self.parts:
-            if isinstance(amp, Amp):
-                amp.is_cut = is_cut or has_own
-                if pipeline is not None:
-                    amp.is_last, amp.ends_backward = pipeline.is_last, False
+        amp: Any = next((part for part in self.parts if part.field == "amp"), None)
+        if amp is None:
+            return
+        amp.is_cut = is_cut or any(getattr(one, "fleet_local", False) for one in model.parameters())
+        if pipeline is not None:
+            amp.is_last, amp.ends_backward = pipeline.is_last, False
 
     def distribute_optimizer(self, optimizer: torch.optim.Optimizer) -> CollectiveOptimizer:
         if self.model is None:
@@ -184,12 +181,16 @@ class CollectiveJob:
         }
 
     def save(self, dirname: str, extra: Mapping[str, Any] | None) -> int:
+        from torchfleet.collective.saving import save
+
         model, optimizer = self._trained()
         for part in self.parts:
             part.before_save()
         return save(dirname, model.module, optimizer.inner, self.parts, self.world, extra, self.names)
 
     def load(self, dirname: str) -> dict[str, Any]:
+        from torchfleet.collective.loading import load
+
         model, optimizer = self._trained()
         extra = load(dirname, model.module, optimizer.inner, self.parts, self.world, self.names)
         for part in self.parts:

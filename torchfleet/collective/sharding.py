@@ -30,7 +30,7 @@ from torchfleet.collective.part import Forward, Part
 from torchfleet.collective.units import Units
 from torchfleet.collective.world import World
 from torchfleet.collective.zero import ShardedOptimizer, broadcast
-from torchfleet.errors import StrategyError
+from torchfleet.errors import ModelError, StrategyError
 from torchfleet.strategy import DistributedStrategy
 
 
@@ -66,6 +66,12 @@ class Sharding(Part):
         if self.stage < 2:
             return model
         self._model = model
+        for name, one in model.named_parameters():
+            if not one.dim():
+                raise ModelError(
+                    f"sharding (stage {self.stage}) cannot cut '{name}', a single number: give it the shape (1,), or use "
+                    "sharding_configs={'stage': 1}"
+                )
         own = {one for one in model.parameters() if getattr(one, "fleet_local", False)}
         settings: dict[str, Any] = {"mesh": self._mesh(), **_leaving_out(own)}
         for unit in list(Units(model, self._segment_bytes, tuple(own)).find()):

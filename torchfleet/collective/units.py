@@ -36,11 +36,11 @@ class Units:
             for child in container.children():
                 own = self._own_bytes(child)
                 can_be_one = own > 0 and _is_called(child) and not self._shares(child)
-                if own > self._max_bytes or not can_be_one:
-                    yield from self._inside(child)
                 if own > 0 and unit and (not can_be_one or own + sum(map(self._own_bytes, unit)) > self._max_bytes):
                     yield unit
                     unit = []
+                if own > self._max_bytes or not can_be_one:
+                    yield from self._inside(child)
                 if can_be_one:
                     unit.append(child)
             if unit:

@@ -9,16 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchfleet.errors import FleetError, RoleError
+from torchfleet.launch import collective
 from torchfleet.launch.processes import script_command
 from torchfleet.launch.roles import Layout, Task, one_machine, several_machines, tasks
 from torchfleet.launch.watch import Restarts, Watch
 from torchfleet.net.keys import KeyFolder, is_private, keygen
 
-_NOT_YET = ("heter_worker_num", "gpus", "nproc_per_node", "ips", "nnodes", "master", "rank", "cluster")
+_NOT_YET = ("heter_worker_num", "cluster")
 
 _EXAMPLES = """examples:
   fleetrun --server_num 2 --worker_num 2 train.py --epochs 3        all on this machine
   fleetrun --servers a:7000,b:7000 --workers c:0,d:0 train.py       the same line on machines a, b, c and d
+  fleetrun --nproc_per_node 2 train.py                              a collective job: two ranks on this machine
+  fleetrun --gpus 0,1 --ips a,b --insecure train.py                 the same line on machines a and b, two GPUs each
   fleetrun --dry_run --server_num 1 --worker_num 2 train.py         what would be started, with which environment
   fleetrun --keygen keys                                            keys for machines that others can reach
 
@@ -29,7 +32,7 @@ the script, options of the script behind it."""
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="fleetrun",
-        description="Start the servers and workers of a training job, watch them, and end them together.",
+        description="Start the processes of a training job, watch them, and end them together.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # a script's own --work is not our --worker_num
@@ -38,8 +41,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--worker_num", type=int, help="workers on this machine")
     made.add_argument("--servers", help="host:port of every server of the job, separated by commas")
     made.add_argument("--workers", help="host:port of every worker (port 0: any); worker 0 is the first")
+    _add_collective(made)
     made.add_argument("--log_dir", default="log", help="where serverlog.N and workerlog.N go (default: log)")
-    made.add_argument("--max_restart", type=int, default=0, help="start a failed worker again so often (async, geo)")
+    made.add_argument(
+        "--max_restart",
+        type=int,
+        default=0,
+        help="start a failed worker again so often (async, geo); of a collective job, all ranks together",
+    )
     made.add_argument(
         "--max_job_restart",
         type=int,
@@ -49,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--key_dir", default=os.environ.get("FLEET_KEY_DIR"), help="folder of keys (default: FLEET_KEY_DIR)"
     )
-    made.add_argument("--insecure", action="store_true", help="let servers listen to other machines without keys")
+    made.add_argument("--insecure", action="store_true", help="talk to other machines without keys")
     made.add_argument("--dry_run", action="store_true", help="print what would be started, and start nothing")
     made.add_argument("--keygen", metavar="DIR", help="make a set of keys in DIR, and do nothing else")
     for name in _NOT_YET:
@@ -57,6 +66,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("script", nargs="?", help="the training script")
     made.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return made
+
+
+def _add_collective(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--nproc_per_node", type=int, help="ranks of a collective job on this machine")
+    made.add_argument("--gpus", help="one rank per named GPU, separated by commas: 0,1")
+    made.add_argument("--nnodes", help="machines of a collective job: a number, or MIN:MAX of them, which come and go")
+    made.add_argument("--master", help="host:port where these machines meet; the host is machine 0")
+    made.add_argument("--rank", type=int, help="the number of this machine")
+    made.add_argument("--ips", help="all machines of a collective job, separated by commas; machine 0 is the first")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,7 +91,10 @@ def _run(options: argparse.Namespace) -> int:
         for path in keygen(options.keygen):
             print(path)
         return 0
+    is_collective = collective.is_asked(options)
     _check(options)
+    if is_collective:
+        return _run_collective(options)
     for attempt in range(options.max_job_restart + 1):
         watch = _start(options, attempt)
         code = 0 if watch is None else watch.run()
@@ -84,10 +105,23 @@ def _run(options: argparse.Namespace) -> int:
     return code
 
 
+def _run_collective(options: argparse.Namespace) -> int:
+    plan, command = collective.make_plan(options), script_command(options.script, options.arguments)
+    if options.dry_run:
+        print("\n".join(collective.describe(plan, command, Path(options.log_dir))))
+        return 0
+    log_dir = _log_dir(options)
+    from torchfleet.launch.elastic import run  # and with it torch, which a launcher of servers does not need
+
+    return run(plan, command, log_dir)
+
+
 def _check(options: argparse.Namespace) -> None:
     for name in _NOT_YET:
         if getattr(options, name) is not None:
-            raise RoleError(f"--{name} is not available yet; parameter-server jobs use --server_num and --worker_num")
+            raise RoleError(
+                f"--{name} is not available yet; start jobs with --server_num and --worker_num, or --nproc_per_node"
+            )
     if options.script is None:
         raise RoleError("no script given. Usage: fleetrun --server_num 2 --worker_num 2 train.py [its options]")
     if not Path(options.script).is_file():
@@ -114,13 +148,18 @@ def _start(options: argparse.Namespace, attempt: int) -> Watch | None:
     if options.dry_run:
         _print_plan(started, command, Path(options.log_dir))
         return None
+    log_dir = _log_dir(options)
+    restarts = Restarts(options.max_restart, attempt, options.max_job_restart)
+    return Watch(started, command, log_dir, layout, restarts, options.key_dir)
+
+
+def _log_dir(options: argparse.Namespace) -> Path:
     log_dir = Path(options.log_dir).absolute()
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RoleError(f"cannot make the folder of logs {log_dir}: {error}") from None
-    restarts = Restarts(options.max_restart, attempt, options.max_job_restart)
-    return Watch(started, command, log_dir, layout, restarts, options.key_dir)
+    return log_dir
 
 
 def _layout(options: argparse.Namespace) -> tuple[Layout, int]:
