@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torchfleet.fetch import FetchHandler
     from torchfleet.fleet import (
         barrier_worker,
+        data_shard,
         describe,
         distributed_model,
         distributed_optimizer,
@@ -93,6 +94,7 @@ __all__ = [
     "WindowCountEntry",
     "barrier_worker",
     "data",
+    "data_shard",
     "describe",
     "device_guard",
     "distributed_model",

@@ -134,6 +134,14 @@ def worker_num() -> int:
     return _info().num_workers
 
 
+def data_shard() -> tuple[int, int]:
+    """(index, number): which of how many equal shares of the samples this worker trains on.
+
+    In collective training the ranks of one pipeline, and those among which layers are cut, work on the same samples.
+    """
+    return _collective.world.data_shard if _collective is not None else (worker_index(), worker_num())
+
+
 def server_index() -> int:
     return _info().server_index
 
@@ -277,7 +285,7 @@ def infer_from_dataset(
 
 def split_files(files: Sequence[str]) -> list[str]:
     """This worker's files: each file goes to exactly one worker, counts differ by at most one."""
-    return file_shard(files, worker_index(), worker_num())
+    return file_shard(files, *data_shard())
 
 
 def workers() -> Workers:

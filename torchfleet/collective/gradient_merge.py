@@ -40,7 +40,8 @@ class GradientMerge(Part):
 
     def before_step(self) -> bool:
         if self.configs["avg"] and self._k > 1:
-            gradients = [one.grad for group in self._groups for one in group["params"] if one.grad is not None]
+            every = [one.grad for group in self._groups for one in group["params"] if one.grad is not None]
+            gradients = [one.to_local() if hasattr(one, "to_local") else one for one in every]
             if gradients:
                 torch._foreach_mul_(gradients, 1.0 / self._k)
         return True

@@ -69,8 +69,8 @@ class Sharding(Part):
         for name, one in model.named_parameters():
             if not one.dim():
                 raise ModelError(
-                    f"sharding (stage {self.stage}) cannot cut '{name}', a single number: give it the shape (1,), or use "
-                    "sharding_configs={'stage': 1}"
+                    f"sharding (stage {self.stage}) cannot cut '{name}', a single number: give it the shape (1,), or "
+                    "use sharding_configs={'stage': 1}"
                 )
         own = {one for one in model.parameters() if getattr(one, "fleet_local", False)}
         settings: dict[str, Any] = {"mesh": self._mesh(), **_leaving_out(own)}

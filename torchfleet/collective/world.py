@@ -90,6 +90,12 @@ class World:
             return Axis(self.rank, size, dist.group.WORLD)
         return Axis(self.mesh.get_local_rank(name), size, self.mesh.get_group(name))
 
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """(index, number) of this rank's share of the samples: ranks of one pipeline or one cut layer have the same."""
+        data, sharding = self.axis("data"), self.axis("sharding")
+        return data.rank * sharding.size + sharding.rank, data.size * sharding.size
+
     def groups(self, size: int) -> dist.ProcessGroup:
         """This rank's group of `size` neighbours: 0 … size-1, size … 2·size-1, and so on. All ranks call it alike."""
         return self._own([list(range(start, start + size)) for start in range(0, self.size, size)])
