@@ -409,9 +409,13 @@ def load(dirname: str) -> dict[str, Any]:
 
 
 def saved_extra(dirname: str) -> dict[str, Any] | None:
-    """What `save_persistables(extra=...)` kept with the model that is there; None if there is no complete model."""
+    """What a save's `extra` kept with the model that is there; None if there is no complete model."""
     storage = Storage(dirname)
-    return dict(read_manifest(storage).extra) if storage.exists(FILE) else None
+    if not storage.exists(FILE):
+        return None
+    from torchfleet.collective import manifest
+
+    return dict(manifest.read(storage).extra if manifest.is_collective(dirname) else read_manifest(storage).extra)
 
 
 def shrink(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 _SAMPLE = 1 << 14  # values looked at, at least, to guess which are large
@@ -28,7 +30,7 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
     bound = _bound(sizes, count)
     if bound == 0:
         return _largest_of_few(sizes, count)
-    candidates = (sizes < bound).logical_not_().nonzero().squeeze(1)  # not >=, which NaN never is
+    candidates = _places(~(sizes.numpy() < bound))  # not >=, which NaN never is
     if candidates.numel() < count:
         return _top(sizes, count)
     return candidates[_top(sizes[candidates], count)]
@@ -49,13 +51,18 @@ def _bound(sizes: torch.Tensor, count: int) -> float:
 
 def _largest_of_few(sizes: torch.Tensor, count: int) -> torch.Tensor:
     """Where most values are 0, as in the gradients of embeddings."""
-    candidates = sizes.nonzero().squeeze(1)
+    candidates = _places(sizes.numpy() != 0)
     missing = count - candidates.numel()
     if missing <= 0:
         return candidates[_top(sizes[candidates], count)]
     # Of the first `count` values at most count - missing are not 0.
-    zeros = (sizes[:count] == 0).nonzero().squeeze(1)[:missing]
+    zeros = _places(sizes[:count].numpy() == 0)[:missing]
     return torch.cat([candidates, zeros])
+
+
+def _places(mask: npt.NDArray[np.bool_]) -> torch.Tensor:
+    """Where it is true. By numpy, which is many times faster at it on a CPU than torch."""
+    return torch.from_numpy(np.flatnonzero(mask))
 
 
 class Residual:
@@ -73,8 +80,9 @@ class Residual:
 
     def add(self, gradient: torch.Tensor, momentum: float) -> None:
         """u = momentum · u + g and v = v + u: momentum is applied before, not after, values wait to be sent."""
-        flat(self.velocity).mul_(momentum).add_(gradient)
-        flat(self.unsent).add_(flat(self.velocity))
+        velocity = flat(self.velocity)
+        torch.add(gradient, velocity, alpha=momentum, out=velocity)
+        flat(self.unsent).add_(velocity)
 
     def take(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The `count` largest values of v, and where they are. They leave v, and u too (momentum factor masking)."""

@@ -147,7 +147,7 @@ class Way(torch.nn.Module):
         if not self._is_last:
             return tuple(to_wire(one) for one in as_tuple(outputs))
         if self._batches.has_loss:
-            return self._batches.loss(outputs).reshape(1)
+            return torch.stack([self._batches.loss(outputs)])  # no view: old schedules detach it in place
         self._batches.outputs.append(outputs)
         return torch.zeros(1, device=self._device)
 

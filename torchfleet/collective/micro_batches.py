@@ -43,7 +43,7 @@ class MicroBatches:
             found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ModelError(f"train_batch: loss_fn must return one number, the mean over samples; found {found}")
         self.losses.append(loss.detach().reshape(()))
-        return loss / self.num
+        return loss.reshape(()) / self.num
 
     def joined(self) -> Any:
         """The outputs of all micro-batches along their first dimension, in the structure in which the model has them."""

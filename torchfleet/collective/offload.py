@@ -77,7 +77,7 @@ class Offload:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = torch.empty(0, device=device).device  # with its number
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._leaving: deque[weakref.ref[_Block]] = deque()
         self._coming: list[_Kept] = []  # held here: their memory must stay while the side stream writes to it

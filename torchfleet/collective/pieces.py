@@ -53,9 +53,9 @@ Pieces = dict[str, Piece]
 
 
 class Cuts(Said, kw_only=True):
-    """Of parameters that are cut over the ranks by themselves: which piece this rank has, and its length."""
+    """Of parameters cut over the ranks by themselves: which piece of how many this rank has, and its length."""
 
-    lengths: dict[str, tuple[int, int]] = msgspec.field(default_factory=dict)
+    pieces: dict[str, tuple[int, int, int]] = msgspec.field(default_factory=dict)
 
 
 def named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -92,25 +92,27 @@ def model_pieces(model: torch.nn.Module, world: World | None) -> Pieces:
         every = named(model)
         cuts = {name: one.fleet_piece for name, one in every.items() if hasattr(one, "fleet_piece")}
         made = {name: piece_of(one) for name, one in every.items() if name not in cuts}
-        own = Cuts(lengths={name: (cut[1], every[name].shape[cut[0]]) for name, cut in cuts.items()})
+        own = Cuts(pieces={name: (cut[1], cut[2], every[name].shape[cut[0]]) for name, cut in cuts.items()})
     except FleetError as error:
         own = Cuts(error=str(error))
-    lengths: dict[str, dict[int, int]] = {}
-    for one in say(world, own):
-        for name, (index, length) in one.lengths.items():
-            lengths.setdefault(name, {})[index] = length
-    for name, cut in cuts.items():
-        made[name] = _cut_piece(every[name], cut, lengths[name])
+    lengths = _lengths(say(world, own))
+    for name, (dim, index, _) in cuts.items():
+        shape, offset = list(every[name].shape), [0] * every[name].dim()
+        shape[dim], offset[dim] = sum(lengths[name]), sum(lengths[name][:index])
+        made[name] = Piece(local(every[name]), tuple(shape), tuple(offset))
     return {name: made[name] for name in every}
 
 
-def _cut_piece(tensor: torch.Tensor, cut: tuple[int, int, int], lengths: dict[int, int]) -> Piece:
-    dim, index, count = cut
-    if sorted(lengths) != list(range(count)):
-        raise CheckpointError(f"a parameter is cut into {count} pieces, and the ranks have only {sorted(lengths)}")
-    shape, offset = list(tensor.shape), [0] * tensor.dim()
-    shape[dim], offset[dim] = sum(lengths.values()), sum(lengths[i] for i in range(index))
-    return Piece(local(tensor), tuple(shape), tuple(offset))
+def _lengths(everybody: Sequence[Cuts]) -> dict[str, list[int]]:
+    """Of the pieces of each such parameter, in their order."""
+    found: dict[str, dict[int, int]] = {}
+    for one in everybody:
+        for name, (index, count, length) in one.pieces.items():
+            found.setdefault(name, dict.fromkeys(range(count), -1))[index] = length
+    for name, lengths in found.items():
+        if missing := [index for index, length in lengths.items() if length < 0]:
+            raise CheckpointError(f"'{name}' is cut into {len(lengths)} pieces, and no rank has pieces {missing}")
+    return {name: list(lengths.values()) for name, lengths in found.items()}
 
 
 def piece_of(tensor: Any) -> Piece:

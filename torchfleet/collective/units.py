@@ -22,8 +22,8 @@ class Units:
     def __init__(self, model: torch.nn.Module, max_bytes: float, left_out: Sequence[torch.Tensor] = ()) -> None:
         self._model, self._max_bytes = model, max_bytes
         self._uses = _uses(model)
-        self._left_out = {id(parameter) for parameter in left_out}
-        self._taken: set[int] = set()  # parameters that belong to a unit already
+        self._left_out = set(left_out)
+        self._taken = set(left_out)  # parameters that belong to a unit already, or to none ever
 
     def find(self) -> Iterator[list[torch.nn.Module]]:
         """Innermost first, the model itself last. All parameters of a unit are of one type."""
@@ -50,7 +50,7 @@ class Units:
         return any(self._uses[parameter] > number for parameter, number in _uses(module).items())
 
     def _own_bytes(self, module: torch.nn.Module) -> int:
-        return sum(one.numel() * one.element_size() for one in module.parameters() if id(one) not in self._left_out)
+        return sum(one.numel() * one.element_size() for one in module.parameters() if one not in self._left_out)
 
     def _one_type_each(self, unit: list[torch.nn.Module]) -> Iterator[list[torch.nn.Module]]:
         """Modules of another type than what is around them (norms in float32 in a model of half precision) apart."""
@@ -73,7 +73,7 @@ class Units:
 
     def _type(self, module: torch.nn.Module) -> torch.dtype | None:
         """That of the module's very own parameters, as far as they are in no unit yet."""
-        free = [one for one in module.parameters(recurse=False) if id(one) not in self._taken | self._left_out]
+        free = [one for one in module.parameters(recurse=False) if one not in self._taken]
         kinds = {one.dtype for one in free}
         if len(kinds) > 1:
             raise ModelError(
@@ -83,7 +83,7 @@ class Units:
         return kinds.pop() if kinds else None
 
     def _take(self, unit: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        self._taken.update(id(one) for module in unit for one in module.parameters())
+        self._taken.update(one for module in unit for one in module.parameters())
         return unit
 
 

@@ -46,8 +46,8 @@ def one_machine(num_servers: int, num_workers: int) -> Layout:
 def several_machines(servers: Sequence[str], workers: Sequence[str]) -> Layout:
     """The same two lists on every machine; here start those whose host is one of this machine's names or addresses."""
     own = own_addresses()
-    local_servers = tuple(i for i, place in enumerate(servers) if _is_here(place, own))
-    local_workers = tuple(i for i, place in enumerate(workers) if _is_here(place, own))
+    local_servers = tuple(i for i, place in enumerate(servers) if is_here(place, own))
+    local_workers = tuple(i for i, place in enumerate(workers) if is_here(place, own))
     if not local_servers and not local_workers:
         hosts = ", ".join(sorted({place.rpartition(":")[0] for place in (*servers, *workers)}))
         raise RoleError(
@@ -106,7 +106,7 @@ def own_addresses() -> set[str]:
     return own
 
 
-def _is_here(place: str, own: set[str]) -> bool:
+def is_here(place: str, own: set[str]) -> bool:
     host = place.rpartition(":")[0].strip("[]")
     if host in own:
         return True

@@ -1,0 +1,189 @@
+"""The ranks of one machine, run by torch's elastic agent: what is shown of them, how they are logged and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
+
+from torchfleet.launch.display import Display
+from torchfleet.launch.meeting import Meeting
+from torchfleet.launch.processes import Process, end_all
+from torchfleet.launch.roles import Task
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# Run before the script itself: should the launcher be killed outright, the kernel ends its ranks (PR_SET_PDEATHSIG);
+# and output is added to a log that torch itself would begin anew at every start.
+_BEFORE_THE_SCRIPT = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
+    "os.dup2(os.open(os.devnull, os.O_RDONLY), 0); "
+    "log = os.open(os.environ['FLEET_LOG_FILE'], os.O_WRONLY | os.O_APPEND); os.dup2(log, 1); os.dup2(log, 2); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+class RankLogs(LogsSpecs):
+    """workerlog.N of every rank N, both streams in one; torch hands the environment of the ranks over here too."""
+
+    def __init__(self, log_dir: Path, environment: Mapping[str, str], meeting: Meeting) -> None:
+        super().__init__(str(log_dir))
+        self._log_dir, self._environment, self._meeting = log_dir, environment, meeting
+        self.begins: dict[Path, int] = {}  # where in its log the output of a rank's last start begins
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._log_dir)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        for env in envs.values():
+            log = log_of(self._log_dir, env["RANK"])
+            if log not in self.begins:
+                log.write_bytes(b"")
+            self.begins[log] = log.stat().st_size
+            status_file_of(self._log_dir, env["RANK"]).unlink(missing_ok=True)
+            env.update(
+                self._environment,
+                FLEET_LOG_FILE=str(log),
+                FLEET_STATUS_FILE=str(status_file_of(self._log_dir, env["RANK"])),
+                TORCHELASTIC_RESTART_COUNT=str(self._meeting.num_starts),  # the same on all machines
+                TORCHELASTIC_ERROR_FILE="",
+            )
+        nowhere = dict.fromkeys(envs, os.devnull)
+        return LogsDest(stdouts=nowhere, stderrs=nowhere, error_files=nowhere)
+
+
+def log_of(log_dir: Path, rank: int | str) -> Path:
+    return log_dir / f"workerlog.{rank}"
+
+
+def status_file_of(log_dir: Path, rank: int | str) -> Path:
+    return log_dir / f".status.rank.{rank}"
+
+
+class Rank(Process):
+    """A process that torch's agent has started."""
+
+    def __init__(self, rank: int, process: subprocess.Popen[bytes], log_dir: Path) -> None:
+        self.task = Task("rank", rank)
+        self.log, self.status_file = log_of(log_dir, rank), status_file_of(log_dir, rank)
+        self._process, self._reader, self._sink = process, None, io.BytesIO()
+
+    def status(self) -> dict[str, Any]:
+        """Never empty: a script that does not tell how it is doing runs nonetheless."""
+        return {"role": "rank", **super().status()}
+
+    @property
+    def end(self) -> str:
+        """How it ended."""
+        code = self.returncode or 0
+        if code >= 0:
+            return f"ended with exit status {code}"
+        known = -code in tuple(signal.Signals)
+        return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
+
+
+class Tail:
+    """What is added to a log behind `begin`, line by line."""
+
+    def __init__(self, log: Path, begin: int) -> None:
+        self._file = open(log, "rb")  # noqa: SIM115  (open as long as the process)
+        self._file.seek(begin)
+        self._rest = b""
+
+    def lines(self, is_last: bool = False) -> Iterator[str]:
+        *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
+        if is_last and self._rest:
+            whole.append(self._rest)
+            self._rest = b""
+        for line in whole:
+            yield line.decode(errors="replace")
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent, which starts the ranks, watches them and starts them again; and tells what happens."""
+
+    def __init__(
+        self, command: Sequence[str], num: int, max_restart: int, logs: RankLogs, meeting: Meeting, display: Display
+    ) -> None:
+        arguments = tuple(part.replace("$", "$$") for part in ("-c", _BEFORE_THE_SCRIPT, *command))  # torch has macros
+        spec = WorkerSpec(
+            "worker", num, meeting, entrypoint=sys.executable, args=arguments, max_restarts=max_restart,
+            monitor_interval=0.1,
+        )  # fmt: skip
+        super().__init__(spec, logs)
+        self._meeting, self._display, self._logs = meeting, display, logs
+        self._ranks: list[Rank] = []
+        self._tail: Tail | None = None
+        self.failure = ""  # why the job ended
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        handlers = cast(SubprocessContext, self._pcontext).subprocess_handlers
+        log_dir = Path(self._logs.root_log_dir)
+        self._ranks = [
+            Rank(worker.global_rank, handlers[worker.local_rank].proc, log_dir) for worker in worker_group.workers
+        ]
+        self._tail = Tail(self._ranks[0].log, self._logs.begins[self._ranks[0].log])
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        failed = [rank for rank in self._ranks if rank.returncode not in (None, 0)]
+        if failed:
+            # A rank that was killed takes others along, with errors of their own: it is the one to name.
+            self._fail(next((rank for rank in failed if (rank.returncode or 0) < 0), failed[0]))
+        self._echo()
+        self._display.show(self._ranks)
+        result = cast(RunResult, super()._monitor_workers(worker_group))
+        if result.state == WorkerState.SUCCEEDED:
+            self._echo(is_last=True)
+            self._display.show_line(self._ranks)
+        return result
+
+    def _fail(self, rank: Rank) -> None:
+        self._end_ranks()
+        say, most = self._display.say, self._worker_group.spec.max_restarts
+        what = f"{rank.task.name} {rank.end}"
+        if self._remaining_restarts:
+            say(f"[fleetrun] {what}; starting all ranks again ({most - self._remaining_restarts + 1} of {most})")
+            return
+        self.failure = what
+        say(f"[fleetrun] {what}; the job ends. Last lines of {rank.log}:")
+        for line in rank.last_lines():
+            say(f"    {line}")
+
+    def _echo(self, is_last: bool = False) -> None:
+        """The output of the first rank of this machine, on the terminal."""
+        for line in self._tail.lines(is_last) if self._tail else ():
+            self._display.say(f"[{self._ranks[0].task.name}] {line}")
+
+    def _end_ranks(self) -> None:
+        """Within seconds, their children too, whatever signals arrive meanwhile."""
+        with _held_back(SIGNALS):
+            end_all(self._ranks)
+            self._echo(is_last=True)
+
+    def _shutdown(self, *arguments: Any, **more: Any) -> None:
+        self._end_ranks()
+        super()._shutdown(*arguments, **more)
+
+    def _exit_barrier(self) -> None:
+        self._meeting.finish()
+
+
+@contextlib.contextmanager
+def _held_back(signals: Sequence[signal.Signals]) -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
