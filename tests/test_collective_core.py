@@ -437,3 +437,107 @@ def test_ranks_with_unequal_data_end_together(ranks: Ranks) -> None:
         assert found == {"num": 3, "total": 9, "ranks": [0, 1, 2], "sum": 6.0}
     for found in ranks.run(uneven, 2, lengths=[0, 2]):
         assert found["num"] == 0
+
+
+# Clipping
+
+
+def train_clipped(max_norm: float, kind: str = "momentum", **fields: Any) -> dict[str, Any]:
+    fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(**fields))
+    rank, size = fleet.data_shard()
+    model = fleet.distributed_model(make_model())
+    stepping = fleet.distributed_optimizer(optimizer_of(kind, model))
+    norms = []
+    for x, y in batches(4, rank, size):
+        model.train_batch(x, y, F.cross_entropy)
+        stepping.clip_grad_norm_(max_norm)
+        stepping.step()
+        stepping.zero_grad()
+        norms.append(float(stepping.grad_norm))
+    whole = {
+        name: (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().float().clone()
+        for name, one in model.named_parameters()
+    }
+    return {"norms": norms, **whole}
+
+
+def clip_alone(max_norm: float, merge: int, size: int) -> dict[str, Any]:
+    model, norms = make_model(), []
+    stepping = optimizer_of("momentum", model)
+    for number, (x, y) in enumerate(batches(4, -1, size), 1):
+        (F.cross_entropy(model(x), y) / merge).backward()
+        if number % merge == 0:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+            stepping.step()
+            stepping.zero_grad()
+    return {"norms": norms, **parameters(model)}
+
+
+MERGE = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
+STAGE_3 = {"sharding": True, "sharding_configs": {"stage": 3}}
+FP16 = {"amp": True}
+CLIPPED: list[tuple[dict[str, Any], int, float]] = [
+    ({}, 1, 1e-6),
+    (MERGE, 2, 1e-6),
+    (STAGE_3, 1, 1e-6),
+    ({**STAGE_3, **MERGE}, 2, 1e-6),
+    ({"pipeline": True}, 1, 1e-6),
+    (FP16, 1, 1e-2),  # half precision
+    ({"amp": True, "amp_configs": {"use_pure_fp16": True}}, 1, 1e-2),
+]
+
+
+@pytest.mark.parametrize(("fields", "merge", "atol"), CLIPPED)
+def test_gradients_are_clipped_by_the_norm_of_all(
+    ranks: Ranks, fields: dict[str, Any], merge: int, atol: float
+) -> None:
+    expected = clip_alone(0.05, merge, size=1 if "pipeline" in fields else 2)
+    for found in ranks.run(train_clipped, 2, max_norm=0.05, **fields):
+        assert found["norms"][merge - 1 :: merge] == pytest.approx(expected["norms"], abs=atol)
+        assert_equal({**expected, **found}, {name: one for name, one in expected.items() if name != "norms"}, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"sync_nccl_allreduce": False}, "sync_nccl_allreduce=False does nothing beside nccl_comm_num=1"),
+        ({"hierarchical_allreduce_inter_nranks": 2}, "does nothing beside use_hierarchical_allreduce=False"),
+        ({"fuse_grad_size_in_MB": 8, "fuse_all_reduce_ops": False}, "fuse_grad_size_in_MB=8 does nothing"),
+    ],
+)
+def test_settings_without_effect_are_errors(fields: dict[str, Any], text: str) -> None:
+    from torchfleet.collective.build import check
+
+    with pytest.raises(StrategyError, match=text):
+        check(fleet.DistributedStrategy(**fields))
+
+
+# Local SGD is saved as one model
+
+
+def train_and_save(folder: str, num: int, resume: bool, **fields: Any) -> dict[str, Any]:
+    fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(**fields))
+    rank, size = fleet.data_shard()
+    model = fleet.distributed_model(make_model())
+    stepping = fleet.distributed_optimizer(optimizer_of("momentum", model))
+    first = fleet.load(folder)["step"] if resume else 0
+    for step, (x, y) in enumerate(batches(num, rank, size)):
+        if step >= first:
+            model.train_batch(x, y, F.cross_entropy)
+            stepping.step()
+            stepping.zero_grad()
+            if step == 4:  # between two averagings
+                fleet.save(folder, extra={"step": 5})
+    return parameters(model)
+
+
+def test_local_sgd_goes_on_from_a_save_as_if_nothing_had_been(ranks: Ranks, tmp_path: Any) -> None:
+    fields = {"localsgd": True, "localsgd_configs": {"k_steps": 3}}
+    whole = ranks.run(train_and_save, 2, folder=str(tmp_path), num=9, resume=False, **fields)
+    resumed = ranks.run(train_and_save, 2, folder=str(tmp_path), num=9, resume=True, **fields)
+    for found, expected in zip(resumed, whole, strict=True):
+        assert_equal(found, expected)
+    model = fleet.load_inference_model(str(tmp_path), make_model(seed=5))
+    ((first, second),) = [ranks.run(train_and_save, 2, folder=str(tmp_path / "x"), num=5, resume=False, **fields)]
+    assert_equal(parameters(model), first)
+    assert_equal(first, second)

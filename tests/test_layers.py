@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"tables", "kernels", "errors"},
     "checkpoint": {"tables", "errors"},
     "word2vec": {"checkpoint", "data", "fleet", "kernels", "nn", "ps", "errors"},
-    "infer": {"fleet", "nn", "ps", "checkpoint", "tables", "errors"},
+    "infer": {"collective", "fleet", "nn", "ps", "checkpoint", "tables", "errors"},
     "metrics": {"fleet", "util", "errors"},
     "command": {"checkpoint", "commands", "data", "errors"},
     "commands": {"checkpoint", "data", "net", "ps", "tables", "errors"},

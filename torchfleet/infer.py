@@ -12,6 +12,7 @@ from torchfleet import fleet
 from torchfleet.checkpoint.manifest import Manifest, read_manifest
 from torchfleet.checkpoint.reading import load_sparse, read_dense
 from torchfleet.checkpoint.storage import Storage
+from torchfleet.collective.manifest import is_collective
 from torchfleet.errors import CheckpointError
 from torchfleet.nn import convert, sparse_embeddings
 from torchfleet.ps.engine import Engine
@@ -38,8 +39,14 @@ class LocalTables:
 def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Module:
     """The model with its saved parameters and tables, in eval mode, in this process; it needs no server.
 
-    `dirname` is a folder of save_inference_model or save_persistables, by any number of servers.
+    `dirname` is a folder of save_inference_model or save_persistables, by any number of servers, or of a collective
+    job's save, by any number of ranks.
     """
+    if is_collective(dirname):
+        from torchfleet.collective.loading import load_parameters
+
+        load_parameters(dirname, model)
+        return model.eval()
     storage = Storage(dirname)
     manifest = read_manifest(storage)
     convert(model)

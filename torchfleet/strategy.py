@@ -44,7 +44,7 @@ class DistributedStrategy:
 
     Of a parameter-server job:
     a_sync            False: sync. True: async, or geo if a_sync_configs["k_steps"] > 0.
-    a_sync_configs    a dictionary; keys that are not given keep their default. docs/modes.md explains each.
+    a_sync_configs    a dictionary; keys that are not given keep their default. docs/modes/README.md explains each.
     rpc_retry_times   how often a request without an answer is sent again (3)
     rpc_timeout       seconds until a server without an answer is given up and named (30)
     sync_timeout      seconds that a worker waits for the others in sync mode and at barriers (1800)

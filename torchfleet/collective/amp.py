@@ -9,8 +9,7 @@ must be computed inside the model. bfloat16 has float32's range and needs no sca
 use_pure_fp16 / use_pure_bf16 keep the parameters themselves in half precision (those of norms excepted) and a copy in
 float32 in the optimizer, which steps. There the gradients of a float16 model stay scaled until the step.
 
-Source: Micikevicius et al. 2018, Mixed Precision Training. Composes with every strategy but dgc in float16 with pure
-parameters.
+Source: Micikevicius et al. 2018, Mixed Precision Training. Composes with every strategy but, in float16, dgc.
 """
 
 from __future__ import annotations
@@ -137,6 +136,9 @@ class Amp(Part):
             return parameter
         master = torch.nn.Parameter(parameter.detach().float(), parameter.requires_grad)
         names[master] = names[parameter]
+        for mark in ("fleet_piece", "fleet_local"):
+            if hasattr(parameter, mark):
+                setattr(master, mark, getattr(parameter, mark))
         self._pairs.append((parameter, master))
         return master
 

@@ -45,7 +45,7 @@ _HOOK = "both say how gradients are exchanged"
 _LOCAL = "with it the ranks train alone and exchange parameters, not gradients"
 _OWN = "it exchanges gradients in its own way"
 _RULE = "both replace the optimizer's rule"
-_SGD = "it needs momentum SGD"
+_SGD = "the one has a rule of its own, and the other needs plain SGD"
 
 # Pairs that cannot be had together, and why.
 INCOMPATIBLE: Mapping[tuple[str, str], str] = {
@@ -60,6 +60,8 @@ INCOMPATIBLE: Mapping[tuple[str, str], str] = {
                      "nccl_comm_num")},
     ("localsgd", "adaptive_localsgd"): "one has a fixed interval, the other finds its own",
     ("lars", "lamb"): _RULE,
+    ("lars", "localsgd"): _SGD,
+    ("lars", "adaptive_localsgd"): _SGD,
     ("lars", "dgc"): _RULE,
     ("lamb", "dgc"): _SGD,
     ("lamb", "localsgd"): _SGD,
@@ -86,10 +88,28 @@ def check(strategy: DistributedStrategy) -> None:
                 f"sharding (stage {stage}) and {other} cannot be used together: from stage 2 on sharding {_OWN[3:]}. "
                 f"Use sharding_configs={{'stage': 1}}, or leave {other} out."
             )
+    _check_idle(strategy)
     for name in strategy.differences():
         switch = name.removesuffix("_configs")
         if name.endswith("_configs") and switch not in ("hybrid", "a_sync") and not getattr(strategy, switch):
             raise StrategyError(f"{name} is given, but {switch} is off: set {switch}=True, or leave {name} out")
+
+
+def _check_idle(strategy: DistributedStrategy) -> None:
+    """Settings that would have no effect beside others."""
+    idle = {
+        "sync_nccl_allreduce": (strategy.nccl_comm_num == 1, "nccl_comm_num=1: one communicator works in order anyway"),
+        "hierarchical_allreduce_inter_nranks": (
+            not strategy.use_hierarchical_allreduce,
+            "use_hierarchical_allreduce=False",
+        ),
+        "fuse_grad_size_in_MB": (not strategy.fuse_all_reduce_ops, "fuse_all_reduce_ops=False"),
+    }
+    for name, (is_idle, beside) in idle.items():
+        if is_idle and not strategy.is_default(name):
+            raise StrategyError(
+                f"{name}={getattr(strategy, name)} does nothing beside {beside}. Leave one of them out."
+            )
 
 
 def build(strategy: DistributedStrategy, world: World) -> list[Part]:

@@ -123,7 +123,7 @@ class CollectiveJob:
         inner = optimizer
         for part in self.parts:
             inner = part.optimizer(inner, self.names)
-        self.optimizer = CollectiveOptimizer(optimizer, inner, self.parts, parameters)
+        self.optimizer = CollectiveOptimizer(optimizer, inner, self.parts, parameters, self.world)
         self.optimizer.after_step = self._status.write
         if self.info.worker_index == 0:
             print(self.describe(), flush=True)

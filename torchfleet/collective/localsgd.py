@@ -7,7 +7,8 @@
 k_steps = 1 equals data parallelism: SGD is linear in gradients and momentum, so that the mean of steps is the step of
 the mean; momentum buffers are never exchanged, and their mean is what the one buffer of data parallelism would be.
 Therefore the optimizer must be torch.optim.SGD. Parameters are exchanged, in flat pieces of fuse_grad_size_in_MB;
-buffers, as running statistics, stay each rank's own (sync_batch_norm makes them common).
+buffers, as running statistics, stay each rank's own (sync_batch_norm makes them common). fleet.save averages too,
+momentum included, so that what is saved is one model.
 
 Source: Lin et al. 2018, Don't Use Large Mini-Batches, Use Local SGD (post-local SGD); Stich 2018. Composes with amp,
 recompute, gradient_merge, sync_batch_norm and compilation; not with what exchanges gradients in another way, cuts the
@@ -47,10 +48,10 @@ class LocalSGD(Part):
                 f"{self.field}=True needs a torch.optim.SGD, found {type(inner).__name__}: the mean of parameters that "
                 f"ranks have trained alone is meant for SGD. Use it, or leave {self.field} out."
             )
-        self._groups = inner.param_groups
+        self._groups, self._inner = inner.param_groups, inner
         apart = {name for one, name in names.items() if getattr(one, "fleet_local", False)}
         # By name: an optimizer may step on copies in float32, which have no mark.
-        self._common = {one for one, name in names.items() if name not in apart}
+        self._common = dict.fromkeys(one for one, name in names.items() if name not in apart)  # in order
         return inner
 
     @property
@@ -73,7 +74,10 @@ class LocalSGD(Part):
         self._num_alone = 0
         if self._axis.group is None:
             return
-        for piece in _pieces(self._parameters(), self._piece_bytes):
+        self._average(self._parameters())
+
+    def _average(self, tensors: Iterator[torch.Tensor]) -> None:
+        for piece in _pieces(tensors, self._piece_bytes):
             flat = torch.cat([one.reshape(-1) for one in piece]).div_(self._axis.size)
             dist.all_reduce(flat, group=self._axis.group)
             means = flat.split([one.numel() for one in piece])  # type: ignore[no-untyped-call]
@@ -83,6 +87,18 @@ class LocalSGD(Part):
         """Those that are the same on all ranks in data parallelism (all but parts of layers cut over the ranks)."""
         for group in self._groups:
             yield from (one.detach() for one in group["params"] if one in self._common)
+
+    def before_save(self) -> None:
+        """A saved model is one model: saving is an averaging, of momentum too, also for the training that goes on."""
+        if self._axis.group is not None and self._num_steps >= self.configs["begin_step"]:
+            LocalSGD.average(self)  # without finding a new interval
+            self._average(self._momenta())
+
+    def _momenta(self) -> Iterator[torch.Tensor]:
+        for parameter in self._common:
+            momentum = self._inner.state.get(parameter, {}).get("momentum_buffer")
+            if momentum is not None:
+                yield momentum
 
     def state(self) -> dict[str, torch.Tensor]:
         return {"num_steps": torch.tensor(self._num_steps), "num_alone": torch.tensor(self._num_alone)}

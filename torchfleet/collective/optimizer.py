@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from torchfleet.collective.clipping import clip_grad_norm
 from torchfleet.collective.part import Part
-from torchfleet.errors import ModelError
+from torchfleet.collective.world import World
+from torchfleet.errors import FleetError, ModelError
 
 
 class CollectiveOptimizer(torch.optim.Optimizer):
@@ -24,12 +26,15 @@ class CollectiveOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         parts: Sequence[Part],
         parameters: Sequence[torch.nn.Parameter],
+        world: World,
     ) -> None:
         # param_groups is shared: a scheduler made before works too. It has wrapped the inner step, which is not ours.
         self.__dict__.update({name: value for name, value in user.__dict__.items() if name != "step"})
         self._patch_step_function()  # what torch does for its own classes when they are made: hooks are called
         self._user, self.inner, self._parts = user, inner, tuple(parts)
         self._parameters = parameters  # the model's; an optimizer of float32 copies has others
+        self._world, self.grad_norm = world, torch.zeros(())
+        self._max_norm: float | None = None
         self._is_gathering = False
         self.num_steps = 0
         self.after_step: Callable[[], None] = lambda: None
@@ -54,12 +59,29 @@ class CollectiveOptimizer(torch.optim.Optimizer):
             return loss
         answers = [part.before_step() for part in self._parts]
         if all(answers):
+            self._clip()
             self.inner.step()
         for part in reversed(self._parts):
             part.after_step()
         self.num_steps += 1
         self.after_step()
         return loss
+
+    def clip_grad_norm_(self, max_norm: float) -> None:
+        """The gradients of the coming step are clipped to a norm of all of them together; call it before `step`.
+
+        At the right moment under every strategy: after gradients have been gathered, and with those of all ranks where
+        none has all. `grad_norm` is then what the norm was.
+        """
+        if not max_norm > 0:
+            raise FleetError(f"clip_grad_norm_: max_norm must be positive, found {max_norm}")
+        self._max_norm = max_norm
+
+    def _clip(self) -> None:
+        if self._max_norm is not None:
+            parameters = [one for group in self.param_groups for one in group["params"]]
+            self.grad_norm = clip_grad_norm(parameters, self._max_norm, self._world)
+            self._max_norm = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients; while they are being gathered over several batches they stay."""
