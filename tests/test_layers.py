@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "textformat": {"errors"},
     "collective": {"checkpoint", "role", "settings", "status", "strategy", "errors"},
     "classify": {"collective", "data", "fleet", "strategy", "errors"},
-    "nn": {"tables", "errors"},
+    "nn": {"collective", "tables", "errors"},
     "fetch": {"errors"},
     "training": {"data", "fetch", "ps", "errors"},
     "fleet": {

@@ -1,8 +1,13 @@
-"""Embeddings whose rows live on the servers, and the conversion of torch's own sparse embeddings into them."""
+"""Embeddings whose rows live on the servers, and the conversion of torch's own sparse embeddings into them.
+
+Layers of collective training have their names here too: ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+(docs/collective/tensor_parallel.md) and MarginSoftmax (docs/collective/classification.md).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -13,7 +18,18 @@ from torchfleet.tables.entry import Entry, Shrink, combined
 from torchfleet.tables.spec import Initializer
 
 if TYPE_CHECKING:
+    from torchfleet.collective.margin_softmax import MarginSoftmax as MarginSoftmax
+    from torchfleet.collective.tensor_parallel import ColumnParallelLinear as ColumnParallelLinear
+    from torchfleet.collective.tensor_parallel import RowParallelLinear as RowParallelLinear
+    from torchfleet.collective.tensor_parallel import VocabParallelEmbedding as VocabParallelEmbedding
     from torchfleet.ps.engine import Engine
+
+_COLLECTIVE = {
+    "ColumnParallelLinear": "tensor_parallel",
+    "RowParallelLinear": "tensor_parallel",
+    "VocabParallelEmbedding": "tensor_parallel",
+    "MarginSoftmax": "margin_softmax",
+}
 
 Ids = Any  # a tensor, a slot (values, offsets), or a list of slots
 
@@ -250,3 +266,10 @@ def _converted(module: torch.nn.Embedding | torch.nn.EmbeddingBag, path: str, ta
     converted.weight.requires_grad_(module.weight.requires_grad)
     converted.first_values = module.weight.detach().to(torch.float32).numpy().copy()
     return converted
+
+
+def __getattr__(name: str) -> Any:
+    """Layers of collective training are imported when they are used: jobs with servers start faster without."""
+    if name not in _COLLECTIVE:
+        raise AttributeError(f"torchfleet.nn has no '{name}'")
+    return getattr(import_module(f"torchfleet.collective.{_COLLECTIVE[name]}"), name)
