@@ -18,10 +18,10 @@ from torchfleet.tables.entry import Entry, Shrink, combined
 from torchfleet.tables.spec import Initializer
 
 if TYPE_CHECKING:
-    from torchfleet.collective.margin_softmax import MarginSoftmax as MarginSoftmax
-    from torchfleet.collective.tensor_parallel import ColumnParallelLinear as ColumnParallelLinear
-    from torchfleet.collective.tensor_parallel import RowParallelLinear as RowParallelLinear
-    from torchfleet.collective.tensor_parallel import VocabParallelEmbedding as VocabParallelEmbedding
+    from torchfleet.collective.margin_softmax import MarginSoftmax as MarginSoftmax  # noqa: PLC0414
+    from torchfleet.collective.tensor_parallel import ColumnParallelLinear as ColumnParallelLinear  # noqa: PLC0414
+    from torchfleet.collective.tensor_parallel import RowParallelLinear as RowParallelLinear  # noqa: PLC0414
+    from torchfleet.collective.tensor_parallel import VocabParallelEmbedding as VocabParallelEmbedding  # noqa: PLC0414
     from torchfleet.ps.engine import Engine
 
 _COLLECTIVE = {

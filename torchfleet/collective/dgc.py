@@ -90,7 +90,7 @@ class DeepGradientCompression(Part):
             if self.sparsity == 0 or parameter.numel() < WHOLE_BELOW or name not in self._stepped:
                 whole.append(gradient.view(-1))
                 continue
-            sent, indices = self._compress(name, parameter, gradient.view(-1))
+            sent, indices = self._compress(name, gradient.view(-1))
             values.append(sent)
             places.append(indices + int(gradient.storage_offset() - buffer.storage_offset()))
         if not values:
@@ -105,11 +105,9 @@ class DeepGradientCompression(Part):
         if buffer.numel() >= 1 << 31:
             raise FleetError("dgc=True: a parameter of 2^31 values or more has no room in its indices of 32 bits")
 
-    def _compress(
-        self, name: str, parameter: torch.Tensor, gradient: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _compress(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put this rank's gradient to what it has not sent yet, and take from it what is to be sent now."""
-        residual, (_, group) = self._residual(name), self._stepped[name]
+        residual, (parameter, group) = self._residual(name), self._stepped[name]
         gradient = gradient.to(residual.unsent.dtype)  # the very same memory, as a rule: it is written anew anyway
         if self._num_merged > 1:
             gradient.div_(self._num_merged)

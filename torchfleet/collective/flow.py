@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, schedules
 
 from torchfleet.collective.micro_batches import MicroBatches
 from torchfleet.collective.world import Axis
@@ -15,7 +15,6 @@ from torchfleet.errors import ModelError
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
            torch.uint8, torch.bool)  # fmt: skip
-_WAITS_FOR_ALL = (2, 8)  # the torch whose schedules wait for every tensor that they sent or received over gloo
 
 
 class Shape(NamedTuple):
@@ -113,7 +112,6 @@ class Way(torch.nn.Module):
         self._incoming, outgoing = crossing
         self._is_first, self._is_last = axis.rank == 0, axis.rank == axis.size - 1
         self._batches = batches
-        _refuse_several(max(len(self._incoming), len(outgoing)), axis)
         number = torch.empty(1, dtype=torch.int64, device="meta")
         stage = PipelineStage(
             self,
@@ -147,7 +145,7 @@ class Way(torch.nn.Module):
         if not self._is_last:
             return tuple(to_wire(one) for one in as_tuple(outputs))
         if self._batches.has_loss:
-            return torch.stack([self._batches.loss(outputs)])  # no view: old schedules detach it in place
+            return torch.stack([self._batches.loss(outputs)]).float()  # no view: old schedules detach it in place
         self._batches.outputs.append(outputs)
         return torch.zeros(1, device=self._device)
 
@@ -156,10 +154,21 @@ def as_tuple(outputs: Any) -> tuple[Any, ...]:
     return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
-def _refuse_several(num: int, axis: Axis) -> None:
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if num > 1 and version < _WAITS_FOR_ALL and dist.get_backend(axis.group) == "gloo":
-        raise ModelError(
-            f"pipeline: {num} tensors cross from one stage to the next, and torch {torch.__version__} waits for one of "
-            "them only over gloo: let one tensor cross, or use torch 2.8 or later"
-        )
+class _All:
+    """Several pieces of communication, waited for together."""
+
+    def __init__(self, works: Sequence[dist.Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _mend_schedules() -> None:
+    """torch before 2.8 waits for the last of several sends and receives alone, which over gloo loses the others."""
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
+        schedules._batch_p2p = lambda ops, desc=None: _All(dist.batch_isend_irecv(ops)) if ops else None
+
+
+_mend_schedules()

@@ -44,6 +44,7 @@ class Fusion(Part):
     def __init__(self, strategy: DistributedStrategy, world: World) -> None:
         super().__init__(strategy, world)
         flags = strategy.build_strategy
+        self.configs = {name: value for name, value in vars(flags).items() if value}
         self.compiled_for = [name for name in COMPILING if getattr(flags, name)]
         self._fuses_optimizer = bool(flags.fuse_all_optimizer_ops)
         self._before = _Counts()
@@ -187,7 +188,7 @@ class _Counts:
 
     def __str__(self) -> str:
         numbers, num_breaks = self.numbers, self.breaks.total()
-        lines = [f"{numbers['graphs']} graphs, {num_breaks} graph breaks"]
+        lines = [f"graphs {numbers['graphs']}, graph breaks {num_breaks}"]
         lines += [f"  graph break ({num}×): {reason}" for reason, num in self.breaks.most_common(5)]
         if numbers["operations"]:
             calls = f", {numbers['calls']} library calls" if numbers["calls"] else ""

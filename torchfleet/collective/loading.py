@@ -5,31 +5,33 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
 
 from torchfleet.checkpoint.storage import Storage
 from torchfleet.collective import manifest as saved
-from torchfleet.collective.manifest import Manifest, Tensor, num_elements
+from torchfleet.collective.filling import Target, fill
+from torchfleet.collective.manifest import Manifest, Tensor
 from torchfleet.collective.part import Part
 from torchfleet.collective.pieces import DTYPES, Piece, Pieces, model_pieces, piece_of, tied
-from torchfleet.collective.planning import Said, say
+from torchfleet.collective.planning import Said, say, told
 from torchfleet.collective.sharding import Sharding
 from torchfleet.collective.states import (
     Names,
+    check_groups,
     innermost,
-    load_groups,
     names_of,
     new_state,
     optimized,
+    set_options,
     states_by_parameter,
 )
-from torchfleet.collective.tensors import Reader, overlap
+from torchfleet.collective.tensors import Reader
 from torchfleet.collective.world import World
 from torchfleet.data.progress import Progress
-from torchfleet.errors import CheckpointError, FleetError
+from torchfleet.errors import CheckpointError
 
 
 class Opened(Said, kw_only=True):
@@ -37,13 +39,6 @@ class Opened(Said, kw_only=True):
 
     manifest: str = ""
     names: list[str] = msgspec.field(default_factory=list)
-
-
-class Target(NamedTuple):
-    """A piece of this rank, and the saved tensor that goes there."""
-
-    source: Tensor
-    piece: Piece
 
 
 def load(
@@ -58,21 +53,21 @@ def load(
 
     The model must have the tensors that were saved, no more and no less, in their shapes; the number of ranks and the
     strategies may be others. The optimizer's state is made anew, if it is of the same kind; strategies that were not on
-    when the model was saved keep what they have. After an error the model may be partly loaded: load another save.
+    when the model was saved keep what they have. Nothing is changed if the model does not fit. If a file is damaged,
+    some parameters may have been read already: load another save.
     """
     loading = Loading(Storage(dirname), model, world)
+    said, failed = Said(), None
     try:
         loading.check()
         if optimizer is not None:
             loading.add_optimizer(optimizer, names_of(model, names), parts)
-        owed = loading.add_parts(parts)
-        said = Said()
-    except FleetError as error:
-        said = Said(error=str(error))
-    say(world, said)
+        loading.add_parts(parts)
+    except Exception as error:
+        said, failed = Said(error=told(error)), error
+    say(world, said, failed)
     say(world, loading.read())
-    for give in owed:
-        give()
+    loading.give()
     return loading.manifest.extra
 
 
@@ -82,7 +77,7 @@ def load_parameters(dirname: str, module: torch.nn.Module) -> dict[str, Any]:
 
 
 class Loading:
-    """One save into what this rank has: first all is checked, then all is read."""
+    """One save into what this rank has: first all is checked, then parameters are read, then the others get theirs."""
 
     def __init__(self, storage: Storage, model: torch.nn.Module, world: World | None) -> None:
         self._storage, self._model, self._world = storage, model, world
@@ -92,6 +87,7 @@ class Loading:
         self._saved = self.manifest.of_kind("model")
         self._known = {name for one in everybody for name in one.names}
         self._targets: list[Target] = []
+        self._owed: list[Callable[[], object]] = []
 
     def _open(self) -> Opened:
         names = [*self._homes, *tied(self._model)]
@@ -99,8 +95,8 @@ class Loading:
             return Opened(names=names)
         try:
             manifest = saved.read(self._storage)
-        except FleetError as error:
-            return Opened(error=str(error))
+        except Exception as error:
+            return Opened(error=told(error))
         return Opened(manifest=msgspec.json.encode(manifest).decode(), names=names)
 
     def check(self) -> None:
@@ -131,37 +127,34 @@ class Loading:
     def add_optimizer(self, optimizer: torch.optim.Optimizer, names: Names, parts: Sequence[Part]) -> None:
         """Options of the groups, states by parameter, and the optimizer's copies of parameters."""
         kind, kept = type(innermost(optimizer)).__name__, self.manifest.optimizer
-        is_same = kind == kept
+        is_same, parameters = kind == kept, list(optimized(optimizer, names))
         if is_same:
-            load_groups(optimizer, names, self.manifest.groups, self._saved_name)
+            check_groups(optimizer, names, self.manifest.groups, self._saved_name)
+            self._owed.append(partial(set_options, optimizer, self.manifest.groups))
         elif self._is_first:
-            _tell_of_new_state(kept or "no optimizer", kind)
+            self._owed.append(partial(_tell_of_new_state, kept or "no optimizer", kind))
         states = states_by_parameter(self.manifest) if is_same else {}
         masters, own = self.manifest.of_kind("master"), set(self._model.parameters())
         owned = [part.owns for part in parts if isinstance(part, Sharding)]
-        for parameter, name, group in optimized(optimizer, names):
+        made: dict[torch.Tensor, dict[str, Any]] = {}
+        for parameter, name, group in parameters:
             home, there = self._homes[name], self._saved_name(name)
             if parameter not in own:
                 source = masters.get(there) or self._saved[there]
                 self._targets.append(Target(source, home.like(parameter)))
-            optimizer.state.pop(parameter, None)
             if is_same and all(owns(parameter) for owns in owned):
-                state, pieces = new_state(parameter, home, states.get(there, {}), group)
+                made[parameter], pieces = new_state(parameter, home, states.get(there, {}), group)
+                made[parameter].update(self.manifest.values.get(there, {}))
                 self._targets += [Target(states[there][key], piece) for key, piece in pieces.items()]
-                state.update(self.manifest.values.get(there, {}))
-                if state:
-                    optimizer.state[parameter] = state
+        self._owed.append(partial(_replace_state, optimizer, made))
 
-    def add_parts(self, parts: Sequence[Part]) -> list[Callable[[], None]]:
-        """What is to be called when all is read: the strategies take what is theirs."""
-        owed: list[Callable[[], None]] = []
+    def add_parts(self, parts: Sequence[Part]) -> None:
         for part in parts:
             alike, each = self._alike(part), self._of_ranks(part)
             if alike:
-                owed.append(partial(part.load_state, alike))
+                self._owed.append(partial(part.load_state, alike))
             if each:
-                owed.append(partial(_give_means, part, each))
-        return owed
+                self._owed.append(partial(_give_means, part, each))
 
     def _alike(self, part: Part) -> dict[str, torch.Tensor]:
         made, present = {}, part.state()
@@ -185,41 +178,25 @@ class Loading:
         return made
 
     def read(self) -> Said:
-        """Fill everything that was added."""
+        """Fill all that was added: the model's own tensors, and new ones for the optimizer and the strategies."""
         progress = Progress("fleet.load") if self._is_first else None
         try:
             with torch.no_grad(), Reader(self._storage, self.manifest) as reader:
-                _fill(reader, self._targets, progress)
-        except FleetError as error:
-            return Said(error=str(error))
+                fill(reader, self._targets, progress)
+        except Exception as error:
+            return Said(error=told(error))
         if progress is not None:
             progress.end(f"save {self.manifest.number} of {self._storage.path}")
         return Said()
 
+    def give(self) -> None:
+        """What was read goes to whom it belongs."""
+        for one in self._owed:
+            one()
+
     @property
     def _is_first(self) -> bool:
         return self._world is None or self._world.rank == 0
-
-
-def _fill(reader: Reader, targets: Sequence[Target], progress: Progress | None) -> None:
-    """In the order of the files."""
-    jobs = []
-    for source, piece in targets:
-        num = 0
-        for one in source.pieces:
-            common = overlap(piece.offset, tuple(piece.tensor.shape), one.offset, one.shape)
-            if common is not None:
-                jobs.append((source, one, piece, *common))
-                num += num_elements([some.stop - some.start for some in common[0]])
-        if num != piece.tensor.numel():
-            raise CheckpointError(f"'{source.name}': {num:,} of {piece.tensor.numel():,} elements were saved")
-    total, done = sum(one.bytes for _, one, *_ in jobs), 0
-    for source, one, piece, here, there in sorted(jobs, key=lambda job: (job[1].file, job[1].start)):
-        data = torch.frombuffer(reader.read(source, one), dtype=DTYPES[source.dtype]).view(one.shape)
-        piece.tensor[here].copy_(data[there])
-        done += one.bytes
-        if progress is not None:
-            progress.show(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB for this rank")
 
 
 def _empty(shape: Sequence[int], source: Tensor, like: torch.Tensor | None) -> torch.Tensor:
@@ -228,6 +205,14 @@ def _empty(shape: Sequence[int], source: Tensor, like: torch.Tensor | None) -> t
 
 def _of_field(tensors: Mapping[str, Tensor], field: str) -> list[tuple[str, Tensor]]:
     return [(name[len(field) + 1 :], one) for name, one in tensors.items() if name.startswith(f"{field}.")]
+
+
+def _replace_state(optimizer: torch.optim.Optimizer, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+            if states.get(parameter):
+                optimizer.state[parameter] = states[parameter]
 
 
 def _give_means(part: Part, states: Mapping[str, torch.Tensor]) -> None:

@@ -92,7 +92,7 @@ class Offload:
 
     def _pack(self, tensor: torch.Tensor, block: _Block) -> _Kept | torch.Tensor:
         """Forward: `tensor` is an input of a block that is about to run."""
-        if not tensor.requires_grad or tensor.device != self._device:
+        if not tensor.requires_grad or tensor.device != self._device or not tensor.numel():
             return tensor
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise ModelError(

@@ -10,11 +10,11 @@ import msgspec
 import torch
 
 from torchfleet.collective.part import Part
-from torchfleet.collective.planning import Key, Line, Said, say
-from torchfleet.collective.sharding import reshard
+from torchfleet.collective.planning import Key, Line, Said, say, told
+from torchfleet.collective.sharding import sharded_modules
 from torchfleet.collective.world import World
 from torchfleet.collective.zero import local
-from torchfleet.errors import CheckpointError, FleetError
+from torchfleet.errors import CheckpointError
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -60,7 +60,8 @@ class Cuts(Said, kw_only=True):
 
 def named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by the user's names; a tied parameter by the first of them."""
-    reshard(model)
+    for module in sharded_modules(model):
+        module.reshard()
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     saved = model.state_dict(keep_vars=True)
     aliases = set(tied(model))
@@ -88,14 +89,15 @@ def model_pieces(model: torch.nn.Module, world: World | None) -> Pieces:
     A parameter with an attribute `fleet_piece` = (dimension, index, count) is one of `count` pieces along a dimension;
     the others are on other ranks.
     """
+    failed = None
     try:
         every = named(model)
         cuts = {name: one.fleet_piece for name, one in every.items() if hasattr(one, "fleet_piece")}
         made = {name: piece_of(one) for name, one in every.items() if name not in cuts}
         own = Cuts(pieces={name: (cut[1], cut[2], every[name].shape[cut[0]]) for name, cut in cuts.items()})
-    except FleetError as error:
-        own = Cuts(error=str(error))
-    lengths = _lengths(say(world, own))
+    except Exception as error:
+        own, failed = Cuts(error=told(error)), error
+    lengths = _lengths(say(world, own, failed))
     for name, (dim, index, _) in cuts.items():
         shape, offset = list(every[name].shape), [0] * every[name].dim()
         shape[dim], offset[dim] = sum(lengths[name]), sum(lengths[name][:index])

@@ -10,7 +10,7 @@ import msgspec
 from torchfleet.collective.manifest import Kind, num_elements
 from torchfleet.collective.tensors import ITEM_BYTES, file_key
 from torchfleet.collective.world import World
-from torchfleet.errors import CheckpointError
+from torchfleet.errors import CheckpointError, FleetError
 
 Message = TypeVar("Message", bound="Said")
 Key = tuple[Kind, str]
@@ -22,8 +22,8 @@ class Said(msgspec.Struct, kw_only=True):
     error: str = ""
 
 
-def say(world: World | None, message: Message) -> list[Message]:
-    """What every rank said, in their order. If it was an error, it is raised on all of them."""
+def say(world: World | None, message: Message, cause: Exception | None = None) -> list[Message]:
+    """What every rank said, in their order. If it was an error, it is raised on all of them; `cause` is this rank's."""
     kind = type(message)
     if world is None or world.size == 1:
         everybody = [message]
@@ -32,8 +32,13 @@ def say(world: World | None, message: Message) -> list[Message]:
     for rank, one in enumerate(everybody):
         if one.error:
             where = f"rank {rank}: " if len(everybody) > 1 else ""
-            raise CheckpointError(f"{where}{one.error}")
+            raise CheckpointError(f"{where}{one.error}") from cause
     return everybody
+
+
+def told(error: Exception) -> str:
+    """What the other ranks are told of it."""
+    return str(error) if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
 
 
 class Line(msgspec.Struct, frozen=True, array_like=True):

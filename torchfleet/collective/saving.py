@@ -21,12 +21,12 @@ from torchfleet.collective import manifest as saved
 from torchfleet.collective.manifest import Group, Manifest
 from torchfleet.collective.part import Part
 from torchfleet.collective.pieces import Piece, model_pieces, part_pieces, tied
-from torchfleet.collective.planning import Key, Line, Said, say, shared_out
+from torchfleet.collective.planning import Key, Line, Said, say, shared_out, told
 from torchfleet.collective.states import Names, groups_of, innermost, master_pieces, names_of, optimizer_pieces
 from torchfleet.collective.tensors import Buffers, Bytes, entries_of, file_key, header, offsets_metadata
 from torchfleet.collective.world import World
 from torchfleet.data.progress import Progress
-from torchfleet.errors import CheckpointError, FleetError
+from torchfleet.errors import CheckpointError
 
 
 class Begun(Said, kw_only=True):
@@ -60,13 +60,14 @@ def save(
     all of them, and leaves the model that was saved there before, as does being killed.
     """
     own: dict[Key, Piece] = {("model", name): piece for name, piece in model_pieces(model, world).items()}
+    failed = None
     try:
         begun = _begin(own, model, optimizer, parts, world, names)
         _as_json(extra or {})
         begun.number = saved.next_number(Storage(dirname)) if world.rank == 0 else 0
-    except (FleetError, OSError) as error:
-        begun = Begun(error=str(error))
-    everybody = say(world, begun)
+    except Exception as error:
+        begun, failed = Begun(error=told(error)), error
+    everybody = say(world, begun, failed)
     storage, number = Storage(dirname), everybody[0].number
     plan = shared_out([one.lines for one in everybody])
     progress = Progress("fleet.save") if world.rank == 0 else None
@@ -130,8 +131,8 @@ def _write(
     buffers = Buffers(head, [_maker(own[line.kind, line.name].tensor) for line in lines], show)
     try:
         write_file(storage, f"{folder_of(number)}/{file_of(world.rank, world.size)}", buffers)
-    except FleetError as error:
-        return Written(error=str(error))
+    except Exception as error:
+        return Written(error=told(error))
     return Written(data_start=len(head), checksums=buffers.checksums)
 
 
@@ -203,8 +204,8 @@ def _commit(storage: Storage, manifest: Manifest) -> Said:
         with alone(storage):
             write_file(storage, FILE, [saved.encode(manifest)])
             saved.remove_others(storage, manifest.save)
-    except (FleetError, OSError) as error:
-        return Said(error=str(error))
+    except Exception as error:
+        return Said(error=told(error))
     return Said()
 
 

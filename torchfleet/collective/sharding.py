@@ -3,9 +3,9 @@
 With Ψ parameters, N ranks in a group and K bytes of optimizer state per parameter (12 for Adam in mixed precision), a
 rank holds in bytes, beside activations, for parameters and gradients of b bytes each:
 
-    stage 1    2bΨ + KΨ/N        optimizer state is cut; gradients are averaged as ever, owners send new parameters
-    stage 2    bΨ + (b + K)Ψ/N   gradients too: reduce-scattered; parameters are whole from forward to backward
-    stage 3    (2b + K)Ψ/N       parameters too: gathered unit by unit when they are needed, and let go
+    stage 1    2bΨ + KΨ/N         optimizer state is cut; gradients are averaged as ever, owners send new parameters
+    stage 2    bΨ + (2b + K)Ψ/N   gradients too: reduce-scattered; parameters are whole from forward to backward
+    stage 3    (2b + K)Ψ/N        parameters too: gathered unit by unit when they are needed, and let go
 
 Stage 1 deals whole parameters out (zero.py) and takes any optimizer. Stages 2 and 3 are torch's FSDP2: every parameter
 is cut along its first dimension; units.py finds what is gathered at once. `segment_broadcast_MB` is about how much is
@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchfleet.collective.part import Forward, Part
 from torchfleet.collective.units import Units
 from torchfleet.collective.world import World
-from torchfleet.collective.zero import ShardedOptimizer, broadcast
+from torchfleet.collective.zero import ShardedOptimizer, broadcast, local
 from torchfleet.errors import ModelError, StrategyError
 from torchfleet.strategy import DistributedStrategy
 
@@ -44,6 +44,7 @@ class Sharding(Part):
         self.owns_gradients = self.stage > 1
         self._segment_bytes = int(self.configs["segment_broadcast_MB"] * (1 << 20))
         self._model: torch.nn.Module = torch.nn.Identity()
+        self._units: list[FSDPModule] = []
         self._optimizer: ShardedOptimizer | None = None
 
     def owns(self, parameter: torch.Tensor) -> bool:
@@ -78,6 +79,7 @@ class Sharding(Part):
             # The model's own remainder is needed first thing in backward: it stays, as torch does it too.
             settings["reshard_after_forward"] = self.stage == 3 and unit != [model]
             fully_shard(unit if len(unit) > 1 else unit[0], **settings)
+        self._units = sharded_modules(model)
         return model
 
     def _mesh(self) -> DeviceMesh:
@@ -92,7 +94,7 @@ class Sharding(Part):
             self._share_buffers()
             outputs = forward(*args, **kwargs)
             if not torch.is_grad_enabled():  # no backward pass will let the parameters go
-                self.reshard()
+                self._reshard()
             return outputs
 
         return sharded
@@ -103,25 +105,24 @@ class Sharding(Part):
 
     def after_step(self) -> None:
         """What an evaluation between backward and step has gathered is of before the step."""
-        self.reshard()
+        self._reshard()
 
-    def reshard(self) -> None:
-        reshard(self._model)
+    def _reshard(self) -> None:
+        for module in self._units:
+            module.reshard()
 
     def _share_buffers(self) -> None:
         """Running means and the like are those of the first rank, as in data parallelism."""
-        buffers = [buffer.detach() for buffer in self._model.buffers()]
+        buffers = [local(buffer) for buffer in self._model.buffers()]
         for name in ("data", "sharding"):
             axis = self.world.axis(name)
             if axis.size > 1 and buffers:
                 broadcast([(0, buffers)], axis, self._segment_bytes)
 
 
-def reshard(model: torch.nn.Module) -> None:
-    """Each rank has its own part of the parameters of `model`, and no more."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+def sharded_modules(model: torch.nn.Module) -> list[FSDPModule]:
+    """Those whose parameters are gathered and let go; `reshard` of each leaves this rank its own part of them."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _leaving_out(parameters: set[torch.nn.Parameter]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,13 +32,10 @@ def optimizer_pieces(optimizer: torch.optim.Optimizer, names: Names, homes: Piec
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, torch.Tensor):
                 made[f"{name}.{key}"] = _like(f"state '{key}' of '{name}'", value, homes[name])
-            elif value is None or isinstance(value, (bool, int, float, str)):
+            elif _is_plain(value):
                 values.setdefault(name, {})[key] = value
             else:
-                raise CheckpointError(
-                    f"state '{key}' of '{name}' in {type(optimizer).__name__} is a {type(value).__name__}: expected a "
-                    "tensor or a number"
-                )
+                raise CheckpointError(f"state '{key}' of '{name}' is {value!r}: expected a tensor, or a finite number")
     return made, values
 
 
@@ -83,42 +81,47 @@ def groups_of(optimizer: torch.optim.Optimizer, names: Names) -> list[Group]:
 
 def _plain(key: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
+        value = value.item()
+    if _is_plain(value):
         return value
     if isinstance(value, (list, tuple)):
         return [_plain(key, one) for one in value]
-    raise CheckpointError(f"param group option '{key}'={value!r}: expected numbers or text")
+    raise CheckpointError(f"option '{key}'={value!r} of a param group: expected numbers, which must be finite, or text")
 
 
-def load_groups(
+def _is_plain(value: Any) -> bool:
+    """Whether JSON has a word for it."""
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return value is None or (isinstance(value, (bool, int, float, str)) and is_finite)
+
+
+def check_groups(
     optimizer: torch.optim.Optimizer, names: Names, kept: Sequence[Group], saved_name: Callable[[str], str]
 ) -> None:
-    """Options as they were saved. The groups must be those of then; a rank may have a part of their parameters."""
+    """The groups must be those that were saved; a rank may have a part of their parameters."""
     if len(optimizer.param_groups) != len(kept):
         raise CheckpointError(
             f"the optimizer has {len(optimizer.param_groups)} param groups, and {len(kept)} were saved"
         )
     homes = {name: number for number, group in enumerate(kept) for name in group.parameters}
     for number, group in enumerate(optimizer.param_groups):
-        for one in group["params"]:
-            there = homes.get(saved_name(names[one]), homes.get(names[one]))
+        for name in (names[one] for one in group["params"]):
+            there = homes.get(saved_name(name), homes.get(name))
             if there is not None and there != number:
                 raise CheckpointError(
-                    f"'{names[one]}' is in param group {number} of the optimizer, and was saved in group {there}"
+                    f"'{name}' is in param group {number} of the optimizer, and was saved in group {there}"
                 )
-    for group, one in zip(optimizer.param_groups, kept, strict=True):
-        _set_options(group, one.options)
 
 
-def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Into the very dictionary, and the very tensor where an option is one: schedulers and graphs hold them."""
-    for key, value in options.items():
-        present = group.get(key)
-        if isinstance(present, torch.Tensor):
-            present.fill_(value)
-        else:
-            group[key] = tuple(value) if isinstance(value, list) else value
+def set_options(optimizer: torch.optim.Optimizer, kept: Sequence[Group]) -> None:
+    """Into the very dictionaries, and the very tensor where an option is one: schedulers and graphs hold them."""
+    for group, saved in zip(optimizer.param_groups, kept, strict=True):
+        for key, value in saved.options.items():
+            present = group.get(key)
+            if isinstance(present, torch.Tensor):
+                present.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) and not isinstance(present, list) else value
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

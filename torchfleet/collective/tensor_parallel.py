@@ -31,10 +31,11 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from torchfleet.collective.gradient_average import GradientAverage
 from torchfleet.collective.part import Forward, Part
+from torchfleet.collective.parts import copied, gathered, own_part, split, summed
 from torchfleet.collective.world import World
 from torchfleet.errors import ModelError, StrategyError
 from torchfleet.strategy import DistributedStrategy
@@ -55,8 +56,9 @@ class ColumnParallelLinear(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._mesh is None:
             return super().forward(x)
-        part = F.linear(_copied(x, self._mesh), _own(self.weight), _own(self.bias))
-        return _gathered(part, self.out_features, self._mesh) if self.gather_output else part
+        group = self._mesh.get_group()
+        part = F.linear(copied(x, group), own_part(self.weight), _bias(self))
+        return gathered(part, self.out_features, group) if self.gather_output else part
 
 
 class RowParallelLinear(torch.nn.Linear):
@@ -74,9 +76,11 @@ class RowParallelLinear(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._mesh is None:
             return super().forward(x)
-        part = x if self.input_is_parallel else _split(x, self._mesh)
-        whole = _summed(F.linear(part, _own(self.weight)), self._mesh)
-        return whole if self.bias is None else whole + _own(self.bias)
+        group = self._mesh.get_group()
+        part = x if self.input_is_parallel else split(x, group)
+        whole = summed(F.linear(part, own_part(self.weight)), group)
+        bias = _bias(self)
+        return whole if bias is None else whole + bias
 
 
 class VocabParallelEmbedding(torch.nn.Embedding):
@@ -106,8 +110,8 @@ class VocabParallelEmbedding(torch.nn.Embedding):
         is_own = is_above & is_below
         padding = self.padding_idx
         own_padding = None if padding is None or not self._first <= padding < self._past else padding - self._first
-        rows = F.embedding(torch.where(is_own, ids - self._first, 0), _own(self.weight), own_padding)
-        return _summed(rows.masked_fill(~is_own.unsqueeze(-1), 0), self._mesh)
+        rows = F.embedding(torch.where(is_own, ids - self._first, 0), own_part(self.weight), own_padding)
+        return summed(rows.masked_fill(~is_own.unsqueeze(-1), 0), self._mesh.get_group())
 
 
 LAYERS = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
@@ -177,9 +181,6 @@ def _kind(parameter: torch.Tensor) -> Any:
     return parameter.device_mesh if isinstance(parameter, DTensor) else None
 
 
-# Between whole tensors, equal on all ranks, and parts. Each says in backward what it says of gradients.
-
-
 def _cut_parameters(layer: torch.nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
     for name, placement in placements.items():
         whole = layer._parameters[name]
@@ -188,32 +189,5 @@ def _cut_parameters(layer: torch.nn.Module, mesh: DeviceMesh, placements: Mappin
             layer._parameters[name] = torch.nn.Parameter(part, whole.requires_grad)
 
 
-def _own(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    """This rank's part. Not cut (a sharded layer that is being gathered): itself."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _copied(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The same; backward sums the ranks' gradients, each of which is that of its own part of the layer."""
-    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return whole.to_local(grad_placements=[Partial()])
-
-
-def _split(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """This rank's part of the last dimension; backward gathers."""
-    whole = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
-    return whole.redistribute(placements=[Shard(x.dim() - 1)]).to_local()
-
-
-def _gathered(part: torch.Tensor, size: int, mesh: DeviceMesh) -> torch.Tensor:
-    """The last dimension, of `size`, from the ranks' parts; backward takes this rank's part."""
-    shape = torch.Size((*part.shape[:-1], size))
-    stride = torch.empty(shape, device="meta").stride()
-    parts = DTensor.from_local(part, mesh, [Shard(part.dim() - 1)], run_check=False, shape=shape, stride=stride)
-    return parts.redistribute(placements=[Replicate()]).to_local()
-
-
-def _summed(part: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """The sum of the ranks' tensors; backward hands the gradient to each."""
-    parts = DTensor.from_local(part, mesh, [Partial()], run_check=False)
-    return parts.redistribute(placements=[Replicate()]).to_local()
+def _bias(layer: torch.nn.Linear) -> torch.Tensor | None:
+    return None if layer._parameters["bias"] is None else own_part(layer.bias)
