@@ -1,0 +1,85 @@
+"""Ranks of a collective job as a benchmark starts them: together, with a time-out, none left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+_OWN = ("FLEET_", "PADDLE_", "TRAINING_ROLE", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+
+
+def run_ranks(
+    commands: Sequence[Sequence[str]],
+    seconds: float,
+    extra: Sequence[Mapping[str, str]] = (),
+    address: str = "127.0.0.1",
+) -> list[dict[str, Any]]:
+    """What each rank printed as `RESULT {...}`. `commands[i]` runs rank i, with one thread; they meet at `address`.
+
+    A rank that fails, or all of them taking more than `seconds`, ends the others and the benchmark with their output.
+    """
+    size, port = len(commands), _free_port()
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        outputs = [Path(folder) / f"rank-{rank}" for rank in range(size)]
+        processes = []
+        for rank, command in enumerate(commands):
+            own = {
+                **{name: value for name, value in os.environ.items() if not name.startswith(_OWN)},
+                **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(size)),
+                **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+                "MASTER_ADDR": address, "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
+                "FLEET_DEVICE": "cpu",
+                **(extra[rank] if extra else {}),
+            }  # fmt: skip
+            output = stack.enter_context(outputs[rank].open("w"))
+            process = subprocess.Popen(
+                command, env=own, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            stack.callback(_end, process)
+            processes.append(process)
+        failed = _wait(processes, seconds)
+        texts = [path.read_text(errors="replace") for path in outputs]
+        found = [results(text) for text in texts]
+        if failed or any(len(one) != 1 for one in found):
+            said = "\n".join(f"rank {rank}:\n{text[-3000:]}" for rank, text in enumerate(texts))
+            raise SystemExit(f"{failed or 'a rank gave no result'}: {' '.join(commands[0])}\n{said}")
+        return [one[0] for one in found]
+
+
+def results(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line.partition("RESULT ")[2]) for line in text.splitlines() if "RESULT " in line]
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> str:
+    """Why the job failed, or nothing."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        codes = [process.poll() for process in processes]
+        if any(codes):
+            return f"rank {next(rank for rank, code in enumerate(codes) if code)} failed"
+        if all(code == 0 for code in codes):
+            return ""
+        time.sleep(0.05)
+    return f"not done after {seconds:g} s"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(10)
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
