@@ -90,6 +90,8 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         job = json.loads(line)
+        with contextlib.suppress(Exception):  # once for all ranks; if it fails, it fails in each of them, with a log
+            import_module(job["module"])
         port = free_port()
         children = [_fork(job, rank, port) for rank in range(job["size"])]
         print(json.dumps(_wait(children)), file=answers, flush=True)

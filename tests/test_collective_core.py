@@ -541,3 +541,23 @@ def test_local_sgd_goes_on_from_a_save_as_if_nothing_had_been(ranks: Ranks, tmp_
     ((first, second),) = [ranks.run(train_and_save, 2, folder=str(tmp_path / "x"), num=5, resume=False, **fields)]
     assert_equal(parameters(model), first)
     assert_equal(first, second)
+
+
+def count_hooks() -> dict[str, Any]:
+    fleet.init(is_collective=True)
+    model = fleet.distributed_model(make_model())
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls: list[str] = []
+    own.register_step_pre_hook(lambda *_: calls.append("before"))
+    own.register_step_post_hook(lambda *_: calls.append("after"))
+    stepping = fleet.distributed_optimizer(own)
+    stepping.register_step_post_hook(lambda *_: calls.append("late"))
+    schedule = torch.optim.lr_scheduler.StepLR(own, 1, gamma=0.5)
+    F.cross_entropy(model(torch.ones(2, 10)), torch.tensor([0, 1])).backward()
+    stepping.step()
+    schedule.step()
+    return {"calls": calls, "lr": stepping.param_groups[0]["lr"]}
+
+
+def test_hooks_of_the_optimizer_are_called_once(ranks: Ranks) -> None:
+    assert ranks.run(count_hooks, 1) == [{"calls": ["before", "after", "late"], "lr": 0.05}]

@@ -52,6 +52,8 @@ INCOMPATIBLE: Mapping[tuple[str, str], str] = {
     ("dgc", "fp16_allreduce"): _HOOK,
     ("dgc", "use_hierarchical_allreduce"): _HOOK,
     ("dgc", "nccl_comm_num"): _HOOK,
+    ("dgc", "sharding"): "every rank needs the momentum of all parameters",
+    ("dgc", "find_unused_parameters"): "what is sent for a parameter without a gradient would be lost",
     ("fp16_allreduce", "use_hierarchical_allreduce"): _HOOK,
     ("fp16_allreduce", "nccl_comm_num"): _HOOK,
     ("use_hierarchical_allreduce", "nccl_comm_num"): _HOOK,
@@ -71,7 +73,7 @@ INCOMPATIBLE: Mapping[tuple[str, str], str] = {
 }  # fmt: skip
 
 # Sharding keeps data parallelism's exchange in stage 1 and has its own in stages 2 and 3.
-_NOT_FROM_STAGE_2 = ("dgc", "fp16_allreduce", "use_hierarchical_allreduce", "nccl_comm_num", "find_unused_parameters")
+_NOT_FROM_STAGE_2 = ("fp16_allreduce", "use_hierarchical_allreduce", "nccl_comm_num", "find_unused_parameters")
 
 
 def check(strategy: DistributedStrategy) -> None:

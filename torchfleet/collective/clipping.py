@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from torchfleet.collective.world import World
 from torchfleet.errors import FleetError
@@ -44,13 +45,12 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
-def _num_pieces(parameter: torch.nn.Parameter, world: World) -> int:
+def _num_pieces(parameter: torch.Tensor, world: World) -> int:
     """Into how many pieces it is cut, each on equally many ranks; a stage of a pipeline is a piece of the model."""
     if hasattr(parameter, "fleet_piece"):
         return int(parameter.fleet_piece[2])
     num = world.degrees["pipe"]
-    if hasattr(parameter, "placements"):
-        mesh = parameter.device_mesh
+    if isinstance(parameter, DTensor):
         for dim, placement in enumerate(parameter.placements):
-            num *= mesh.size(dim) if placement.is_shard() else 1
+            num *= parameter.device_mesh.size(dim) if placement.is_shard() else 1
     return num

@@ -232,9 +232,3 @@ def _check(strategy: DistributedStrategy) -> None:
             "dgc and amp in float16 cannot be used together: a gradient that overflows would stay in what is not sent "
             "yet. Use amp_configs={'dtype': 'bfloat16'}, or leave one of them out."
         )
-    for other, reason in (
-        ("find_unused_parameters", "what is sent for a parameter without a gradient would be lost"),
-        ("sharding", "every rank needs the momentum of all parameters"),
-    ):
-        if getattr(strategy, other):
-            raise StrategyError(f"dgc and {other} cannot be used together: {reason}. Leave one of them out.")

@@ -1,4 +1,4 @@
-"""How micro-batches flow through the stages of a pipeline: what crosses from rank to rank, and torch's schedule for it."""
+"""How micro-batches flow through the stages of a pipeline: what crosses from rank to rank, by torch's schedule."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torchfleet.collective.micro_batches import MicroBatches
 from torchfleet.collective.world import Axis
 from torchfleet.errors import ModelError
 
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
-           torch.uint8, torch.bool)  # fmt: skip
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+           torch.int8, torch.uint8, torch.bool)  # fmt: skip
 
 
 class Shape(NamedTuple):
@@ -33,12 +33,12 @@ class Shape(NamedTuple):
 
 
 def to_wire(tensor: Any) -> torch.Tensor:
-    """Integers and truth values travel as the same bits called floats: schedules send a gradient back for all tensors."""
+    """Integers and truth values travel as their bits, called floats: a gradient comes back for every tensor."""
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _DTYPES:
         kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
         raise ModelError(
-            f"pipeline: a stage returns {kind}, and only tensors of ordinary types, or tuples of them, can go on to the "
-            "next stage"
+            f"pipeline: a stage returns {kind}, and only tensors of ordinary types, or tuples of them, can go on to "
+            "the next stage"
         )
     if tensor.dtype.is_floating_point:
         return tensor.contiguous()
@@ -168,7 +168,8 @@ class _All:
 def _mend_schedules() -> None:
     """torch before 2.8 waits for the last of several sends and receives alone, which over gloo loses the others."""
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
-        schedules._batch_p2p = lambda ops, desc=None: _All(dist.batch_isend_irecv(ops)) if ops else None
+        old: Any = schedules
+        old._batch_p2p = lambda ops, desc=None: _All(dist.batch_isend_irecv(ops)) if ops else None
 
 
 _mend_schedules()

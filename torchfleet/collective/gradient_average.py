@@ -22,7 +22,7 @@ REPLICAS = ("data", "sharding")  # the axes along which ranks hold the same, and
 
 
 class GradientAverage:
-    """Averages the gradients of `parameters` in place. Ranks along the axes call it together, with the same gradients."""
+    """Averages gradients in place. Ranks along the axes call it together, with gradients of the same parameters."""
 
     def __init__(self, strategy: DistributedStrategy, world: World) -> None:
         axes = [world.axis(name) for name in REPLICAS]
@@ -44,7 +44,7 @@ class GradientAverage:
             for axis in self._axes:
                 flat.div_(axis.size)  # before the sum, which could be too large for half precision
                 dist.all_reduce(flat, group=axis.group)
-            averages = flat.split([gradient.numel() for gradient in bucket])
+            averages = flat.split([gradient.numel() for gradient in bucket])  # type: ignore[no-untyped-call]
             for gradient, average in zip(bucket, averages, strict=True):
                 gradient.copy_(average.view_as(gradient))
 

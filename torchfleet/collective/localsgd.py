@@ -95,10 +95,14 @@ class LocalSGD(Part):
             self._average(self._momenta())
 
     def _momenta(self) -> Iterator[torch.Tensor]:
-        for parameter in self._common:
-            momentum = self._inner.state.get(parameter, {}).get("momentum_buffer")
-            if momentum is not None:
-                yield momentum
+        """In the order of the groups, and all of them: zeros where this rank has none yet (amp skipped its steps)."""
+        for group in self._groups:
+            for parameter in group["params"]:
+                if group["momentum"] and parameter.requires_grad and parameter in self._common:
+                    state = self._inner.state[parameter]
+                    if state.get("momentum_buffer") is None:
+                        state["momentum_buffer"] = torch.zeros_like(parameter)
+                    yield state["momentum_buffer"]
 
     def state(self) -> dict[str, torch.Tensor]:
         return {"num_steps": torch.tensor(self._num_steps), "num_alone": torch.tensor(self._num_alone)}

@@ -13,9 +13,9 @@ back to where the features came from. A process without a group of ranks compute
 
 loss_type  "arcface": m2 = 0.5   (Deng et al. 2019, ArcFace);   "cosface": m3 = 0.35   (Wang et al. 2018, CosFace);
            "softmax": z = x·w, no scale and no margin
-Composes with data parallelism and what acts on it (amp, recompute, gradient_merge, lars, lamb, sharding stage 1): the
-weights are each rank's own and take no part in its exchange (lars and lamb take the norm of a rank's part). Not with
-pipeline, tensor_parallel, sharding from stage 2 on, dgc or localsgd. First values do not depend on the number of ranks.
+Composes with data parallelism and what acts on it (amp, recompute, gradient_merge, sharding, lars, lamb): the weights
+are each rank's own and take no part in the exchange of gradients (lars and lamb take the norm of a rank's part). Not
+with pipeline, tensor_parallel, dgc or localsgd. First values do not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from torchfleet.collective.gathering import gather, scattered_sum, stack
 from torchfleet.errors import DataError, ModelError
 
 _MARGINS = {"arcface": (1.0, 0.5, 0.0), "cosface": (1.0, 0.0, 0.35), "softmax": (1.0, 0.0, 0.0)}
@@ -58,7 +59,7 @@ class MarginSoftmax(torch.nn.Module):
         super().__init__()
         self.num_classes, self.dim, self.loss_type, self.scale = num_classes, dim, loss_type, float(scale)
         self.margins = _checked(num_classes, dim, loss_type, scale, (m1, m2, m3))
-        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.rank, self.size = _ranks()
         self.first, past = _range(num_classes, self.rank, self.size)
         self.weight = torch.nn.Parameter(_first_values(self.first, past, dim, seed).to(device))
         own: Any = self.weight
@@ -72,7 +73,7 @@ class MarginSoftmax(torch.nn.Module):
         self._check(features, labels)
         with torch.autocast(features.device.type, enabled=False):
             sizes = self._batch_sizes(features)
-            labels = _gather(labels.long(), sizes)
+            labels = gather(labels.long(), sizes)
             whole: torch.Tensor = _Gathered.apply(features.float(), sizes)  # type: ignore[no-untyped-call]
             products = self._products(whole)
             loss: torch.Tensor = _Loss.apply(products, labels, self)  # type: ignore[no-untyped-call]
@@ -84,13 +85,13 @@ class MarginSoftmax(torch.nn.Module):
         self._check(features, None)
         with torch.autocast(features.device.type, enabled=False):
             sizes = self._batch_sizes(features)
-            products = self._products(_gather(features.float(), sizes))
+            products = self._products(gather(features.float(), sizes))
             if products.shape[1]:
                 score, place = products.max(1)
             else:  # more ranks than classes
                 score = products.new_full((len(products),), -math.inf)
                 place = torch.zeros_like(score, dtype=torch.int64)
-            scores, classes = _stack(score, self.size), _stack(place + self.first, self.size)
+            scores, classes = stack(score, self.size), stack(place + self.first, self.size)
             best = scores.max(0).indices.unsqueeze(0)  # of equal ones the first, which has the lowest class
             own = slice(sum(sizes[: self.rank]), sum(sizes[: self.rank + 1]))
             return classes.gather(0, best)[0, own], scores.gather(0, best)[0, own]
@@ -104,7 +105,7 @@ class MarginSoftmax(torch.nn.Module):
     def _batch_sizes(self, features: torch.Tensor) -> list[int]:
         if self.size == 1:
             return [len(features)]
-        return [int(one) for one in _stack(torch.tensor([len(features)], device=features.device), self.size).flatten()]
+        return [int(one) for one in stack(torch.tensor([len(features)], device=features.device), self.size).flatten()]
 
     def margin(self, cosine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """z_y / s of the own class's cosine, and its slope."""
@@ -120,7 +121,7 @@ class MarginSoftmax(torch.nn.Module):
         if ranks != self.size:
             raise ModelError(
                 f"MarginSoftmax was made for {self.size} rank{'s' * (self.size > 1)}, and there are {ranks}: make the "
-                "model after fleet.init"
+                "model after fleet.init, and call it after fleet.distributed_model"
             )
         if features.dim() != 2 or features.shape[1] != self.dim:
             raise ModelError(f"MarginSoftmax: features must be (n, {self.dim}), found {tuple(features.shape)}")
@@ -152,7 +153,8 @@ class _Loss(torch.autograd.Function):
         shares[rows, places] *= slope
         ctx.save_for_backward(shares)
         ctx.factor = scale / max(1, len(labels))
-        return (total.log() + (largest - target)).sum() / max(1, len(labels))
+        loss: torch.Tensor = (total.log() + (largest - target)).sum() / max(1, len(labels))
+        return loss
 
     @staticmethod
     @once_differentiable
@@ -171,7 +173,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, features: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         ctx.sizes = sizes
-        return _gather(features, sizes)
+        return gather(features, sizes)
 
     @staticmethod
     @once_differentiable
@@ -179,7 +181,7 @@ class _Gathered(torch.autograd.Function):
         sizes = ctx.sizes
         if len(sizes) == 1:
             return gradient, None
-        return _scattered_sum(gradient, sizes) * len(sizes), None
+        return scattered_sum(gradient, sizes) * len(sizes), None
 
 
 def _own_labels(labels: torch.Tensor, layer: MarginSoftmax, num: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,6 +211,15 @@ def _checked(
     return m1, m2, m3
 
 
+def _ranks() -> tuple[int, int]:
+    """This rank, and how many there are: as fleet.init found them, though they may not have met yet."""
+    from torchfleet import fleet  # not above: fleet imports this package
+
+    if fleet._collective is not None:
+        return fleet.worker_index(), fleet.worker_num()
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def _range(num: int, rank: int, size: int) -> tuple[int, int]:
     """A rank's classes: as torch.chunk and DTensor cut, the last parts may be shorter or empty."""
     each = math.ceil(num / size)
@@ -226,43 +237,6 @@ def _first_values(first: int, past: int, dim: int, seed: int) -> torch.Tensor:
     return torch.cat(blocks)
 
 
-# Between ranks
-
-
 def _all_reduce(tensor: torch.Tensor, op: Any, size: int) -> None:
     if size > 1:
         dist.all_reduce(tensor, op)
-
-
-def _stack(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """(size, *shape): every rank's."""
-    if size == 1:
-        return tensor.unsqueeze(0)
-    everybody = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
-    dist.all_gather_into_tensor(everybody, tensor.contiguous())
-    return everybody.view(size, *tensor.shape)
-
-
-def _gather(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """The ranks' tensors one after the other; `sizes` are their lengths."""
-    if len(sizes) == 1:
-        return tensor
-    padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
-    padded[: len(tensor)] = tensor
-    every = _stack(padded, len(sizes))
-    return torch.cat([part[:size] for part, size in zip(every, sizes, strict=True)])
-
-
-def _scattered_sum(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Of tensors like what `_gather` returns, one on each rank: the sum of this rank's part."""
-    rank = dist.get_rank()
-    if dist.get_backend() == "gloo":  # which cannot scatter sums in all versions
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(tensor)
-        return tensor.split(sizes)[rank]
-    padded = tensor.new_zeros((len(sizes), max(sizes), *tensor.shape[1:]))
-    for place, part in zip(padded, tensor.split(sizes), strict=True):
-        place[: len(part)] = part
-    own = torch.empty_like(padded[0])
-    dist.reduce_scatter_tensor(own, padded.flatten(0, 1))
-    return own[: sizes[rank]]

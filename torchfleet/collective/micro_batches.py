@@ -46,7 +46,7 @@ class MicroBatches:
         return loss.reshape(()) / self.num
 
     def joined(self) -> Any:
-        """The outputs of all micro-batches along their first dimension, in the structure in which the model has them."""
+        """The outputs of all micro-batches, along their first dimension, in the structure that the model gives them."""
         flat = [tree_flatten(one)[0] for one in self.outputs]
         structure = tree_flatten(self.outputs[0])[1]
         return tree_unflatten([_join(parts) for parts in zip(*flat, strict=True)], structure)
@@ -72,20 +72,20 @@ def num_micro_batches(batch_size: int, accumulate_steps: int, micro_batch_size: 
     if not micro_batch_size:
         if batch_size % accumulate_steps:
             raise StrategyError(
-                f"pipeline_configs['accumulate_steps']={accumulate_steps} does not divide the batch of {batch_size} samples "
-                "into equal micro-batches: change one of them (a loader's drop_last=True leaves the last batch out)"
+                f"pipeline_configs['accumulate_steps']={accumulate_steps} does not divide the batch of {batch_size} "
+                "samples into equal parts: change one of them (a loader's drop_last=True leaves the last batch out)"
             )
         return accumulate_steps
     num, rest = divmod(batch_size, micro_batch_size)
     if rest or not num:
         raise StrategyError(
-            f"pipeline_configs['micro_batch_size']={micro_batch_size} does not divide the batch of {batch_size} samples: "
-            "change one of them (a loader's drop_last=True leaves the last batch out)"
+            f"pipeline_configs['micro_batch_size']={micro_batch_size} does not divide the batch of {batch_size} "
+            "samples: change one of them (a loader's drop_last=True leaves the last batch out)"
         )
     if accumulate_steps not in (1, num):
         raise StrategyError(
-            f"pipeline_configs: micro_batch_size={micro_batch_size} and accumulate_steps={accumulate_steps} contradict each "
-            f"other for a batch of {batch_size} samples, which has {num} micro-batches: give one of them"
+            f"pipeline_configs: micro_batch_size={micro_batch_size} and accumulate_steps={accumulate_steps} contradict "
+            f"each other for a batch of {batch_size} samples, which has {num} micro-batches: give one of them"
         )
     return num
 
@@ -99,7 +99,8 @@ def batch_size_of(*trees: Any) -> int:
     if len(sizes) != 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         raise ModelError(
-            f"pipeline: all tensors of a batch must have its samples along their first dimension, found shapes {shapes or '()'}"
+            "pipeline: all tensors of a batch must have its samples along their first dimension, found shapes "
+            f"{shapes or '()'}"
         )
     return sizes.pop()
 
@@ -107,10 +108,7 @@ def batch_size_of(*trees: Any) -> int:
 def cut_batch(tree: Any, num: int) -> list[Any]:
     """`num` equal parts of every tensor in it along the first dimension; everything else is in all parts."""
     leaves, structure = tree_flatten(tree)
-    parts = [
-        leaf.chunk(num) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * num  # fmt: skip
-        for leaf in leaves
-    ]
+    parts = [leaf.chunk(num) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * num for leaf in leaves]
     return [tree_unflatten([part[index] for part in parts], structure) for index in range(num)]
 
 

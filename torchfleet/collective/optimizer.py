@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,8 @@ class CollectiveOptimizer(torch.optim.Optimizer):
     ) -> None:
         # param_groups is shared: a scheduler made before works too. It has wrapped the inner step, which is not ours.
         self.__dict__.update({name: value for name, value in user.__dict__.items() if name != "step"})
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(user, hooks, OrderedDict())  # they are ours now, and would be called twice
         self._patch_step_function()  # what torch does for its own classes when they are made: hooks are called
         self._user, self.inner, self._parts = user, inner, tuple(parts)
         self._parameters = parameters  # the model's; an optimizer of float32 copies has others

@@ -46,7 +46,7 @@ def gathered(part: torch.Tensor, size: int, group: Group) -> torch.Tensor:
 
 
 class _OwnPart(torch.autograd.Function):
-    """DTensor.to_local, with a gradient laid out as the parameter is: another would be copied, by old torch as a whole."""
+    """DTensor.to_local, with a gradient laid out as the parameter is: any other is copied, by old torch as a whole."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:

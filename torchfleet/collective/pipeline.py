@@ -9,18 +9,18 @@ and backward of one while its neighbours are at others; gradients are those of t
     g = (1/n) · Σ_{i=1..n} ∂ loss_i / ∂ w,
 
 and equal those of the whole batch if the loss is a mean over samples (batch norm sees micro-batches). Of (n + p - 1)
-time steps p - 1 are idle on each of p ranks. `schedule_mode`: "F-then-B" runs all forwards first, "1F1B" begins backward
-as soon as it can and keeps activations of at most p micro-batches instead of n.
+time steps p - 1 are idle on each of p ranks. `schedule_mode`: "F-then-B" runs all forwards first, "1F1B" begins
+backward as soon as it can and keeps activations of at most p micro-batches instead of n.
 
-Every rank of a pipeline reads the same batch: a sampler needs num_replicas = data × sharding degrees. Stages are said by
-`fleet.device_guard` or `stages`; a Sequential without is cut evenly (stages.py). A Sequential is cut as it is, any other
-model is traced by torch.export for each shape of micro-batch (traced.py), and then returns its outputs as a tensor or a
-flat tuple. After that a rank has the parameters of its own stage alone, by the names they had.
+Every rank of a pipeline reads the same batch: a sampler needs num_replicas = data × sharding degrees. Stages are said
+by `fleet.device_guard` or `stages`; a Sequential without is cut evenly (stages.py). A Sequential is cut as it is, any
+other model is traced by torch.export for each shape of micro-batch (traced.py), and then returns its outputs as a
+tensor or a flat tuple. After the cut a rank has the parameters of its own stage alone, by the names they had.
 
-Source: Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream (1F1B); the work is done by torch.distributed.pipelining.
+Source: Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream (1F1B); the schedules are torch.distributed's.
 Composes with amp, recompute, gradient_merge, sharding stage 1, tensor_parallel (Sequentials), lars, lamb and data
-parallelism, whose all-reduce comes after the last micro-batch and is not overlapped (gradient_average.py). A norm over
-all parameters (clipping) must be summed over the ranks: each has its own stage's.
+parallelism, whose all-reduce comes after the last micro-batch and is not overlapped (gradient_average.py). To clip by
+the norm of all gradients, of which a rank has its own stage's, call optimizer.clip_grad_norm_.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def _on_module(parent: torch.nn.Module, name: str, module: torch.nn.Module | Non
 
 
 def _on_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-    """The first thing that a module gets: it is being made in here. Later it is an older one that gets something new."""
+    """The first thing that a module gets: it is being made in here. Otherwise it is an older one that gets more."""
     if not any(one is not None for one in module._parameters.values()) and not module._modules:
         vars(module).setdefault(_STAGE, _guards[-1])
 
@@ -67,7 +67,7 @@ def chain(model: torch.nn.Module, name: str = "") -> list[str]:
 
 
 def _is_sequential(module: torch.nn.Module) -> bool:
-    """One that does as Sequential does, and is looked into: it keeps no hooks that would then be called once a stage."""
+    """One that does as Sequential does and can be looked into: it has no hooks, which would be called in each stage."""
     return (
         isinstance(module, torch.nn.Sequential)
         and getattr(module.forward, "__func__", None) is torch.nn.Sequential.forward
@@ -80,7 +80,7 @@ def starts(model: torch.nn.Module, said: Sequence[str], num_stages: int) -> list
     guarded = _guarded_starts(model)
     if said and guarded:
         raise StrategyError(
-            "pipeline_configs['stages'] and device_guard both say where the stages of the pipeline begin: use one of them"
+            "pipeline_configs['stages'] and device_guard both say where the stages of the pipeline begin: use one"
         )
     if not said and not guarded:
         return _even_starts(model, num_stages)
@@ -128,8 +128,8 @@ def _even_starts(model: torch.nn.Module, num_stages: int) -> list[str]:
     names = chain(model)
     if not names and num_stages > 1:
         raise StrategyError(
-            f"pipeline: a {type(model).__name__} is no torch.nn.Sequential, and nothing says where its stages begin: give "
-            "pipeline_configs['stages'], the names of the modules that begin them, or use fleet.device_guard"
+            f"pipeline: a {type(model).__name__} is no torch.nn.Sequential, and nothing says where its stages begin: "
+            "give pipeline_configs['stages'], the names of the modules that begin them, or use fleet.device_guard"
         )
     if len(names) < num_stages:
         raise StrategyError(f"pipeline: {len(names)} modules in a row cannot be cut into {num_stages} stages")
@@ -175,8 +175,8 @@ def refuse_shared(model: torch.nn.Module, stages: dict[str, int]) -> None:
         other = seen.setdefault(parameter, name)
         if stages[other.rpartition(".")[0]] != stages[name.rpartition(".")[0]]:
             raise ModelError(
-                f"pipeline: {other!r} and {name!r} are one parameter, and they are in different stages: a stage has its "
-                "parameters for itself. Make them two, or let the stages begin elsewhere."
+                f"pipeline: {other!r} and {name!r} are one parameter, and they are in different stages: a stage has "
+                "its parameters for itself. Make them two, or let the stages begin elsewhere."
             )
 
 

@@ -5,9 +5,9 @@
     self.down = fleet.nn.RowParallelLinear(4 * d, d, input_is_parallel=True)
 
 With W = [W_1; W_2] by rows (outputs) a column-parallel layer computes y = [x·W_1ᵀ, x·W_2ᵀ], each rank its part; with
-W = [W_1, W_2] by columns (inputs) a row-parallel layer computes y = x_1·W_1ᵀ + x_2·W_2ᵀ, summed by an all-reduce. A pair
-of them, a function of single numbers in between, costs one all-reduce forward and one backward. An embedding is cut by
-rows, and the ranks' parts (zeros for ids of others) are summed.
+W = [W_1, W_2] by columns (inputs) a row-parallel layer computes y = x_1·W_1ᵀ + x_2·W_2ᵀ, summed by an all-reduce. A
+pair of them, a function of single numbers in between, costs one all-reduce forward and one backward. An embedding is
+cut by rows, and the ranks' parts (zeros for ids of others) are summed.
 
 Before fleet.distributed_model the layers are torch's own, with the same first values, and a model runs in one process.
 Then their parameters become DTensors, which have the size of the whole for checkpoints, clipping and sharding. Sizes
@@ -15,10 +15,12 @@ that the degree does not divide are cut as torch.chunk cuts them.
 
 All ranks of the model axis read the same batch, and ranks along data and sharding different ones:
 
-    sampler = DistributedSampler(data, num_replicas=data degree × sharding degree, rank=global rank // model degree)
+    index, number = fleet.data_shard()
+    sampler = DistributedSampler(data, num_replicas=number, rank=index)      # number = data × sharding degrees
 
-Source: Shoeybi et al. 2019, Megatron-LM. Composes with data parallelism (whose all-reduce comes after backward and is not
-overlapped, gradient_average.py), amp, recompute, gradient_merge, sharding, lars, lamb, and pipeline of a Sequential.
+Source: Shoeybi et al. 2019, Megatron-LM. Composes with data parallelism (whose all-reduce comes after backward and is
+not overlapped, gradient_average.py), amp, recompute, gradient_merge, sharding and a pipeline of a Sequential. To clip
+by the norm of all gradients call optimizer.clip_grad_norm_.
 """
 
 from __future__ import annotations
@@ -147,7 +149,7 @@ class TensorParallel(Part):
         if self.owns_gradients and self._average.is_needed and not self.strategy.pipeline:  # which averages itself
             for parameter in model.parameters():
                 if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                    parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def begin_forward(self, exchanging: bool) -> None:
         self._exchanging, self._is_ending = exchanging, False
@@ -162,15 +164,15 @@ class TensorParallel(Part):
         self._average(self._model.parameters())
 
     def optimizer(self, inner: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> torch.optim.Optimizer:
-        """torch's functions for many tensors at once take tensors of one kind: step on each by itself where they mix."""
+        """torch's functions for many tensors take those of one kind: where they mix, each is stepped on by itself."""
         for group in inner.param_groups:
             kinds = {_kind(one) for one in group["params"]}
             if len(kinds) == 1:
                 continue
             if group.get("fused"):
                 raise StrategyError(
-                    "tensor_parallel: an optimizer with fused=True steps on parameters that are cut and on others in one "
-                    "group: leave fused out, or give them in two groups"
+                    "tensor_parallel: an optimizer with fused=True steps on parameters that are cut and on others in "
+                    "one group: leave fused out, or give them in two groups"
                 )
             if "foreach" in group:
                 group["foreach"] = False

@@ -24,15 +24,15 @@ from torchfleet.errors import ModelError
 
 
 class Tracer:
-    """A model without memory of its own, to be traced for batches of different shapes. The model itself is left alone."""
+    """A copy of a model without memory of its own, to be traced for batches of different shapes."""
 
     def __init__(self, model: torch.nn.Module, starts: Sequence[str]) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         tensors = [*model.parameters(), *model.buffers()]
         if any(hasattr(one, "to_local") for one in tensors):
             raise ModelError(
-                f"pipeline and tensor_parallel: a {type(model).__name__} is traced, which cannot be done with layers that "
-                "are cut over ranks: make the model a torch.nn.Sequential"
+                f"pipeline and tensor_parallel: a {type(model).__name__} is traced, which cannot be done with layers "
+                "that are cut over ranks: make the model a torch.nn.Sequential"
             )
         self._model = copy.deepcopy(model, {id(one): self._mode.from_tensor(one) for one in tensors})
         self._tensors = [*self._model.parameters(), *self._model.buffers()]
@@ -43,19 +43,19 @@ class Tracer:
         """Stage `index` for inputs like these. Its parameters have no memory until `adopt` gives it some."""
         model = copy.deepcopy(self._model, {id(one): one for one in self._tensors})  # pipeline() marks the cuts in it
         model.train(training)
-        args, kwargs = tree_map_only(torch.Tensor, self._mode.from_tensor, (args, dict(kwargs)))
+        args, named = tree_map_only(torch.Tensor, self._mode.from_tensor, (args, dict(kwargs)))
         try:
-            pipe = pipeline(model, args, kwargs, self._split)
+            pipe = pipeline(model, args, named, self._split)
         except Exception as error:
             raise ModelError(
-                f"pipeline: torch.export cannot trace this {type(self._model).__name__}, which is needed to cut a model "
-                f"that is no torch.nn.Sequential. It says: {_first_line(error)}. Make the model a Sequential of its "
-                "stages, or take what depends on values (branches, .item()) out of its forward."
+                f"pipeline: torch.export cannot trace this {type(self._model).__name__}, which is needed to cut a "
+                f"model that is no torch.nn.Sequential. It says: {_first_line(error)}. Make the model a Sequential of "
+                "its stages, or take what depends on values (branches, .item()) out of its forward."
             ) from error
         if pipe.num_stages != self._num_stages:
             raise ModelError(
                 f"pipeline: the modules that begin stages ({', '.join(self._split)}) cut this model into "
-                f"{pipe.num_stages} stages instead of {self._num_stages}: each must be called once, after the one before"
+                f"{pipe.num_stages} stages instead of {self._num_stages}: each must be called once, after the last one"
             )
         return TracedStage(pipe.get_stage_module(index), pipe.split_gm.graph, index)
 
@@ -78,9 +78,9 @@ class TracedStage:
         for name, _ in [*self.module.named_parameters(), *self.module.named_buffers()]:
             if name not in own:
                 raise ModelError(
-                    f"pipeline: stage {self._index} uses {name!r}, which belongs to another stage by the order in which "
-                    "the model has its modules. Assign modules in the order forward calls them, or let the stages begin "
-                    "elsewhere."
+                    f"pipeline: stage {self._index} uses {name!r}, which belongs to another stage by the order in "
+                    "which the model has its modules. Assign modules in the order forward calls them, or let the "
+                    "stages begin elsewhere."
                 )
             parent, _, last = name.rpartition(".")
             holder = self.module.get_submodule(parent)

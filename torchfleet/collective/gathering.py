@@ -1,0 +1,44 @@
+"""Rows of all ranks together, when ranks have different numbers of them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def stack(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """(size, *shape): every rank's."""
+    if size == 1:
+        return tensor.unsqueeze(0)
+    everybody = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+    dist.all_gather_into_tensor(everybody, tensor.contiguous())
+    return everybody.view(size, *tensor.shape)
+
+
+def gather(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """The ranks' tensors one after the other; `sizes` are their lengths."""
+    if len(sizes) == 1:
+        return tensor
+    padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
+    padded[: len(tensor)] = tensor
+    every = stack(padded, len(sizes))
+    return torch.cat([part[:size] for part, size in zip(every, sizes, strict=True)])
+
+
+def scattered_sum(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Of tensors like what `gather` returns, one on each rank: the sum of this rank's part."""
+    rank = dist.get_rank()
+    if dist.get_backend() == "gloo":  # which cannot scatter sums in all versions
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(tensor)
+        return _parts(tensor, sizes)[rank]
+    padded = tensor.new_zeros((len(sizes), max(sizes), *tensor.shape[1:]))
+    for place, part in zip(padded, _parts(tensor, sizes), strict=True):
+        place[: len(part)] = part
+    own = torch.empty_like(padded[0])
+    dist.reduce_scatter_tensor(own, padded.flatten(0, 1))
+    return own[: sizes[rank]]
+
+
+def _parts(tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    return list(tensor.split(sizes))  # type: ignore[no-untyped-call]
