@@ -169,3 +169,14 @@ def test_a_state_saved_without_fusion_is_loaded_into_a_fused_optimizer():
 def test_an_optimizer_without_such_kernels_is_refused(kind: Any):
     with pytest.raises(ModelError, match=rf"{kind.__name__} has neither fused nor foreach"):
         fuse_optimizer(kind([nn.Parameter(torch.ones(3))]))
+
+
+def test_a_sequential_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo passes over frames that are torch.nn's own, as the forward of a Sequential is."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call: real(call, backend="eager"))  # what is compiled, not by whom
+    fusion = part()
+    model = fusion.convert(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()))
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(model(x), torch.relu(model[0](x)), rtol=0, atol=1e-6)
+    assert "graphs 1" in fusion.report()

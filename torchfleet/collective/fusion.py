@@ -63,7 +63,7 @@ class Fusion(Part):
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         if self.compiled_for:
             self._before = _Counts.now()
-            model.compile()
+            _compile(model)
         return model
 
     def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
@@ -89,6 +89,15 @@ class Fusion(Part):
         if self._optimizer:
             lines.append(f"build_strategy (fuse_all_optimizer_ops): {self._optimizer}")
         return "\n".join(lines)
+
+
+def _compile(model: torch.nn.Module) -> None:
+    """As Module.compile, which compiles nothing of a Sequential: dynamo passes over frames that are torch.nn's own."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    model._compiled_call_impl = torch.compile(call)
 
 
 def _check_pairs(strategy: DistributedStrategy, flag: str) -> None:

@@ -80,6 +80,7 @@ class CollectiveJob:
             raise ModelError("fleet.distributed_model was called before: a job has one model")
         world = self.world
         self.parts = build(self.strategy, world)
+        self._check_own(model)
         model = model.to(world.device)
         is_cut = any(part.owns_gradients for part in self.parts)
         if is_cut and world.size > 1:
@@ -103,6 +104,16 @@ class CollectiveJob:
         if any(type(part).note_loss is not Part.note_loss for part in self.parts):
             self.model.on_loss = self._note_loss
         return self.model
+
+    def _check_own(self, model: torch.nn.Module) -> None:
+        """Layers that are cut over all ranks by themselves need every rank to have the whole rest of the model."""
+        own = next((name for name, one in model.named_parameters() if getattr(one, "fleet_local", False)), None)
+        for field in ("pipeline", "tensor_parallel"):
+            if own is not None and getattr(self.strategy, field):
+                raise ModelError(
+                    f"'{own}' is cut over all ranks by its layer (MarginSoftmax), which cannot be used together with "
+                    f"{field}=True. Leave one of them out."
+                )
 
     def _tell_amp(self, model: torch.nn.Module, is_cut: bool, pipeline: Any) -> None:
         amp: Any = next((part for part in self.parts if part.field == "amp"), None)
