@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
+
+# By their names of torch 2.13, or by those that all before it have and it warns of.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def stack(tensor: torch.Tensor, size: int) -> torch.Tensor:
@@ -11,7 +17,7 @@ def stack(tensor: torch.Tensor, size: int) -> torch.Tensor:
     if size == 1:
         return tensor.unsqueeze(0)
     everybody = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
-    dist.all_gather_into_tensor(everybody, tensor.contiguous())
+    all_gather_single(everybody, tensor.contiguous())
     return everybody.view(size, *tensor.shape)
 
 
@@ -36,7 +42,7 @@ def scattered_sum(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     for place, part in zip(padded, _parts(tensor, sizes), strict=True):
         place[: len(part)] = part
     own = torch.empty_like(padded[0])
-    dist.reduce_scatter_tensor(own, padded.flatten(0, 1))
+    reduce_scatter_single(own, padded.flatten(0, 1))
     return own[: sizes[rank]]
 
 

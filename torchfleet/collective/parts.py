@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from torchfleet.collective.gathering import all_gather_single
+
 Group = dist.ProcessGroup
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -125,5 +127,5 @@ def _gather(part: torch.Tensor, size: int, group: Group) -> torch.Tensor:
     width = math.ceil(size / group.size())
     padded = torch.nn.functional.pad(part, (0, width - part.shape[-1])).contiguous()
     every = padded.new_empty((group.size() * padded.numel(),))
-    dist.all_gather_into_tensor(every, padded.view(-1), group=group)
+    all_gather_single(every, padded.view(-1), group=group)
     return torch.cat(list(every.view(group.size(), *padded.shape)), -1)[..., :size].contiguous()

@@ -18,9 +18,10 @@ other model is traced by torch.export for each shape of micro-batch (traced.py),
 tensor or a flat tuple. After the cut a rank has the parameters of its own stage alone, by the names they had.
 
 Source: Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream (1F1B); the schedules are torch.distributed's.
-Composes with amp, recompute, gradient_merge, sharding stage 1, tensor_parallel (Sequentials), lars, lamb and data
-parallelism, whose all-reduce comes after the last micro-batch and is not overlapped (gradient_average.py). To clip by
-the norm of all gradients, of which a rank has its own stage's, call optimizer.clip_grad_norm_.
+Composes with amp, recompute, gradient_merge, lars, lamb, sharding (from stage 2 on if the model is a Sequential; every
+micro-batch then exchanges its gradients), tensor_parallel (likewise a Sequential) and data parallelism, whose
+all-reduce comes after the last micro-batch and is not overlapped (gradient_average.py). To clip by the norm of all
+gradients, of which a rank has its own stage's, call optimizer.clip_grad_norm_.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from torchfleet.collective.part import Forward, Part
 from torchfleet.collective.recompute import chosen
 from torchfleet.collective.traced import TracedStage, Tracer
 from torchfleet.collective.world import World
+from torchfleet.errors import StrategyError
 from torchfleet.strategy import DistributedStrategy
 
 _NUM_KEPT = 8  # shapes of batches for which buffers and traces are kept
@@ -70,22 +72,32 @@ class Pipeline(Part):
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """What is not of this rank's stage is taken out of the model. Names stay as they are."""
-        first = stages.starts(model, self.configs["stages"], self._axis.size)
         if self._axis.size == 1:
-            return model
+            return model  # a model of several stages can be tried out in one process
+        first = stages.starts(model, self.configs["stages"], self._axis.size)
         stage_of = stages.stage_of_modules(model, first)
         stages.refuse_shared(model, stage_of)
         others = [name for name, stage in stage_of.items() if stage != self._axis.rank]
         if stages.is_cut_in_chain(model, first):
             stages.drop_modules(model, [name for name in stages.chain(model) if name in others])
             return model
+        self._refuse_sharding(model)
         if self.strategy.recompute:
             again = {id(one) for one in chosen(model, self.strategy.recompute_configs["checkpoints"])}
             self._recomputed = [name for name, one in model.named_modules() if id(one) in again]
-        self._tracer = Tracer(model, first)
+        self._tracer, self._buffers = Tracer(model, first), dict(model.named_buffers())
         stages.drop_tensors(model, others)
         model.forward = self._run_traced
         return model
+
+    def _refuse_sharding(self, model: torch.nn.Module) -> None:
+        stage = self.strategy.sharding_configs["stage"]
+        if self.strategy.sharding and stage > 1:
+            raise StrategyError(
+                f"pipeline and sharding (stage {stage}): a {type(model).__name__} is traced, which cannot be done with "
+                "parameters that are gathered when modules are called: use sharding_configs={'stage': 1}, or make the "
+                "model a torch.nn.Sequential"
+            )
 
     def build(self, model: torch.nn.Module, forward: Forward) -> None:
         self._model, self._forward = model, forward
@@ -160,7 +172,7 @@ class Pipeline(Part):
 
     def _trace(self, tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedStage:
         traced = tracer.trace(args, kwargs, self._model.training, self._axis.rank)
-        traced.adopt(self._model)
+        traced.adopt(self._model, self._buffers)
         is_offloaded = self.strategy.recompute_configs["enable_offload"]
         traced.recompute(self._recomputed, Offload(self.world.device) if is_offloaded else None)
         return traced
@@ -175,7 +187,7 @@ class Pipeline(Part):
             received = [from_wire(wire, shape.dtype) for wire, shape in zip(wires, incoming, strict=True)]
         if self.is_last:
             return incoming, []
-        with _unchanged(self._model, device):
+        with torch.no_grad(), _unchanged(self._model, device):
             outputs = as_tuple(call(received, tree_map_only(torch.Tensor, lambda one: one.to(device), inputs)))
         announce(outputs, self._axis, device)
         return incoming, [Shape(tuple(one.shape), one.dtype) for one in outputs]

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torchfleet.collective.flow import as_tuple
 from torchfleet.collective.offload import Offload
 from torchfleet.collective.recompute import recompute
+from torchfleet.collective.stages import stage_of_modules
 from torchfleet.errors import ModelError
 
 
@@ -37,7 +38,7 @@ class Tracer:
         self._model = copy.deepcopy(model, {id(one): self._mode.from_tensor(one) for one in tensors})
         self._tensors = [*self._model.parameters(), *self._model.buffers()]
         self._split: dict[str, Any] = dict.fromkeys(starts, SplitPoint.BEGINNING)
-        self._num_stages = len(starts) + 1
+        self._stage_of = stage_of_modules(model, starts)
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, index: int) -> TracedStage:
         """Stage `index` for inputs like these. Its parameters have no memory until `adopt` gives it some."""
@@ -52,12 +53,24 @@ class Tracer:
                 f"model that is no torch.nn.Sequential. It says: {_first_line(error)}. Make the model a Sequential of "
                 "its stages, or take what depends on values (branches, .item()) out of its forward."
             ) from error
-        if pipe.num_stages != self._num_stages:
+        self._check([pipe.get_stage_module(stage) for stage in range(pipe.num_stages)])
+        return TracedStage(pipe.get_stage_module(index), pipe.split_gm.graph, index)
+
+    def _check(self, modules: Sequence[torch.nn.Module]) -> None:
+        """Every rank checks all stages: one that found a mistake alone would leave the others waiting."""
+        if len(modules) != len(self._split) + 1:
             raise ModelError(
                 f"pipeline: the modules that begin stages ({', '.join(self._split)}) cut this model into "
-                f"{pipe.num_stages} stages instead of {self._num_stages}: each must be called once, after the last one"
+                f"{len(modules)} stages instead of {len(self._split) + 1}: each must be called once, after the last one"
             )
-        return TracedStage(pipe.get_stage_module(index), pipe.split_gm.graph, index)
+        for stage, module in enumerate(modules):
+            for name, _ in module.named_parameters():
+                if self._stage_of.get(name.rpartition(".")[0], stage) != stage:
+                    raise ModelError(
+                        f"pipeline: stage {stage} uses {name!r}, which belongs to another stage by the order in which "
+                        "the model has its modules. Assign modules in the order forward calls them, or let the stages "
+                        "begin elsewhere."
+                    )
 
 
 class TracedStage:
@@ -72,16 +85,12 @@ class TracedStage:
         self._outgoing = wiring.crossing(index)
         self._index = index
 
-    def adopt(self, model: torch.nn.Module) -> None:
-        """Take the parameters and buffers of the same name from the model, which has those of this stage alone."""
-        own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    def adopt(self, model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Take the tensors of the same name from the model, which has those of this stage; tables of others, of all."""
+        own = {**buffers, **dict(model.named_parameters()), **dict(model.named_buffers())}
         for name, _ in [*self.module.named_parameters(), *self.module.named_buffers()]:
             if name not in own:
-                raise ModelError(
-                    f"pipeline: stage {self._index} uses {name!r}, which belongs to another stage by the order in "
-                    "which the model has its modules. Assign modules in the order forward calls them, or let the "
-                    "stages begin elsewhere."
-                )
+                continue  # a constant of the trace
             parent, _, last = name.rpartition(".")
             holder = self.module.get_submodule(parent)
             tensors = holder._parameters if last in holder._parameters else holder._buffers
