@@ -19,7 +19,7 @@ from torch import nn
 
 import torchfleet as fleet
 from torchfleet.collective import stages
-from torchfleet.collective.flow import from_wire, to_wire
+from torchfleet.collective.flow import order, shape_of
 from torchfleet.collective.micro_batches import batch_size_of, cut_batch, num_micro_batches
 from torchfleet.collective.stages import device_guard
 from torchfleet.errors import ModelError, StrategyError
@@ -347,13 +347,23 @@ def test_batches_are_cut_in_any_structure() -> None:
         batch_size_of({"a": torch.zeros(4)}, torch.zeros(3, 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float16])
-def test_tensors_come_off_the_wire_as_they_went_on(dtype: torch.dtype) -> None:
-    values = torch.tensor([[0, 1], [200, -(2**60)]]).to(dtype)
-    assert to_wire(values).is_floating_point()
-    assert torch.equal(from_wire(to_wire(values.t()), dtype), values.t())
-    with pytest.raises(ModelError, match="a stage returns dict, and only tensors"):
-        to_wire({})
+def test_what_is_no_tensor_cannot_cross() -> None:
+    assert shape_of(torch.zeros(2, 3)) == ((2, 3), torch.float32)
+    for wrong in ({}, torch.zeros(1, dtype=torch.complex64)):
+        with pytest.raises(ModelError, match=r"a stage returns (dict|torch\.complex64), and only tensors"):
+            shape_of(wrong)
+
+
+def test_1f1b_begins_backward_early_and_keeps_few() -> None:
+    def written(mode: str, rank: int, num: int = 4, has_loss: bool = True) -> str:
+        return " ".join(f"{'BF'[forward]}{index}" for forward, index in order(mode, rank, 3, num, has_loss))
+
+    assert written("1F1B", 0) == "F0 F1 F2 B0 F3 B1 B2 B3"
+    assert written("1F1B", 1) == "F0 F1 B0 F2 B1 F3 B2 B3"
+    assert written("1F1B", 2) == "F0 B0 F1 B1 F2 B2 F3 B3"
+    assert written("F-then-B", 1) == "F0 F1 F2 F3 B0 B1 B2 B3"
+    assert written("1F1B", 0, num=2) == "F0 F1 B0 B1"
+    assert written("1F1B", 0, has_loss=False) == "F0 F1 F2 F3"
 
 
 # Mistakes that ranks find

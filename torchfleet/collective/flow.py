@@ -1,13 +1,16 @@
-"""How micro-batches flow through the stages of a pipeline: what crosses from rank to rank, by torch's schedule."""
+"""How micro-batches flow through the stages of a pipeline: in which order, and what crosses from rank to rank.
+
+torch.distributed.pipelining has schedules too. They are not used: over gloo those of torch 2.6 and 2.7 lose tensors,
+those of 2.9 to 2.11 cannot begin, and they learn shapes from pickles.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, schedules
 
 from torchfleet.collective.micro_batches import MicroBatches
 from torchfleet.collective.world import Axis
@@ -23,80 +26,43 @@ class Shape(NamedTuple):
     sizes: tuple[int, ...]
     dtype: torch.dtype
 
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        return self.dtype if self.dtype.is_floating_point else torch.float64
-
-    def empty(self, device: torch.device | str) -> torch.Tensor:
-        """As it travels; it wants a gradient, because everything that crosses gets one."""
-        return torch.empty(self.sizes, dtype=self.wire_dtype, device=device, requires_grad=True)
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.sizes, dtype=self.dtype, device=device)
 
 
-def to_wire(tensor: Any) -> torch.Tensor:
-    """Integers and truth values travel as their bits, called floats: a gradient comes back for every tensor."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _DTYPES:
-        kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+def shape_of(output: Any) -> Shape:
+    """What is no tensor cannot cross, and is an error."""
+    if not isinstance(output, torch.Tensor) or output.dtype not in _DTYPES:
+        kind = output.dtype if isinstance(output, torch.Tensor) else type(output).__name__
         raise ModelError(
             f"pipeline: a stage returns {kind}, and only tensors of ordinary types, or tuples of them, can go on to "
             "the next stage"
         )
-    if tensor.dtype.is_floating_point:
-        return tensor.contiguous()
-    return tensor.long().contiguous().view(torch.float64)
+    return Shape(tuple(output.shape), output.dtype)
 
 
-def from_wire(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if dtype.is_floating_point:
-        return tensor
-    if tensor.requires_grad:
-        tensor.grad = torch.zeros_like(tensor)  # nothing will come back through integers
-    return tensor.detach().view(torch.int64).to(dtype)
+def as_tuple(outputs: Any) -> tuple[Any, ...]:
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
-def announce(tensors: Sequence[Any], axis: Axis, device: torch.device) -> None:
-    """Tell the next stage of the axis what will come, and send it once. No pickles: sizes and types are numbers."""
-    numbers: list[int] = [len(tensors)]
-    for tensor in tensors:
-        to_wire(tensor)  # so that it is refused here
-        numbers += [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-    to = _global_rank(axis, axis.rank + 1)
-    for message in (torch.tensor([len(numbers)]), torch.tensor(numbers)):
-        dist.send(message.to(device), to, axis.group)
-    for tensor in tensors:
-        dist.send(to_wire(tensor).detach(), to, axis.group)
+def order(mode: str, rank: int, size: int, num: int, has_loss: bool) -> Iterator[tuple[bool, int]]:
+    """(is it forward, of which micro-batch): what a stage does, one after the other.
 
-
-def hear(axis: Axis, device: torch.device) -> tuple[list[Shape], list[torch.Tensor]]:
-    """What the stage before announces, and the tensors themselves, as they travel."""
-    source = _global_rank(axis, axis.rank - 1)
-    length = torch.empty(1, dtype=torch.int64, device=device)
-    dist.recv(length, source, axis.group)
-    message = torch.empty(int(length), dtype=torch.int64, device=device)
-    dist.recv(message, source, axis.group)
-    numbers = message.tolist()
-    num, numbers = numbers[0], numbers[1:]
-    shapes: list[Shape] = []
-    for _ in range(num):
-        dtype, dim = numbers[:2]
-        shapes.append(Shape(tuple(numbers[2 : 2 + dim]), _DTYPES[dtype]))
-        numbers = numbers[2 + dim :]
-    tensors = [shape.empty(device).detach() for shape in shapes]
-    for tensor in tensors:
-        dist.recv(tensor, source, axis.group)
-    return shapes, tensors
-
-
-def _global_rank(axis: Axis, rank: int) -> int:
-    assert axis.group is not None
-    return dist.get_global_rank(axis.group, rank)
-
-
-class Way(torch.nn.Module):
-    """The way of batches of one shape through this rank's stage.
-
-    torch's schedule calls it for every micro-batch, in their order, with what came from the stage before. The model is
-    not registered in it: the schedule would divide the gradients, also those of batches gathered before.
+    "1F1B": after as many forwards as there are stages from here on, a backward and a forward by turns.
     """
+    if not has_loss:
+        yield from ((True, index) for index in range(num))
+        return
+    ahead = min(num, size - rank) if mode == "1F1B" else num
+    yield from ((True, index) for index in range(ahead))
+    for index in range(num):
+        yield False, index
+        if index + ahead < num:
+            yield True, index + ahead
+
+
+class Way:
+    """The way of batches of one shape through this rank's stage: `call` computes it for one micro-batch."""
 
     def __init__(
         self,
@@ -104,81 +70,123 @@ class Way(torch.nn.Module):
         crossing: tuple[Sequence[Shape], Sequence[Shape]],
         axis: Axis,
         device: torch.device,
-        batches: MicroBatches,
         mode: str,
     ) -> None:
-        super().__init__()
-        self._call, self._device = call, device
-        self._incoming, outgoing = crossing
-        self._is_first, self._is_last = axis.rank == 0, axis.rank == axis.size - 1
-        self._batches = batches
-        number = torch.empty(1, dtype=torch.int64, device="meta")
-        stage = _Stage(
-            self,
-            axis.rank,
-            axis.size,
-            device,
-            # All of it said, so that torch need not find out, which it does with pickles.
-            input_args=(number,) if self._is_first else tuple(shape.empty("meta") for shape in self._incoming),
-            output_args=(torch.empty(1, device="meta"),)
-            if self._is_last
-            else tuple(shape.empty("meta") for shape in outgoing),
-            group=axis.group,
-        )
-        # torch's 1F1B wants as many micro-batches as stages; with fewer there is none left to run after a backward.
-        is_1f1b = mode == "1F1B" and batches.has_loss and batches.num >= axis.size
-        schedule = Schedule1F1B if is_1f1b else ScheduleGPipe
-        self._schedule = schedule(stage, batches.num, (lambda loss, _: loss[0]) if batches.has_loss else None)
+        self._call, self._axis, self._device, self._mode = call, axis, device, mode
+        self._incoming, self._outgoing = crossing
+        self._is_last = axis.rank == axis.size - 1
+        self._sends: list[dist.P2POp] = []  # of what is done, posted together with what must come for the next thing
+        self._kept: dict[int, tuple[Sequence[torch.Tensor], tuple[Any, ...]]] = {}  # between forward and backward
 
     def run(self, batches: MicroBatches) -> None:
         """All micro-batches, backward too if they have a loss. Ranks of the pipeline call it together."""
-        self._batches = batches
-        numbers = torch.arange(batches.num)  # in the place of inputs and targets, which are not cut up by torch
-        args = (numbers,) if self._is_first else ()
-        self._schedule.step(*args, target=numbers if self._is_last and batches.has_loss else None)
+        self._kept.clear()  # of a batch that was broken off
+        self._sends = []
+        for is_forward, index in order(self._mode, self._axis.rank, self._axis.size, batches.num, batches.has_loss):
+            if is_forward:
+                self._forward(index, batches)
+            else:
+                self._backward(index)
+        self._exchange([], 0)
 
-    def forward(self, *wires: torch.Tensor) -> Any:
-        received = [] if self._is_first else [
-            from_wire(wire, shape.dtype) for wire, shape in zip(wires, self._incoming, strict=True)
-        ]  # fmt: skip
-        outputs = self._call(received, self._batches.next_inputs())
-        if not self._is_last:
-            return tuple(to_wire(one) for one in as_tuple(outputs))
-        if self._batches.has_loss:
-            return torch.stack([self._batches.loss(outputs)]).float()  # no view: old schedules detach it in place
-        self._batches.outputs.append(outputs)
-        return torch.zeros(1, device=self._device)
+    def _forward(self, index: int, batches: MicroBatches) -> None:
+        received = self._exchange(self._incoming, -1)
+        for one in received:
+            one.requires_grad_(batches.has_loss and one.is_floating_point())
+        outputs = self._call(received, batches.next_inputs())
+        if self._is_last:
+            if batches.has_loss:
+                self._kept[index] = received, (batches.loss(outputs),)
+            else:
+                batches.outputs.append(outputs)
+            return
+        sent = as_tuple(outputs)
+        self._check(sent)
+        self._sends = [self._op(dist.isend, one.detach(), 1) for one in sent]
+        if batches.has_loss:
+            self._kept[index] = received, sent
+
+    def _backward(self, index: int) -> None:
+        gradients: Sequence[torch.Tensor | None] = self._exchange(_differentiable(self._outgoing), 1)
+        received, outputs = self._kept.pop(index)
+        if self._is_last:
+            gradients = [None]
+        else:
+            outputs = tuple(one for one in outputs if one.is_floating_point())
+        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+        if pairs:
+            torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+        back = [torch.zeros_like(one) if one.grad is None else one.grad for one in received if one.is_floating_point()]
+        self._sends = [self._op(dist.isend, one, -1) for one in back]
+
+    def _check(self, outputs: tuple[Any, ...]) -> None:
+        found = [shape_of(one) for one in outputs]
+        if found != list(self._outgoing):
+            raise ModelError(
+                f"pipeline: stage {self._axis.rank} returned {[tuple(one.sizes) for one in self._outgoing]} for one "
+                f"micro-batch and {[tuple(one.sizes) for one in found]} for another of the same shape"
+            )
+
+    def _exchange(self, shapes: Sequence[Shape], step: int) -> list[torch.Tensor]:
+        """Send what is waiting, and receive from the stage before (-1) or after (1). Posted as one: no stage waits for
+        another that waits for it."""
+        received = [shape.empty(self._device) for shape in shapes]
+        operations = [*self._sends, *(self._op(dist.irecv, one, step) for one in received)]
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        self._sends = []
+        return received
+
+    def _op(self, kind: Callable[..., Any], tensor: torch.Tensor, step: int) -> dist.P2POp:
+        return dist.P2POp(kind, _wire(tensor), neighbour(self._axis, step), self._axis.group)
 
 
-def as_tuple(outputs: Any) -> tuple[Any, ...]:
-    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+def _differentiable(shapes: Sequence[Shape]) -> list[Shape]:
+    return [shape for shape in shapes if shape.dtype.is_floating_point]
 
 
-class _Stage(PipelineStage):
-    """torch 2.9 to 2.11 begin by sending 8 bytes where they wait for 4, which gloo refuses. It needs no beginning."""
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        if dist.get_backend(self.group) == "gloo":
-            return []
-        return super()._get_init_p2p_neighbors_ops()
+def _wire(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory if it is contiguous; integers and truth values as bytes, which every backend can send."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.is_floating_point() else tensor.view(-1).view(torch.uint8)
 
 
-class _All:
-    """Several pieces of communication, waited for together."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
+def neighbour(axis: Axis, step: int) -> int:
+    """The rank, in the whole job, of the stage `step` further."""
+    assert axis.group is not None
+    return dist.get_global_rank(axis.group, axis.rank + step)
 
 
-def _mend_schedules() -> None:
-    """torch before 2.8 waits for the last of several sends and receives alone, which over gloo loses the others."""
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 8):
-        old: Any = schedules
-        old._batch_p2p = lambda ops, desc=None: _All(dist.batch_isend_irecv(ops)) if ops else None
+# What crosses, found out with one micro-batch
 
 
-_mend_schedules()
+def announce(tensors: Sequence[torch.Tensor], axis: Axis, device: torch.device) -> None:
+    """Tell the next stage what will come, and send it once. No pickles: sizes and types are numbers."""
+    numbers: list[int] = [len(tensors)]
+    for shape in map(shape_of, tensors):
+        numbers += [_DTYPES.index(shape.dtype), len(shape.sizes), *shape.sizes]
+    to = neighbour(axis, 1)
+    for message in (torch.tensor([len(numbers)]), torch.tensor(numbers)):
+        dist.send(message.to(device), to, axis.group)
+    for tensor in tensors:
+        dist.send(_wire(tensor), to, axis.group)
+
+
+def hear(axis: Axis, device: torch.device) -> tuple[list[Shape], list[torch.Tensor]]:
+    """What the stage before announces, and the tensors themselves."""
+    source = neighbour(axis, -1)
+    length = torch.empty(1, dtype=torch.int64, device=device)
+    dist.recv(length, source, axis.group)
+    message = torch.empty(int(length), dtype=torch.int64, device=device)
+    dist.recv(message, source, axis.group)
+    num, *numbers = message.tolist()
+    shapes: list[Shape] = []
+    for _ in range(num):
+        dtype, dim = numbers[:2]
+        shapes.append(Shape(tuple(numbers[2 : 2 + dim]), _DTYPES[dtype]))
+        numbers = numbers[2 + dim :]
+    tensors = [shape.empty(device) for shape in shapes]
+    for tensor in tensors:
+        dist.recv(_wire(tensor), source, axis.group)
+    return shapes, tensors

@@ -92,7 +92,9 @@ class CollectiveJob:
             forward = part.around(forward)
         chained = Chained(model, forward)
         parallel = None
-        if not is_cut and (world.size > 1 or any(type(part).attach is not Part.attach for part in self.parts)):
+        has_common = any(one.requires_grad and not getattr(one, "fleet_local", False) for one in model.parameters())
+        is_wanted = world.size > 1 or any(type(part).attach is not Part.attach for part in self.parts)
+        if not is_cut and has_common and is_wanted:
             parallel = data_parallel(chained, self.strategy, world)
             for part in self.parts:
                 part.attach(parallel)
@@ -106,9 +108,9 @@ class CollectiveJob:
         return self.model
 
     def _check_own(self, model: torch.nn.Module) -> None:
-        """Layers that are cut over all ranks by themselves need every rank to have the whole rest of the model."""
+        """Layers that are cut over all ranks by themselves count on data parallelism for the rest of the model."""
         own = next((name for name, one in model.named_parameters() if getattr(one, "fleet_local", False)), None)
-        for field in ("pipeline", "tensor_parallel"):
+        for field in ("pipeline", "tensor_parallel", "localsgd", "adaptive_localsgd"):
             if own is not None and getattr(self.strategy, field):
                 raise ModelError(
                     f"'{own}' is cut over all ranks by its layer (MarginSoftmax), which cannot be used together with "

@@ -17,7 +17,7 @@ by `fleet.device_guard` or `stages`; a Sequential without is cut evenly (stages.
 other model is traced by torch.export for each shape of micro-batch (traced.py), and then returns its outputs as a
 tensor or a flat tuple. After the cut a rank has the parameters of its own stage alone, by the names they had.
 
-Source: Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream (1F1B); the schedules are torch.distributed's.
+Source: Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream (1F1B).
 Composes with amp, recompute, gradient_merge, lars, lamb, sharding (from stage 2 on if the model is a Sequential; every
 micro-batch then exchanges its gradients), tensor_parallel (likewise a Sequential) and data parallelism, whose
 all-reduce comes after the last micro-batch and is not overlapped (gradient_average.py). To clip by the norm of all
@@ -33,10 +33,11 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchfleet.collective import stages
-from torchfleet.collective.flow import Shape, Way, announce, as_tuple, from_wire, hear
+from torchfleet.collective.flow import Shape, Way, announce, as_tuple, hear, shape_of
 from torchfleet.collective.gradient_average import GradientAverage
 from torchfleet.collective.micro_batches import LossFn, MicroBatches, batch_size_of, num_micro_batches, signature
 from torchfleet.collective.offload import Offload
@@ -47,7 +48,7 @@ from torchfleet.collective.world import World
 from torchfleet.errors import StrategyError
 from torchfleet.strategy import DistributedStrategy
 
-_NUM_KEPT = 8  # shapes of batches for which buffers and traces are kept
+_NUM_KEPT = 8  # shapes of batches whose way, and trace, is kept
 
 
 class Pipeline(Part):
@@ -101,6 +102,8 @@ class Pipeline(Part):
 
     def build(self, model: torch.nn.Module, forward: Forward) -> None:
         self._model, self._forward = model, forward
+        if self._axis.size > 1:  # before neighbours talk in pairs, all ranks of the group must have met
+            dist.all_reduce(torch.zeros(1, device=self.world.device), group=self._axis.group)
 
     def begin_forward(self, exchanging: bool) -> None:
         self._exchanging = exchanging
@@ -163,8 +166,7 @@ class Pipeline(Part):
             traced = None if self._tracer is None else self._trace(self._tracer, *inputs)
             call = partial(self._call, traced)
             crossing = self._explore(call, inputs)
-            mode = self.configs["schedule_mode"]
-            self._ways[key] = Way(call, crossing, self._axis, self.world.device, batches, mode)
+            self._ways[key] = Way(call, crossing, self._axis, self.world.device, self.configs["schedule_mode"])
             if len(self._ways) > _NUM_KEPT:
                 self._ways.popitem(last=False)
         self._ways.move_to_end(key)
@@ -183,14 +185,13 @@ class Pipeline(Part):
         received: list[torch.Tensor] = []
         device = self.world.device
         if self._axis.rank:
-            incoming, wires = hear(self._axis, device)
-            received = [from_wire(wire, shape.dtype) for wire, shape in zip(wires, incoming, strict=True)]
+            incoming, received = hear(self._axis, device)
         if self.is_last:
             return incoming, []
         with torch.no_grad(), _unchanged(self._model, device):
             outputs = as_tuple(call(received, tree_map_only(torch.Tensor, lambda one: one.to(device), inputs)))
         announce(outputs, self._axis, device)
-        return incoming, [Shape(tuple(one.shape), one.dtype) for one in outputs]
+        return incoming, [shape_of(one) for one in outputs]
 
 
 @contextlib.contextmanager

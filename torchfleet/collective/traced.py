@@ -46,7 +46,8 @@ class Tracer:
         model.train(training)
         args, named = tree_map_only(torch.Tensor, self._mode.from_tensor, (args, dict(kwargs)))
         try:
-            pipe = pipeline(model, args, named, self._split)
+            with torch.no_grad():  # modules that are recomputed are then traced as they are
+                pipe = pipeline(model, args, named, self._split)
         except Exception as error:
             raise ModelError(
                 f"pipeline: torch.export cannot trace this {type(self._model).__name__}, which is needed to cut a "

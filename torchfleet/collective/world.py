@@ -112,7 +112,10 @@ class World:
         dist.barrier(device_ids=[self.local_rank] if self.device.type == "cuda" else None)
 
     def close(self) -> None:
+        """All ranks come here together: one that left earlier could keep another from leaving."""
         if self._is_ours and dist.is_initialized():
+            if self.size > 1:
+                self.barrier()
             dist.destroy_process_group()
 
 
