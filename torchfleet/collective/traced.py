@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.pipelining import SplitPoint, pipeline
+from torch.distributed.pipelining._IR import annotate_split_points
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchfleet.collective.flow import as_tuple
@@ -42,12 +43,13 @@ class Tracer:
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, index: int) -> TracedStage:
         """Stage `index` for inputs like these. Its parameters have no memory until `adopt` gives it some."""
-        model = copy.deepcopy(self._model, {id(one): one for one in self._tensors})  # pipeline() marks the cuts in it
+        model = copy.deepcopy(self._model, {id(one): one for one in self._tensors})  # in which the cuts are marked
         model.train(training)
         args, named = tree_map_only(torch.Tensor, self._mode.from_tensor, (args, dict(kwargs)))
         try:
+            annotate_split_points(model, self._split)
             with torch.no_grad():  # modules that are recomputed are then traced as they are
-                pipe = pipeline(model, args, named, self._split)
+                pipe = pipeline(model, args, named, split_policy=_without_assertions)
         except Exception as error:
             raise ModelError(
                 f"pipeline: torch.export cannot trace this {type(self._model).__name__}, which is needed to cut a "
@@ -143,6 +145,15 @@ class _Wiring:
             return self._outputs
         needed = [self.source(node) for stage in self.stages[index + 1 :] for node in stage.args]
         return sorted({value for value in (*needed, *self._outputs) if 0 <= value[0] <= index})
+
+
+def _without_assertions(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """What export notes of types that are converted. In torch 2.8 it makes two modules of the one around it."""
+    for node in list(graph.graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return graph
 
 
 def _keep_buffers_in_backward(module: torch.nn.Module) -> None:
