@@ -93,6 +93,9 @@ class Fusion(Part):
 
 def _compile(model: torch.nn.Module) -> None:
     """As Module.compile, which compiles nothing of a Sequential: dynamo passes over frames that are torch.nn's own."""
+    if not type(model).forward.__module__.startswith("torch.nn"):
+        model.compile()
+        return
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ from torchfleet.collective.data_parallel import Chained, broadcast, data_paralle
 from torchfleet.collective.model import CollectiveModel
 from torchfleet.collective.optimizer import CollectiveOptimizer
 from torchfleet.collective.part import Part
-from torchfleet.collective.world import World
+from torchfleet.collective.world import World, begun
 from torchfleet.errors import FleetError, ModelError, StrategyError
 from torchfleet.role import RoleInfo
 from torchfleet.status import StatusFile
@@ -24,7 +24,7 @@ class CollectiveJob:
     """Model, optimizer and strategies of a rank. The ranks meet when the strategy is known."""
 
     def __init__(self, info: RoleInfo, strategy: DistributedStrategy | None) -> None:
-        self.info = info
+        self.info = begun.info = info
         self.model: CollectiveModel | None = None
         self.optimizer: CollectiveOptimizer | None = None
         self._strategy: DistributedStrategy | None = None
@@ -177,6 +177,7 @@ class CollectiveJob:
 
     def stop(self) -> None:
         self._status.write(now=True)
+        begun.info = None
         if self._world is not None:
             self._world.close()
 

@@ -28,6 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from torchfleet.collective import world
 from torchfleet.collective.gathering import gather, scattered_sum, stack
 from torchfleet.errors import DataError, ModelError
 
@@ -213,10 +214,9 @@ def _checked(
 
 def _ranks() -> tuple[int, int]:
     """This rank, and how many there are: as fleet.init found them, though they may not have met yet."""
-    from torchfleet import fleet  # not above: fleet imports this package
-
-    if fleet._collective is not None:
-        return fleet.worker_index(), fleet.worker_num()
+    info = world.begun.info
+    if info is not None:
+        return info.worker_index, info.num_workers
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 

@@ -18,6 +18,15 @@ from torchfleet.strategy import DistributedStrategy
 AXES = ("data", "pipe", "sharding", "model")  # from the slowest to the fastest number: neighbours share a tensor
 
 
+class _Begun:
+    """The role in the job that this process has begun: layers may be made before the ranks meet."""
+
+    info: RoleInfo | None = None
+
+
+begun = _Begun()
+
+
 class Axis(NamedTuple):
     """This rank's place among those that differ from it in one way only. Without a group if it is alone there."""
 
