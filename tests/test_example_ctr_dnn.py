@@ -271,9 +271,11 @@ def test_two_workers_in_step_train_what_one_process_trains(tmp_path: Path, data:
 @pytest.mark.slow
 def test_two_workers_each_at_its_own_pace_learn(tmp_path: Path, data: Path) -> None:
     """The one test file is one worker's; the other has nothing to predict and gets the same AUC."""
-    logs = fleet_of(tmp_path / "log", "train.py", "--data", data, *QUICK, "--mode", "async", "--batch_size", 25)
+    more = ("--mode", "async", "--batch_size", 25, "--epochs", 2)
+    logs = fleet_of(tmp_path / "log", "train.py", "--data", data, *QUICK, *more)
     assert test_aucs(logs[0]) == test_aucs(logs[1])
-    assert 0.63 < test_aucs(logs[0])[0] < 0.95
+    # The better of two epochs: on cores that others use, gradients of a first epoch this short come late.
+    assert 0.63 < max(test_aucs(logs[0])) < 0.95
 
 
 @pytest.mark.slow
