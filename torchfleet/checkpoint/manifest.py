@@ -6,6 +6,7 @@ import contextlib
 import math
 import re
 import zlib
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -184,3 +185,13 @@ def remove_others(storage: Storage, manifest: Manifest) -> None:
     for name in list(storage.folders()):
         if _SAVE.fullmatch(name) and name not in kept:
             storage.remove_folder(name)
+
+
+def as_json(extra: Mapping[str, Any], function: str) -> dict[str, Any]:
+    """What will be read back of `extra`; an error names the function that was given something else."""
+    try:
+        kept = msgspec.json.decode(msgspec.json.encode(dict(extra)))
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{function}(extra=...): expected a dict that JSON can hold: {error}") from None
+    assert isinstance(kept, dict)
+    return kept

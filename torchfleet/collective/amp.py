@@ -26,6 +26,7 @@ from torchfleet.collective.op_lists import OpLists
 from torchfleet.collective.outputs import map_tensors
 from torchfleet.collective.part import Forward, Part
 from torchfleet.collective.world import World
+from torchfleet.collective.zero import local
 from torchfleet.errors import StrategyError
 from torchfleet.settings import CONFIGS
 from torchfleet.strategy import DistributedStrategy
@@ -118,7 +119,7 @@ class Amp(Part):
         self._is_scaled = False
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [_local(one.grad) for one in self._model.parameters() if one.grad is not None]
+        return [local(one.grad) for one in self._model.parameters() if one.grad is not None]
 
     # The optimizer
 
@@ -148,7 +149,7 @@ class Amp(Part):
         if self.scaling is None:
             return True
         if self.is_pure:
-            gradients = [_local(one.grad) for one in self._stepped() if one.grad is not None]
+            gradients = [local(one.grad) for one in self._stepped() if one.grad is not None]
             self.scaling.unscale(gradients, self.scaling.value)
         if self.is_cut and self.world.size > 1:
             dist.all_reduce(self.scaling.overflow, dist.ReduceOp.MAX)
@@ -201,8 +202,3 @@ def _cast_own(module: torch.nn.Module, dtype: torch.dtype) -> None:
     for parameter in module.parameters(recurse=False):
         if parameter.dtype == torch.float32:
             parameter.data = parameter.data.to(dtype)
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a gradient that is cut over ranks."""
-    return gradient.to_local() if hasattr(gradient, "to_local") else gradient

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchfleet.collective.world import World
+from torchfleet.collective.zero import local
 from torchfleet.errors import FleetError
 
 
@@ -42,7 +43,7 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     """This rank's piece."""
     gradient = parameter.grad
     assert gradient is not None
-    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    return local(gradient)
 
 
 def _num_pieces(parameter: torch.Tensor, world: World) -> int:

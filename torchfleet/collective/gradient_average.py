@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torchfleet.collective.world import World
+from torchfleet.collective.zero import local
 from torchfleet.errors import ModelError
 from torchfleet.strategy import DistributedStrategy
 
@@ -73,4 +74,4 @@ def _local_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch
                 "a sparse gradient (an embedding with sparse=True) cannot be averaged under pipeline or "
                 "tensor_parallel: make the embedding with sparse=False"
             )
-        yield gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        yield local(gradient)

@@ -16,6 +16,7 @@ import torch
 
 from torchfleet.collective.part import Part
 from torchfleet.collective.world import World
+from torchfleet.collective.zero import local
 from torchfleet.strategy import DistributedStrategy
 
 
@@ -40,8 +41,8 @@ class GradientMerge(Part):
 
     def before_step(self) -> bool:
         if self.configs["avg"] and self._k > 1:
-            every = [one.grad for group in self._groups for one in group["params"] if one.grad is not None]
-            gradients = [one.to_local() if hasattr(one, "to_local") else one for one in every]
+            every = [one for group in self._groups for one in group["params"]]
+            gradients = [local(one.grad) for one in every if one.grad is not None]
             if gradients:
                 torch._foreach_mul_(gradients, 1.0 / self._k)
         return True

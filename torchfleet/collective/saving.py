@@ -15,7 +15,7 @@ import torch
 
 from torchfleet.checkpoint.files import write_file
 from torchfleet.checkpoint.lock import alone
-from torchfleet.checkpoint.manifest import FILE, folder_of
+from torchfleet.checkpoint.manifest import FILE, as_json, folder_of
 from torchfleet.checkpoint.storage import Storage
 from torchfleet.collective import manifest as saved
 from torchfleet.collective.manifest import Group, Manifest
@@ -26,7 +26,6 @@ from torchfleet.collective.states import Names, groups_of, innermost, master_pie
 from torchfleet.collective.tensors import Buffers, Bytes, entries_of, file_key, header, offsets_metadata
 from torchfleet.collective.world import World
 from torchfleet.data.progress import Progress
-from torchfleet.errors import CheckpointError
 
 
 class Begun(Said, kw_only=True):
@@ -63,7 +62,7 @@ def save(
     failed = None
     try:
         begun = _begin(own, model, optimizer, parts, world, names)
-        _as_json(extra or {})
+        as_json(extra or {}, "fleet.save")
         begun.number = saved.next_number(Storage(dirname)) if world.rank == 0 else 0
     except Exception as error:
         begun, failed = Begun(error=told(error)), error
@@ -76,7 +75,8 @@ def save(
     if world.rank == 0:
         tensors = _tensors(plan, written, everybody)
         settings = parts[0].strategy.differences() if parts else {}
-        done = _commit(storage, _manifest(number, tensors, everybody, _as_json(settings), _as_json(extra or {})))
+        kept = [as_json(one, "fleet.save") for one in (settings, extra or {})]
+        done = _commit(storage, _manifest(number, tensors, everybody, *kept))
     say(world, done)
     if progress is not None:
         progress.end(f"save {number} is in {storage.path}")
@@ -207,12 +207,3 @@ def _commit(storage: Storage, manifest: Manifest) -> Said:
     except Exception as error:
         return Said(error=told(error))
     return Said()
-
-
-def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        kept = msgspec.json.decode(msgspec.json.encode(dict(extra)))
-    except (TypeError, ValueError, msgspec.MsgspecError) as error:
-        raise CheckpointError(f"fleet.save(extra=...): expected a dict that JSON can hold: {error}") from None
-    assert isinstance(kept, dict)
-    return kept

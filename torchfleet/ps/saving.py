@@ -16,6 +16,7 @@ from torchfleet.checkpoint.manifest import (
     Manifest,
     Saved,
     Table,
+    as_json,
     described,
     folder_of,
     next_save,
@@ -42,7 +43,7 @@ def save_model(
 ) -> Manifest:
     """Returns when the whole model is on disk; an error leaves the model that was there before."""
     storage = Storage(dirname)
-    kept = _as_json(extra or {})
+    kept = as_json(extra or {}, "save_persistables")
     before = read_manifest(storage) if storage.exists(FILE) and kind == "delta" else _present(storage)
     if kind == "delta":
         _check_base(storage, before, plan)
@@ -110,15 +111,6 @@ def _check_base(storage: Storage, before: Manifest | None, plan: Plan) -> None:
 def _shape(table: Table) -> tuple[Any, ...]:
     """What must not change from a save to a delta."""
     return table.kind, table.dim, table.size, table.rule["name"], table.num_states, table.entry, table.shrink
-
-
-def _as_json(extra: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        kept = msgspec.json.decode(msgspec.json.encode(dict(extra)))
-    except (TypeError, ValueError, msgspec.MsgspecError) as error:
-        raise CheckpointError(f"save_persistables(extra=...): expected a dict that JSON can hold: {error}") from None
-    assert isinstance(kept, dict)
-    return kept
 
 
 def _tables(plan: Plan, saved: list[Saved], with_state: bool) -> list[Table]:
