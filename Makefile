@@ -34,7 +34,7 @@ bench: setup
 
 # A longer search than the one in `make test` (a million mutated frames): twenty million, about half an hour.
 fuzz: setup
-	FLEET_FUZZ_FRAMES=20000000 $(RUN) -m pytest tests/test_fuzz.py -q --timeout 7200
+	FLEET_FUZZ_FRAMES=20000000 $(RUN) -m pytest tests/net/test_fuzz.py -q --timeout 7200
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

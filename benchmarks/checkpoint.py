@@ -20,15 +20,15 @@ import psutil
 
 from benchmarks.timing import report, say
 from torchfleet.checkpoint.manifest import Manifest, described, folder_of, write_manifest
-from torchfleet.checkpoint.reading import load_sparse
-from torchfleet.checkpoint.storage import Storage
+from torchfleet.checkpoint.part_reader import load_sparse
 from torchfleet.net.wire import Role
-from torchfleet.ps.client import Client
 from torchfleet.server.process import ServerProcess
-from torchfleet.tables.memory import physical_bytes
+from torchfleet.storage import Storage
+from torchfleet.tables.rows.memory import physical_bytes
 from torchfleet.tables.rules import num_states
-from torchfleet.tables.sparse import SparseTable
-from torchfleet.tables.spec import Initializer, Rule, TableSpec
+from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.tables.sparse_table import SparseTable
+from torchfleet.worker.client.client import Client
 
 CHUNK = 1 << 17
 SPEC = TableSpec("rows", dim=10, rule=Rule("adam", 1e-3, eps=1e-8), initializer=Initializer("uniform", -0.1, 0.1))

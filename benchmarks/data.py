@@ -20,7 +20,7 @@ import torchfleet as fleet
 from benchmarks.ctr_data import write_multislot, write_raw
 from benchmarks.timing import interleave, report, say
 from examples.ctr_dnn.model import CTRDNN, loss_of, slots
-from torchfleet.data.queue import QueueDataset
+from torchfleet.data.queue_dataset import QueueDataset
 
 BATCH = 1000
 

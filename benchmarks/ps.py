@@ -18,11 +18,11 @@ import numpy.typing as npt
 import psutil
 
 from benchmarks.timing import interleave, rate, report, say
-from torchfleet.ps.client import Client
-from torchfleet.ps.future import Future
 from torchfleet.server.process import ServerProcess
-from torchfleet.tables.sparse import SparseTable
-from torchfleet.tables.spec import Initializer, Rule, TableSpec
+from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.tables.sparse_table import SparseTable
+from torchfleet.worker.client.client import Client
+from torchfleet.worker.client.future import Future
 
 Keys = npt.NDArray[np.uint64]
 

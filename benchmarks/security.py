@@ -17,9 +17,9 @@ import numpy as np
 from benchmarks.timing import interleave, rate, report
 from torchfleet.net.keys import KeyFolder, keygen
 from torchfleet.net.wire import Role
-from torchfleet.ps.client import Client
 from torchfleet.server.process import ServerProcess
-from torchfleet.tables.spec import TableSpec
+from torchfleet.tables.settings.spec import TableSpec
+from torchfleet.worker.client.client import Client
 
 _SCRIPT = Path(__file__).parent.parent / "examples" / "wide_deep" / "train.py"
 _BATCH, _PULLS = 26_000, 60

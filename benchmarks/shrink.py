@@ -18,10 +18,10 @@ import numpy as np
 
 from benchmarks.timing import report, say
 from torchfleet.net.wire import Role
-from torchfleet.ps.client import Client
 from torchfleet.server.process import ServerProcess
-from torchfleet.tables.entry import Shrink
-from torchfleet.tables.spec import Initializer, Rule, TableSpec
+from torchfleet.tables.settings.policy import Shrink
+from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.worker.client.client import Client
 
 CHUNK = 1 << 16
 PULL = 2_000

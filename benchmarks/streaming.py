@@ -20,10 +20,10 @@ import numpy.typing as npt
 import psutil
 
 from benchmarks.timing import report, say
-from torchfleet.ps.client import Client
 from torchfleet.server.process import ServerProcess
-from torchfleet.tables.entry import Entry, Shrink, WindowCountEntry
-from torchfleet.tables.spec import Rule, TableSpec
+from torchfleet.tables.settings.policy import Entry, Shrink, WindowCountEntry
+from torchfleet.tables.settings.spec import Rule, TableSpec
+from torchfleet.worker.client.client import Client
 
 DIM = 16
 BATCH = 26_000

@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmarks.timing import report, say
 from examples.word2vec.generate import write_questions, write_text
-from torchfleet.data.files import chunks, open_file
+from torchfleet.data.reading.streams import chunks, open_file
 from torchfleet.word2vec.evaluation import analogies, read_questions, word_pairs
 from torchfleet.word2vec.preprocessing import build_dictionary, filter_corpus
 from torchfleet.word2vec.resplitting import resplit

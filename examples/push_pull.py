@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchfleet.ps.client import Client
 from torchfleet.server.process import ServerProcess
-from torchfleet.tables.spec import Initializer, Rule, TableSpec
+from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.worker.client.client import Client
 
 
 def main() -> float:

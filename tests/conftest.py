@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from fleets import Fleet, in_process
-from ranks import Ranks, nursery
+from support.fleets import Fleet, in_process
+from support.ranks import Ranks, nursery
 
 from torchfleet.server.server import Server
 

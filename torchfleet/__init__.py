@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchfleet import data, metrics, nn, online, util
-    from torchfleet.collective.stages import device_guard
-    from torchfleet.data.criteo import CriteoFormat
-    from torchfleet.data.generator import MultiSlotDataGenerator, MultiSlotStringDataGenerator
-    from torchfleet.data.hashing import hash_string
-    from torchfleet.data.slots import Ragged, Slot
+    from torchfleet.collective.pipeline.stages import device_guard
+    from torchfleet.data.reading.criteo import CriteoFormat
+    from torchfleet.data.reading.generator import MultiSlotDataGenerator, MultiSlotStringDataGenerator
+    from torchfleet.data.reading.string_hash import hash_string
+    from torchfleet.data.samples.slots import Ragged, Slot
     from torchfleet.datasets import InMemoryDataset, QueueDataset
     from torchfleet.errors import FleetError
     from torchfleet.fetch import FetchHandler
@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     )
     from torchfleet.infer import DistributedInfer, load_inference_model
     from torchfleet.role import PaddleCloudRoleMaker, UserDefinedRoleMaker
-    from torchfleet.settings import BuildStrategy, ExecutionStrategy
-    from torchfleet.strategy import DistributedStrategy
-    from torchfleet.tables.entry import (
+    from torchfleet.strategy.distributed_strategy import DistributedStrategy
+    from torchfleet.strategy.fields import BuildStrategy, ExecutionStrategy
+    from torchfleet.tables.settings.policy import (
         CountFilterEntry,
         PredicateEntry,
         ProbabilityEntry,
@@ -139,29 +139,29 @@ __all__ = [
 
 _MODULES = ("data", "metrics", "nn", "online", "util")
 _ELSEWHERE = {
-    "BuildStrategy": "settings",
-    "CountFilterEntry": "tables.entry",
-    "CriteoFormat": "data.criteo",
+    "BuildStrategy": "strategy.fields",
+    "CountFilterEntry": "tables.settings.policy",
+    "CriteoFormat": "data.reading.criteo",
     "DistributedInfer": "infer",
-    "DistributedStrategy": "strategy",
-    "ExecutionStrategy": "settings",
+    "DistributedStrategy": "strategy.distributed_strategy",
+    "ExecutionStrategy": "strategy.fields",
     "FetchHandler": "fetch",
     "FleetError": "errors",
     "InMemoryDataset": "datasets",
-    "MultiSlotDataGenerator": "data.generator",
-    "MultiSlotStringDataGenerator": "data.generator",
+    "MultiSlotDataGenerator": "data.reading.generator",
+    "MultiSlotStringDataGenerator": "data.reading.generator",
     "PaddleCloudRoleMaker": "role",
-    "PredicateEntry": "tables.entry",
-    "ProbabilityEntry": "tables.entry",
+    "PredicateEntry": "tables.settings.policy",
+    "ProbabilityEntry": "tables.settings.policy",
     "QueueDataset": "datasets",
-    "Ragged": "data.slots",
-    "ShowClickEntry": "tables.entry",
-    "Shrink": "tables.entry",
-    "Slot": "data.slots",
+    "Ragged": "data.samples.slots",
+    "ShowClickEntry": "tables.settings.policy",
+    "Shrink": "tables.settings.policy",
+    "Slot": "data.samples.slots",
     "UserDefinedRoleMaker": "role",
-    "WindowCountEntry": "tables.entry",
-    "device_guard": "collective.stages",
-    "hash_string": "data.hashing",
+    "WindowCountEntry": "tables.settings.policy",
+    "device_guard": "collective.pipeline.stages",
+    "hash_string": "data.reading.string_hash",
     "load_inference_model": "infer",
 }
 

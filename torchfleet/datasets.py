@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torchfleet import fleet
 from torchfleet.data.dataset import BatchIterator, Workers
-from torchfleet.data.memory import InMemoryDataset as _InMemoryDataset
-from torchfleet.data.queue import QueueDataset as _QueueDataset
+from torchfleet.data.memory_dataset import InMemoryDataset as _InMemoryDataset
+from torchfleet.data.queue_dataset import QueueDataset as _QueueDataset
 from torchfleet.errors import DataError
 
 

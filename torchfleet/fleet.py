@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from torchfleet.checkpoint.manifest import FILE, read_manifest
-from torchfleet.checkpoint.storage import Storage
 from torchfleet.data.dataset import Dataset, file_shard
-from torchfleet.data.slots import Batch
+from torchfleet.data.samples.slots import Batch
 from torchfleet.errors import FleetError, RoleError
 from torchfleet.fetch import FetchHandler
-from torchfleet.job import Job, ServerJob, WorkerJob
-from torchfleet.printing import configuration, summary, tables
-from torchfleet.ps.optimizer import DistributedOptimizer
-from torchfleet.ps.replica import Replica
-from torchfleet.ps.workers import Workers
+from torchfleet.job.printing import configuration, summary, tables
+from torchfleet.job.worker_job import Job, ServerJob, WorkerJob
+from torchfleet.monitor.status import KNOWN
 from torchfleet.role import SERVER, PaddleCloudRoleMaker, RoleInfo
-from torchfleet.status import KNOWN
-from torchfleet.strategy import DistributedStrategy
-from torchfleet.tables.entry import Shrink
+from torchfleet.storage import Storage
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.tables.settings.policy import Shrink
 from torchfleet.training import Report, Result, as_step, infer, train
+from torchfleet.worker.distributed_optimizer import DistributedOptimizer
+from torchfleet.worker.modes.whole_tables import Replica
+from torchfleet.worker.peers import Workers
 
 if TYPE_CHECKING:  # imported when they are needed: jobs with servers start in half the time without
-    from torchfleet.collective.job import CollectiveJob
-    from torchfleet.collective.optimizer import CollectiveOptimizer
+    from torchfleet.collective.collective_job import CollectiveJob
+    from torchfleet.collective.collective_optimizer import CollectiveOptimizer
 
 Item = TypeVar("Item")
 
@@ -62,7 +62,7 @@ def init(
     if info.num_threads:
         torch.set_num_threads(info.num_threads)
     if is_collective:
-        from torchfleet.collective.job import CollectiveJob
+        from torchfleet.collective.collective_job import CollectiveJob
 
         _collective = CollectiveJob(info, strategy)
     else:
@@ -413,9 +413,13 @@ def saved_extra(dirname: str) -> dict[str, Any] | None:
     storage = Storage(dirname)
     if not storage.exists(FILE):
         return None
-    from torchfleet.collective import manifest
+    from torchfleet.collective.checkpoint import collective_manifest
 
-    return dict(manifest.read(storage).extra if manifest.is_collective(dirname) else read_manifest(storage).extra)
+    return dict(
+        collective_manifest.read(storage).extra
+        if collective_manifest.is_collective(dirname)
+        else read_manifest(storage).extra
+    )
 
 
 def shrink(

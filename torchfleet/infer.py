@@ -10,17 +10,17 @@ import torch
 
 from torchfleet import fleet
 from torchfleet.checkpoint.manifest import Manifest, read_manifest
-from torchfleet.checkpoint.reading import load_sparse, read_dense
-from torchfleet.checkpoint.storage import Storage
-from torchfleet.collective.manifest import is_collective
+from torchfleet.checkpoint.part_reader import load_sparse, read_dense
+from torchfleet.collective.checkpoint.collective_manifest import is_collective
 from torchfleet.errors import CheckpointError
-from torchfleet.nn import convert, sparse_embeddings
-from torchfleet.ps.engine import Engine
-from torchfleet.ps.future import Pulled, Ready
-from torchfleet.ps.shard import Keys
-from torchfleet.tables.memory import physical_bytes
-from torchfleet.tables.sparse import SparseTable
-from torchfleet.tables.spec import Rule, TableSpec
+from torchfleet.storage import Storage
+from torchfleet.tables.rows.memory import physical_bytes
+from torchfleet.tables.settings.spec import Rule, TableSpec
+from torchfleet.tables.sparse_table import SparseTable
+from torchfleet.worker.client.future import Pulled, Ready
+from torchfleet.worker.client.shard import Keys
+from torchfleet.worker.lookup.conversion import convert, sparse_embeddings
+from torchfleet.worker.lookup.engine import Engine
 
 
 class LocalTables:
@@ -43,7 +43,7 @@ def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Modul
     job's save, by any number of ranks.
     """
     if is_collective(dirname):
-        from torchfleet.collective.loading import load_parameters
+        from torchfleet.collective.checkpoint.loading import load_parameters
 
         load_parameters(dirname, model)
         return model.eval()

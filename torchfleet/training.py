@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from torchfleet.data.dataset import BatchIterator, Dataset
-from torchfleet.data.slots import Batch
+from torchfleet.data.samples.slots import Batch
 from torchfleet.errors import FleetError
 from torchfleet.fetch import FetchHandler, Watch, numbers, plain
-from torchfleet.ps.engine import Engine
-from torchfleet.ps.optimizer import DistributedOptimizer
+from torchfleet.worker.distributed_optimizer import DistributedOptimizer
+from torchfleet.worker.lookup.engine import Engine
 
 Values = Mapping[str, Any]
 Step = Callable[[Batch], Values]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchfleet.data.files import chunks, open_file
+from torchfleet.data.reading.streams import chunks, open_file
 
 UNKNOWN, MASK, START, NUM_SPECIAL = 0, 1, 2, 3
 MASKED_SHARE = 0.15

@@ -24,7 +24,7 @@ from model import SIZES, Bert, Output, masked_loss
 
 from torchfleet.collective.world import degrees
 from torchfleet.errors import FleetError
-from torchfleet.options import add_arguments, strategy_of
+from torchfleet.strategy.flags import add_arguments, strategy_of
 
 _HELD_OUT = 0.05  # of the text, its end
 _MOMENTUM = ("lars", "dgc", "localsgd", "adaptive_localsgd")  # strategies that are made for momentum SGD

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import torchfleet as fleet
-from torchfleet.classify import Entry
+from torchfleet.classify.entry import Entry
 from torchfleet.errors import DataError
 
 _NUM_TESTED = 2000

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from torchfleet.data.files import chunks, open_file
+from torchfleet.data.reading.streams import chunks, open_file
 
 SIZES = np.geomspace(5, 50_000, 26).astype(np.int64)  # distinct values of each category
 PAIRS = [(0, 4), (1, 5), (2, 6), (3, 7), (4, 8), (5, 1), (6, 2), (7, 0)]  # categories that act together

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import torchfleet as fleet
-from torchfleet.data.progress import Progress
+from torchfleet.monitor.progress import Progress
 from torchfleet.word2vec.corpus import Corpus
 from torchfleet.word2vec.model import SkipGram
 from torchfleet.word2vec.pairs import PairReader, Pairs

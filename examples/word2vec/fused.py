@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 import torchfleet as fleet
-from torchfleet.data.progress import Progress as ProgressLine
+from torchfleet.monitor.progress import Progress as ProgressLine
 from torchfleet.word2vec.corpus import Corpus
 from torchfleet.word2vec.trainer import Progress, Schedule, SkipGramOptions, Trainer
 from torchfleet.word2vec.vocabulary import Vocabulary

@@ -29,7 +29,7 @@ from evaluate import print_analogies, print_pairs
 from fused import train_fused
 from prepare import prepare
 
-from torchfleet.data.files import is_local
+from torchfleet.data.reading.streams import is_local
 from torchfleet.errors import FleetError
 from torchfleet.word2vec.corpus import Corpus
 from torchfleet.word2vec.evaluation import read_questions

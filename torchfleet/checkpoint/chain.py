@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.checkpoint.manifest import Link, Manifest, Part, PartKind, Table
-from torchfleet.checkpoint.parts import Arrays
-from torchfleet.checkpoint.reading import read_parts
-from torchfleet.checkpoint.storage import Storage
+from torchfleet.checkpoint.part_file import Arrays
+from torchfleet.checkpoint.part_reader import read_parts
 from torchfleet.errors import CheckpointError
-from torchfleet.tables.keymap import KEY_WORDS, KeyMap, Keys
-from torchfleet.tables.statistics import row_columns
+from torchfleet.storage import Storage
+from torchfleet.tables.rows.keymap import KEY_WORDS, KeyMap, Keys
+from torchfleet.tables.rows.row_statistics import row_columns
 
 # What may stand beside the keys, in the order of an export's columns.
 STATISTICS: dict[str, np.dtype[Any]] = {

@@ -8,10 +8,9 @@ import re
 import msgspec
 import numpy as np
 
-from torchfleet.checkpoint import parts
+from torchfleet.checkpoint import part_file
 from torchfleet.checkpoint.chain import live_candidates, live_rows
 from torchfleet.checkpoint.donefile import write_donefile
-from torchfleet.checkpoint.files import Files, Show, write_file
 from torchfleet.checkpoint.lock import alone
 from torchfleet.checkpoint.manifest import (
     VERSION,
@@ -23,8 +22,9 @@ from torchfleet.checkpoint.manifest import (
     remove_others,
     write_manifest,
 )
-from torchfleet.checkpoint.storage import Storage
+from torchfleet.checkpoint.part_writer import Files, Show, write_file
 from torchfleet.errors import CheckpointError
+from torchfleet.storage import Storage
 
 _SAVE = re.compile("save-[0-9]{1,18}")
 _COMPACTED = re.compile("save-[0-9]{12}")
@@ -82,7 +82,7 @@ def _made(source: Storage, manifest: Manifest, target: Storage, folder: str, sho
     )
 
 
-def _no_rows(table: Table) -> parts.Arrays:
+def _no_rows(table: Table) -> part_file.Arrays:
     return {"rows": np.empty((0, table.dim * (1 + table.num_states)), np.float32)}
 
 

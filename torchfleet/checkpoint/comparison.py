@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from torchfleet.checkpoint.manifest import Parameter, Table, read_manifest
 from torchfleet.checkpoint.matching import Difference, Rows, Show, compare_elements, match
-from torchfleet.checkpoint.reading import read_dense, read_part
-from torchfleet.checkpoint.storage import Storage
+from torchfleet.checkpoint.part_reader import read_dense, read_part
 from torchfleet.errors import CheckpointError
-from torchfleet.tables.entry import BLOCK_BYTES
-from torchfleet.tables.memory import physical_bytes
+from torchfleet.storage import Storage
+from torchfleet.tables.rows.memory import physical_bytes
+from torchfleet.tables.settings.policy import BLOCK_BYTES
 
 _SETTINGS = [field for field in Table.__struct_fields__ if field not in ("name", "rows", "parameters")]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from torchfleet.checkpoint.manifest import Manifest
-from torchfleet.checkpoint.storage import Storage
+from torchfleet.storage import Storage
 
 DONEFILE = "donefile.jsonl"
 

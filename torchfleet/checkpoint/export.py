@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from torchfleet.checkpoint.chain import STATISTICS, live_rows, statistics_of
 from torchfleet.checkpoint.manifest import read_manifest
-from torchfleet.checkpoint.parts import Arrays
-from torchfleet.checkpoint.storage import Storage
+from torchfleet.checkpoint.part_file import Arrays
 from torchfleet.errors import CheckpointError
+from torchfleet.storage import Storage
 
 FORMATS = ("parquet", "text")
 

@@ -7,7 +7,7 @@ import fcntl
 import os
 from collections.abc import Iterator
 
-from torchfleet.checkpoint.storage import Storage
+from torchfleet.storage import Storage
 
 
 @contextlib.contextmanager

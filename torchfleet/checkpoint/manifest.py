@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from torchfleet.checkpoint.storage import Storage
 from torchfleet.errors import CheckpointError
-from torchfleet.tables.entry import Entry, Shrink
-from torchfleet.tables.spec import Initializer, Rule, TableSpec
+from torchfleet.storage import Storage
+from torchfleet.tables.settings.policy import Entry, Shrink
+from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
 
 FILE = "manifest.json"
 FORMAT = "torchfleet checkpoint"

@@ -10,13 +10,13 @@ import numpy.typing as npt
 
 from torchfleet.checkpoint.chain import Choose, live_candidates, live_rows, statistics_of
 from torchfleet.checkpoint.manifest import Manifest, PartKind
-from torchfleet.checkpoint.parts import Arrays
-from torchfleet.checkpoint.storage import Storage
+from torchfleet.checkpoint.part_file import Arrays
 from torchfleet.errors import CheckpointError
-from torchfleet.tables.keymap import KeyMap, Keys
-from torchfleet.tables.owners import owners_of
-from torchfleet.tables.spec import TableSpec
-from torchfleet.tables.statistics import candidate_columns, join_columns
+from torchfleet.storage import Storage
+from torchfleet.tables.rows.keymap import KeyMap, Keys
+from torchfleet.tables.rows.row_statistics import candidate_columns, join_columns
+from torchfleet.tables.settings.owners import owners_of
+from torchfleet.tables.settings.spec import TableSpec
 
 _CHUNK = 1 << 12
 _MAP_BYTES = 24  # per key, beside its row

@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from importlib import import_module
 
-from torchfleet.collective.part import Part
+from torchfleet.collective.strategy import Part
 from torchfleet.collective.world import World
 from torchfleet.errors import StrategyError
-from torchfleet.strategy import DistributedStrategy
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 # The order. Models are converted and forwards wrapped from the first to the last (the last is outermost), optimizers
 # replaced and `before_step` called from the first to the last, `after_step` from the last to the first.
 # Field of DistributedStrategy → module and class; imported only when it is on, because some need much of torch.
 ORDER: Mapping[str, str] = {
-    "sync_batch_norm": "batch_norm.SyncBatchNorm",
-    "tensor_parallel": "tensor_parallel.TensorParallel",
-    "recompute": "recompute.Recompute",
-    "build_strategy": "fusion.Fusion",
-    "amp": "amp.Amp",
-    "pipeline": "pipeline.Pipeline",
-    "fp16_allreduce": "fp16_allreduce.Fp16AllReduce",
-    "use_hierarchical_allreduce": "hierarchical.HierarchicalAllReduce",
-    "nccl_comm_num": "communicators.Communicators",
-    "dgc": "dgc.DeepGradientCompression",
-    "lars": "lars.Lars",
-    "lamb": "lamb.Lamb",
-    "sharding": "sharding.Sharding",
-    "localsgd": "localsgd.LocalSGD",
-    "adaptive_localsgd": "adaptive_localsgd.AdaptiveLocalSGD",
-    "gradient_merge": "gradient_merge.GradientMerge",
+    "sync_batch_norm": "strategies.batch_norm.SyncBatchNorm",
+    "tensor_parallel": "layers.tensor_parallel.TensorParallel",
+    "recompute": "strategies.recomputation.recompute.Recompute",
+    "build_strategy": "strategies.fusion.Fusion",
+    "amp": "strategies.mixed_precision.amp.Amp",
+    "pipeline": "pipeline.pipeline.Pipeline",
+    "fp16_allreduce": "strategies.fp16_allreduce.Fp16AllReduce",
+    "use_hierarchical_allreduce": "strategies.hierarchical.HierarchicalAllReduce",
+    "nccl_comm_num": "strategies.communicators.Communicators",
+    "dgc": "strategies.dgc.DeepGradientCompression",
+    "lars": "strategies.layerwise.lars.Lars",
+    "lamb": "strategies.layerwise.lamb.Lamb",
+    "sharding": "strategies.sharding.sharding.Sharding",
+    "localsgd": "strategies.localsgd.LocalSGD",
+    "adaptive_localsgd": "strategies.adaptive_localsgd.AdaptiveLocalSGD",
+    "gradient_merge": "strategies.gradient_merge.GradientMerge",
 }
 
 
@@ -120,6 +120,6 @@ def build(strategy: DistributedStrategy, world: World) -> list[Part]:
 
 
 def _part(place: str) -> type[Part]:
-    module, name = place.split(".")
+    module, _, name = place.rpartition(".")
     found: type[Part] = getattr(import_module(f"torchfleet.collective.{module}"), name)
     return found

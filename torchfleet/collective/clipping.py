@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from torchfleet.collective.local_tensors import local
 from torchfleet.collective.world import World
-from torchfleet.collective.zero import local
 from torchfleet.errors import FleetError
 
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.nn.parallel import DistributedDataParallel
 
-from torchfleet.collective.part import Forward
+from torchfleet.collective.strategy import Forward
 from torchfleet.collective.world import World
-from torchfleet.strategy import DistributedStrategy
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 _ALONE_MB = 1e-6  # a bucket of about a byte: every gradient travels by itself
 _BROADCAST_BYTES = 32 << 20

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 
+from torchfleet.collective.local_tensors import local
 from torchfleet.collective.world import World
-from torchfleet.collective.zero import local
 from torchfleet.errors import ModelError
-from torchfleet.strategy import DistributedStrategy
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 REPLICAS = ("data", "sharding")  # the axes along which ranks hold the same, and read different data
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchfleet.errors import FleetError, StrategyError
 from torchfleet.role import RoleInfo
-from torchfleet.strategy import DistributedStrategy
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 AXES = ("data", "pipe", "sharding", "model")  # from the slowest to the fastest number: neighbours share a tensor
 

@@ -6,11 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchfleet.data.criteo import CriteoFormat
     from torchfleet.data.file_batches import FileBatches
-    from torchfleet.data.generator import MultiSlotDataGenerator, MultiSlotStringDataGenerator
-    from torchfleet.data.hashing import hash_string
-    from torchfleet.data.slots import Batch, Ragged, Slot
+    from torchfleet.data.reading.criteo import CriteoFormat
+    from torchfleet.data.reading.generator import MultiSlotDataGenerator, MultiSlotStringDataGenerator
+    from torchfleet.data.reading.string_hash import hash_string
+    from torchfleet.data.samples.slots import Batch, Ragged, Slot
 
 __all__ = [
     "Batch",
@@ -24,14 +24,14 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
-    "Batch": "slots",
-    "CriteoFormat": "criteo",
+    "Batch": "samples.slots",
+    "CriteoFormat": "reading.criteo",
     "FileBatches": "file_batches",
-    "MultiSlotDataGenerator": "generator",
-    "MultiSlotStringDataGenerator": "generator",
-    "Ragged": "slots",
-    "Slot": "slots",
-    "hash_string": "hashing",
+    "MultiSlotDataGenerator": "reading.generator",
+    "MultiSlotStringDataGenerator": "reading.generator",
+    "Ragged": "samples.slots",
+    "Slot": "samples.slots",
+    "hash_string": "reading.string_hash",
 }
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.data.feed import Feed
-from torchfleet.data.files import check_files
-from torchfleet.data.passes import FileBatch, Files
-from torchfleet.data.reader import ReadOptions
-from torchfleet.data.slots import Layout, Slot
+from torchfleet.data.file_passes import FileBatch, Files
+from torchfleet.data.reading.reader import ReadOptions
+from torchfleet.data.reading.streams import check_files
+from torchfleet.data.samples.slots import Layout, Slot
 from torchfleet.errors import DataError
 
 

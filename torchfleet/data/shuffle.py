@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.data.dataset import Workers
-from torchfleet.data.progress import Progress
-from torchfleet.data.rows import Rows
-from torchfleet.data.slots import Layout
-from torchfleet.data.store import Store
+from torchfleet.data.samples.sample_rows import Rows
+from torchfleet.data.samples.sample_store import Store
+from torchfleet.data.samples.slots import Layout
 from torchfleet.errors import DataError
+from torchfleet.monitor.progress import Progress
 
 _PARCEL_ROWS, _PARCEL_BYTES = 1 << 14, 1 << 22
 _MAX_SEED = 1 << 63

@@ -1,0 +1,1 @@
+"""Hot loops, compiled by numba: flat arrays in, flat arrays out."""

@@ -18,7 +18,7 @@ import numpy as np
 from torchfleet.kernels.hashing import mix
 from torchfleet.kernels.jit import inlined, kernel
 from torchfleet.kernels.tiles import add_row, make_combinations, make_products, prefetch_row
-from torchfleet.kernels.vectors import REGISTERS
+from torchfleet.kernels.vector_instructions import REGISTERS
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _S32, _LOW = np.uint64(32), np.uint64(0xFFFFFFFF)

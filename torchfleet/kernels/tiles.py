@@ -12,7 +12,7 @@ from typing import Any
 from numba.core import types
 from numba.extending import intrinsic
 
-from torchfleet.kernels.vectors import INT, LANES, ZERO, Code
+from torchfleet.kernels.vector_instructions import INT, LANES, ZERO, Code
 
 _LINE = 16  # floats in a cache line
 

@@ -17,8 +17,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
 
 from torchfleet.launch.display import Display
-from torchfleet.launch.meeting import Meeting
 from torchfleet.launch.processes import Process, end_all
+from torchfleet.launch.rendezvous import Meeting
 from torchfleet.launch.roles import Task
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchfleet.errors import FleetError, RoleError
-from torchfleet.launch import collective
+from torchfleet.launch import rank_plan
 from torchfleet.launch.processes import script_command
 from torchfleet.launch.roles import Layout, Task, one_machine, several_machines, tasks
 from torchfleet.launch.watch import Restarts, Watch
@@ -91,7 +91,7 @@ def _run(options: argparse.Namespace) -> int:
         for path in keygen(options.keygen):
             print(path)
         return 0
-    is_collective = collective.is_asked(options)
+    is_collective = rank_plan.is_asked(options)
     _check(options)
     if is_collective:
         return _run_collective(options)
@@ -106,9 +106,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _run_collective(options: argparse.Namespace) -> int:
-    plan, command = collective.make_plan(options), script_command(options.script, options.arguments)
+    plan, command = rank_plan.make_plan(options), script_command(options.script, options.arguments)
     if options.dry_run:
-        print("\n".join(collective.describe(plan, command, Path(options.log_dir))))
+        print("\n".join(rank_plan.describe(plan, command, Path(options.log_dir))))
         return 0
     log_dir = _log_dir(options)
     from torchfleet.launch.elastic import run  # and with it torch, which a launcher of servers does not need

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from torchfleet.launch.processes import Process
-from torchfleet.status import KNOWN
+from torchfleet.monitor.status import KNOWN
 
 _PERIOD = 5.0  # seconds between plain lines
 

@@ -14,9 +14,9 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from torchfleet.launch import roles
 from torchfleet.launch.agent import SIGNALS, Agent, RankLogs
-from torchfleet.launch.collective import Plan
 from torchfleet.launch.display import Display
-from torchfleet.launch.meeting import ElasticMeeting, FixedMeeting, Meeting
+from torchfleet.launch.rank_plan import Plan
+from torchfleet.launch.rendezvous import ElasticMeeting, FixedMeeting, Meeting
 from torchfleet.launch.stores import Place, Say
 
 # A role that the launcher itself stands in is not its ranks' role.

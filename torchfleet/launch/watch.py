@@ -14,8 +14,8 @@ from torchfleet.launch.processes import Process, end_all
 from torchfleet.launch.roles import Layout, Task
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.wire import Role
-from torchfleet.ps.client import Client
-from torchfleet.ps.connection import Patience
+from torchfleet.worker.client.client import Client
+from torchfleet.worker.client.connection import Patience
 
 _TOO_LONG = 5.0  # seconds that servers run on after the last worker, or workers after a server, before it is a mistake
 _FREE_MODES = ("async", "half_async", "geo")  # no worker waits for another, so one may be missing

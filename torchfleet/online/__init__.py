@@ -5,8 +5,8 @@ from __future__ import annotations
 from torchfleet.online.folders import FolderSource
 from torchfleet.online.kafka import KafkaSource
 from torchfleet.online.parts import Part, Source
+from torchfleet.online.pass_progress import PassReport, Result, history, model_to_load
 from torchfleet.online.passes import train_passes
-from torchfleet.online.progress import PassReport, Result, history, model_to_load
 
 __all__ = [
     "FolderSource",

@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from torchfleet.errors import DataError
+from torchfleet.online.kafka_reader import Reader
 from torchfleet.online.parts import Part, day_and_hour
 from torchfleet.online.ranges import Range, cut, share
-from torchfleet.online.reading import Reader
 
 
 class Position(msgspec.Struct, frozen=True):

@@ -13,13 +13,13 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from torchfleet import fleet
-from torchfleet.checkpoint.storage import Storage
 from torchfleet.errors import CheckpointError, FleetError, ServerRestarted, ServerUnreachable
 from torchfleet.metrics import AUC
-from torchfleet.online.meeting import LOOK, meet
+from torchfleet.online.agreement import LOOK, meet
 from torchfleet.online.parts import Part, Source
-from torchfleet.online.progress import KEPT, PassReport, Progress, Result, extra_of, saved_progress
+from torchfleet.online.pass_progress import KEPT, PassReport, Progress, Result, extra_of, saved_progress
 from torchfleet.online.validation import auc_of_all
+from torchfleet.storage import Storage
 
 BEAT = 10.0  # seconds after which worker 0 tells the others that it is still waiting for a part
 

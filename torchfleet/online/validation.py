@@ -8,7 +8,7 @@ import numpy as np
 
 from torchfleet.errors import FleetError
 from torchfleet.metrics import AUC, area
-from torchfleet.online.meeting import meet
+from torchfleet.online.agreement import meet
 
 
 def auc_of_all(meter: Any, part: str) -> tuple[float | None, int]:

@@ -6,13 +6,13 @@ import msgspec
 import numpy as np
 
 from torchfleet.errors import WireError
+from torchfleet.net.request import Request
 from torchfleet.net.wire import Array, pack, unpack
 from torchfleet.server.arrays import MAX_WORKERS, check_worker, only
-from torchfleet.server.files import FilesBody
-from torchfleet.server.gathering import GatherBody
-from torchfleet.server.mail import SendBody, TakeBody
-from torchfleet.server.request import Request
-from torchfleet.server.state import Reply, State
+from torchfleet.server.meeting.file_lists import FilesBody
+from torchfleet.server.meeting.gathering import GatherBody
+from torchfleet.server.meeting.mail import SendBody, TakeBody
+from torchfleet.server.state.state import Reply, State
 from torchfleet.server.sync_step import close_sync_step
 
 MAX_BARRIER_SECONDS = 7 * 24 * 3600.0

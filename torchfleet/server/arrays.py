@@ -8,11 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.errors import WireError
+from torchfleet.net.request import Request
 from torchfleet.net.wire import Array
-from torchfleet.server.request import Request
 from torchfleet.server.sections import Section
-from torchfleet.server.state import State, Table
-from torchfleet.tables.dense import DenseTable
+from torchfleet.server.state.state import State, Table
+from torchfleet.tables.dense_table import DenseTable
 
 MAX_WORKERS = 1 << 16
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchfleet.errors import FleetError, TableError, WireError
+from torchfleet.net.request import Request
 from torchfleet.net.wire import (
     DELTA,
     DENSE_BACK,
@@ -40,13 +41,12 @@ from torchfleet.server.arrays import (
     start,
 )
 from torchfleet.server.long_work import in_slices, inspect, set_clock, shrink_tables
-from torchfleet.server.request import Request
-from torchfleet.server.saving import SaveBody, save_in_slices
-from torchfleet.server.state import Reply, State
+from torchfleet.server.state.state import Reply, State
 from torchfleet.server.sync_step import keep_for_step, new_dense_values
-from torchfleet.tables.dense import DenseTable
-from torchfleet.tables.sparse import SparseTable
-from torchfleet.tables.spec import TableSpec
+from torchfleet.server.table_saving import SaveBody, save_in_slices
+from torchfleet.tables.dense_table import DenseTable
+from torchfleet.tables.settings.spec import TableSpec
+from torchfleet.tables.sparse_table import SparseTable
 
 MAX_CHANGED = 1 << 24  # numbers of one table in a reply to PULL_CHANGED: 64 MB
 

@@ -10,14 +10,14 @@ import msgspec
 import numpy as np
 
 from torchfleet.errors import FleetError, TableError, WireError
+from torchfleet.net.request import Request
 from torchfleet.net.wire import pack, unpack
 from torchfleet.server.arrays import only
-from torchfleet.server.request import Request
-from torchfleet.server.state import LongRequest, Reply, State
-from torchfleet.tables.clock import MAX_TIME
-from torchfleet.tables.entry import Shrink
+from torchfleet.server.state.state import LongRequest, Reply, State
 from torchfleet.tables.eviction import check_policy, shrink
-from torchfleet.tables.sparse import SparseTable
+from torchfleet.tables.settings.clock import MAX_TIME
+from torchfleet.tables.settings.policy import Shrink
+from torchfleet.tables.sparse_table import SparseTable
 from torchfleet.tables.summary import Summary
 
 MAX_KEPT = 16  # outcomes that are remembered, for a repeat of the request

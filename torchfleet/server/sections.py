@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.errors import TableError
-from torchfleet.tables.dense import DenseTable
-from torchfleet.tables.sparse import SparseTable
+from torchfleet.tables.dense_table import DenseTable
+from torchfleet.tables.sparse_table import SparseTable
 
 
 @dataclass(slots=True)

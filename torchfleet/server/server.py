@@ -9,13 +9,13 @@ import traceback
 from collections.abc import Sequence
 
 from torchfleet.errors import FleetError, PermissionRefused, WireError
+from torchfleet.net.request import Request
 from torchfleet.net.transport import Peer
 from torchfleet.net.wire import ERROR, OK, Command, Frame, Message, Role, call_of, decode, encode, error_reply
 from torchfleet.server.commands import COMMANDS, Entry
 from torchfleet.server.long_work import shrink_in_slices
-from torchfleet.server.request import Request
-from torchfleet.server.sessions import Outcome
-from torchfleet.server.state import Reply, State
+from torchfleet.server.state.sessions import Outcome
+from torchfleet.server.state.state import Reply, State
 
 MAX_TEXT = 2000
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from torchfleet.errors import FleetError, TableError
+from torchfleet.net.request import Request
 from torchfleet.net.wire import DENSE_BACK, Array
 from torchfleet.server.arrays import check_worker, push_sections
-from torchfleet.server.request import Request
 from torchfleet.server.sections import Section, mean_section
-from torchfleet.server.state import Reply, State
-from torchfleet.tables.dense import DenseTable
-from torchfleet.tables.sparse import SparseTable
+from torchfleet.server.state.state import Reply, State
+from torchfleet.tables.dense_table import DenseTable
+from torchfleet.tables.sparse_table import SparseTable
 
 
 def keep_for_step(state: State, request: Request) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchfleet.tables.dense import DenseTable
-from torchfleet.tables.entry import Entry, Shrink
+from torchfleet.tables.dense_table import DenseTable
 from torchfleet.tables.eviction import shrink as evict
-from torchfleet.tables.sparse import SparseTable
-from torchfleet.tables.spec import Initializer, Rule, TableSpec
-from torchfleet.tables.statistics import NUM_PUSHED
+from torchfleet.tables.rows.row_statistics import NUM_PUSHED
+from torchfleet.tables.settings.policy import Entry, Shrink
+from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.tables.sparse_table import SparseTable
 
 _BYTES = 1 << 20
 

@@ -1,0 +1,1 @@
+"""What a server keeps: rows by key and dense blocks, with their optimizers."""

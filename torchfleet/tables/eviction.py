@@ -9,13 +9,13 @@ import numpy.typing as npt
 
 from torchfleet.errors import TableError
 from torchfleet.kernels.rows import gather
-from torchfleet.tables.admission import Candidates
-from torchfleet.tables.capacity import least_recent, row_limit
-from torchfleet.tables.entry import EVICTION_NAMES, Shrink
-from torchfleet.tables.expressions import Expression, parse
-from torchfleet.tables.keymap import KeyMap, Keys, Rows
-from torchfleet.tables.sparse import SparseTable
-from torchfleet.tables.statistics import Columns
+from torchfleet.tables.policies.admission import Candidates
+from torchfleet.tables.policies.capacity import least_recent, row_limit
+from torchfleet.tables.rows.keymap import KeyMap, Keys, Rows
+from torchfleet.tables.rows.row_statistics import Columns
+from torchfleet.tables.settings.expressions import Expression, parse
+from torchfleet.tables.settings.policy import EVICTION_NAMES, Shrink
+from torchfleet.tables.sparse_table import SparseTable
 
 SLICE = 8192  # row numbers between two requests: a millisecond or two
 MAX_ROUNDS = 4  # to a capacity: rows that are looked up while the oldest are sought stay, and others must go

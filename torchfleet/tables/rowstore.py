@@ -12,15 +12,15 @@ import numpy.typing as npt
 from torchfleet.errors import TableError
 from torchfleet.kernels import random, rows
 from torchfleet.kernels.statistics import NEVER
-from torchfleet.tables.admission import Admission
-from torchfleet.tables.capacity import Capacity, row_limit
-from torchfleet.tables.clock import Clock
-from torchfleet.tables.keymap import KeyMap, Keys, Rows
-from torchfleet.tables.keyrange import KeyRange
+from torchfleet.tables.policies.admission import Admission
+from torchfleet.tables.policies.capacity import Capacity, row_limit
+from torchfleet.tables.rows.keymap import KeyMap, Keys, Rows
+from torchfleet.tables.rows.keyrange import KeyRange
+from torchfleet.tables.rows.row_statistics import Columns, Statistics, join_columns, row_columns
+from torchfleet.tables.rows.tracking import Tracking
 from torchfleet.tables.rules import Floats, num_states
-from torchfleet.tables.spec import TableSpec
-from torchfleet.tables.statistics import Columns, Statistics, join_columns, row_columns
-from torchfleet.tables.tracking import Tracking
+from torchfleet.tables.settings.clock import Clock
+from torchfleet.tables.settings.spec import TableSpec
 
 CHUNK = 2048  # keys taken through find and then through the next kernel while their rows are still in the cache
 _KINDS = {

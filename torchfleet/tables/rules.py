@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.errors import TableError
-from torchfleet.kernels import dense, rows
-from torchfleet.tables.spec import MAX_FLOAT, Rule
+from torchfleet.kernels import dense_rules, rows
+from torchfleet.tables.settings.spec import MAX_FLOAT, Rule
 
 Floats = npt.NDArray[np.float32]
 
@@ -51,8 +51,10 @@ def apply_to_block(rule: Rule, weights: Floats, states: Floats, grads: Floats, r
     shrink = 1.0 - rate * rule.weight_decay if rule.decoupled_decay else 1.0
     if rule.name == "sgd":
         velocity = states[0] if len(states) else weights
-        dense.sgd(weights, velocity, grads, rate, rule.momentum, rule.nesterov, decay, shrink, step)
+        dense_rules.sgd(weights, velocity, grads, rate, rule.momentum, rule.nesterov, decay, shrink, step)
     elif rule.name == "adagrad":
-        dense.adagrad(weights, states[0], grads, rate, rule.eps, decay, shrink)
+        dense_rules.adagrad(weights, states[0], grads, rate, rule.eps, decay, shrink)
     else:
-        dense.adam(weights, states[0], states[1], grads, rate, rule.beta1, rule.beta2, rule.eps, decay, shrink, step)
+        dense_rules.adam(
+            weights, states[0], states[1], grads, rate, rule.beta1, rule.beta2, rule.eps, decay, shrink, step
+        )

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.tables.keymap import Keys
-from torchfleet.tables.spec import TableSpec
-from torchfleet.tables.statistics import Columns, decay_powers, expression_values, row_columns
+from torchfleet.tables.rows.keymap import Keys
+from torchfleet.tables.rows.row_statistics import Columns, decay_powers, expression_values, row_columns
+from torchfleet.tables.settings.spec import TableSpec
 
 Counts = npt.NDArray[np.int64]
 

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.data import files
-from torchfleet.data.progress import Progress
+from torchfleet.data.reading import streams
 from torchfleet.errors import DataError
 from torchfleet.kernels import words
+from torchfleet.monitor.progress import Progress
 from torchfleet.word2vec.textfiles import Bytes, input_files, whole_words
 from torchfleet.word2vec.vocabulary import Vocabulary
 
@@ -129,7 +129,7 @@ def read_ids(
     ids, state = np.empty(words_per_block, np.int32), np.zeros(words.READER_STATE_SIZE, np.int64)
     for path in paths:
         before, num_bytes = int(state[words.IDS_READ]), 0
-        for text in whole_words(files.chunks(files.open_file(path), path), path):
+        for text in whole_words(streams.chunks(streams.open_file(path), path), path):
             at, end = 0, len(text) - len(words.PADDING)
             while at < end:
                 at = int(words.parse_ids(text, at, end, num_ids, ids, state))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import softplus
 
-from torchfleet.nn import Constant, SparseEmbedding, Uniform
+from torchfleet.worker.lookup.embedding import SparseEmbedding
+from torchfleet.worker.lookup.initializers import Constant, Uniform
 
 TABLES = ("emb", "emb_w", "emb_b")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.data import files
+from torchfleet.data.reading import streams
 from torchfleet.errors import DataError
 from torchfleet.kernels import words
 from torchfleet.word2vec.corpus import Description
@@ -122,7 +122,7 @@ def filter_corpus(
 def output_name(path: str) -> str:
     """The file's name without the suffix of its compression, and never one that a corpus leaves out."""
     name = os.path.basename(path)
-    return name.removesuffix(files.compression(path) or "\0").lstrip("_.") or "text"
+    return name.removesuffix(streams.compression(path) or "\0").lstrip("_.") or "text"
 
 
 class _Encoder:

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.data.progress import Progress
 from torchfleet.errors import DataError
+from torchfleet.monitor.progress import Progress
 from torchfleet.word2vec.corpus import MAX_IDS, Description, count_words, read_description, read_ids
 from torchfleet.word2vec.textfiles import input_files
 from torchfleet.word2vec.writing import NewCorpus

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.data import files
-from torchfleet.data.progress import Progress
+from torchfleet.data.reading import streams
 from torchfleet.errors import DataError
 from torchfleet.kernels import words
+from torchfleet.monitor.progress import Progress
 
 MAX_WORD = 1 << 24  # bytes
 
@@ -21,7 +21,7 @@ Bytes = npt.NDArray[np.uint8]
 
 def input_files(path: str) -> list[str]:
     """The file itself, or those directly in a folder, by name. What begins with `_` or `.` is left out."""
-    if not files.is_local(path):
+    if not streams.is_local(path):
         return [path]
     if not os.path.exists(path):
         raise DataError(f"no file or folder at {path}: expected a text or a folder of texts")
@@ -91,7 +91,7 @@ class Texts:
 
     def pieces(self, path: str) -> Iterator[Bytes]:
         """A file's text, as whole_words gives it."""
-        chunks = self._limited(files.chunks(files.open_file(path), path))
+        chunks = self._limited(streams.chunks(streams.open_file(path), path))
         for piece in whole_words(chunks, path, lambda: self._is_cut):
             yield piece
             self._progress.show(self._so_far())

@@ -11,12 +11,12 @@ import numpy as np
 
 from torchfleet.errors import DataError
 from torchfleet.kernels.skipgram import Scratch, Tables, skipgram_scratch, train
-from torchfleet.kernels.vectors import LANES
-from torchfleet.ps.replica import Replica
+from torchfleet.kernels.vector_instructions import LANES
 from torchfleet.word2vec.corpus import Corpus, Ids
 from torchfleet.word2vec.model import TABLES
 from torchfleet.word2vec.sampling import word_chances
 from torchfleet.word2vec.vocabulary import Vocabulary
+from torchfleet.worker.modes.whole_tables import Replica
 
 WORDS_PER_STEP = 10_000  # of the corpus, as it is: what k_steps counts
 _SHOW_SECONDS = 1.0

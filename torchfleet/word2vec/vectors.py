@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from torchfleet.checkpoint.chain import live_rows
 from torchfleet.checkpoint.manifest import read_manifest
-from torchfleet.checkpoint.storage import Storage
 from torchfleet.errors import CheckpointError, DataError
+from torchfleet.storage import Storage
 from torchfleet.word2vec.vector_files import Vectors, read_vectors, write_binary, write_text
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.data import files
+from torchfleet.data.reading import streams
 from torchfleet.errors import DataError
 
 UNKNOWN = "<UNK>"  # stands for all words that are too rare for an id of their own
@@ -38,7 +38,7 @@ class Vocabulary:
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
         """From lines of `word count`, in any order. What is no such line is an error that names file and line."""
         path = os.fspath(path)
-        lines = b"".join(files.chunks(files.open_file(path), path)).split(b"\n")
+        lines = b"".join(streams.chunks(streams.open_file(path), path)).split(b"\n")
         if lines[-1] == b"":
             lines.pop()
         if not any(line.strip() for line in lines):

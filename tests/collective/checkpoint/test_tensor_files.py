@@ -1,0 +1,252 @@
+"""Files of saved collective models: kinds of tensors, optimizers, damage, mistakes, and what other programs read."""
+
+from __future__ import annotations
+
+import os
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.sharded_models import Net, Tied
+
+from torchfleet.collective.checkpoint.collective_manifest import read
+from torchfleet.collective.checkpoint.loading import load, load_parameters
+from torchfleet.collective.checkpoint.planning import Line, shared_out
+from torchfleet.collective.checkpoint.saving import save
+from torchfleet.collective.checkpoint.single_file import export
+from torchfleet.commands import command
+from torchfleet.errors import CheckpointError
+from torchfleet.storage import Storage
+
+ALONE: Any = types.SimpleNamespace(rank=0, size=1)
+
+
+class Odd(torch.nn.Module):
+    """Tensors of many kinds and shapes."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        made = torch.Generator().manual_seed(seed)
+        self.brain = torch.nn.Parameter(torch.randn(3, 5, generator=made).bfloat16())
+        self.scale = torch.nn.Parameter(torch.randn((), generator=made))
+        self.none = torch.nn.Parameter(torch.empty(0, 4))
+        self.wide = torch.nn.Parameter(torch.randn(6, 4, generator=made, dtype=torch.float64).t())
+        kinds = (torch.float16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+        kinds += (torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.uint64)
+        for kind in kinds:
+            self.register_buffer(str(kind).split(".")[1], (torch.randn(7, generator=made) * 3).abs().to(kind))
+        self.register_buffer("cache", torch.randn(3), persistent=False)
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("where", ["here", "memory://collective"])
+def test_tensors_of_every_kind_come_back_to_the_bit(where: str, tmp_path: Path) -> None:
+    place = str(tmp_path) if where == "here" else where
+    model, loaded = Odd(), Odd(seed=1)
+    cache = loaded.cache.clone()
+    assert save(place, model, None, [], ALONE, {"epoch": 3}) in (1, 2)
+    assert load_parameters(place, loaded) == {"epoch": 3}
+    expected = model.state_dict()
+    for name, value in loaded.state_dict().items():
+        assert value.dtype == expected[name].dtype
+        assert torch.equal(bits(value), bits(expected[name])), name
+    assert torch.equal(loaded.cache, cache)
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD", "NAdam", "Adagrad", "ASGD", "RMSprop", "Rprop", "Adafactor"])
+def test_the_state_of_every_optimizer_comes_back(name: str, tmp_path: Path) -> None:
+    """Counts, factors of another shape than the parameter, and options that a schedule has changed."""
+    made = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(4, 3)
+        settings = {"momentum": 0.9} if name == "SGD" else {}
+        optimizer = getattr(torch.optim, name)(
+            [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.5}], lr=0.1, **settings
+        )
+        made.append((model, optimizer))
+    (model, optimizer), (other, empty) = made
+    for _ in range(2):
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+    optimizer.param_groups[1]["lr"] = 0.25
+    save(str(tmp_path), model, optimizer, [], ALONE)
+    groups = [*empty.param_groups]
+    load(str(tmp_path), other, empty, [], None)
+    assert all(one is group for one, group in zip(empty.param_groups, groups, strict=True))
+    model.zero_grad()
+    for one, step in ((model, optimizer), (other, empty)):
+        one(torch.ones(2, 4)).square().sum().backward()
+        step.step()
+    for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, its)
+        for key, value in optimizer.state[mine].items():
+            same = empty.state[its][key]
+            assert torch.equal(value, same) if isinstance(value, torch.Tensor) else value == same, key
+    assert empty.param_groups[1]["lr"] == 0.25
+
+
+def test_another_optimizer_starts_anew_and_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    save(str(tmp_path), model, optimizer, [], ALONE)
+    other = torch.nn.Linear(2, 2)
+    adam = torch.optim.Adam(other.parameters(), lr=0.5)
+    load(str(tmp_path), other, adam, [], None)
+    assert torch.equal(other.weight, model.weight)
+    assert not adam.state
+    assert adam.param_groups[0]["lr"] == 0.5
+    assert "saved by SGD, and is now trained by Adam: parameters are loaded" in capfd.readouterr().err
+
+
+def saved_net(tmp_path: Path) -> tuple[str, Path]:
+    save(str(tmp_path), Net(), None, [], ALONE)
+    return str(tmp_path), tmp_path / "save-000001" / "rank-00000-of-00001.safetensors"
+
+
+def change(file: Path, place: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[place] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGE: dict[str, tuple[Any, str]] = {
+    "a file is cut off": (lambda file: os.truncate(file, file.stat().st_size - 5), "is cut off: expected"),
+    "a bit has changed": (lambda file: change(file, -3), "is damaged: the checksum of"),
+    "a file is gone": (lambda file: file.unlink(), "rank-00000-of-00001.safetensors is missing"),
+    "the manifest has changed": (
+        lambda file: change(file.parents[1] / "manifest.json", 99),
+        "manifest.json is damaged",
+    ),
+    "the manifest is cut off": (lambda file: os.truncate(file.parents[1] / "manifest.json", 99), "is damaged"),
+    "the manifest is gone": (lambda file: (file.parents[1] / "manifest.json").unlink(), "no saved model in"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_is_named(what: str, tmp_path: Path) -> None:
+    folder, file = saved_net(tmp_path)
+    damage, message = DAMAGE[what]
+    damage(file)
+    with pytest.raises(CheckpointError, match=message):
+        load_parameters(folder, Net())
+
+
+def with_another_name(model: Any) -> Any:
+    model.tail = model.head
+    del model.head
+    return model
+
+
+def with_more(model: Net) -> Net:
+    model.more = torch.nn.Linear(1, 1)
+    return model
+
+
+MISTAKES: dict[str, tuple[Any, str]] = {
+    "another shape": (lambda: Net(8), r"has shape \(8,\) in the model, and was saved with shape \(7,\)"),
+    "a layer too few": (lambda: Net().blocks[0], "has 'blocks.0.norm.weight', which the model does not have"),
+    "a layer too many": (lambda: with_more(Net()), "has no 'more.weight', which the model has"),
+    "another name": (lambda: with_another_name(Net()), "has 'head.weight', which the model does not have"),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_model_that_does_not_fit_is_named_and_left_alone(what: str, tmp_path: Path) -> None:
+    folder, _ = saved_net(tmp_path)
+    make, message = MISTAKES[what]
+    model = make()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message):
+        load_parameters(folder, model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_optimizers_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    save(str(tmp_path), model, torch.optim.SGD(model.parameters(), lr=0.1), [], ALONE)
+    two = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
+    with pytest.raises(CheckpointError, match="the optimizer has 2 param groups, and 1 were saved"):
+        load(str(tmp_path), model, two, [], None)
+    save(str(tmp_path), model, two, [], ALONE)
+    swapped = torch.optim.SGD([{"params": [model.bias]}, {"params": [model.weight]}], lr=0.1)
+    swapped.state[model.bias]["momentum_buffer"] = kept = torch.ones(2)
+    with pytest.raises(CheckpointError, match="'bias' is in param group 0 of the optimizer, and was saved in group 1"):
+        load(str(tmp_path), model, swapped, [], None)
+    assert swapped.state[model.bias]["momentum_buffer"] is kept
+    stranger = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    with pytest.raises(CheckpointError, match=r"shape \(3,\) in param group 0 is none of the model's"):
+        save(str(tmp_path), model, stranger, [], ALONE)
+    with pytest.raises(CheckpointError, match=r"shape \(3,\) in param group 0 is none of the model's"):
+        load(
+            str(tmp_path),
+            model,
+            torch.optim.SGD([{"params": stranger.param_groups[0]["params"]}, {"params": []}]),
+            [],
+            None,
+        )
+    two.param_groups[1]["lr"] = float("inf")
+    with pytest.raises(
+        CheckpointError, match="option 'lr'=inf of a param group: expected numbers, which must be finite"
+    ):
+        save(str(tmp_path), model, two, [], ALONE)
+
+
+def test_pieces_that_do_not_fit_together_are_no_save() -> None:
+    def line(name: str, whole: tuple[int, ...], offset: int, length: int, dtype: str = "F32") -> Line:
+        return Line("model", name, dtype, whole, (offset,), (length,))
+
+    plan = shared_out([[line("a", (9,), 0, 5), line("b", (4,), 0, 4)], [line("a", (9,), 5, 4), line("b", (4,), 0, 4)]])
+    assert [sorted(one.name for one in lines) for lines in plan] == [["a"], ["a", "b"]]  # who has less writes b
+    with pytest.raises(CheckpointError, match="'a' has 9 elements, and the pieces that the ranks hold have 5"):
+        shared_out([[line("a", (9,), 0, 5)], []])
+    with pytest.raises(CheckpointError, match=r"'a' is F32 \(9,\) on one rank, and F32 \(8,\) on rank 1"):
+        shared_out([[line("a", (9,), 0, 9)], [line("a", (8,), 0, 8)]])
+    with pytest.raises(CheckpointError, match=r"would both be 'optimizer\.a'"):
+        shared_out([[line("optimizer.a", (1,), 0, 1), Line("optimizer", "a", "F32", (1,), (0,), (1,))]])
+
+
+def test_kinds_of_tensors_and_tied_ones_are_exported(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, load_model
+
+    odd, tied = Odd(), Tied()
+    save(str(tmp_path / "odd"), odd, None, [], ALONE)
+    save(str(tmp_path / "tied"), tied, None, [], ALONE)
+    assert export(str(tmp_path / "odd"), str(tmp_path / "odd.safetensors")) == len(odd.state_dict())
+    for name, value in load_file(tmp_path / "odd.safetensors").items():
+        assert value.dtype == odd.state_dict()[name].dtype
+        assert torch.equal(bits(value), bits(odd.state_dict()[name])), name
+    assert export(str(tmp_path / "tied"), str(tmp_path / "tied.safetensors")) == len(tied.state_dict()) - 1
+    other = Tied()
+    load_model(other, tmp_path / "tied.safetensors")
+    assert torch.equal(other.outputs[0].weight, tied.embedding.weight)
+
+
+WRONG: dict[str, tuple[list[str], str]] = {
+    "a table of a collective model": (["inspect", "{model}", "--table", "t"], "it is collective"),
+    "a collective model as a table": (["export", "{model}", "t", "p"], "which has no tables: fleet export"),
+    "no model": (["export", "{model}/save-000001", "--out", "p"], "no saved model in"),
+    "no such place": (["export", "{model}", "--out", "/proc/no/model.safetensors"], "cannot write to /proc/no"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_mistakes_on_the_command_line_are_named(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = saved_net(tmp_path)
+    arguments, message = WRONG[what]
+    assert command.main([one.format(model=folder) for one in arguments]) == 1
+    assert message in capsys.readouterr().err
+    assert read(Storage(folder)).number == 1
+
+
+@pytest.mark.parametrize("more", [["--with_state"], ["t", "p"], ["--format", "text"]])
+def test_options_for_tables_are_refused_with_out(more: list[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["export", str(tmp_path), "--out", "p", *more])

@@ -1,0 +1,147 @@
+"""Ways to average gradients: in two levels, through several communicators, in half precision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.collective_oracles import alone, assert_close, batches, job_of, mlp, train, values
+from support.ranks import Ranks
+
+from torchfleet.collective.strategies.hierarchical import HierarchicalAllReduce
+from torchfleet.errors import StrategyError
+
+
+def train_on_ranks(**fields: Any) -> dict[str, Any]:
+    """A model of several buckets, of 1 MB each."""
+    job = job_of(fuse_grad_size_in_MB=1, **fields)
+    rank, size = job.world.rank, job.world.size
+    torch.manual_seed(rank)
+    layers = [torch.nn.Linear(64, 600), torch.nn.Tanh(), torch.nn.Linear(600, 600), torch.nn.Tanh()]
+    model = job.distribute_model(torch.nn.Sequential(*layers, torch.nn.Linear(600, 4)))
+    optimizer = job.distribute_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    train(model, optimizer, batches(4, rank, size))
+    return values(model)
+
+
+def watched(name: str, seen: list[Any]) -> None:
+    """From now on `seen` gets the group of every call of that function of torch.distributed."""
+    function = getattr(dist, name)
+
+    def watching(*args: Any, **kwargs: Any) -> Any:
+        seen.append((name, kwargs.get("group")))
+        return function(*args, **kwargs)
+
+    setattr(dist, name, watching)
+
+
+def train_in_two_levels(node_size: int) -> dict[str, Any]:
+    plain = train_on_ranks()
+    seen: list[Any] = []
+    for name in ("reduce", "all_reduce", "broadcast"):
+        watched(name, seen)
+    found = train_on_ranks(use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=node_size)
+    assert_close(found, plain, atol=1e-6)  # the sums are in another order
+    sizes = {name: {dist.get_world_size(group) for called, group in seen if called == name} for name, _ in seen}
+    return {**{name: sorted(each) for name, each in sizes.items()}, **found}
+
+
+def test_two_levels_equal_a_flat_all_reduce(ranks: Ranks) -> None:
+    results = ranks.run(train_in_two_levels, 4, node_size=2)
+    for rank, found in enumerate(results):
+        assert_close(found, results[0], atol=0)
+        assert found["reduce"] == found["broadcast"] == [2]
+        assert found.get("all_reduce", []) == ([2] if rank in (0, 2) else [])  # leaders only
+
+
+def train_flat() -> dict[str, Any]:
+    plain = train_on_ranks()
+    for node_size in (1, 2):
+        found = train_on_ranks(use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=node_size)
+        assert_close(found, plain, atol=0)
+    return {}
+
+
+def test_nodes_of_one_rank_and_one_node_of_all_are_flat(ranks: Ranks) -> None:
+    ranks.run(train_flat, 2)
+
+
+def test_nodes_must_be_of_equal_size() -> None:
+    strategy, world = alone(use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=4)
+    world.size = 6
+    with pytest.raises(StrategyError, match="hierarchical_allreduce_inter_nranks=4 does not divide the 6 ranks"):
+        HierarchicalAllReduce(strategy, world)
+
+
+def train_when_a_rank_is_gone() -> dict[str, Any]:
+    """Rank 3 leaves; what the exchange meets in its thread must reach whoever waits for the gradients."""
+    fields = {"use_hierarchical_allreduce": True, "hierarchical_allreduce_inter_nranks": 2, "sync_timeout": 2.0}
+    job = job_of(**fields)
+    model = job.distribute_model(mlp())
+    if job.world.rank == 3:
+        return {"error": ""}
+    with pytest.raises(RuntimeError) as caught:
+        model(torch.randn(2, 64)).sum().backward()
+    return {"error": str(caught.value)}
+
+
+def test_an_error_of_the_exchange_reaches_the_training(ranks: Ranks) -> None:
+    for found in ranks.run(train_when_a_rank_is_gone, 4)[:3]:
+        assert found["error"]
+
+
+def train_through_several(count: int) -> dict[str, Any]:
+    plain = train_on_ranks()
+    seen: list[Any] = []
+    watched("all_reduce", seen)
+    for waits in (True, False):
+        seen.clear()
+        found = train_on_ranks(nccl_comm_num=count, sync_nccl_allreduce=waits)
+        assert_close(found, plain, atol=0)
+        groups = [group for _, group in seen]
+        assert len(set(groups)) == count
+        assert groups == [groups[i % count] for i in range(len(groups))]
+    return {"num_buckets": len(groups)}
+
+
+def test_several_communicators_take_turns(ranks: Ranks) -> None:
+    for found in ranks.run(train_through_several, 2, count=3):
+        assert found["num_buckets"] > 3
+
+
+def gradients_in_half() -> dict[str, Any]:
+    results: dict[str, Any] = {}
+    for name, fields in {"half": {"fp16_allreduce": True}, "plain": {}}.items():
+        job = job_of(**fields)
+        model = job.distribute_model(mlp())
+        (x, y), *_ = batches(1, job.world.rank, job.world.size)
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        results[name] = model.module[0].weight.grad
+    alone_model = mlp()
+    torch.nn.functional.cross_entropy(alone_model(x), y).backward()
+    return {**results, "own": alone_model[0].weight.grad}
+
+
+def test_gradients_travel_in_half_precision(ranks: Ranks) -> None:
+    first, second = ranks.run(gradients_in_half, 2)
+    expected = (first["own"].half() / 2 + second["own"].half() / 2).float()
+    for found in (first, second):
+        assert found["half"].dtype == torch.float32
+        assert_close(found, {"half": expected}, atol=0)
+        torch.testing.assert_close(
+            found["half"], found["plain"], rtol=2e-3, atol=1e-5
+        )  # 11 bits, of terms that may cancel
+        assert not torch.equal(found["half"], found["plain"])
+
+
+def one_rank() -> dict[str, Any]:
+    plain = train_on_ranks()
+    for fields in ({"fp16_allreduce": True}, {"nccl_comm_num": 2}, {"use_hierarchical_allreduce": True}):
+        assert_close(train_on_ranks(**fields), plain, atol=0)
+    return {}
+
+
+def test_one_rank_alone_exchanges_nothing(ranks: Ranks) -> None:
+    ranks.run(one_rank, 1)

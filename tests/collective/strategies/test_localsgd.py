@@ -1,0 +1,258 @@
+"""Local SGD against ranks simulated one after the other, and its adaptive interval against the formula."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from support.collective_oracles import alone, assert_close, batches, job_of, local_sgd, mlp, part_of, train, values
+from support.ranks import Ranks
+from torch.nn import functional as F
+
+from torchfleet.collective.strategies.adaptive_localsgd import AdaptiveLocalSGD, next_interval
+from torchfleet.collective.strategies.localsgd import LocalSGD
+from torchfleet.errors import FleetError, StrategyError
+
+OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
+STEPS = 7
+
+
+def train_on_ranks(merge: int = 1, **fields: Any) -> dict[str, Any]:
+    job = job_of(**fields)
+    rank, size = job.world.rank, job.world.size
+    model = job.distribute_model(mlp(seed=rank))
+    optimizer = job.distribute_optimizer(torch.optim.SGD(model.parameters(), **OPTIONS))
+    data = batches(STEPS, rank, size)
+    train(model, optimizer, [(x[i::merge], y[i::merge]) for x, y in data for i in range(merge)])
+    return values(model)
+
+
+def oracle(size: int, begin_step: int, k_steps: int) -> list[dict[str, torch.Tensor]]:
+    models = [mlp() for _ in range(size)]
+    optimizers = [torch.optim.SGD(model.parameters(), **OPTIONS) for model in models]
+    local_sgd(models, optimizers, [batches(STEPS, rank, size) for rank in range(size)], begin_step, k_steps)
+    return [values(model) for model in models]
+
+
+def configs(begin_step: int, k_steps: int) -> dict[str, Any]:
+    return {"localsgd": True, "localsgd_configs": {"begin_step": begin_step, "k_steps": k_steps}}
+
+
+def train_every_step() -> dict[str, Any]:
+    plain = train_on_ranks()
+    for begin in (1, 3):
+        assert_close(train_on_ranks(**configs(begin, 1)), plain, atol=1e-6)  # the sums are in another order
+    return plain
+
+
+def test_averaging_after_every_step_equals_data_parallelism(ranks: Ranks) -> None:
+    first, second = ranks.run(train_every_step, 2)
+    assert_close(first, second, atol=0)
+
+
+@pytest.mark.parametrize(("size", "begin_step", "k_steps"), [(2, 1, 7), (2, 3, 2), (3, 1, 4)])
+def test_ranks_train_alone_in_between(ranks: Ranks, size: int, begin_step: int, k_steps: int) -> None:
+    found = ranks.run(train_on_ranks, size, **configs(begin_step, k_steps), fuse_grad_size_in_MB=1)
+    expected = oracle(size, begin_step, k_steps)
+    for one, other in zip(found, expected, strict=True):
+        assert_close(one, other, atol=1e-6)
+    apart = (STEPS - begin_step + 1) % k_steps
+    assert torch.equal(found[0]["0.weight"], found[1]["0.weight"]) == (apart == 0)
+
+
+def test_merged_batches_count_as_one_step(ranks: Ranks) -> None:
+    merge = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
+    for found, expected in zip(
+        ranks.run(train_on_ranks, 2, merge=2, **configs(3, 2), **merge), oracle(2, 3, 2), strict=True
+    ):
+        assert_close(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("field", ["localsgd", "adaptive_localsgd"])
+def test_only_sgd_will_do(field: str) -> None:
+    part = (LocalSGD if field == "localsgd" else AdaptiveLocalSGD)(*alone(**{field: True}))
+    with pytest.raises(StrategyError, match=rf"{field}=True needs a torch.optim.SGD, found Adam"):
+        part.optimizer(torch.optim.Adam(mlp().parameters()), {})
+
+
+def counting(part: LocalSGD, inner: torch.optim.Optimizer | None = None) -> list[int]:
+    """Steps, from 1, after which a part without ranks averaged, of 12."""
+    part.optimizer(inner or torch.optim.SGD(mlp().parameters(), lr=0.1), {})
+    averaged, average = [], part.average
+    part.average = lambda: (averaged.append(step), average())  # type: ignore[assignment, method-assign]
+    for step in range(1, 13):
+        assert part.exchanges() == (step < part.configs["begin_step"])
+        part.after_step()
+    return averaged
+
+
+def test_the_interval_is_counted_from_the_begin_step() -> None:
+    assert counting(LocalSGD(*alone(**configs(1, 4)))) == [4, 8, 12]
+    assert counting(LocalSGD(*alone(**configs(6, 3)))) == [8, 11]
+    assert counting(LocalSGD(*alone(**configs(13, 1)))) == []
+
+
+def test_counters_are_saved() -> None:
+    part, again = LocalSGD(*alone(**configs(1, 8))), LocalSGD(*alone(**configs(1, 8)))
+    counting(part)
+    again.load_state(part.state())
+    assert counting(again) == [4, 12]
+
+
+# The adaptive interval
+
+
+@given(
+    st.integers(1, 16),
+    st.floats(1e-4, 1),
+    st.floats(0.1, 10),
+    st.floats(1e-4, 1),
+    st.floats(0, 10),
+)
+def test_the_interval_follows_the_formula_and_its_cap(
+    first: int, first_lr: float, first_loss: float, lr: float, loss: float
+) -> None:
+    exact = math.sqrt(first_lr * loss / (lr * first_loss)) * first
+    found = next_interval(first, first_lr, first_loss, lr, loss)
+    assert 1 <= found <= 16
+    if 1 < exact < 15.999:
+        assert exact - 1e-6 <= found < exact + 1 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("loss", "lr", "expected"), [(2.0, 0.1, 4), (0.5, 0.1, 2), (0.4, 0.1, 2), (1e-9, 0.1, 1), (2.0, 0.001, 16)]
+)
+def test_intervals_by_hand(loss: float, lr: float, expected: int) -> None:
+    assert next_interval(4, 0.1, 2.0, lr, loss) == expected
+
+
+@pytest.mark.parametrize("loss", [-1.0, math.nan, math.inf])
+def test_a_loss_that_is_no_positive_number_is_an_error(loss: float) -> None:
+    with pytest.raises(FleetError, match="finite loss above 0"):
+        next_interval(1, 0.1, 1.0, 0.1, loss)
+
+
+def train_adaptive(told: bool) -> dict[str, Any]:
+    """The loss is 4 at first on rank 0 and 12 on rank 1, and a quarter of it from the third step on."""
+    job = job_of(adaptive_localsgd=True, adaptive_localsgd_configs={"init_k_steps": 2, "begin_step": 2})
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(()))
+
+        def forward(self, value: float) -> torch.Tensor:
+            return self.weight * 0 + value if not told else self.weight.expand(2)
+
+    model = job.distribute_model(Model())
+    optimizer = job.distribute_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    part = part_of(job, AdaptiveLocalSGD)
+    intervals = []
+    for step in range(6):
+        loss = model((4.0 + 8.0 * job.world.rank) * (1.0 if step < 2 else 0.25)).sum()
+        if told:
+            job.report({"loss": (4.0 + 8.0 * job.world.rank) * (1.0 if step < 2 else 0.25)})
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.1 if step < 3 else 0.025
+        intervals.append(part.interval)
+    return {"intervals": intervals, **{name: one.item() for name, one in part.state().items()}}
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_the_interval_is_adapted_to_the_mean_loss_of_the_ranks(ranks: Ranks, told: bool) -> None:
+    for found in ranks.run(train_adaptive, 2, told=told):
+        # averaged after step 3 (2 alone): √(1/4)·2 = 1; step 4: 1 still; step 5: lr is a quarter, √(4/4)·2 = 2
+        assert found["intervals"] == [2, 2, 1, 1, 2, 2]
+        assert found["first_loss"] == 8.0
+        assert found["first_lr"] == 0.1
+        assert found["num_steps"] == 6
+
+
+def test_without_a_loss_there_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(FleetError, match=r"fleet\.report\(loss="):
+        counting(AdaptiveLocalSGD(*alone(adaptive_localsgd=True)))
+
+
+def test_a_rate_of_zero_is_no_first_rate() -> None:
+    part = AdaptiveLocalSGD(*alone(adaptive_localsgd=True))
+    inner = torch.optim.SGD(mlp().parameters(), lr=0.0)
+    part.optimizer(inner, {})
+    for lr, loss in ((0.0, 9.0), (0.1, 4.0), (0.1, 16.0)):
+        inner.param_groups[0]["lr"] = lr
+        part.note_loss(torch.tensor(loss))
+        part.after_step()
+    assert (part.interval, part.state()["first_loss"], part.state()["first_lr"]) == (2, 4.0, 0.1)
+
+
+def test_an_adapted_interval_is_saved() -> None:
+    part, again = (AdaptiveLocalSGD(*alone(adaptive_localsgd=True)) for _ in range(2))
+    inner = torch.optim.SGD(mlp().parameters(), lr=0.1)
+    part.optimizer(inner, {})
+    for loss in (1.0, 9.0):
+        part.note_loss(loss)
+        part.after_step()
+    assert part.interval == 3
+    again.load_state(part.state())
+    again.optimizer(inner, {})
+    assert again.interval == 3
+    for loss in (2.0, 3.0, 25.0):
+        again.note_loss(loss)
+        again.after_step()
+    assert again.interval == 5
+
+
+def test_the_loss_of_a_model_that_is_trained_falls_and_the_interval_with_it(ranks: Ranks) -> None:
+    for found in ranks.run(train_to_the_end, 2):
+        assert found["intervals"][0] == 8
+        assert found["intervals"][-1] < 4
+        assert found["losses"][-1] < found["losses"][0] / 4
+
+
+def train_to_the_end() -> dict[str, Any]:
+    job = job_of(adaptive_localsgd=True, adaptive_localsgd_configs={"init_k_steps": 8})
+    model = job.distribute_model(mlp(width=16))
+    optimizer = job.distribute_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    (x, y), *_ = batches(1, job.world.rank, job.world.size)
+    losses, intervals = [], []
+    for _ in range(40):
+        loss = F.cross_entropy(model(x), y)
+        job.report({"loss": loss.item()})
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        intervals.append(part_of(job, AdaptiveLocalSGD).interval)
+    return {"losses": losses, "intervals": intervals}
+
+
+def momenta_before_and_after_a_save() -> dict[str, Any]:
+    """Many layers of one shape: taken in another order on another rank, they would be mixed up without an error."""
+    job = job_of(**configs(1, 100))
+    kept = [torch.zeros(job.world.rank + 1) for _ in range(50 * job.world.rank)]  # other addresses on other ranks
+    model = job.distribute_model(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))))
+    del kept
+    optimizer = job.distribute_optimizer(torch.optim.SGD(model.parameters(), **OPTIONS))
+    train(model, optimizer, batches(3, job.world.rank, job.world.size))
+    before = [optimizer.state[one]["momentum_buffer"].clone() for one in model.parameters()]
+    if job.world.rank == 1:  # as after steps that amp has skipped
+        del optimizer.state[model.module[0].bias]
+        before[1].zero_()
+    part_of(job, LocalSGD).before_save()
+    after = [optimizer.state[one]["momentum_buffer"] for one in model.parameters()]
+    return {
+        "before": torch.cat([one.flatten() for one in before]),
+        "after": torch.cat([one.flatten() for one in after]),
+    }
+
+
+def test_a_save_averages_momentum(ranks: Ranks) -> None:
+    first, second = ranks.run(momenta_before_and_after_a_save, 2)
+    mean = (first["before"] + second["before"]) / 2
+    for found in (first, second):
+        torch.testing.assert_close(found["after"], mean, rtol=0, atol=1e-7)

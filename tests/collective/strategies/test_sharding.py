@@ -1,0 +1,432 @@
+"""Sharding: stages 1 to 3 against training in one process, memory, and what it goes together with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import Ranks
+from support.sharded_models import (
+    CLOSE,
+    OPTIMIZERS,
+    Net,
+    Tied,
+    batches,
+    chain,
+    full,
+    of_case,
+    sharded,
+    share,
+    start,
+    whole,
+)
+
+from torchfleet.collective.local_tensors import local
+from torchfleet.collective.strategies.sharding.sharding import Sharding
+from torchfleet.collective.strategies.sharding.units import Units
+from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer
+from torchfleet.collective.world import Axis, World
+from torchfleet.errors import ModelError
+from torchfleet.role import PaddleCloudRoleMaker
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+
+# Sums over ranks and over the samples of one large batch are made in another order: float32 differs in its last bits.
+STAGES = (1, 2, 3)
+
+
+def alone(optimizer: str, num: int = 3, clip: float = 0.0) -> dict[str, torch.Tensor]:
+    """What one process makes of the same data."""
+    torch.manual_seed(0)
+    model = Net()
+    stepping = OPTIMIZERS[optimizer](model.parameters())
+    for x, y in batches(num, 8):
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        stepping.step()
+        stepping.zero_grad()
+    return whole(model)
+
+
+def train(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several trainings, one after the other: what each is called stands before what it gives."""
+    return {f"{case['name']} {key}": value for case in cases for key, value in train_one(**case).items()}
+
+
+def train_one(name: str, optimizer: str, fields: dict[str, Any], num: int = 3, clip: float = 0.0) -> dict[str, Any]:
+    job = start(**fields)
+    rank, ranks = job.world.rank, job.world.size
+    torch.manual_seed(rank)  # the first rank's parameters count
+    model = job.distribute_model(Net())
+    stepping = job.distribute_optimizer(OPTIMIZERS[optimizer](model.parameters()))
+    for x, y in batches(num, 8):
+        torch.nn.functional.mse_loss(model(share(x, rank, ranks)), share(y, rank, ranks)).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        stepping.step()
+        stepping.zero_grad()
+    states = [local(one) for state in stepping.state.values() for one in state.values() if one.dim()]
+    return {
+        **whole(model),
+        "state_bytes": sum(one.nbytes for one in states),
+        "local_bytes": sum(local(one).nbytes for one in model.parameters()),
+    }
+
+
+def assert_trained(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> None:
+    assert expected.keys() <= found.keys()  # the user's names
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, **CLOSE)
+
+
+@pytest.fixture(scope="module")
+def on_two(ranks: Ranks) -> list[dict[str, Any]]:
+    """Every stage with every optimizer, and data parallelism."""
+    cases = [
+        {"name": f"{stage} {one}", "optimizer": one, "fields": sharded(stage)} for one in OPTIMIZERS for stage in STAGES
+    ]
+    merged = {"name": "merged", "optimizer": "momentum", "fields": sharded(3, segment_broadcast_MB=32.0)}
+    return ranks.run(train, 2, cases=[*cases, merged, {"name": "plain", "optimizer": "adam", "fields": {}}])
+
+
+@pytest.fixture(scope="module")
+def on_four(ranks: Ranks) -> list[dict[str, Any]]:
+    """One group of four, and two groups of two with clipped gradients."""
+    one = [{"name": f"{stage} adam", "optimizer": "adam", "fields": sharded(stage)} for stage in (1, 3)]
+    two = [
+        {
+            "name": f"{stage} hybrid",
+            "optimizer": "momentum",
+            "fields": sharded(stage, sharding_degree=2, hybrid_dp=True),
+            "clip": 0.5,
+        }
+        for stage in STAGES
+    ]
+    return ranks.run(train, 4, cases=one + two)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_trains_as_one_process_does(on_two: list[dict[str, Any]], stage: int, optimizer: str) -> None:
+    for found in on_two:
+        assert_trained(of_case(found, f"{stage} {optimizer}"), alone(optimizer))
+
+
+def test_layers_that_are_gathered_together_train_as_one_process_does(on_two: list[dict[str, Any]]) -> None:
+    for found in on_two:
+        assert_trained(of_case(found, "merged"), alone("momentum"))
+
+
+def test_stage_1_equals_data_parallelism_to_the_bit(on_two: list[dict[str, Any]]) -> None:
+    for found in on_two:
+        cut, plain = of_case(found, "1 adam"), of_case(found, "plain")
+        for name in alone("adam", num=0):
+            assert torch.equal(cut[name], plain[name])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_groups_of_two_are_replicated(on_four: list[dict[str, Any]], stage: int) -> None:
+    """Two groups, each with a whole model cut in two. Gradients are clipped on the way."""
+    expected = alone("momentum", clip=0.5)
+    every = [of_case(found, f"{stage} hybrid") for found in on_four]
+    for found in every:
+        assert_trained(found, expected)
+    sizes = [found["state_bytes"] for found in every]
+    assert sizes[:2] == sizes[2:]
+    assert sum(sizes[:2]) == sum(value.nbytes for value in expected.values())  # momentum: as much as the parameters
+
+
+def test_memory_falls_as_the_group_grows(on_two: list[dict[str, Any]], on_four: list[dict[str, Any]]) -> None:
+    total = sum(one.nbytes for one in alone("adam", num=0).values())
+    for everybody in (on_two, on_four):
+        size = len(everybody)
+        dealt = [of_case(found, "1 adam")["state_bytes"] for found in everybody]
+        assert sum(dealt) == 2 * total  # Adam has two states; nothing is kept twice
+        assert max(dealt) < 1.5 * 2 * total / size  # whole parameters are dealt out, and the largest is large
+        for one in (of_case(found, "3 adam") for found in everybody):
+            assert one["local_bytes"] < 1.3 * total / size  # of seven rows four ranks have two, two, two, one
+            assert one["state_bytes"] == 2 * one["local_bytes"]
+
+
+def merge_and_evaluate() -> dict[str, Any]:
+    """Half batches are merged, and between backward and step somebody looks at the outputs."""
+    made = {}
+    for stage in STAGES:
+        job = start(gradient_merge=True, gradient_merge_configs={"k_steps": 2}, **sharded(stage))
+        torch.manual_seed(0)
+        model = job.distribute_model(Net())
+        stepping = job.distribute_optimizer(OPTIMIZERS["momentum"](model.parameters()))
+        for x, y in batches(3, 8):
+            for half in range(2):
+                some = [share(share(one, half, 2), job.world.rank, 2) for one in (x, y)]
+                torch.nn.functional.mse_loss(model(some[0]), some[1]).backward()
+                exchanged = [one.grad is not None for one in model.parameters()]
+                assert all(exchanged) if half or stage == 1 else not any(exchanged)  # until then they are whole, inside
+                with torch.no_grad():
+                    model(x)
+                assert all(hasattr(one, "placements") == (stage > 1) for one in model.parameters())  # let go again
+                stepping.step()
+                stepping.zero_grad()
+        made.update({f"{stage} {name}": value for name, value in whole(model).items()})
+    return made
+
+
+def test_gradients_are_merged_and_an_evaluation_before_a_step_changes_nothing(ranks: Ranks) -> None:
+    expected = alone("momentum")
+    for found in ranks.run(merge_and_evaluate, 2):
+        for stage in STAGES:
+            assert_trained(of_case(found, str(stage)), expected)
+
+
+def train_tied() -> dict[str, Any]:
+    return {f"{stage} {key}": value for stage in (1, 3) for key, value in train_tied_by(stage).items()}
+
+
+def train_tied_by(stage: int) -> dict[str, Any]:
+    job = start(**sharded(stage, segment_broadcast_MB=0.0))
+    torch.manual_seed(0)
+    model = job.distribute_model(Tied())
+    stepping = job.distribute_optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1))
+    for step in range(2):
+        words = torch.arange(12).view(4, 3) % 11 + step % 2
+        share_of = share(words, job.world.rank, job.world.size)
+        torch.nn.functional.cross_entropy(model(share_of % 11), share_of[:, 0] % 11).backward()
+        stepping.step()
+        stepping.zero_grad()
+    return {**whole(model), "num": len(list(model.parameters()))}
+
+
+def test_tied_parameters_stay_tied(ranks: Ranks) -> None:
+    (expected,) = ranks.run(train_tied, 1)  # alone nothing is cut
+    for found in ranks.run(train_tied, 2):
+        assert found["1 num"] == found["3 num"] == expected["1 num"] == 4
+        assert_trained(found, {name: value for name, value in expected.items() if not name.endswith("num")})
+
+
+def half_precision() -> dict[str, Any]:
+    return {f"{stage} {key}": value for stage in (1, 3) for key, value in half_precision_by(stage).items()}
+
+
+def half_precision_by(stage: int) -> dict[str, Any]:
+    """Parameters in bfloat16, norms in float32: units of both."""
+    job = start(amp=True, amp_configs={"use_pure_bf16": True}, **sharded(stage))
+    rank, size = job.world.rank, job.world.size
+    torch.manual_seed(0)
+    model = job.distribute_model(Net(8))
+    stepping = job.distribute_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    losses = []
+    for x, y in batches(3, 8, 8):
+        loss = torch.nn.functional.mse_loss(model(share(x, rank, size)).float(), share(y, rank, size))
+        loss.backward()
+        stepping.step()
+        stepping.zero_grad()
+        losses.append(loss.detach())
+    kinds = {str(one.dtype) for one in model.parameters()}
+    return {"losses": torch.stack(losses), "kinds": " ".join(sorted(kinds))}
+
+
+def test_half_precision_with_norms_in_float32_can_be_cut(ranks: Ranks) -> None:
+    for found in ranks.run(half_precision, 2):
+        assert found["3 kinds"] == found["1 kinds"] == "torch.bfloat16 torch.float32"
+        # Gradients are added in bfloat16, which has eight bits, here and there.
+        torch.testing.assert_close(found["3 losses"], found["1 losses"], rtol=2e-2, atol=1e-3)
+
+
+def running_means() -> dict[str, Any]:
+    job = start(**sharded(3))
+    model = job.distribute_model(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)))
+    for step in range(2):
+        x = torch.full((4, 3), float(job.world.rank + 1)) + torch.randn(
+            4, 3, generator=torch.Generator().manual_seed(step)
+        )
+        model(x).sum().backward()
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    return {"mean": model.module[1].running_mean, "num": model.module[1].num_batches_tracked}
+
+
+def test_buffers_are_those_of_the_first_rank(ranks: Ranks) -> None:
+    first, second = ranks.run(running_means, 2)
+    assert torch.equal(first["mean"], second["mean"])
+    assert first["mean"].abs().max() > 0
+    assert first["num"] == second["num"] == 2
+
+
+def tensor_parallel() -> dict[str, Any]:
+    return {f"{stage} {key}": value for stage in (1, 3) for key, value in tensor_parallel_by(stage).items()}
+
+
+def tensor_parallel_by(stage: int) -> dict[str, Any]:
+    """Two ranks share every matrix, and two such pairs are sharded."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    configs = {"tensor_parallel": True, "tensor_parallel_configs": {"tensor_parallel_degree": 2}}
+    strategy = DistributedStrategy(**configs, **sharded(stage))
+    world = World(PaddleCloudRoleMaker(is_collective=True).read(), strategy)
+    torch.manual_seed(0)
+    model: Any = Net(8)
+    for block in model.blocks:
+        parallelize_module(block.inner, world.mesh["model"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    part = Sharding(strategy, world)
+    model = part.convert(model)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    stepping = part.optimizer(inner, {one: name for name, one in model.named_parameters()})
+    axis = world.axis("sharding")
+    for x, y in batches(2, 8, 8):
+        part.begin_forward(True)
+        torch.nn.functional.mse_loss(model(share(x, axis.rank, 2)), share(y, axis.rank, 2)).backward()
+        if stage == 1:
+            for one in model.parameters():
+                torch.distributed.all_reduce(local(one.grad), torch.distributed.ReduceOp.SUM, axis.group)
+                local(one.grad).div_(2)
+        stepping.step()
+        stepping.zero_grad()
+    return whole(model)
+
+
+def test_matrices_that_are_cut_already_can_be_sharded(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    model = Net(8)
+    stepping = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x, y in batches(2, 8, 8):
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        stepping.step()
+        stepping.zero_grad()
+    for found in ranks.run(tensor_parallel, 4):
+        for stage in (1, 3):
+            assert_trained(of_case(found, str(stage)), whole(model))
+
+
+class Apart(torch.nn.Module):
+    """A layer that all ranks have, and a parameter that is each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(7, 3))
+        self.own = torch.nn.Parameter(torch.zeros(3))
+        self.own.fleet_local = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + self.own
+
+
+def train_apart() -> dict[str, Any]:
+    made = {}
+    for stage in STAGES:
+        job = start(**sharded(stage))
+        model = job.distribute_model(Apart())
+        stepping = job.distribute_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        (model(torch.ones(1, 7)).sum() * (job.world.rank + 1)).backward()
+        stepping.step()
+        made[f"{stage} own"] = full(model.module.own)
+        made[f"{stage} bias"] = full(model.module.layers[0].bias)
+    return made
+
+
+def test_parameters_of_each_rank_alone_are_neither_cut_nor_averaged(ranks: Ranks) -> None:
+    first, second = ranks.run(train_apart, 2)
+    for stage in STAGES:
+        assert torch.equal(first[f"{stage} own"], torch.full((3,), -1.0))
+        assert torch.equal(second[f"{stage} own"], torch.full((3,), -2.0))
+        assert torch.equal(first[f"{stage} bias"], second[f"{stage} bias"])
+
+
+def stages_of_a_pipeline() -> dict[str, Any]:
+    """Two stages, each with its parameters cut in two."""
+    made = {}
+    for stage in (1, 3):
+        degrees = {"pp_degree": 2, "sharding_degree": 2, "dp_degree": 1}
+        configs = {"pipeline": True, "pipeline_configs": {"accumulate_steps": 2}, "hybrid_configs": degrees}
+        job = start(**configs, **sharded(stage))
+        place = job.world.axis("sharding").rank
+        torch.manual_seed(0)
+        model = job.distribute_model(chain())
+        stepping = job.distribute_optimizer(OPTIMIZERS["momentum"](model.parameters()))
+        for x, y in batches(3, 8):
+            model.train_batch(share(x, place, 2), share(y, place, 2), torch.nn.functional.mse_loss)
+            stepping.step()
+            stepping.zero_grad()
+        made.update({f"{stage} {name}": value for name, value in whole(model).items()})
+    return made
+
+
+def test_the_stages_of_a_pipeline_can_be_sharded(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    model = chain()
+    stepping = OPTIMIZERS["momentum"](model.parameters())
+    for x, y in batches(3, 8):
+        torch.nn.functional.mse_loss(model(x), y).backward()
+        stepping.step()
+        stepping.zero_grad()
+    expected = whole(model)
+    everybody = ranks.run(stages_of_a_pipeline, 4)
+    for stage in (1, 3):
+        every = [of_case(found, str(stage)) for found in everybody]
+        assert set().union(*every) == set(expected)
+        for found in every:
+            assert_trained(found, {name: expected[name] for name in found})
+
+
+# Without ranks: what is dealt out, and what is gathered together
+
+
+def names_of(model: torch.nn.Module, max_bytes: float) -> list[list[str]]:
+    names = {module: name for name, module in model.named_modules()}
+    return [[names[module] for module in unit] for unit in Units(model, max_bytes).find()]
+
+
+def test_neighbours_are_gathered_together_up_to_the_size() -> None:
+    model = Net(8)
+    block = sum(one.numel() * 4 for one in model.blocks[0].parameters())
+    assert names_of(model, 3 * block) == [["blocks.0", "blocks.1", "blocks.2"], [""]]
+    assert names_of(model, 2 * block) == [["blocks.0", "blocks.1"], ["blocks.2"], [""]]
+    assert names_of(model, block) == [["blocks.0"], ["blocks.1"], ["blocks.2"], [""]]
+    inside = [[f"blocks.{i}{rest}"] for i in range(3) for rest in (".inner.0", ".inner.2", "")]
+    assert names_of(model, 0) == [*inside, [""]]
+
+
+def test_what_is_used_at_two_places_is_gathered_with_what_is_around_both() -> None:
+    assert names_of(Tied(), 0) == [["layers.0"], [""]]
+    layer = torch.nn.Linear(2, 2)
+    assert names_of(torch.nn.Sequential(layer, torch.nn.ReLU(), layer, torch.nn.Linear(2, 3)), 0) == [["3"], [""]]
+
+
+def test_modules_that_are_never_called_are_no_units() -> None:
+    lists = torch.nn.ModuleList([torch.nn.ModuleList([torch.nn.Linear(2, 2)]), torch.nn.ParameterList([torch.ones(2)])])
+    assert names_of(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU()), 100) == [["0"], [""]]
+    model = torch.nn.Module()
+    model.lists = lists
+    assert names_of(model, 100) == [["lists.0.0"], [""]]
+
+
+def test_every_unit_is_of_one_type() -> None:
+    model = Net(8).bfloat16()
+    for block in model.blocks:
+        block.norm.float()
+    assert names_of(model, 1 << 20) == [
+        *([f"blocks.{i}{rest}"] for i in range(3) for rest in (".norm", "")),
+        [""],
+    ]
+    mixed = torch.nn.Linear(2, 2)
+    mixed.bias.data = mixed.bias.data.half()
+    with pytest.raises(
+        ModelError, match=r"a Linear has parameters of types torch\.float16, torch\.float32; from stage 2"
+    ):
+        names_of(mixed, 0)
+
+
+def test_parameters_are_dealt_out_evenly_and_alike_on_all_ranks() -> None:
+    params = [torch.nn.Parameter(torch.zeros(num)) for num in (5, 3, 3, 2, 2, 1)]
+    shares = []
+    for rank in range(2):
+        stepping = ShardedOptimizer(torch.optim.SGD(params, lr=0.1), Axis(rank, 2, None), 100)
+        shares.append([len(one) for one in params if stepping.owns(one)])
+    assert shares == [[5, 2, 1], [3, 3, 2]]
+    assert len(stepping.param_groups[0]["params"]) == 6  # for schedulers and zero_grad
+
+
+def test_an_optimizer_that_takes_all_parameters_at_once_is_refused() -> None:
+    with pytest.raises(ModelError, match="LBFGS steps on all parameters as one vector"):
+        ShardedOptimizer(torch.optim.LBFGS([torch.nn.Parameter(torch.zeros(1))]), Axis(0, 2, None), 1)

@@ -1,0 +1,287 @@
+"""data/files: the same bytes from every kind of file, and an error with its name for every file that is broken."""
+
+from __future__ import annotations
+
+import bz2
+import gc
+import gzip
+import io
+import lzma
+import os
+import random
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import zstandard
+from fsspec.implementations.memory import MemoryFileSystem
+
+from torchfleet.data.reading.streams import CHUNK, check_files, chunks, compression, open_file
+from torchfleet.errors import DataError
+
+# Three chunks of text that does not compress well.
+_RANDOM = random.Random(0)
+TEXT = "".join(f"1 {_RANDOM.getrandbits(63)}\n" for _ in range(140_000)).encode()
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": lambda data: gzip.compress(data, 1),
+    ".zst": lambda data: zstandard.ZstdCompressor(1, write_checksum=True).compress(data),
+    ".xz": lambda data: lzma.compress(data, preset=0),
+    ".bz2": lambda data: bz2.compress(data, 1),
+}
+WHOLE = {ending: compress(TEXT) for ending, compress in COMPRESS.items()}
+endings = pytest.mark.parametrize("ending", list(COMPRESS))
+
+
+def read(path: Any) -> bytes:
+    return b"".join(chunks(open_file(str(path)), str(path)))
+
+
+def make(folder: Path, name: str, data: bytes) -> str:
+    path = folder / name
+    path.write_bytes(data)
+    return str(path)
+
+
+def check_broken(path: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}: cannot be read after ")
+    assert "is it cut off or damaged?" in str(caught.value)
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryFileSystem]:
+    system = fsspec.filesystem("memory")
+    yield system
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+
+
+# What is read
+
+
+def test_a_plain_file_comes_in_chunks(tmp_path: Path) -> None:
+    path = make(tmp_path, "part-0", TEXT)
+    pieces = list(chunks(open_file(path), path))
+    assert b"".join(pieces) == TEXT
+    assert max(map(len, pieces)) <= CHUNK
+    assert len(pieces) > 2
+
+
+@endings
+@pytest.mark.parametrize("named", [True, False])
+def test_a_compressed_file_is_decompressed_whatever_its_name(tmp_path: Path, ending: str, named: bool) -> None:
+    path = make(tmp_path, "part-0" + ending * named, WHOLE[ending])
+    assert compression(path) == ending
+    assert read(path) == TEXT
+
+
+@endings
+def test_compressed_members_one_behind_the_other_are_all_read(tmp_path: Path, ending: str) -> None:
+    parts = [b"1 1\n", b"", TEXT, b"1 2"]
+    path = make(tmp_path, "part-0" + ending, b"".join(map(COMPRESS[ending], parts)))
+    assert read(path) == b"".join(parts)
+
+
+@endings
+def test_a_compressed_file_of_nothing_is_empty(tmp_path: Path, ending: str) -> None:
+    assert read(make(tmp_path, "part-0" + ending, COMPRESS[ending](b""))) == b""
+
+
+def test_a_streamed_zstandard_file_without_its_size_is_read(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with zstandard.ZstdCompressor(1).stream_writer(buffer, closefd=False) as writer:
+        writer.write(TEXT)
+    assert read(make(tmp_path, "part-0.zst", buffer.getvalue())) == TEXT
+
+
+@pytest.mark.parametrize("name", ["part-0", "part-0.txt", *(f"part-0{ending}" for ending in COMPRESS)])
+def test_a_file_of_no_bytes_is_empty(tmp_path: Path, name: str) -> None:
+    assert read(make(tmp_path, name, b"")) == b""
+
+
+@pytest.mark.parametrize("text", [b"\n", b"B", b"BZ", b"\x1f", b"(", b"BZhang 1 2\n", b"BZh is a name\n"])
+def test_a_text_that_only_begins_like_a_compressed_file_is_text(tmp_path: Path, text: bytes) -> None:
+    assert read(make(tmp_path, "words", text)) == text
+
+
+@pytest.mark.parametrize("ending", ["", *COMPRESS])
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_urls_are_read_as_files_are(tmp_path: Path, memory: MemoryFileSystem, scheme: str, ending: str) -> None:
+    data = WHOLE.get(ending, TEXT)
+    if scheme == "memory":
+        path = f"memory://folder/part-0{ending}"
+        memory.pipe(path, data)
+    else:
+        path = "file://" + make(tmp_path, f"part-0{ending}", data)
+    assert check_files([path]) == [path]
+    assert read(path) == TEXT
+    assert read(path) == TEXT
+
+
+@pytest.mark.parametrize(
+    "name", ["with blank", "ünïcode", "a'b\"c", "a:b", "a::b", "2024-01-01T10::00", "%20", "#1", "?x"]
+)
+def test_any_name_of_a_local_file_is_a_name(tmp_path: Path, name: str) -> None:
+    path = make(tmp_path, name, b"1 5\n")
+    assert check_files([path]) == [path]
+    assert read(path) == b"1 5\n"
+
+
+@pytest.mark.parametrize("ending", ["", *COMPRESS])
+@pytest.mark.parametrize("to_the_end", [True, False])
+def test_no_file_is_left_open(tmp_path: Path, ending: str, to_the_end: bool) -> None:
+    path = make(tmp_path, "part-0" + ending, WHOLE.get(ending, TEXT))
+    gc.collect()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        stream = chunks(open_file(path), path)
+        next(stream)
+        if to_the_end:
+            assert len(list(stream)) > 1
+        else:
+            stream.close()
+        del stream
+        gc.collect()
+    assert [str(warning.message) for warning in caught] == []
+
+
+# What is broken
+
+
+@endings
+@pytest.mark.parametrize("share", [0.02, 0.5, 0.97, 1.0])
+def test_a_compressed_file_that_is_cut_off_is_named(tmp_path: Path, ending: str, share: float) -> None:
+    """Also if only its last byte is missing: nobody else would tell that samples were lost."""
+    data = WHOLE[ending]
+    check_broken(make(tmp_path, "part-0" + ending, data[: min(int(len(data) * share), len(data) - 1)]))
+
+
+@endings
+def test_a_compressed_file_cut_off_right_behind_its_first_bytes_is_named(tmp_path: Path, ending: str) -> None:
+    check_broken(make(tmp_path, "part-0" + ending, WHOLE[ending][:12]))
+
+
+@endings
+def test_a_second_member_that_is_cut_off_is_named(tmp_path: Path, ending: str) -> None:
+    check_broken(
+        make(tmp_path, "part-0" + ending, COMPRESS[ending](b"1 1\n") + WHOLE[ending][: len(WHOLE[ending]) // 2])
+    )
+
+
+@endings
+def test_a_second_member_with_a_damaged_beginning_is_named(tmp_path: Path, ending: str) -> None:
+    damaged = b"\x00\xff" + WHOLE[ending][2:]
+    check_broken(make(tmp_path, "part-0" + ending, COMPRESS[ending](b"1 1\n") + damaged))
+
+
+@endings
+def test_a_compressed_file_with_a_wrong_byte_in_the_middle_is_named(tmp_path: Path, ending: str) -> None:
+    data = bytearray(WHOLE[ending])
+    data[len(data) // 2] ^= 0xFF
+    check_broken(make(tmp_path, "part-0" + ending, bytes(data)))
+
+
+@endings
+@pytest.mark.parametrize("contents", ["text", "one byte", "another compression"])
+def test_a_name_that_promises_another_compression_is_an_error(tmp_path: Path, ending: str, contents: str) -> None:
+    other = ".xz" if ending == ".gz" else ".gz"
+    data = {"text": b"1 5\n1 6\n", "one byte": WHOLE[ending][:1], "another compression": WHOLE[other]}[contents]
+    path = make(tmp_path, "part-0" + ending, data)
+    with pytest.raises(DataError, match=re.escape(f"{path}: named {ending}, but its first bytes {data[:6]!r}")):
+        open_file(path)
+
+
+class Lost(Exception):
+    """As the errors of network libraries: no OSError."""
+
+
+class Flaky(io.RawIOBase):
+    def __init__(self) -> None:
+        self._num = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._num += 1
+        if self._num > 3:
+            raise Lost("connection lost")
+        line = b"1 5\n" * (len(buffer) // 4)
+        buffer[: len(line)] = line
+        return len(line)
+
+
+def test_whatever_the_file_system_raises_in_the_middle_names_the_file() -> None:
+    with pytest.raises(DataError, match=r"^s3://bucket/part-0: cannot be read after .*connection lost"):
+        list(chunks(Flaky(), "s3://bucket/part-0"))  # type: ignore[arg-type]
+
+
+# The list of files
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    here, gone = make(tmp_path, "here", b""), [str(tmp_path / f"gone-{i}") for i in range(5)]
+    with pytest.raises(DataError, match=re.escape(f"no file at {gone[0]} (of 2 in the list)")):
+        check_files([here, gone[0]])
+    with pytest.raises(DataError, match=re.escape(f"no file at {', '.join(gone[:3])} and 2 more (of 6 in the list)")):
+        check_files([here, *gone])
+    with pytest.raises(DataError, match=re.escape(gone[0])):
+        open_file(gone[0])
+
+
+def test_a_link_to_nowhere_is_a_missing_file(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    with pytest.raises(DataError, match="no file at"):
+        check_files([str(link)])
+
+
+@pytest.mark.parametrize("path", ["memory://folder/gone", "nosuchscheme://a/b", "file:///no/such/file"])
+def test_a_url_that_cannot_be_opened_is_named(memory: MemoryFileSystem, path: str) -> None:
+    with pytest.raises(DataError, match=re.escape(path)):
+        read(check_files([path])[0])
+
+
+def test_a_folder_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=re.escape(f"'{tmp_path}' is a folder: list the files in it")):
+        check_files([str(tmp_path)])
+    with pytest.raises(DataError, match=re.escape(f"file://{tmp_path}")):
+        read(check_files([f"file://{tmp_path}"])[0])
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    path = make(tmp_path, "secret", b"1 5\n")
+    os.chmod(path, 0)
+    with pytest.raises(DataError, match=re.escape(f"{path}: cannot be opened (PermissionError")):
+        open_file(path)
+
+
+def test_a_file_that_is_twice_in_the_list_is_refused(tmp_path: Path) -> None:
+    a, b = make(tmp_path, "a", b""), make(tmp_path, "b", b"")
+    with pytest.raises(DataError, match=re.escape(f"'{b}' is twice in the list")):
+        check_files([a, b, b])
+
+
+@pytest.mark.parametrize("files", ["part-0", b"part-0", Path("part-0")])
+def test_a_single_path_is_refused_with_the_way_out(files: Any) -> None:
+    with pytest.raises(DataError, match=r"expected a list of paths, found the single .*; write \["):
+        check_files(files)
+
+
+def test_paths_are_taken_as_text_and_as_path_objects(tmp_path: Path) -> None:
+    a, b = make(tmp_path, "a", b""), make(tmp_path, "b", b"")
+    assert check_files([a, Path(b)]) == [a, b]  # type: ignore[list-item]
+    assert check_files(iter((a, b))) == [a, b]  # type: ignore[arg-type]
+    assert check_files([]) == []
+
+
+@pytest.mark.parametrize("files", [[b"part-0"], [None], [3], [["a"]], None, 3])
+def test_what_is_no_list_of_paths_is_refused(files: Any) -> None:
+    with pytest.raises(DataError, match="set_filelist: expected"):
+        check_files(files)

@@ -1,0 +1,356 @@
+"""examples/ctr_dnn from end to end: files are prepared, the model is trained in one process and by fleets, goes on from
+a save, and predicts; every way of reading gives the same; mistakes on the command line are named."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import lzma
+import re
+import runpy
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from support import jobs
+from support.paths import ROOT
+from support.scripts.launching import Started, clean_environment, fleetrun
+
+import torchfleet as fleet
+from torchfleet.checkpoint.manifest import read_manifest
+from torchfleet.storage import Storage
+
+pytestmark = pytest.mark.xdist_group("example_ctr_dnn")  # its fixtures are made once
+
+EXAMPLE = ROOT / "examples" / "ctr_dnn"
+KAGGLE = ROOT.parent / "shared" / "data" / "criteo" / "kaggle.txt.xz"
+QUICK = ("--epochs", "1", "--batch_size", "100", "--embedding_lr", "1e-2", "--print_period", "0")
+NUM = 8000
+
+
+def run(script: str, *arguments: object) -> str:
+    """What an example prints, run in this process; SystemExit is raised when it ends badly."""
+    out = io.StringIO()
+    before = sys.argv, list(sys.path), torch.get_num_threads()
+    sys.argv = [script, *map(str, arguments)]
+    try:
+        with contextlib.redirect_stdout(out), jobs.clean_facade():
+            runpy.run_path(str(EXAMPLE / script), run_name="__main__")
+    finally:
+        sys.argv, sys.path[:] = before[:2]
+        torch.set_num_threads(before[2])
+    return out.getvalue()
+
+
+def ended(script: str, *arguments: object) -> tuple[int, str]:
+    """Exit status and output of an example in a process of its own."""
+    with Started([sys.executable, str(EXAMPLE / script), *map(str, arguments)]) as job:
+        return job.wait(60), job.output
+
+
+def fleet_of(log: Path, script: str, *arguments: object, servers: int = 2, workers: int = 2) -> list[str]:
+    """What each worker of a job printed."""
+    counts = ("--server_num", str(servers), "--worker_num", str(workers))
+    with fleetrun(log, *counts, str(EXAMPLE / script), *map(str, arguments)) as job:
+        assert job.wait(100) == 0, job.output
+    return [(log / f"workerlog.{i}").read_text() for i in range(workers)]
+
+
+def test_aucs(text: str) -> list[float]:
+    """Those of all epochs."""
+    return [float(found) for found in re.findall(r"test AUC (\d\.\d+)", text)]
+
+
+test_aucs.__test__ = False  # type: ignore[attr-defined]
+
+
+def predicted_auc(text: str) -> tuple[float, int]:
+    """(AUC, rows) as infer.py prints them."""
+    (found,) = re.findall(r"^AUC (\d\.\d+) on ([\d,]+) rows", text, re.MULTILINE)
+    return float(found[0]), int(found[1].replace(",", ""))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """8,000 generated rows: 7,200 to train with in 4 files, 800 to test with in one."""
+    folder = tmp_path_factory.mktemp("ctr") / "data"
+    run("prepare.py", "--rows", NUM, "--parts", 4, "--out", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1,000 rows, for what needs no learning."""
+    folder = tmp_path_factory.mktemp("few") / "data"
+    run("prepare.py", "--rows", 1000, "--parts", 2, "--out", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(data: Path) -> tuple[Path, float]:
+    """(a model saved after one epoch in one process, its AUC)."""
+    text = run("train.py", "--data", data, *QUICK, "--save", data.parent / "model")
+    return data.parent / "model", test_aucs(text)[0]
+
+
+# prepare.py
+
+
+def lines_of(folder: Path, name: str) -> list[list[bytes]]:
+    """The rows of each part."""
+    paths = sorted((folder / name).iterdir(), key=lambda path: int(path.name.removeprefix("part-")))
+    assert [path.name for path in paths] == [f"part-{i}" for i in range(len(paths))]
+    return [path.read_bytes().splitlines(keepends=True) for path in paths]
+
+
+def test_generated_rows_are_split_nine_to_one_and_each_is_in_one_part(tmp_path: Path) -> None:
+    text = run("prepare.py", "--rows", 20_000, "--out", tmp_path / "data")
+    assert f"18,000 rows in {tmp_path}/data/train, 2,000 in {tmp_path}/data/test" in text
+    train, test = lines_of(tmp_path / "data", "train"), lines_of(tmp_path / "data", "test")
+    assert [len(part) for part in train] == [1800] * 10
+    assert [len(part) for part in test] == [1000] * 2
+    for row in (row for part in (*train, *test) for row in part):
+        fields = row.rstrip(b"\n").split(b"\t")
+        assert len(fields) == 40
+        assert fields[0] in (b"0", b"1")
+        assert all(not field or int(field) >= 0 for field in fields[1:14])
+        assert all(not field or re.fullmatch(b"[0-9a-f]{8}", field) for field in fields[14:])
+    clicked = sum(row.startswith(b"1") for part in train for row in part) / 18_000
+    assert 0.1 < clicked < 0.5
+
+
+def test_the_same_seed_makes_the_same_rows_and_another_makes_others(tmp_path: Path) -> None:
+    made = []
+    for number, seed in enumerate([3, 3, 4]):
+        run("prepare.py", "--rows", 300, "--parts", 2, "--seed", seed, "--out", tmp_path / str(number))
+        made.append([lines_of(tmp_path / str(number), name) for name in ("train", "test")])
+    assert made[0] == made[1]
+    assert made[0] != made[2]
+
+
+def rows_of(path: Path) -> list[bytes]:
+    return lzma.decompress(path.read_bytes()).splitlines(keepends=True)
+
+
+def assert_split(folder: Path, rows: list[bytes], num_parts: int) -> None:
+    train, test = lines_of(folder, "train"), lines_of(folder, "test")
+    cut = len(rows) * 9 // 10
+    assert len(train) == num_parts
+    assert Counter(row for part in train for row in part) == Counter(rows[:cut])
+    assert Counter(row for part in test for row in part) == Counter(rows[cut:])
+    assert max(map(len, train)) - min(map(len, train)) <= 1
+    order = {row: number for number, row in enumerate(rows)}
+    if len(order) == len(rows):
+        for part in (*train, *test):
+            assert [order[row] for row in part] == sorted(order[row] for row in part)
+
+
+@pytest.mark.parametrize("ending", ["\n", ""], ids=["with a last newline", "without"])
+@pytest.mark.parametrize("num", [100, 101, 109])
+def test_given_rows_are_split_with_the_last_tenth_to_test(tmp_path: Path, num: int, ending: str) -> None:
+    rows = [f"{i % 2}\t{i}\t{chr(9).join(str(i + j) for j in range(38))}\n".encode() for i in range(num)]
+    (tmp_path / "rows.txt").write_bytes(b"".join(rows).rstrip(b"\n") + ending.encode())
+    run("prepare.py", "--data", tmp_path / "rows.txt", "--parts", 7, "--out", tmp_path / "data")
+    assert_split(tmp_path / "data", rows, 7)
+
+
+@pytest.mark.skipif(not KAGGLE.is_file(), reason="needs the Criteo sample")
+def test_real_rows_are_split_with_the_last_tenth_to_test_and_can_be_trained_on(tmp_path: Path) -> None:
+    run("prepare.py", "--data", KAGGLE, "--parts", 4, "--out", tmp_path / "data")
+    assert_split(tmp_path / "data", rows_of(KAGGLE), 4)
+    text = run("train.py", "--data", tmp_path / "data", *QUICK)
+    assert 0.5 < test_aucs(text)[0] < 1
+
+
+def test_new_parts_replace_all_old_ones(tmp_path: Path) -> None:
+    run("prepare.py", "--rows", 200, "--parts", 8, "--out", tmp_path)
+    run("prepare.py", "--rows", 100, "--parts", 2, "--out", tmp_path)
+    assert [len(part) for part in lines_of(tmp_path, "train")] == [45, 45]
+    assert [len(part) for part in lines_of(tmp_path, "test")] == [10]
+
+
+# train.py in one process
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_epoch_in_one_process_learns(data: Path, threads: int) -> None:
+    text = run("train.py", "--data", data, *QUICK, "--threads", threads)
+    assert 0.63 < test_aucs(text)[0] < 0.95
+    assert re.search(r"epoch 0: [\d,]+ samples/s, AUC while training 0\.\d{4}", text)
+    assert re.search(r"watch: loss \d\.\d+, AUC of all 0\.\d+", text)
+
+
+def test_a_run_in_one_process_can_be_repeated_to_the_last_digit(data: Path, trained: tuple[Path, float]) -> None:
+    assert test_aucs(run("train.py", "--data", data, *QUICK)) == [trained[1]]
+
+
+def test_training_goes_on_from_a_save(data: Path, trained: tuple[Path, float]) -> None:
+    model, auc = trained
+    still = run("train.py", "--data", data, *QUICK, "--init_model", model, "--lr", 0, "--embedding_lr", 0)
+    assert test_aucs(still) == [auc]
+    on = run("train.py", "--data", data, *QUICK, "--init_model", model, "--save", data.parent / "second", "--seed", 1)
+    assert test_aucs(on) != [auc]
+    (while_training,) = re.findall(r"AUC while training (\d\.\d+)", on)
+    assert float(while_training) > auc  # of rows that it has seen before; a new model has 0.62
+    steps = [fleet_steps(folder) for folder in (model, data.parent / "second")]
+    assert steps == [72, 144]
+
+
+def fleet_steps(folder: Path) -> int:
+    """Steps that a saved model has made."""
+    (dense,) = [table for table in read_manifest(Storage(str(folder))).tables if table.kind == "dense"]
+    return dense.step
+
+
+def test_all_readers_give_the_same(few: Path) -> None:
+    found = {
+        reader: test_aucs(run("train.py", "--data", few, *QUICK, "--no-log_scale", "--reader", reader))
+        for reader in ("fast", "pipe", "generator")
+    }
+    assert len(found["fast"]) == 1
+    assert found["pipe"] == pytest.approx(found["fast"], abs=1e-6)
+    assert found["generator"] == pytest.approx(found["fast"], abs=1e-6)
+
+
+def test_the_pipe_reader_works_from_a_folder_with_a_space_in_its_name(tmp_path: Path, few: Path) -> None:
+    copied = tmp_path / "my examples"
+    copied.mkdir()
+    for path in EXAMPLE.glob("*.py"):
+        (copied / path.name).write_bytes(path.read_bytes())
+    command = [sys.executable, str(copied / "train.py"), "--data", str(few), *QUICK, "--reader", "pipe"]
+    with Started(command) as job:
+        assert job.wait(60) == 0, job.output
+    assert len(test_aucs(job.output)) == 1
+
+
+def test_the_reader_shows_the_format_when_a_part_is_piped_through_it(data: Path) -> None:
+    shell = f"cat '{data}/train/part-0' | '{sys.executable}' reader.py"
+    done = subprocess.run(
+        shell, shell=True, cwd=EXAMPLE, capture_output=True, text=True, timeout=60, check=True, env=clean_environment()
+    )
+    lines, rows = done.stdout.splitlines(), (data / "train" / "part-0").read_text().splitlines()
+    assert len(lines) == len(rows) == 1800
+    for line, row in zip(lines[:50], rows[:50], strict=True):
+        fields = row.split("\t")
+        numbers = line.split()
+        assert numbers[0] == "13"
+        assert len(numbers) == 14 + 26 * 2 + 2
+        assert numbers[14::2] == ["1"] * 27
+        hashed = [fleet.hash_string(text, i) % 1_000_001 for i, text in enumerate(fields[14:], 1)]
+        assert [int(number) for number in numbers[15:67:2]] == hashed
+        assert numbers[-1] == fields[0]
+        assert float(numbers[1]) == pytest.approx(int(fields[1] or 0) / 20)
+
+
+# Fleets
+
+
+@pytest.mark.slow
+def test_two_workers_in_step_train_what_one_process_trains(tmp_path: Path, data: Path) -> None:
+    """Sums of gradients are rounded otherwise, and Adam makes much of little where a gradient is nearly zero: nearly
+    all parameters are equal. Ten steps are few enough for the order of all test rows to stay."""
+    options = ("--data", data, *QUICK, "--batch_size", 720)
+    local = run("train.py", *options, "--save", tmp_path / "local")
+    logs = fleet_of(tmp_path / "log", "train.py", *options, "--mode", "sync", "--save", tmp_path / "sync")
+    assert test_aucs(logs[0]) == test_aucs(logs[1])
+    assert test_aucs(logs[0]) == pytest.approx(test_aucs(local), abs=1.5e-6)  # printed with six digits
+    towers = []
+    for folder in ("local", "sync"):
+        model = fleet.load_inference_model(
+            str(tmp_path / folder), runpy.run_path(str(EXAMPLE / "model.py"))["CTRDNN"]()
+        )
+        towers.append(torch.cat([parameter.reshape(-1) for parameter in model.tower.parameters()]))
+    error = (towers[0] - towers[1]).abs()
+    assert error.max() < 2e-3
+    assert (error < 1e-5).float().mean() > 0.995
+
+
+@pytest.mark.slow
+def test_two_workers_each_at_its_own_pace_learn(tmp_path: Path, data: Path) -> None:
+    """The one test file is one worker's; the other has nothing to predict and gets the same AUC."""
+    more = ("--mode", "async", "--batch_size", 25, "--epochs", 2)
+    logs = fleet_of(tmp_path / "log", "train.py", "--data", data, *QUICK, *more)
+    assert test_aucs(logs[0]) == test_aucs(logs[1])
+    # The better of two epochs: on cores that others use, gradients of a first epoch this short come late.
+    assert 0.63 < max(test_aucs(logs[0])) < 0.95
+
+
+@pytest.mark.slow
+def test_a_fleet_predicts_what_train_printed(tmp_path: Path, data: Path, trained: tuple[Path, float]) -> None:
+    model, auc = trained
+    logs = fleet_of(tmp_path, "infer.py", "--model", model, "--data", data, "--distributed", "--show", 2, servers=2)
+    assert [predicted_auc(log) for log in logs] == [(pytest.approx(auc, abs=2e-6), NUM // 10)] * 2
+    assert logs[0].count("predicted 0.") == 2
+    assert logs[1].count("predicted 0.") == 0  # it has no file
+
+
+# infer.py
+
+
+def test_one_process_predicts_what_train_printed(data: Path, trained: tuple[Path, float]) -> None:
+    model, auc = trained
+    text = run("infer.py", "--model", model, "--data", data)
+    assert predicted_auc(text) == (pytest.approx(auc, abs=2e-6), NUM // 10)
+    assert len(re.findall(r"^predicted 0\.\d{4}, clicked [01]$", text, re.MULTILINE)) == 5
+
+
+def test_distributed_prediction_runs_in_one_process_too(data: Path, trained: tuple[Path, float]) -> None:
+    model, auc = trained
+    text = run("infer.py", "--model", model, "--data", data, "--distributed", "--show", 0)
+    assert predicted_auc(text) == (pytest.approx(auc, abs=2e-6), NUM // 10)
+    assert "predicted" not in text
+
+
+# Mistakes
+
+
+MISTAKES: dict[str, tuple[str, tuple[object, ...], str]] = {
+    "too few rows": ("prepare.py", ("--rows", 50), "50 rows are too few for 10 training parts"),
+    "no rows": ("prepare.py", ("--rows", 0), "--rows and --parts must be at least 1"),
+    "no parts": ("prepare.py", ("--parts", 0), "--rows and --parts must be at least 1"),
+    "rows that are no number": ("prepare.py", ("--rows", "many"), "invalid int value: 'many'"),
+    "a file that is not there": ("prepare.py", ("--data", "nowhere.txt"), "no file at nowhere.txt"),
+    "an unknown flag": ("train.py", ("--batchsize", 3), "unrecognized arguments: --batchsize"),
+    "an unknown mode": ("train.py", ("--mode", "fast"), "invalid choice: 'fast'"),
+    "an unknown reader": ("train.py", ("--reader", "csv"), "invalid choice: 'csv'"),
+    "threads in step": ("train.py", ("--mode", "sync", "--threads", 2), "in sync mode a worker makes one step"),
+    "no epochs": ("train.py", ("--epochs", 0), "--epochs and --batch_size must be at least 1"),
+    "no batch": ("train.py", ("--batch_size", 0), "--epochs and --batch_size must be at least 1"),
+    "no threads": ("train.py", ("--threads", 0), "thread"),
+    "no reading threads": ("train.py", ("--reading_threads", 0), "thread"),
+    "no data": ("train.py", ("--data", "nowhere"), "no part-* files in nowhere/train: run `python"),
+    "no model to predict with": ("infer.py", (), "the following arguments are required: --model"),
+    "no data to predict": ("infer.py", ("--model", "m", "--data", "nowhere"), "no part-* files in nowhere/test"),
+    "a model that is not there": ("infer.py", ("--model", "nowhere"), "nowhere"),
+    "a model to go on from that is not there": ("train.py", ("--init_model", "nowhere"), "nowhere"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named(
+    mistake: str, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, arguments, text = MISTAKES[mistake]
+    monkeypatch.chdir(data.parent)
+    if script != "prepare.py" and "--data" not in arguments:
+        arguments = (*arguments, "--data", data)
+    with pytest.raises((SystemExit, fleet.FleetError)) as error:
+        run(script, *arguments)
+    assert getattr(error.value, "code", 1) not in (0, None)
+    assert text in f"{error.value}\n{capsys.readouterr().err}"
+
+
+def test_too_few_rows_leave_the_parts_that_are_there(tmp_path: Path) -> None:
+    run("prepare.py", "--rows", 100, "--parts", 2, "--out", tmp_path)
+    with pytest.raises(SystemExit):
+        run("prepare.py", "--rows", 5, "--parts", 2, "--out", tmp_path)
+    assert [len(part) for part in lines_of(tmp_path, "train")] == [45, 45]
+
+
+def test_a_process_without_data_ends_with_an_error_and_does_not_hang(tmp_path: Path) -> None:
+    status, output = ended("train.py", "--data", tmp_path / "nowhere")
+    assert status == 1
+    assert f"no part-* files in {tmp_path}/nowhere/train" in output

@@ -1,0 +1,405 @@
+"""fleetrun: its command line, what it prints, and jobs that go well. What goes wrong is in test_launch_failures.py."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from rich.console import Console
+from support.scripts.launching import STAND_IN, TINY, clean_environment, fleetrun
+
+from torchfleet.launch import cli, display, roles
+from torchfleet.launch.processes import script_command
+from torchfleet.launch.roles import Task, free_ports
+from torchfleet.net.keys import KeyFolder
+from torchfleet.net.wire import Role
+
+LISTS = ("--servers", "127.0.0.1:7000", "--workers", "127.0.0.1:0")
+
+
+@pytest.fixture(autouse=True)
+def no_keys_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLEET_KEY_DIR", raising=False)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.py"
+    path.write_text("raise SystemExit('nobody should start this')\n")
+    return str(path)
+
+
+def status_of(*arguments: str) -> int:
+    """What fleetrun returns, in this process. argparse leaves by SystemExit."""
+    try:
+        return cli.main(arguments)
+    except SystemExit as left:
+        return int(left.code or 0)
+
+
+class TestRefusedCommandLines:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("--server_num", "0"), "--server_num and --worker_num must be at least 1, found 0 and 1"),
+            (("--worker_num", "0"), "must be at least 1, found 1 and 0"),
+            (("--server_num", "-2"), "must be at least 1, found -2"),
+            (("--server_num", "two"), "--server_num: invalid int value: 'two'"),
+            (("--server_num", "1", *LISTS), "use one"),
+            (("--worker_num", "1", "--servers", "127.0.0.1:7000"), "use one"),
+            (LISTS[:2], "--servers and --workers"),
+            (LISTS[2:], "--servers and --workers"),
+            (("--max_restart", "-1"), "--max_restart must be at least 0, found -1"),
+            (("--max_restart", "often"), "invalid int value: 'often'"),
+            (("--no_such_option",), "unrecognized arguments: --no_such_option"),
+        ],
+    )
+    def test_a_wrong_option_is_refused_with_status_2(
+        self, capsys: pytest.CaptureFixture[str], script: str, arguments: tuple[str, ...], message: str
+    ) -> None:
+        assert status_of("--dry_run", *arguments, script) == 2
+        assert message in capsys.readouterr().err
+
+    @pytest.mark.parametrize("name", ["heter_worker_num", "cluster"])
+    def test_an_option_without_its_feature_says_not_available_yet(
+        self, capsys: pytest.CaptureFixture[str], script: str, name: str
+    ) -> None:
+        assert status_of(f"--{name}", "2", "--dry_run", script) == 2
+        assert f"--{name} is not available yet" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("place", ["127.0.0.1", "127.0.0.1:", ":7000", "127.0.0.1:http", "7000"])
+    @pytest.mark.parametrize("option", ["--servers", "--workers"])
+    def test_a_malformed_address_is_shown_with_its_option(
+        self, capsys: pytest.CaptureFixture[str], script: str, option: str, place: str
+    ) -> None:
+        lists = dict(zip(LISTS[::2], LISTS[1::2], strict=True)) | {option: f"127.0.0.1:7001,{place}"}
+        assert status_of("--dry_run", *(part for pair in lists.items() for part in pair), script) == 2
+        told = capsys.readouterr().err
+        assert option in told
+        assert "host:port" in told
+        assert repr(place) in told
+
+    @pytest.mark.parametrize(
+        "servers",
+        ["127.0.0.1:70000", "127.0.0.1:²", "127.0.0.1:0", ",", "127.0.0.1:7000,127.0.0.1:7000"],
+        ids=["port too large", "not a number", "no port", "no server", "twice"],
+    )
+    def test_servers_that_no_worker_could_find_are_refused_before_anything_starts(
+        self, capsys: pytest.CaptureFixture[str], script: str, servers: str
+    ) -> None:
+        assert status_of("--dry_run", "--servers", servers, "--workers", "127.0.0.1:0", script) == 2
+        assert "--servers" in capsys.readouterr().err
+
+    def test_no_script_is_refused_with_the_usage(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert status_of("--server_num", "2") == 2
+        assert "no script given. Usage: fleetrun" in capsys.readouterr().err
+
+    def test_a_script_that_is_not_there_is_named(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        for path in (tmp_path / "missing.py", tmp_path):
+            assert status_of("--dry_run", str(path)) == 2
+            assert f"no script at {path}" in capsys.readouterr().err
+
+    def test_hosts_that_are_not_here_are_listed(
+        self, capsys: pytest.CaptureFixture[str], script: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(roles, "own_addresses", lambda: {"127.0.0.1"})
+        arguments = ("--servers", "192.0.2.1:7000", "--workers", "192.0.2.2:0,192.0.2.3:0")
+        assert status_of("--dry_run", *arguments, script) == 2
+        told = capsys.readouterr().err
+        for host in ("192.0.2.1", "192.0.2.2", "192.0.2.3"):
+            assert host in told
+
+    def test_a_folder_of_logs_that_cannot_be_made_is_named(
+        self, capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path
+    ) -> None:
+        (tmp_path / "log").write_text("a file")
+        assert status_of("--log_dir", str(tmp_path / "log"), script) == 2
+        assert f"cannot make the folder of logs {tmp_path / 'log'}" in capsys.readouterr().err
+
+    def test_help_shows_every_option_that_works_and_none_that_does_not(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert status_of("--help") == 0
+        told = capsys.readouterr().out
+        for name in ("server_num", "worker_num", "servers", "workers", "log_dir", "max_restart", "key_dir", "insecure"):
+            assert f"--{name}" in told
+        for name in ("nproc_per_node", "gpus", "nnodes", "master", "rank", "ips"):
+            assert f"--{name}" in told
+        for name in ("heter_worker_num", "cluster"):
+            assert f"--{name}" not in told
+
+
+class TestDryRun:
+    def test_it_prints_every_task_with_its_environment_and_starts_nothing(
+        self, capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path
+    ) -> None:
+        before = psutil.Process().children(recursive=True)
+        log_dir = tmp_path / "log"
+        arguments = ("--log_dir", str(log_dir), "--server_num", "2", "--worker_num", "2", "--dry_run")
+        assert status_of(*arguments, script, "--epochs", "3") == 0
+        blocks = re.split(r"^(?=\S)", capsys.readouterr().out, flags=re.MULTILINE)[1:]
+        heads = [block.splitlines()[0] for block in blocks]
+        command = " ".join(script_command(script, ["--epochs", "3"]))
+        for head, name in zip(heads, ("server 0", "server 1", "worker 0", "worker 1"), strict=True):
+            assert head.startswith(f"{name}: {command}")
+            assert str(log_dir / name.replace(" ", "log.")) in head
+        found = [dict(line.strip().split("=", 1) for line in block.splitlines()[1:]) for block in blocks]
+        assert [one["FLEET_ROLE"] for one in found] == ["SERVER", "SERVER", "WORKER", "WORKER"]
+        assert [one.get("FLEET_SERVER_INDEX", one.get("FLEET_WORKER_INDEX")) for one in found] == ["0", "1", "0", "1"]
+        assert len({one["FLEET_SERVER_ENDPOINTS"] for one in found}) == 1
+        assert not log_dir.exists()
+        assert psutil.Process().children(recursive=True) == before
+
+    def test_options_behind_the_script_are_the_scripts(self, capsys: pytest.CaptureFixture[str], script: str) -> None:
+        assert status_of("--worker_num", "1", "--dry_run", script, "--worker_num", "7", "-x", "--help") == 0
+        told = capsys.readouterr().out
+        assert f"{script} --worker_num 7 -x --help" in told
+        assert "FLEET_NUM_WORKERS=1" in told
+
+    def test_addresses_of_this_machine_are_one_machine(self, capsys: pytest.CaptureFixture[str], script: str) -> None:
+        servers = "127.0.0.1:7000,localhost:7001"
+        assert status_of("--servers", servers, "--workers", "127.0.0.1:0,127.0.0.1:0", "--dry_run", script) == 0
+        told = capsys.readouterr().out
+        names = re.findall(r"^(\w+ \d):", told, flags=re.MULTILINE)
+        assert names == ["server 0", "server 1", "worker 0", "worker 1"]
+        assert f"FLEET_SERVER_ENDPOINTS={servers}" in told
+
+
+class TestKeys:
+    def test_keygen_makes_keys_that_only_their_owner_reads(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        folder = tmp_path / "keys"
+        assert status_of("--keygen", str(folder)) == 0
+        printed = [Path(line) for line in capsys.readouterr().out.splitlines()]
+        assert printed == sorted(folder.iterdir())
+        assert len([path for path in printed if path.suffix == ".key_secret"]) == 4
+        assert folder.stat().st_mode & 0o777 == 0o700
+        assert all(path.stat().st_mode & 0o077 == 0 for path in printed if path.suffix == ".key_secret")
+        assert set(KeyFolder(folder).roles().values()) == set(Role)
+
+    def test_keygen_never_overwrites(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        (tmp_path / "keys").mkdir()
+        assert status_of("--keygen", str(tmp_path / "keys")) == 0  # an empty folder is fine
+        before = {path: path.read_bytes() for path in (tmp_path / "keys").iterdir()}
+        assert status_of("--keygen", str(tmp_path / "keys")) == 2
+        assert f"{tmp_path / 'keys'} is not an empty folder" in capsys.readouterr().err
+        assert {path: path.read_bytes() for path in (tmp_path / "keys").iterdir()} == before
+        (tmp_path / "file").write_text("")
+        assert status_of("--keygen", str(tmp_path / "file")) == 2
+
+    @pytest.fixture
+    def outside(self, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+        """A server on an address that others can reach. Only ever used with --dry_run: nothing listens there."""
+        monkeypatch.setattr(roles, "own_addresses", lambda: {"192.0.2.7"})
+        return ("--dry_run", "--servers", "192.0.2.7:7000", "--workers", "192.0.2.7:0")
+
+    def test_a_server_that_others_can_reach_needs_keys(
+        self, capsys: pytest.CaptureFixture[str], script: str, outside: tuple[str, ...]
+    ) -> None:
+        assert status_of(*outside, script) == 2
+        told = capsys.readouterr().err
+        for part in ("server 0 at 192.0.2.7:7000", "--keygen", "--key_dir", "--insecure"):
+            assert part in told
+
+    def test_it_may_be_insecure_if_that_is_said(
+        self, capsys: pytest.CaptureFixture[str], script: str, outside: tuple[str, ...]
+    ) -> None:
+        assert status_of("--insecure", *outside, script) == 0
+        assert capsys.readouterr().out.count("FLEET_INSECURE=1") == 2
+
+    @pytest.mark.parametrize("by", ["option", "environment"])
+    def test_it_may_listen_with_keys(
+        self,
+        capsys: pytest.CaptureFixture[str],
+        script: str,
+        outside: tuple[str, ...],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        by: str,
+    ) -> None:
+        status_of("--keygen", str(tmp_path / "keys"))
+        monkeypatch.chdir(tmp_path)
+        if by == "environment":
+            monkeypatch.setenv("FLEET_KEY_DIR", "keys")
+        assert status_of(*(("--key_dir", "keys") if by == "option" else ()), *outside, script) == 0
+        assert capsys.readouterr().out.count(f"FLEET_KEY_DIR={tmp_path / 'keys'}\n") == 2
+
+    def test_a_machine_with_workers_only_listens_to_nobody_and_needs_no_keys(
+        self, script: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(roles, "own_addresses", lambda: {"192.0.2.8"})
+        assert status_of("--dry_run", "--servers", "192.0.2.7:7000", "--workers", "192.0.2.8:0", script) == 0
+
+    def test_a_folder_of_keys_that_is_not_there_is_named_before_anything_starts(
+        self, capsys: pytest.CaptureFixture[str], script: str, tmp_path: Path
+    ) -> None:
+        assert status_of("--key_dir", str(tmp_path / "nowhere"), "--dry_run", script) == 2
+        assert str(tmp_path / "nowhere") in capsys.readouterr().err
+
+
+class FakeProcess:
+    """As much of a Process as the display looks at."""
+
+    def __init__(self, role: str, index: int, status: dict[str, Any], returncode: int | None = None) -> None:
+        self.task, self._status, self.returncode = Task(role, index), status, returncode
+
+    def status(self) -> dict[str, Any]:
+        return self._status
+
+
+TRAINING = {
+    "role": "worker",
+    "mode": "async",
+    "steps": 1200,
+    "steps_per_s": 40.5,
+    "samples_per_s": 20736.0,
+    "queue": 3,
+    "loss": 0.45678,
+}
+SERVING = {"role": "server", "requests": 9, "errors": 0, "rows": {"dense.0": 3, "words": 12345}}
+
+
+class TestDisplay:
+    def table(self, *processes: FakeProcess) -> str:
+        out = io.StringIO()
+        Console(file=out, width=160).print(display._table(processes))  # type: ignore[arg-type]
+        return out.getvalue()
+
+    def test_the_table_has_a_row_per_process_with_all_its_numbers(self) -> None:
+        shown = self.table(
+            FakeProcess("server", 0, SERVING),
+            FakeProcess("worker", 0, TRAINING),
+            FakeProcess("worker", 1, {}),
+            FakeProcess("worker", 2, TRAINING, returncode=0),
+            FakeProcess("worker", 3, TRAINING, returncode=-9),
+        )
+        rows = {row[0].strip(): row for line in shown.splitlines() if len(row := line.split("│")[1:-1]) > 1}
+        server = " ".join(rows["server 0"])
+        assert "running" in server
+        assert "dense.0 3, words 12,345" in server
+        worker = " ".join(rows["worker 0"])
+        for part in ("running", "1,200", "40.5", "20,736", " 3 ", "loss 0.4568"):
+            assert part in worker
+        states = [rows[f"worker {i}"][1].strip() for i in range(4)]
+        assert states == ["running", "starting", "done", "ended with -9"]
+
+    def test_without_a_terminal_it_prints_a_line_now_and_then(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = [100.0]
+        monkeypatch.setattr(time, "monotonic", lambda: now[0])
+        shown = display.Display()
+        for _ in range(120):  # twelve seconds
+            shown.show([FakeProcess("server", 0, SERVING), FakeProcess("worker", 0, TRAINING)])  # type: ignore[list-item]
+            now[0] += 0.1
+        shown.close()
+        lines = capsys.readouterr().out.splitlines()
+        line = "server 0: running, 12,348 rows; worker 0: running, step 1,200, 20,736 samples/s, loss 0.4568"
+        assert lines == [f"[fleetrun] {line}"] * 2
+
+    def test_lines_are_printed_as_they_are(self, capsys: pytest.CaptureFixture[str]) -> None:
+        shown = display.Display()
+        shown.say("[worker 0] [bold]not markup[/bold]")
+        shown.close()
+        assert capsys.readouterr().out == "[worker 0] [bold]not markup[/bold]\n"
+
+    @pytest.mark.timeout(60)
+    def test_on_a_terminal_a_table_is_shown_and_lines_stand_above_it(self, tmp_path: Path) -> None:
+        ours, theirs = pty.openpty()
+        command = [sys.executable, "-m", "torchfleet.launch", "--log_dir", str(tmp_path), STAND_IN]
+        environment = clean_environment(TERM="xterm-256color", COLUMNS="120", LINES="40")
+        command += ["sleep:1", "async,sleep:1"]
+        with subprocess.Popen(command, env=environment, stdout=theirs, stdin=theirs, stderr=theirs) as job:
+            os.close(theirs)
+            shown, deadline = b"", time.monotonic() + 30
+            while time.monotonic() < deadline and select.select([ours], [], [], 1.0)[0] is not None:
+                try:
+                    shown += os.read(ours, 65536)
+                except OSError:  # the other side was closed: the job has ended
+                    break
+            assert job.wait(20) == 0
+        os.close(ours)
+        text = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", shown).decode()
+        assert "samples/s" in text
+        assert re.search(r"worker 0 +│ running", text)
+        assert "[worker 0] async" in text
+        assert "finished; logs in" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_two_servers_and_two_workers_train_and_tell_what_they_do(tmp_path: Path) -> None:
+    arguments = ("--server_num", "2", "--worker_num", "2", TINY, "--note", "all's well", "--steps", "3")
+    with fleetrun(tmp_path, *arguments, PSERVER_DEBUG="1") as job:
+        assert job.wait(150) == 0
+    logs = sorted(path.name for path in tmp_path.iterdir())
+    assert logs == ["serverlog.0", "serverlog.1", "workerlog.0", "workerlog.1"]
+    assert "[worker 0] worker 0 of 2 ends with loss" in job.output
+    assert "[worker 1]" not in job.output
+    for index in range(2):
+        log = (tmp_path / f"workerlog.{index}").read_text()
+        assert f"worker {index} of 2 ends with loss" in log
+        assert "all's well" in log
+        _check_configuration(log, index)
+        _check_tables(log)
+    echoed = [line.removeprefix("[worker 0] ") for line in job.output.splitlines() if line.startswith("[worker 0]")]
+    assert echoed == (tmp_path / "workerlog.0").read_text().splitlines()
+    assert job.output.splitlines()[-1] == f"[fleetrun] finished; logs in {tmp_path}"
+
+
+def _cells(log: str, title: str) -> list[list[str]]:
+    """The rows of the table under this title."""
+    lines = log.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.strip() == title)
+    end = next(i for i in range(start, len(lines)) if lines[i].startswith("└"))
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines[start:end] if line.startswith("│")]
+
+
+def _check_configuration(log: str, worker: int) -> None:
+    """P20: the effective settings, as a table, at the start."""
+    settings = {row[0]: row[1] for row in _cells(log, f"torchfleet worker {worker}")}
+    assert settings["fleet"] == "2 servers, 2 workers (plain)"
+    assert settings["mode"] == "sync"
+    assert settings["rpc_timeout"] == "30.0"
+    assert settings["a_sync_configs.send_queue_size"] == "16"
+
+
+def _check_tables(log: str) -> None:
+    """P20: PSERVER_DEBUG=1 shows which parameter goes to which table, and what each server holds."""
+    dense, sparse = _cells(log, "plan")
+    assert dense[:4] == ["dense.0", "dense", "3", "sgd(lr=0.1)"]
+    assert dense[5:] == ["-", "linear.weight, linear.bias"]
+    assert sparse[:5] == ["words", "sparse", "any id x 2", "sgd(lr=0.1)", "uniform(-0.05, 0.05)"]
+    held = _cells(log, "servers")
+    assert [(row[0][0], row[1], row[2]) for row in held] == [
+        ("0", "dense.0", "dense"),
+        ("0", "words", "sparse"),
+        ("1", "dense.0", "dense"),
+        ("1", "words", "sparse"),
+    ]
+    assert all("127.0.0.1:" in row[0] for row in held)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_job_given_by_addresses_trains_with_keys(tmp_path: Path) -> None:
+    assert status_of("--keygen", str(tmp_path / "keys")) == 0
+    servers = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))
+    arguments = ("--servers", servers, "--workers", "127.0.0.1:0", "--key_dir", str(tmp_path / "keys"))
+    with fleetrun(tmp_path / "log", *arguments, TINY, "--mode", "async") as job:
+        assert job.wait(150) == 0
+    assert "2 servers, 1 workers (keys)" in job.output
+    assert "[worker 0] worker 0 of 1 ends with loss" in job.output
+    names = sorted(path.name for path in (tmp_path / "log").iterdir())
+    assert names == ["serverlog.0", "serverlog.1", "workerlog.0"]

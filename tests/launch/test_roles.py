@@ -1,0 +1,141 @@
+"""Which processes a job has and with which environment they start; and processes started without fleetrun."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+
+import pytest
+from support.scripts.launching import TINY, Started
+
+from torchfleet.errors import RoleError
+from torchfleet.launch import roles
+from torchfleet.launch.roles import Layout, free_ports, one_machine, own_addresses, several_machines, tasks
+from torchfleet.role import PaddleCloudRoleMaker
+
+Say = Callable[..., None]
+
+
+@pytest.fixture
+def at(monkeypatch: pytest.MonkeyPatch) -> Say:
+    """Say under which addresses this machine is known; nothing is looked up."""
+
+    def say(*addresses: str) -> None:
+        monkeypatch.setattr(roles, "own_addresses", lambda: set(addresses))
+
+    return say
+
+
+class TestLayout:
+    def test_one_machine_has_every_role_on_loopback(self) -> None:
+        layout = one_machine(3, 2)
+        assert layout.local_servers == (0, 1, 2)
+        assert layout.local_workers == (0, 1)
+        assert len(set(layout.servers)) == 3
+        assert all(place.startswith("127.0.0.1:") for place in layout.servers)
+
+    def test_free_ports_differ_and_can_be_listened_on(self) -> None:
+        ports = free_ports(50)
+        assert len(set(ports)) == 50
+        for port in ports[:5]:
+            with socket.socket() as one:
+                one.bind(("127.0.0.1", port))
+
+    def test_every_machine_starts_its_own_part_of_the_same_lists(self, at: Say) -> None:
+        servers, workers = ["192.0.2.1:7000", "192.0.2.2:7000"], ["192.0.2.2:0", "192.0.2.3:0", "192.0.2.2:0"]
+        parts = []
+        for address in ("192.0.2.1", "192.0.2.2", "192.0.2.3"):
+            at(address)
+            layout = several_machines(servers, workers)
+            assert (list(layout.servers), list(layout.workers)) == (servers, workers)
+            parts.append((layout.local_servers, layout.local_workers))
+        assert parts == [((0,), ()), ((1,), (0, 2)), ((), (1,))]
+
+    def test_a_machine_that_is_in_no_list_is_told_the_hosts_and_its_own_names(self, at: Say) -> None:
+        at("192.0.2.9", "here")
+        with pytest.raises(RoleError) as caught:
+            several_machines(["192.0.2.1:7000"], ["192.0.2.2:0"])
+        for part in ("192.0.2.1", "192.0.2.2", "192.0.2.9", "here", "POD_IP"):
+            assert part in str(caught.value)
+
+    def test_this_machine_is_known_by_loopback_host_name_and_pod_ip(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("POD_IP", "192.0.2.77")
+        assert own_addresses() >= {"localhost", "127.0.0.1", socket.gethostname(), "192.0.2.77"}
+
+    def test_an_ipv6_address_in_brackets_is_found_here(self, at: Say) -> None:
+        at("::1")
+        assert several_machines(["[::1]:7000"], ["[::1]:0"]).local_servers == (0,)
+
+
+class TestTasks:
+    def test_servers_come_first_and_each_task_has_its_log(self) -> None:
+        made = tasks(one_machine(2, 2), 2, {})
+        assert [task.name for task in made] == ["server 0", "server 1", "worker 0", "worker 1"]
+        assert [task.log_name for task in made] == ["serverlog.0", "serverlog.1", "workerlog.0", "workerlog.1"]
+
+    @pytest.mark.parametrize(
+        "layout",
+        [
+            one_machine(2, 3),
+            Layout(("192.0.2.1:7000", "192.0.2.2:7001"), ("192.0.2.2:0",) * 3, (1,), (0, 2)),
+            Layout(("192.0.2.1:7000",), ("192.0.2.2:5000", "192.0.2.2:5001", "192.0.2.3:0"), (), (0, 1)),
+        ],
+        ids=["one machine", "several", "workers only"],
+    )
+    def test_each_process_finds_its_role_in_the_environment_it_gets(self, layout: Layout) -> None:
+        for task in tasks(layout, 3, {}):
+            info = PaddleCloudRoleMaker(environment=task.environment).read()
+            assert info.role == task.role
+            assert task.index == (info.server_index if task.role == "server" else info.worker_index)
+            assert info.server_endpoints == layout.servers
+            assert info.num_workers == 3
+            assert len(info.worker_endpoints) == len(layout.workers)
+
+    @pytest.mark.parametrize(
+        "workers", [("h:0", "h:0", "h:0"), ("h:2", "h:0"), ("h:0", "h:1"), ("h:0", "g:0", "h:3"), ("h:5", "h:6")]
+    )
+    def test_workers_without_a_port_never_get_an_address_twice(self, workers: tuple[str, ...]) -> None:
+        task = tasks(Layout(("h:7000",), workers, (0,), ()), len(workers), {})[0]
+        info = PaddleCloudRoleMaker(environment=task.environment).read()
+        assert [place.split(":")[0] for place in info.worker_endpoints] == [place.split(":")[0] for place in workers]
+
+    def test_what_is_common_reaches_all(self) -> None:
+        made = tasks(one_machine(1, 1), 1, {"FLEET_KEY_DIR": "/keys"})
+        assert [task.environment["FLEET_KEY_DIR"] for task in made] == ["/keys", "/keys"]
+
+    def test_threads_are_dealt_out_among_the_workers_of_a_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.setattr(os, "cpu_count", lambda: 8)
+        threads = {task.name: task.environment["OMP_NUM_THREADS"] for task in tasks(one_machine(1, 2), 2, {})}
+        assert threads == {"server 0": "1", "worker 0": "4", "worker 1": "4"}
+
+    def test_a_number_of_threads_set_by_the_user_is_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        assert tasks(one_machine(1, 9), 9, {})[-1].environment["OMP_NUM_THREADS"] == "3"
+
+    def test_more_workers_than_cores_get_one_thread_each(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        monkeypatch.setattr(os, "cpu_count", lambda: 2)
+        assert tasks(one_machine(1, 5), 5, {})[-1].environment["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_roles_set_in_code_train_without_a_launcher() -> None:
+    endpoint = f"127.0.0.1:{free_ports(1)[0]}"
+    command = [sys.executable, TINY, "--endpoint", endpoint]
+    with Started([*command, "--role", "server"]) as server, Started([*command, "--role", "worker"]) as worker:
+        assert worker.wait() == 0
+        assert "worker 0 of 1 ends with loss" in worker.output
+        assert server.wait(20) == 0
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_started_by_hand_says_which_variable_is_missing() -> None:
+    with Started([sys.executable, TINY], FLEET_ROLE="WORKER") as worker:
+        assert worker.wait(50) != 0
+    last = worker.output.strip().splitlines()[-1]
+    assert "FLEET_SERVER_ENDPOINTS" in last
+    assert "fleetrun" in last

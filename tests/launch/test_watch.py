@@ -1,0 +1,260 @@
+"""What fleetrun does when processes fail, are killed or never end. Where training does not matter, stand-ins play."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from support.scripts.launching import STAND_IN, START, TINY, Started, fleetrun, in_log, seconds, soon, wait_until
+
+ENDLESS = ("--steps", "1000000", "--pause", "0.02")
+
+
+def wait_for_training(job: Started, log_dir: Path, num_workers: int) -> None:
+    """Until every worker has made its first step."""
+    for index in range(num_workers):
+        text = f"worker {index} is training"
+        is_there = in_log(log_dir / f"workerlog.{index}", text)
+        wait_until(lambda is_there=is_there: is_there() or job.process.poll() is not None, START, text)
+    assert job.process.poll() is None, job.output
+
+
+def first_losses(log: Path) -> list[float]:
+    return [float(found) for found in re.findall(r"first loss (\S+)", log.read_text())]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+class TestTraining:
+    def test_a_worker_that_raises_ends_a_sync_job_at_once_and_is_quoted(self, tmp_path: Path) -> None:
+        with fleetrun(tmp_path, "--worker_num", "2", TINY, *ENDLESS, "--fail_worker", "1") as job:
+            assert job.wait() == 1
+            ended = time.time()
+            assert job.left(grace=0) == []
+        failed = re.search(r"about to fail at (\S+)", (tmp_path / "workerlog.1").read_text())
+        assert failed
+        assert ended - float(failed.group(1)) < soon()
+        assert "worker 1 ended with exit status 1; the job ends." in job.output
+        assert f"Last lines of {tmp_path / 'workerlog.1'}:" in job.output
+        assert "    Traceback (most recent call last):" in job.output
+        assert "    RuntimeError: this worker was told to fail" in job.output
+
+    def test_a_killed_server_ends_the_job_and_is_named_with_its_address(self, tmp_path: Path) -> None:
+        with fleetrun(tmp_path, TINY, *ENDLESS, "--mode", "async") as job:
+            wait_for_training(job, tmp_path, 1)
+            os.kill(job.pid("SERVER", 0), signal.SIGKILL)
+            with seconds() as taken:
+                assert job.wait(20) == 1
+                assert taken() < soon()
+            assert job.left(grace=0) == []
+        assert re.search(r"server 0 \(127\.0\.0\.1:\d+\) was killed by SIGKILL; the job ends", job.output)
+
+    def test_an_async_job_goes_on_without_a_killed_worker_but_does_not_count_as_a_success(self, tmp_path: Path) -> None:
+        done = tmp_path / "done"
+        with fleetrun(tmp_path, "--worker_num", "2", TINY, *ENDLESS, "--mode", "async", "--until", str(done)) as job:
+            wait_for_training(job, tmp_path, 2)
+            os.kill(job.pid("WORKER", 1), signal.SIGKILL)
+            job.wait_for("worker 1 was killed by SIGKILL; async training goes on without it", 20)
+            done.touch()
+            assert job.wait(30) == 1
+            assert job.left(grace=0) == []
+        assert "[worker 0] worker 0 of 2 ends with loss" in job.output
+        assert "worker 1 was lost on the way; the others finished without it" in job.output
+        assert "worker 1 of 2 ends" not in (tmp_path / "workerlog.1").read_text()
+
+    def test_a_sync_job_ends_with_a_killed_worker(self, tmp_path: Path) -> None:
+        with fleetrun(tmp_path, "--worker_num", "2", TINY, *ENDLESS) as job:
+            wait_for_training(job, tmp_path, 2)
+            os.kill(job.pid("WORKER", 1), signal.SIGKILL)
+            with seconds() as taken:
+                assert job.wait(20) == 1
+                assert taken() < soon()
+            assert job.left(grace=0) == []
+        assert "worker 1 was killed by SIGKILL; the job ends" in job.output
+
+    def test_a_killed_worker_is_started_again_and_goes_on_from_what_servers_hold(self, tmp_path: Path) -> None:
+        done = tmp_path / "done"
+        arguments = ("--max_restart", "1", TINY, *ENDLESS, "--mode", "async", "--until", str(done))
+        with fleetrun(tmp_path, *arguments) as job:
+            wait_for_training(job, tmp_path, 1)
+            job.wait_for("samples/s", 20)  # a line of the display: some steps were made
+            os.kill(job.pid("WORKER", 0), signal.SIGKILL)
+            job.wait_for("worker 0 ended with -9; starting it again", 20)
+            wait_until(lambda: len(first_losses(tmp_path / "workerlog.0")) == 2, START, "second start")
+            done.touch()
+            assert job.wait(30) == 0
+            assert job.left(grace=0) == []
+        before, after = first_losses(tmp_path / "workerlog.0")
+        assert after < before / 2
+        assert "lost" not in job.output
+
+    def test_ctrl_c_ends_everything(self, tmp_path: Path) -> None:
+        with fleetrun(tmp_path, "--worker_num", "2", TINY, *ENDLESS) as job:
+            wait_for_training(job, tmp_path, 2)
+            line = r"\[fleetrun\] server 0: running, \d+ rows; .*worker 1: running, step \d+, \d+ samples/s, loss \d"
+            wait_until(lambda: re.search(line, job.output) is not None, 20, "line of the display")
+            os.kill(job.process.pid, signal.SIGINT)
+            with seconds() as taken:
+                assert job.wait(20) == 130
+                assert taken() < soon()
+            assert job.left(grace=0) == []
+        assert "[fleetrun] SIGINT: ending 3 processes" in job.output
+        assert "Traceback" not in job.output
+
+    def test_a_port_in_use_ends_the_job_with_the_reason(self, tmp_path: Path) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            place = f"127.0.0.1:{taken.getsockname()[1]}"
+            with fleetrun(tmp_path, "--servers", place, "--workers", "127.0.0.1:0", TINY) as job:
+                assert job.wait() == 1
+                assert job.left(grace=0) == []
+        assert f"server 0 ({place}) ended with exit status 1; the job ends" in job.output
+        assert f"cannot listen on tcp://{place}" in job.output
+
+
+@pytest.mark.timeout(60)
+class TestStandIns:
+    def test_the_exit_status_and_the_last_lines_of_a_failed_worker_are_shown(self, tmp_path: Path) -> None:
+        actions = ",".join(f"line:{i}" for i in range(30))
+        with fleetrun(tmp_path, "--worker_num", "2", STAND_IN, "sleep", f"{actions},exit:7") as job:
+            assert job.wait(20) == 1
+        assert re.search(r"worker [01] ended with exit status 7; the job ends", job.output)
+        quoted = [line.strip() for line in job.output.splitlines() if line.startswith("    ")]
+        assert quoted == [*(f"line {i}" for i in range(11, 30)), "exit 7"]
+
+    def test_a_killed_server_is_named_by_its_own_index_and_address(self, tmp_path: Path) -> None:
+        with fleetrun(tmp_path, "--server_num", "2", STAND_IN, "sleep", "sleep") as job:
+            wait_until(in_log(tmp_path / "serverlog.1", "sleep"), 20, "server 1")
+            os.kill(job.pid("SERVER", 1), signal.SIGKILL)
+            assert job.wait(20) == 1
+        assert re.search(r"server 1 \(127\.0\.0\.1:\d+\) was killed by SIGKILL; the job ends", job.output)
+
+    @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    def test_processes_that_do_not_listen_to_sigterm_are_ended_too(
+        self, tmp_path: Path, number: signal.Signals, status: int
+    ) -> None:
+        with fleetrun(tmp_path, STAND_IN, "deaf,child,sleep", "deaf,child,sleep") as job:
+            for name in ("serverlog.0", "workerlog.0"):
+                wait_until(in_log(tmp_path / name, "sleep"), 20, name)
+            os.kill(job.process.pid, number)
+            with seconds() as taken:
+                assert job.wait(20) == status
+                assert taken() < soon()
+            assert job.left(grace=1.0) == []
+
+    def test_processes_end_with_a_launcher_that_was_killed(self, tmp_path: Path) -> None:
+        with fleetrun(tmp_path, "--worker_num", "2", STAND_IN, "serve", "sleep") as job:
+            wait_until(in_log(tmp_path / "serverlog.0", "listening on"), 40, "server")
+            wait_until(in_log(tmp_path / "workerlog.1", "sleep"), 20, "worker")
+            os.kill(job.process.pid, signal.SIGKILL)
+            assert job.wait(20) == -signal.SIGKILL
+            assert job.left(grace=soon()) == []
+
+    def test_children_of_a_worker_end_with_the_job(self, tmp_path: Path) -> None:
+        with fleetrun(tmp_path, STAND_IN, "exit", "child,exit") as job:
+            assert job.wait(20) == 0
+            assert job.left(grace=1.0) == []
+
+    def test_children_of_a_worker_that_was_started_again_end_with_the_job(self, tmp_path: Path) -> None:
+        with fleetrun(tmp_path, "--max_restart", "1", STAND_IN, "sleep:3", "async,child,die,exit") as job:
+            assert job.wait(30) == 0
+            assert "worker 0 ended with -9; starting it again" in job.output
+            assert job.left(grace=1.0) == []
+
+    def test_restarts_are_counted_and_the_log_keeps_every_run(self, tmp_path: Path) -> None:
+        with fleetrun(tmp_path, "--max_restart", "2", STAND_IN, "sleep", "async,exit:3") as job:
+            assert job.wait(30) == 1
+        assert job.output.count("worker 0 ended with 3; starting it again") == 2
+        assert "worker 0 ended with exit status 3; the job ends" in job.output
+        assert (tmp_path / "workerlog.0").read_text().count("exit 3") == 3
+
+    def test_a_worker_that_fails_by_its_own_script_ends_an_async_job(self, tmp_path: Path) -> None:
+        """Only a killed one is done without: a script that raises would raise elsewhere too."""
+        with fleetrun(tmp_path, "--worker_num", "2", STAND_IN, "sleep", "async,exit:3") as job:
+            assert job.wait(30) == 1
+        assert "goes on without it" not in job.output
+
+    def test_a_job_that_lost_its_last_worker_does_not_say_that_it_finished(self, tmp_path: Path) -> None:
+        with fleetrun(tmp_path, STAND_IN, "serve", "async,reach,sleep:0.3,die") as job:
+            assert job.wait(50) == 1
+        assert "worker 0 was killed by SIGKILL" in job.output
+        for wrong in ("goes on without it", "the others finished", "finished; logs in"):
+            assert wrong not in job.output
+
+    @pytest.mark.parametrize("status", [0, 3])
+    def test_a_server_that_ends_before_the_workers_ends_the_job(self, tmp_path: Path, status: int) -> None:
+        """With status 0 too: a server that gets SIGTERM from an operator or a scheduler ends cleanly, and early."""
+        with fleetrun(tmp_path, STAND_IN, f"exit:{status}", "sleep") as job:
+            assert job.wait(15) == 1
+        assert re.search(r"server 0 \(127\.0\.0\.1:\d+\) ended", job.output)
+
+    def test_servers_that_were_never_told_to_stop_end_after_the_last_worker(self, tmp_path: Path) -> None:
+        """A script that forgets fleet.stop_worker(): all workers of the job are here and have ended."""
+        with fleetrun(tmp_path, STAND_IN, "sleep", "exit:0") as job:
+            job.wait(15)
+            assert job.left(grace=0) == []
+
+    def test_a_worker_killed_by_a_signal_without_a_name_is_told_like_any_other(self, tmp_path: Path) -> None:
+        with fleetrun(tmp_path, STAND_IN, "sleep", "signal:40") as job:
+            assert job.wait(20) == 1
+        assert re.search(r"worker 0 was killed by .*40; the job ends", job.output)
+
+    def test_variables_of_another_job_around_it_do_not_reach_the_processes(self, tmp_path: Path) -> None:
+        """fleetrun in a pod or a shell that has a role already: the roles are those that fleetrun gives."""
+        around = {
+            "TRAINING_ROLE": "PSERVER",
+            "PADDLE_TRAINERS_NUM": "3",
+            "PADDLE_TRAINER_ENDPOINTS": "10.0.0.1:1,10.0.0.2:1,10.0.0.3:1",
+            "FLEET_RESTART": "5",
+        }
+        with fleetrun(tmp_path, "--worker_num", "2", STAND_IN, "role", "role", **around) as job:
+            assert job.wait(20) == 0
+        told = (tmp_path / "workerlog.1").read_text()
+        for part in ("role='worker'", "worker_index=1", "num_workers=2", "worker_endpoints=()", "restart=0"):
+            assert part in told
+
+    def test_a_second_job_starts_its_logs_anew(self, tmp_path: Path) -> None:
+        for _ in range(2):
+            with fleetrun(tmp_path, STAND_IN, "exit", "exit") as job:
+                assert job.wait(20) == 0
+        assert (tmp_path / "workerlog.0").read_text().count("exit") == 1
+
+
+FAILS_ONCE = """
+import os, sys, time
+from pathlib import Path
+
+here = Path(sys.argv[1])
+print("start", flush=True)
+if os.environ["FLEET_ROLE"] == "WORKER" and len(list(here.glob("failed*"))) < int(sys.argv[2]):
+    (here / f"failed{time.time_ns()}").touch()
+    sys.exit(3)
+time.sleep(0.3)
+"""
+
+
+@pytest.mark.parametrize(("num_failures", "max_job_restart", "status"), [(2, 3, 0), (2, 1, 1), (0, 1, 0)])
+def test_a_job_that_fails_is_started_again_as_a_whole(
+    num_failures: int, max_job_restart: int, status: int, tmp_path: Path
+) -> None:
+    script, logs = tmp_path / "script.py", tmp_path / "logs"
+    script.write_text(FAILS_ONCE)
+    arguments = ("--max_job_restart", str(max_job_restart), str(script), str(tmp_path), str(num_failures))
+    with fleetrun(logs, *arguments) as job:
+        assert job.wait(30) == status
+        assert job.left(grace=0) == []
+    num_starts = min(num_failures, max_job_restart) + 1
+    assert (logs / "workerlog.0").read_text().count("start") == num_starts  # logs of all starts are kept
+    assert job.output.count("starting the job again") == num_starts - 1
+
+
+def test_one_worker_or_the_whole_job_is_started_again_but_not_both(tmp_path: Path) -> None:
+    with fleetrun(tmp_path, "--max_job_restart", "1", "--max_restart", "1", STAND_IN) as job:
+        assert job.wait(30) == 2
+    assert "use one of them" in job.output

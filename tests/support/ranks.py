@@ -1,0 +1,153 @@
+"""Ranks to test with: processes that are forked, torch imported already, from one that never ran a backward pass.
+
+    def train(learning_rate: float) -> dict[str, Any]:       # at the top of a test module; runs on every rank
+        fleet.init(is_collective=True, strategy=...)
+        ...
+        return {"loss": 0.5, "weight": model.weight.detach()}
+
+    def test_something(ranks: Ranks) -> None:
+        first, second = ranks.run(train, 2, learning_rate=0.1)
+
+Arguments are what JSON can hold; results are dicts of numbers, text and tensors. A rank that raises fails the test with
+its traceback; the other ranks are then killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from support.paths import ROOT
+
+SECONDS = 60.0
+
+
+class Ranks:
+    """The nursery: asked by lines of JSON on its standard input, it forks and waits."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FLEET_DEVICE": "cpu"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._process.wait(30)
+
+    def run(self, function: Callable[..., dict[str, Any]], size: int, **arguments: Any) -> list[dict[str, Any]]:
+        """What `function` returned on every rank, in their order."""
+        import torch
+
+        with tempfile.TemporaryDirectory() as folder:
+            job = {"module": function.__module__, "function": function.__name__, "size": size, "folder": folder}
+            job["path"] = str(Path(str(sys.modules[function.__module__].__file__)).parent)
+            assert self._process.stdin
+            assert self._process.stdout
+            self._process.stdin.write(json.dumps({**job, "arguments": arguments}) + "\n")
+            self._process.stdin.flush()
+            codes = json.loads(self._process.stdout.readline())
+            logs = "\n".join(f"rank {i}:\n{(Path(folder) / f'log.{i}').read_text()}" for i in range(size))
+            assert codes == [0] * size, f"exit statuses {codes}\n{logs}"
+            return [torch.load(Path(folder) / f"result.{i}", weights_only=True) for i in range(size)]
+
+    def close(self) -> None:
+        self._process.communicate(timeout=10)
+
+
+@contextlib.contextmanager
+def nursery() -> Iterator[Ranks]:
+    with contextlib.closing(Ranks()) as made:
+        yield made
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def _serve() -> None:
+    if os.fork():  # the one that serves is nobody's child: other tests look for processes that are left
+        os._exit(0)
+    import torch
+    import torch.distributed.fsdp
+    import torch.distributed.pipelining
+    import torch.distributed.tensor
+    import torch.optim
+
+    import torchfleet.fleet  # noqa: F401
+
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports more than one would think
+    answers = os.fdopen(os.dup(1), "w")
+    for line in sys.stdin:
+        job = json.loads(line)
+        if job["path"] not in sys.path:  # tests lie in folders, from which pytest imports them by their bare names
+            sys.path.append(job["path"])
+        with contextlib.suppress(Exception):  # once for all ranks; if it fails, it fails in each of them, with a log
+            import_module(job["module"])
+        port = free_port()
+        children = [_fork(job, rank, port) for rank in range(job["size"])]
+        print(json.dumps(_wait(children)), file=answers, flush=True)
+
+
+def _fork(job: dict[str, Any], rank: int, port: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    log = os.open(f"{job['folder']}/log.{rank}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        import torch
+
+        torch.set_num_threads(1)
+        size = str(job["size"])
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+        result = getattr(import_module(job["module"]), job["function"])(**job["arguments"])
+        torch.save(result, f"{job['folder']}/result.{rank}")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait(children: list[int]) -> list[int]:
+    """Exit statuses; when one fails, the others, which may wait for it, are killed after a moment."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + SECONDS
+    while len(codes) < len(children):
+        for child in children:
+            if child in codes:
+                continue
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                codes[child] = os.waitstatus_to_exitcode(status)
+                if codes[child]:
+                    deadline = min(deadline, time.monotonic() + 2)
+            elif time.monotonic() > deadline:
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.005)
+    return [codes[child] for child in children]
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,1 @@
+"""fleet.save and fleet.load of collective training."""

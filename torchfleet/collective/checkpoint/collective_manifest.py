@@ -1,0 +1,144 @@
+"""What a saved collective model consists of: every tensor, the pieces it was cut into, and where they are. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import zlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from torchfleet.checkpoint.manifest import FILE, next_save
+from torchfleet.errors import CheckpointError
+from torchfleet.storage import Storage
+
+FORMAT = "torchfleet collective checkpoint"
+VERSION = 1
+_FOLDER = re.compile(r"save-[0-9]{1,18}")  # other folders are not ours
+
+# model      a parameter or persistent buffer, by its name
+# master     the copy in higher precision that the optimizer has of a parameter
+# optimizer  a state of a parameter, as "parameter.key"
+# part       a tensor of a strategy that all ranks had alike, as "field.key"
+# rank       a tensor of a strategy that each rank had for itself, one behind the other
+Kind = Literal["model", "master", "optimizer", "part", "rank"]
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """A box of a tensor: bytes start … start + number of bytes of a file."""
+
+    file: str
+    offset: list[int]  # of its first element in the whole tensor
+    shape: list[int]
+    start: int
+    bytes: int
+    crc32: int
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    name: str
+    kind: Kind
+    dtype: str  # as safetensors has it
+    shape: list[int]
+    pieces: list[Piece]
+
+    @property
+    def bytes(self) -> int:
+        return sum(piece.bytes for piece in self.pieces)
+
+
+class Group(msgspec.Struct):
+    """A param group: its options (learning rate, ...), and the names of its parameters."""
+
+    options: dict[str, Any]
+    parameters: list[str]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    save: str  # the folder with the files
+    number: int
+    num_ranks: int
+    tensors: list[Tensor]
+    optimizer: str  # its class; "": none was saved
+    groups: list[Group]
+    values: dict[str, dict[str, Any]]  # parameter → states that are no tensors
+    tied: dict[str, str]  # other names of parameters → the name that they are saved by
+    strategy: dict[str, Any]  # settings that were not the default, for the reader
+    extra: dict[str, Any]
+    time: float = 0.0
+    format: str = FORMAT
+    version: int = VERSION
+
+    def of_kind(self, kind: Kind) -> dict[str, Tensor]:
+        return {tensor.name: tensor for tensor in self.tensors if tensor.kind == kind}
+
+
+class _Head(msgspec.Struct):
+    format: str = ""
+
+
+def is_collective(dirname: str) -> bool:
+    """Whether what is saved there is a collective model. Raises CheckpointError if nothing whole is saved there."""
+    return _head(_body(Storage(dirname))).format == FORMAT
+
+
+def encode(manifest: Manifest) -> bytes:
+    body = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
+    return b'{"checksum": %d, "manifest":\n%s}\n' % (zlib.crc32(body), body)
+
+
+def read(storage: Storage) -> Manifest:
+    """Raises CheckpointError if there is no complete model, or one of parameter servers, or a damaged manifest."""
+    body, place = _body(storage), storage.place(FILE)
+    found = _head(body)
+    if found.format != FORMAT:
+        raise CheckpointError(
+            f"{place}: expected a {FORMAT}, found a {found.format or 'file without a format'}. A model of parameter "
+            "servers is loaded by a job that has some."
+        )
+    try:
+        manifest = msgspec.json.decode(body, type=Manifest)
+    except msgspec.DecodeError as error:
+        raise CheckpointError(f"{place} is not a manifest of this version: {error}") from None
+    if manifest.version != VERSION:
+        raise CheckpointError(f"{place}: expected {FORMAT} version {VERSION}, found version {manifest.version}")
+    return manifest
+
+
+def _body(storage: Storage) -> bytes:
+    if not storage.exists(FILE):
+        raise CheckpointError(f"no saved model in {storage.path}: there is no {FILE}. Was the save interrupted?")
+    head, _, body = storage.read(FILE).partition(b"\n")
+    body, end = body[:-2], body[-2:]
+    if end != b"}\n" or head != b'{"checksum": %d, "manifest":' % zlib.crc32(body):
+        raise CheckpointError(
+            f"{storage.place(FILE)} is damaged: its checksum does not fit. Load another save of the model."
+        )
+    return body
+
+
+def _head(body: bytes) -> _Head:
+    with contextlib.suppress(msgspec.DecodeError):
+        return msgspec.json.decode(body, type=_Head)
+    return _Head()
+
+
+def next_number(storage: Storage) -> int:
+    """Above those of all saves that are or were being made here."""
+    with contextlib.suppress(CheckpointError):
+        return max(next_save(storage), read(storage).number + 1)
+    return next_save(storage)
+
+
+def remove_others(storage: Storage, kept: str) -> None:
+    """Folders of saves before, and of those that never came to an end."""
+    for name in list(storage.folders()):
+        if _FOLDER.fullmatch(name) and name != kept:
+            storage.remove_folder(name)
+
+
+def num_elements(shape: Sequence[int]) -> int:
+    return math.prod(shape)

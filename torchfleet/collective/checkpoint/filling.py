@@ -1,0 +1,42 @@
+"""From the pieces of a save to the pieces of this rank: what overlaps is read and copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from torchfleet.collective.checkpoint.collective_manifest import Tensor, num_elements
+from torchfleet.collective.checkpoint.pieces import DTYPES, Piece
+from torchfleet.collective.checkpoint.tensor_files import Reader, overlap
+from torchfleet.errors import CheckpointError
+from torchfleet.monitor.progress import Progress
+
+
+class Target(NamedTuple):
+    """A piece of this rank, and the saved tensor that goes there."""
+
+    source: Tensor
+    piece: Piece
+
+
+def fill(reader: Reader, targets: Sequence[Target], progress: Progress | None) -> None:
+    """In the order of the files."""
+    jobs = []
+    for source, piece in targets:
+        num = 0
+        for one in source.pieces:
+            common = overlap(piece.offset, tuple(piece.tensor.shape), one.offset, one.shape)
+            if common is not None:
+                jobs.append((source, one, piece, *common))
+                num += num_elements([some.stop - some.start for some in common[0]])
+        if num != piece.tensor.numel():
+            raise CheckpointError(f"'{source.name}': {num:,} of {piece.tensor.numel():,} elements were saved")
+    total, done = sum(one.bytes for _, one, *_ in jobs), 0
+    for source, one, piece, here, there in sorted(jobs, key=lambda job: (job[1].file, job[1].start)):
+        data = torch.frombuffer(reader.read(source, one), dtype=DTYPES[source.dtype]).view(one.shape)
+        piece.tensor[here].copy_(data[there])
+        done += one.bytes
+        if progress is not None:
+            progress.show(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB for this rank")

@@ -1,0 +1,236 @@
+"""fleet.load: every rank reads the pieces that overlap with what it holds, whoever has saved them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch
+
+from torchfleet.collective.checkpoint import collective_manifest as saved
+from torchfleet.collective.checkpoint.collective_manifest import Manifest, Tensor
+from torchfleet.collective.checkpoint.filling import Target, fill
+from torchfleet.collective.checkpoint.optimizer_states import (
+    Names,
+    check_groups,
+    innermost,
+    names_of,
+    new_state,
+    optimized,
+    set_options,
+    states_by_parameter,
+)
+from torchfleet.collective.checkpoint.pieces import DTYPES, Piece, Pieces, model_pieces, piece_of, tied
+from torchfleet.collective.checkpoint.planning import Said, say, told
+from torchfleet.collective.checkpoint.tensor_files import Reader
+from torchfleet.collective.strategies.sharding.sharding import Sharding
+from torchfleet.collective.strategy import Part
+from torchfleet.collective.world import World
+from torchfleet.errors import CheckpointError
+from torchfleet.monitor.progress import Progress
+from torchfleet.storage import Storage
+
+
+class Opened(Said, kw_only=True):
+    """The manifest, as the first rank has read it, and which tensors each rank's model has."""
+
+    manifest: str = ""
+    names: list[str] = msgspec.field(default_factory=list)
+
+
+def load(
+    dirname: str,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    parts: Sequence[Part],
+    world: World | None,
+    names: Names | None = None,
+) -> dict[str, Any]:
+    """What `extra` was. All ranks call it together; what is wrong on one is raised on all.
+
+    The model must have the tensors that were saved, no more and no less, in their shapes; the number of ranks and the
+    strategies may be others. The optimizer's state is made anew, if it is of the same kind; strategies that were not on
+    when the model was saved keep what they have. Nothing is changed if the model does not fit. If a file is damaged,
+    some parameters may have been read already: load another save.
+    """
+    loading = Loading(Storage(dirname), model, world)
+    said, failed = Said(), None
+    try:
+        loading.check()
+        if optimizer is not None:
+            loading.add_optimizer(optimizer, names_of(model, names), parts)
+        loading.add_parts(parts)
+    except Exception as error:
+        said, failed = Said(error=told(error)), error
+    say(world, said, failed)
+    say(world, loading.read())
+    loading.give()
+    return loading.manifest.extra
+
+
+def load_parameters(dirname: str, module: torch.nn.Module) -> dict[str, Any]:
+    """Parameters and buffers into a model of this process alone, for prediction; returns what `extra` was."""
+    return load(dirname, module, None, (), None)
+
+
+class Loading:
+    """One save into what this rank has: first all is checked, then parameters are read, then the others get theirs."""
+
+    def __init__(self, storage: Storage, model: torch.nn.Module, world: World | None) -> None:
+        self._storage, self._model, self._world = storage, model, world
+        self._homes: Pieces = model_pieces(model, world)
+        everybody = say(world, self._open())
+        self.manifest = msgspec.json.decode(everybody[0].manifest, type=Manifest)
+        self._saved = self.manifest.of_kind("model")
+        self._known = {name for one in everybody for name in one.names}
+        self._targets: list[Target] = []
+        self._owed: list[Callable[[], object]] = []
+
+    def _open(self) -> Opened:
+        names = [*self._homes, *tied(self._model)]
+        if self._world is not None and self._world.rank:
+            return Opened(names=names)
+        try:
+            manifest = saved.read(self._storage)
+        except Exception as error:
+            return Opened(error=told(error))
+        return Opened(manifest=msgspec.json.encode(manifest).decode(), names=names)
+
+    def check(self) -> None:
+        """The model's tensors are those that were saved."""
+        masters = self.manifest.of_kind("master")
+        place = f"{self._storage.path} ({self.manifest.save})"
+        for name in self._saved:
+            if name not in self._known:
+                raise CheckpointError(
+                    f"{place} has '{name}', which the model does not have. Load it into its own model."
+                )
+        for name, piece in self._homes.items():
+            source = self._saved.get(self._saved_name(name))
+            if source is None:
+                raise CheckpointError(f"{place} has no '{name}', which the model has. Load it into its own model.")
+            if tuple(source.shape) != piece.shape:
+                raise CheckpointError(
+                    f"'{name}' has shape {piece.shape} in the model, and was saved with shape {tuple(source.shape)}"
+                )
+            copy = masters.get(self._saved_name(name))  # as precise as the model is now?
+            is_better = copy is not None and DTYPES[copy.dtype] == piece.tensor.dtype
+            self._targets.append(Target(copy if copy is not None and is_better else source, piece))
+
+    def _saved_name(self, name: str) -> str:
+        """A tied parameter was saved by one of its names; in a pipeline, whose stages each have their own, by both."""
+        return name if name in self._saved else self.manifest.tied.get(name, name)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, names: Names, parts: Sequence[Part]) -> None:
+        """Options of the groups, states by parameter, and the optimizer's copies of parameters."""
+        kind, kept = type(innermost(optimizer)).__name__, self.manifest.optimizer
+        is_same, parameters = kind == kept, list(optimized(optimizer, names))
+        if is_same:
+            check_groups(optimizer, names, self.manifest.groups, self._saved_name)
+            self._owed.append(partial(set_options, optimizer, self.manifest.groups))
+        elif self._is_first:
+            self._owed.append(partial(_tell_of_new_state, kept or "no optimizer", kind))
+        states = states_by_parameter(self.manifest) if is_same else {}
+        masters, own = self.manifest.of_kind("master"), set(self._model.parameters())
+        owned = [part.owns for part in parts if isinstance(part, Sharding)]
+        made: dict[torch.Tensor, dict[str, Any]] = {}
+        for parameter, name, group in parameters:
+            home, there = self._homes[name], self._saved_name(name)
+            if parameter not in own:
+                source = masters.get(there) or self._saved[there]
+                self._targets.append(Target(source, home.like(parameter)))
+            if is_same and all(owns(parameter) for owns in owned):
+                made[parameter], pieces = new_state(parameter, home, states.get(there, {}), group)
+                made[parameter].update(self.manifest.values.get(there, {}))
+                self._targets += [Target(states[there][key], piece) for key, piece in pieces.items()]
+        self._owed.append(partial(_replace_state, optimizer, made))
+
+    def add_parts(self, parts: Sequence[Part]) -> None:
+        for part in parts:
+            alike, each = self._alike(part), self._of_ranks(part)
+            if alike:
+                self._owed.append(partial(part.load_state, alike))
+            if each:
+                self._owed.append(partial(_give_means, part, each))
+
+    def _alike(self, part: Part) -> dict[str, torch.Tensor]:
+        made, present = {}, part.state()
+        for key, source in _of_field(self.manifest.of_kind("part"), part.field):
+            made[key] = _empty(source.shape, source, present.get(key))
+            self._targets.append(Target(source, piece_of(made[key])))
+        return made
+
+    def _of_ranks(self, part: Part) -> dict[str, torch.Tensor]:
+        """What this rank had, if there were as many ranks; else what all of them had, one behind the other."""
+        assert self._world is not None
+        made, present, rank = {}, part.rank_state(), self._world.rank
+        for key, source in _of_field(self.manifest.of_kind("rank"), part.field):
+            ranks = [piece.offset[0] for piece in source.pieces]
+            if self.manifest.num_ranks == self._world.size and rank in ranks:
+                ranks = [rank]
+            made[key] = _empty([len(ranks), *source.shape[1:]], source, present.get(key))
+            for i, one in enumerate(ranks):
+                offset = (one, *[0] * (len(source.shape) - 1))
+                self._targets.append(Target(source, Piece(made[key][i : i + 1], tuple(source.shape), offset)))
+        return made
+
+    def read(self) -> Said:
+        """Fill all that was added: the model's own tensors, and new ones for the optimizer and the strategies."""
+        progress = Progress("fleet.load") if self._is_first else None
+        try:
+            with torch.no_grad(), Reader(self._storage, self.manifest) as reader:
+                fill(reader, self._targets, progress)
+        except Exception as error:
+            return Said(error=told(error))
+        if progress is not None:
+            progress.end(f"save {self.manifest.number} of {self._storage.path}")
+        return Said()
+
+    def give(self) -> None:
+        """What was read goes to whom it belongs."""
+        for one in self._owed:
+            one()
+
+    @property
+    def _is_first(self) -> bool:
+        return self._world is None or self._world.rank == 0
+
+
+def _empty(shape: Sequence[int], source: Tensor, like: torch.Tensor | None) -> torch.Tensor:
+    return torch.empty(tuple(shape), dtype=DTYPES[source.dtype], device=None if like is None else like.device)
+
+
+def _of_field(tensors: Mapping[str, Tensor], field: str) -> list[tuple[str, Tensor]]:
+    return [(name[len(field) + 1 :], one) for name, one in tensors.items() if name.startswith(f"{field}.")]
+
+
+def _replace_state(optimizer: torch.optim.Optimizer, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+            if states.get(parameter):
+                optimizer.state[parameter] = states[parameter]
+
+
+def _give_means(part: Part, states: Mapping[str, torch.Tensor]) -> None:
+    part.load_rank_state({key: _mean(state) for key, state in states.items()})
+
+
+def _mean(states: torch.Tensor) -> torch.Tensor:
+    """Over ranks, in the first dimension."""
+    if len(states) == 1:
+        return states[0]
+    mean = states.double().mean(0)
+    return (mean if states.is_floating_point() else mean.round()).to(states.dtype)
+
+
+def _tell_of_new_state(kept: str, kind: str) -> None:
+    print(
+        f"the model was saved by {kept}, and is now trained by {kind}: parameters are loaded, the optimizer's state "
+        "starts anew",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,160 @@
+"""The optimizer's state, by the names of parameters: what this rank holds of it, and how it is made again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchfleet.collective.checkpoint.collective_manifest import Group, Manifest, Tensor
+from torchfleet.collective.checkpoint.pieces import DTYPES, Piece, Pieces, piece_of
+from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer
+from torchfleet.errors import CheckpointError
+
+# How, not what: these stay as the optimizer that is loaded has them.
+_IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")
+
+Names = Mapping[torch.Tensor, str]
+
+
+def names_of(model: torch.nn.Module, given: Names | None) -> Names:
+    """Of the optimizer's parameters; if they are not given, they are those of the model."""
+    return {one: name for name, one in model.named_parameters()} if given is None else given
+
+
+def optimizer_pieces(optimizer: torch.optim.Optimizer, names: Names, homes: Pieces) -> tuple[Pieces, dict[str, Any]]:
+    """(states that are tensors by "parameter.key", all other states by parameter). `homes`: what model_pieces gave."""
+    made: Pieces = {}
+    values: dict[str, Any] = {}
+    for parameter, name, _ in optimized(optimizer, names):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                made[f"{name}.{key}"] = _like(f"state '{key}' of '{name}'", value, homes[name])
+            elif _is_plain(value):
+                values.setdefault(name, {})[key] = value
+            else:
+                raise CheckpointError(f"state '{key}' of '{name}' is {value!r}: expected a tensor, or a finite number")
+    return made, values
+
+
+def master_pieces(optimizer: torch.optim.Optimizer, names: Names, homes: Pieces, model: torch.nn.Module) -> Pieces:
+    """Copies that the optimizer has of parameters and steps on in their place."""
+    own = set(model.parameters())
+    masters = [(one, name) for one, name, _ in optimized(optimizer, names) if one not in own]
+    return {name: _like(f"the optimizer's copy of '{name}'", one, homes[name]) for one, name in masters}
+
+
+def optimized(optimizer: torch.optim.Optimizer, names: Names) -> Iterator[tuple[torch.Tensor, str, dict[str, Any]]]:
+    """(parameter, its name, its group)."""
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise CheckpointError(
+                    f"a parameter of shape {tuple(parameter.shape)} in param group {number} is none of the model's"
+                )
+            yield parameter, names[parameter], group
+
+
+def _like(what: str, value: torch.Tensor, home: Piece) -> Piece:
+    """A tensor that belongs to a parameter is cut as that is, or is a number that all ranks have alike."""
+    if hasattr(value, "placements"):
+        return piece_of(value)
+    if value.shape == home.tensor.shape:
+        return Piece(value.detach(), home.shape, home.offset)
+    if home.is_whole or value.numel() == 1:
+        return piece_of(value)
+    raise CheckpointError(
+        f"{what} has shape {tuple(value.shape)}, and this rank's part of the parameter {tuple(home.tensor.shape)} of "
+        f"{home.shape}: which part of it that is cannot be told"
+    )
+
+
+def groups_of(optimizer: torch.optim.Optimizer, names: Names) -> list[Group]:
+    made = []
+    for group in optimizer.param_groups:
+        options = {key: _plain(key, value) for key, value in group.items() if key not in _IMPLEMENTATION}
+        made.append(Group(options, [names[one] for one in group["params"]]))
+    return made
+
+
+def _plain(key: str, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if _is_plain(value):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(key, one) for one in value]
+    raise CheckpointError(f"option '{key}'={value!r} of a param group: expected numbers, which must be finite, or text")
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON has a word for it."""
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return value is None or (isinstance(value, (bool, int, float, str)) and is_finite)
+
+
+def check_groups(
+    optimizer: torch.optim.Optimizer, names: Names, kept: Sequence[Group], saved_name: Callable[[str], str]
+) -> None:
+    """The groups must be those that were saved; a rank may have a part of their parameters."""
+    if len(optimizer.param_groups) != len(kept):
+        raise CheckpointError(
+            f"the optimizer has {len(optimizer.param_groups)} param groups, and {len(kept)} were saved"
+        )
+    homes = {name: number for number, group in enumerate(kept) for name in group.parameters}
+    for number, group in enumerate(optimizer.param_groups):
+        for name in (names[one] for one in group["params"]):
+            there = homes.get(saved_name(name), homes.get(name))
+            if there is not None and there != number:
+                raise CheckpointError(
+                    f"'{name}' is in param group {number} of the optimizer, and was saved in group {there}"
+                )
+
+
+def set_options(optimizer: torch.optim.Optimizer, kept: Sequence[Group]) -> None:
+    """Into the very dictionaries, and the very tensor where an option is one: schedulers and graphs hold them."""
+    for group, saved in zip(optimizer.param_groups, kept, strict=True):
+        for key, value in saved.options.items():
+            present = group.get(key)
+            if isinstance(present, torch.Tensor):
+                present.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) and not isinstance(present, list) else value
+
+
+def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The one whose rule it is."""
+    while isinstance(optimizer, ShardedOptimizer):
+        optimizer = optimizer.inner
+    return optimizer
+
+
+def states_by_parameter(manifest: Manifest) -> dict[str, dict[str, Tensor]]:
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in manifest.of_kind("optimizer").items():
+        parameter, _, key = name.rpartition(".")
+        found.setdefault(parameter, {})[key] = tensor
+    return found
+
+
+def new_state(
+    parameter: torch.Tensor, home: Piece, sources: Mapping[str, Tensor], group: Mapping[str, Any]
+) -> tuple[dict[str, Any], Pieces]:
+    """(a state for the optimizer, still empty; where each of `sources` goes)."""
+    counts_on_device = group.get("fused") or group.get("capturable")  # as torch's optimizers do
+    state: dict[str, Any] = {}
+    pieces: Pieces = {}
+    for key, source in sources.items():
+        dtype = DTYPES[source.dtype]
+        if key == "step" and not counts_on_device:
+            state[key] = torch.empty(source.shape, dtype=dtype)
+        elif tuple(source.shape) == home.shape:  # cut as the parameter is, if it is
+            state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            pieces[key] = home.like(state[key])
+            continue
+        else:
+            state[key] = torch.empty(source.shape, dtype=dtype, device=parameter.device)
+        pieces[key] = piece_of(state[key])
+    return state, pieces

@@ -1,0 +1,156 @@
+"""What this rank holds of a model: pieces of whole tensors, by the names that the user's model gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+
+from torchfleet.collective.checkpoint.planning import Key, Line, Said, say, told
+from torchfleet.collective.local_tensors import local
+from torchfleet.collective.strategies.sharding.sharding import sharded_modules
+from torchfleet.collective.strategy import Part
+from torchfleet.collective.world import World
+from torchfleet.errors import CheckpointError
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a whole tensor; `tensor` shares its memory with what it was taken from."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]  # of the whole
+    offset: tuple[int, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        return tuple(self.tensor.shape) == self.shape
+
+    def like(self, tensor: torch.Tensor) -> Piece:
+        """`tensor` holds the same box."""
+        return Piece(local(tensor), self.shape, self.offset)
+
+    def line(self, key: Key) -> Line:
+        dtype = _NAMES.get(self.tensor.dtype)
+        if dtype is None:
+            known = ", ".join(map(str, _NAMES))
+            raise CheckpointError(f"'{key[1]}' is of type {self.tensor.dtype}, which cannot be saved; {known} can")
+        return Line(*key, dtype, self.shape, self.offset, tuple(self.tensor.shape))
+
+
+Pieces = dict[str, Piece]
+
+
+class Cuts(Said, kw_only=True):
+    """Of parameters cut over the ranks by themselves: which piece of how many this rank has, and its length."""
+
+    pieces: dict[str, tuple[int, int, int]] = msgspec.field(default_factory=dict)
+
+
+def named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by the user's names; a tied parameter by the first of them."""
+    for module in sharded_modules(model):
+        module.reshard()
+    found: dict[str, torch.Tensor] = dict(model.named_parameters())
+    saved = model.state_dict(keep_vars=True)
+    aliases = set(tied(model))
+    buffers = {name: one for name, one in model.named_buffers() if name in saved}
+    strange = sorted(set(saved) - set(found) - set(buffers) - aliases)
+    if strange:
+        raise CheckpointError(f"'{strange[0]}' of the model's state_dict is no parameter or buffer: it cannot be saved")
+    return {**found, **buffers}
+
+
+def tied(model: torch.nn.Module) -> dict[str, str]:
+    """Other names of parameters and buffers → the first."""
+    firsts: dict[torch.Tensor, str] = {}
+    others = {}
+    for name, one in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        first = firsts.setdefault(one, name)
+        if first != name:
+            others[name] = first
+    return others
+
+
+def model_pieces(model: torch.nn.Module, world: World | None) -> Pieces:
+    """All ranks call it together (without `world`: one process by itself); what is wrong on one is raised on all.
+
+    A parameter with an attribute `fleet_piece` = (dimension, index, count) is one of `count` pieces along a dimension;
+    the others are on other ranks.
+    """
+    failed = None
+    try:
+        every = named(model)
+        cuts = {name: one.fleet_piece for name, one in every.items() if hasattr(one, "fleet_piece")}
+        made = {name: piece_of(one) for name, one in every.items() if name not in cuts}
+        own = Cuts(pieces={name: (cut[1], cut[2], every[name].shape[cut[0]]) for name, cut in cuts.items()})
+    except Exception as error:
+        own, failed = Cuts(error=told(error)), error
+    lengths = _lengths(say(world, own, failed))
+    for name, (dim, index, _) in cuts.items():
+        shape, offset = list(every[name].shape), [0] * every[name].dim()
+        shape[dim], offset[dim] = sum(lengths[name]), sum(lengths[name][:index])
+        made[name] = Piece(local(every[name]), tuple(shape), tuple(offset))
+    return {name: made[name] for name in every}
+
+
+def _lengths(everybody: Sequence[Cuts]) -> dict[str, list[int]]:
+    """Of the pieces of each such parameter, in their order."""
+    found: dict[str, dict[int, int]] = {}
+    for one in everybody:
+        for name, (index, count, length) in one.pieces.items():
+            found.setdefault(name, dict.fromkeys(range(count), -1))[index] = length
+    for name, lengths in found.items():
+        if missing := [index for index, length in lengths.items() if length < 0]:
+            raise CheckpointError(f"'{name}' is cut into {len(lengths)} pieces, and no rank has pieces {missing}")
+    return {name: list(lengths.values()) for name, lengths in found.items()}
+
+
+def piece_of(tensor: Any) -> Piece:
+    """Of a DTensor this rank's part; any other tensor is whole."""
+    if not hasattr(tensor, "placements"):
+        return Piece(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
+    mesh, offset, shape = tensor.device_mesh, [0] * tensor.dim(), list(tensor.shape)
+    cuts = [(one, *place) for one, *place in zip(tensor.placements, mesh.get_coordinate(), mesh.shape, strict=True)]
+    # Cut from the first dimension of the mesh to the last; a strided one cuts what those behind it have left.
+    strided = [cut for cut in cuts if hasattr(cut[0], "split_factor")]
+    plain = [cut for cut in cuts if hasattr(cut[0], "dim") and not hasattr(cut[0], "split_factor")]
+    for placement, index, count in [*plain, *reversed(strided)]:
+        length = -(-shape[placement.dim] // count)  # as torch.chunk: all alike, the last ones shorter or empty
+        start = min(index * length, shape[placement.dim])
+        offset[placement.dim] += start
+        shape[placement.dim] = min(length, shape[placement.dim] - start)
+    mine = local(tensor)
+    if tuple(shape) != tuple(mine.shape):
+        raise CheckpointError(
+            f"a tensor of shape {tuple(tensor.shape)} cut as {tensor.placements}: expected a piece of shape "
+            f"{tuple(shape)}, found {tuple(mine.shape)}"
+        )
+    return Piece(mine, tuple(tensor.shape), tuple(offset))
+
+
+# The strategies' own
+
+
+def part_pieces(parts: Sequence[Part], world: World) -> dict[Key, Piece]:
+    """Tensors that all ranks have alike, and those of this rank, which is a slice of one behind the other."""
+    made: dict[Key, Piece] = {}
+    for part in parts:
+        for key, value in part.state().items():
+            made["part", f"{part.field}.{key}"] = piece_of(value)
+        for key, value in part.rank_state().items():
+            shape = (world.size, *value.shape)
+            offset = (world.rank, *[0] * value.dim())
+            made["rank", f"{part.field}.{key}"] = Piece(value.detach().unsqueeze(0), shape, offset)
+    return made

@@ -1,0 +1,43 @@
+"""A saved collective model as one safetensors file, for other programs. No torch; a tensor at a time in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from torchfleet.checkpoint.part_writer import write_file
+from torchfleet.collective.checkpoint import collective_manifest as saved
+from torchfleet.collective.checkpoint.collective_manifest import Tensor
+from torchfleet.collective.checkpoint.tensor_files import Buffers, Bytes, Reader, entries_of, header
+from torchfleet.monitor.progress import Progress
+from torchfleet.storage import Storage
+
+
+def export(dirname: str, path: str) -> int:
+    """Parameters and buffers by their names, in their own precision, into `path`; returns how many.
+
+    The file appears when all is in it. Of a tied parameter it has one name; the others stand in its metadata, as
+    safetensors.torch.save_model writes them, and load_model takes them.
+    """
+    storage = Storage(dirname)
+    manifest = saved.read(storage)
+    tensors = list(manifest.of_kind("model").values())
+    entries = entries_of([(one.name, one.dtype, one.shape, one.bytes) for one in tensors])
+    folder, name = os.path.split(path)
+    progress, done, total = Progress("fleet export"), 0, sum(one.bytes for one in tensors)
+
+    def show(num: int) -> None:
+        nonlocal done
+        done += num
+        progress.show(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
+
+    with Reader(storage, manifest) as reader:
+        makers = [_maker(reader, one) for one in tensors]
+        buffers = Buffers(header(entries, {"format": "pt", **manifest.tied}), makers, show)
+        write_file(Storage(folder or "."), name, buffers)
+    progress.end(f"{total / 1e6:,.0f} MB in {path}")
+    return len(tensors)
+
+
+def _maker(reader: Reader, tensor: Tensor) -> Callable[[], Bytes]:
+    return lambda: reader.whole(tensor)

@@ -1,0 +1,177 @@
+"""Files of tensors: safetensors, written tensor by tensor, read piece by piece, each with a checksum. No torch.
+
+The header of a file also says where in the whole tensor each piece begins, as torch.distributed.checkpoint says it: its
+HuggingFaceStorageReader reads the folder of a save as it is.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import fsspec
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.checkpoint.part_file import Entry
+from torchfleet.collective.checkpoint.collective_manifest import Kind, Manifest, Piece, Tensor
+from torchfleet.errors import CheckpointError
+from torchfleet.storage import Storage
+
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Buffers(Sequence[Any]):
+    """The contents of a file, made one by one as they are written: a header, then each tensor's bytes."""
+
+    def __init__(self, header: bytes, makers: Sequence[Callable[[], Bytes]], show: Callable[[int], None]) -> None:
+        self._header, self._makers, self._show = header, makers, show
+        self.checksums: list[int] = []
+
+    def __len__(self) -> int:
+        return 1 + len(self._makers)
+
+    def __getitem__(self, i: Any) -> Any:
+        if i == 0:
+            return self._header
+        data = self._makers[i - 1]()
+        self.checksums.append(zlib.crc32(data))
+        self._show(len(data))
+        return data.data
+
+
+def file_key(kind: Kind, name: str) -> str:
+    """What a tensor is called in a file: those of the model as they are in the model."""
+    return name if kind == "model" else f"{kind}.{name}"
+
+
+def header(entries: dict[str, Entry], metadata: dict[str, str]) -> bytes:
+    """What stands before the tensors."""
+    body = msgspec.json.encode({"__metadata__": metadata, **entries} if metadata else entries)
+    body += b" " * (-len(body) % 8)  # so that what follows is aligned
+    return len(body).to_bytes(8, "little") + body
+
+
+def entries_of(tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> dict[str, Entry]:
+    """Of (name, dtype, shape, bytes), which stand one behind the other."""
+    entries, at = {}, 0
+    for name, dtype, shape, size in tensors:
+        entries[name] = Entry(dtype, list(shape), (at, at + size))
+        at += size
+    return entries
+
+
+def offsets_metadata(offsets: dict[str, list[int]]) -> dict[str, str]:
+    """Where the pieces of a file begin in their tensors, as torch.distributed.checkpoint writes it."""
+    places = {name: {"saved_offsets": offset} for name, offset in offsets.items()}
+    return {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": msgspec.json.encode(places).decode()}
+
+
+class Reader:
+    """Pieces of one save. Whatever is missing, cut off or changed by a single bit is named."""
+
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+        self._storage, self._folder = storage, manifest.save
+        self._name = ""
+        self._file: Any = None
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def read(self, tensor: Tensor, piece: Piece) -> bytearray:
+        """The bytes of a piece, in memory of their own."""
+        place = self._storage.place(f"{self._folder}/{piece.file}")
+        data = self._bytes(piece, place)
+        if len(data) != piece.bytes:
+            raise CheckpointError(
+                f"{place} is cut off: expected {piece.bytes:,} bytes of '{tensor.name}' at {piece.start:,}, found "
+                f"{len(data):,}"
+            )
+        if zlib.crc32(data) != piece.crc32:
+            raise CheckpointError(
+                f"{place} is damaged: the checksum of '{tensor.name}' is not the one that was saved. Load another save."
+            )
+        return data
+
+    def whole(self, tensor: Tensor) -> Bytes:
+        """All of a tensor; its pieces put together."""
+        if len(tensor.pieces) == 1 and tensor.pieces[0].shape == tensor.shape:
+            return np.frombuffer(self.read(tensor, tensor.pieces[0]), np.uint8)
+        item = np.dtype((np.void, ITEM_BYTES[tensor.dtype]))
+        made = np.empty(tensor.shape, item)
+        for piece in tensor.pieces:
+            data = np.frombuffer(self.read(tensor, piece), item).reshape(piece.shape)
+            made[box(piece.offset, piece.shape)] = data
+        return made.reshape(-1).view(np.uint8)
+
+    def _bytes(self, piece: Piece, place: str) -> bytearray:
+        try:
+            file = self._open(piece.file, place)
+            file.seek(piece.start)
+            data = bytearray(piece.bytes)
+            view, at = memoryview(data), 0
+            while at < len(data):
+                num = file.readinto(view[at:])
+                if not num:
+                    return data[:at]
+                at += num
+            return data
+        except FileNotFoundError:
+            raise CheckpointError(f"{place} is missing") from None
+        except OSError as error:
+            raise CheckpointError(f"{place} cannot be read: {error}") from error
+
+    def _open(self, name: str, place: str) -> Any:
+        if self._file is None or self._name != name:
+            if self._file is not None:
+                self._file.close()
+            here = self._storage.is_local
+            self._file = open(place, "rb", buffering=0) if here else fsspec.open(place, "rb").open()  # noqa: SIM115
+            self._name = name
+        return self._file
+
+
+def box(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+
+
+def overlap(
+    offset: Sequence[int], shape: Sequence[int], other_offset: Sequence[int], other_shape: Sequence[int]
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """What two boxes have in common, as slices of the one and of the other; None if that is nothing."""
+    own, others = [], []
+    for start, length, other, other_length in zip(offset, shape, other_offset, other_shape, strict=True):
+        first, last = max(start, other), min(start + length, other + other_length)
+        if first >= last:
+            return None
+        own.append(slice(first - start, last - start))
+        others.append(slice(first - other, last - other))
+    return tuple(own), tuple(others)
+
+
+def check_files(reader: Reader, manifest: Manifest, show: Callable[[str], None]) -> int:
+    """Read every piece and compare its checksum; returns how many there are."""
+    num = 0
+    for tensor, piece in in_file_order(manifest.tensors):
+        reader.read(tensor, piece)
+        num += 1
+        show(f"{num:,} pieces are whole")
+    return num
+
+
+def in_file_order(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Piece]]:
+    every = [(tensor, piece) for tensor in tensors for piece in tensor.pieces]
+    yield from sorted(every, key=lambda one: (one[1].file, one[1].start))

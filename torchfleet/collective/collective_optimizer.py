@@ -1,0 +1,112 @@
+"""What stands where the user's optimizer stood."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchfleet.collective.clipping import clip_grad_norm
+from torchfleet.collective.strategy import Part
+from torchfleet.collective.world import World
+from torchfleet.errors import FleetError, ModelError
+
+
+class CollectiveOptimizer(torch.optim.Optimizer):
+    """The same param groups (shared with the user's optimizer: schedulers work on either), step() and zero_grad().
+
+    `step` goes through the strategies: some gather gradients first (gradient_merge), some skip a step (amp), some
+    exchange parameters after it (localsgd, sharding).
+    """
+
+    def __init__(
+        self,
+        user: torch.optim.Optimizer,
+        inner: torch.optim.Optimizer,
+        parts: Sequence[Part],
+        parameters: Sequence[torch.nn.Parameter],
+        world: World,
+    ) -> None:
+        # param_groups is shared: a scheduler made before works too. It has wrapped the inner step, which is not ours.
+        self.__dict__.update({name: value for name, value in user.__dict__.items() if name != "step"})
+        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(user, hooks, OrderedDict())  # they are ours now, and would be called twice
+        self._patch_step_function()  # what torch does for its own classes when they are made: hooks are called
+        self._user, self.inner, self._parts = user, inner, tuple(parts)
+        self._parameters = parameters  # the model's; an optimizer of float32 copies has others
+        self._world, self.grad_norm = world, torch.zeros(())
+        self._max_norm: float | None = None
+        self._is_gathering = False
+        self.num_steps = 0
+        self.after_step: Callable[[], None] = lambda: None
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.inner.state = value
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._user._opt_called = True  # type: ignore[attr-defined]  # what a scheduler made before looks at
+        answers = [part.is_due() for part in self._parts]
+        self._is_gathering = not all(answers)
+        if self._is_gathering:
+            return loss
+        answers = [part.before_step() for part in self._parts]
+        if all(answers):
+            self._clip()
+            self.inner.step()
+        for part in reversed(self._parts):
+            part.after_step()
+        self.num_steps += 1
+        self.after_step()
+        return loss
+
+    def clip_grad_norm_(self, max_norm: float) -> None:
+        """The gradients of the coming step are clipped to a norm of all of them together; call it before `step`.
+
+        At the right moment under every strategy: after gradients have been gathered, and with those of all ranks where
+        none has all. `grad_norm` is then what the norm was.
+        """
+        if not max_norm > 0:
+            raise FleetError(f"clip_grad_norm_: max_norm must be positive, found {max_norm}")
+        self._max_norm = max_norm
+
+    def _clip(self) -> None:
+        if self._max_norm is not None:
+            parameters = [one for group in self.param_groups for one in group["params"]]
+            self.grad_norm = clip_grad_norm(parameters, self._max_norm, self._world)
+            self._max_norm = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; while they are being gathered over several batches they stay."""
+        if self._is_gathering:
+            return
+        for parameter in self._parameters:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.detach_()
+                parameter.grad.zero_()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ModelError("add_param_group: the strategies are in place; add it before fleet.distributed_optimizer")
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; the groups stay the very dictionaries that schedulers hold."""
+        groups = self.inner.param_groups
+        self.inner.load_state_dict(state_dict)
+        for group, loaded in zip(groups, self.inner.param_groups, strict=True):
+            group.update(loaded)
+        self.inner.param_groups = self.param_groups = groups

@@ -1,0 +1,131 @@
+"""Between tensors that are equal on all ranks of a group and tensors of which each rank has a part.
+
+In pairs, each the other's backward: `copied` (nothing forward, a sum backward) and `summed`; `split` and `gathered`.
+Parts are those of torch.chunk along the last dimension: the last ones may be shorter, or empty.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from torchfleet.collective.layers.row_gathering import all_gather_single
+
+Group = dist.ProcessGroup
+Gradients = tuple[torch.Tensor | None, ...]
+
+
+def own_part(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter that is cut over ranks; of another, itself."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    return _OwnPart.apply(parameter)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def copied(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The same; backward sums the ranks' gradients, each of which is that of what the rank did with it."""
+    return _Copied.apply(x, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def summed(part: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum of the ranks' tensors; backward hands the gradient to each."""
+    return _Summed.apply(part, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def split(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's part of the last dimension; backward gathers."""
+    return _Split.apply(x, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def gathered(part: torch.Tensor, size: int, group: Group) -> torch.Tensor:
+    """The last dimension, of `size`, from the ranks' parts; backward takes this rank's part."""
+    return _Gathered.apply(part, size, group)  # type: ignore[no-any-return,no-untyped-call]
+
+
+class _OwnPart(torch.autograd.Function):
+    """DTensor.to_local, with a gradient laid out as the parameter is: any other is copied, by old torch as a whole."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
+        ctx.cut = parameter.device_mesh, parameter.placements
+        ctx.whole = {"shape": parameter.shape, "stride": parameter.stride()}
+        part = parameter.to_local()
+        return part.view_as(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+        return (DTensor.from_local(gradient.contiguous(), *ctx.cut, run_check=False, **ctx.whole),)
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+        return _sum(gradient, ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: Group) -> torch.Tensor:
+        return _sum(part, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+        return gradient, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group, ctx.size = group, x.shape[-1]
+        return _own(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+        return _gather(gradient, ctx.size, ctx.group), None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, size: int, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return _gather(part, size, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> Gradients:
+        return _own(gradient, ctx.group), None, None
+
+
+def _sum(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _own(x: torch.Tensor, group: Group) -> torch.Tensor:
+    width = math.ceil(x.shape[-1] / group.size())
+    start = min(width * group.rank(), x.shape[-1])
+    return x[..., start : start + width].contiguous()
+
+
+def _gather(part: torch.Tensor, size: int, group: Group) -> torch.Tensor:
+    """Parts travel as long as the longest of them."""
+    width = math.ceil(size / group.size())
+    padded = torch.nn.functional.pad(part, (0, width - part.shape[-1])).contiguous()
+    every = padded.new_empty((group.size() * padded.numel(),))
+    all_gather_single(every, padded.view(-1), group=group)
+    return torch.cat(list(every.view(group.size(), *padded.shape)), -1)[..., :size].contiguous()

@@ -1,0 +1,195 @@
+"""Tensor parallelism (C17): single layers cut over ranks, which then compute one batch together.
+
+    strategy = fleet.DistributedStrategy(tensor_parallel=True, tensor_parallel_configs={"tensor_parallel_degree": 2})
+    self.up = fleet.nn.ColumnParallelLinear(d, 4 * d, gather_output=False)
+    self.down = fleet.nn.RowParallelLinear(4 * d, d, input_is_parallel=True)
+
+With W = [W_1; W_2] by rows (outputs) a column-parallel layer computes y = [x·W_1ᵀ, x·W_2ᵀ], each rank its part; with
+W = [W_1, W_2] by columns (inputs) a row-parallel layer computes y = x_1·W_1ᵀ + x_2·W_2ᵀ, summed by an all-reduce. A
+pair of them, a function of single numbers in between, costs one all-reduce forward and one backward. An embedding is
+cut by rows, and the ranks' parts (zeros for ids of others) are summed.
+
+Before fleet.distributed_model the layers are torch's own, with the same first values, and a model runs in one process.
+Then their parameters become DTensors, which have the size of the whole for checkpoints, clipping and sharding. Sizes
+that the degree does not divide are cut as torch.chunk cuts them.
+
+All ranks of the model axis read the same batch, and ranks along data and sharding different ones:
+
+    index, number = fleet.data_shard()
+    sampler = DistributedSampler(data, num_replicas=number, rank=index)      # number = data × sharding degrees
+
+Source: Shoeybi et al. 2019, Megatron-LM. Composes with data parallelism (whose all-reduce comes after backward and is
+not overlapped, gradient_average.py), amp, recompute, gradient_merge, sharding and a pipeline of a Sequential. To clip
+by the norm of all gradients call optimizer.clip_grad_norm_.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from torchfleet.collective.gradient_average import GradientAverage
+from torchfleet.collective.layers.shards import copied, gathered, own_part, split, summed
+from torchfleet.collective.strategy import Forward, Part
+from torchfleet.collective.world import World
+from torchfleet.errors import ModelError, StrategyError
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+
+
+class ColumnParallelLinear(torch.nn.Linear):
+    """torch.nn.Linear, its outputs cut over ranks; `gather_output=False` leaves each rank its own part of them."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, gather_output: bool = True) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.gather_output = gather_output
+        self._mesh: DeviceMesh | None = None
+
+    def cut(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        _cut_parameters(self, mesh, {"weight": Shard(0), "bias": Shard(0)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._mesh is None:
+            return super().forward(x)
+        group = self._mesh.get_group()
+        part = F.linear(copied(x, group), own_part(self.weight), _bias(self))
+        return gathered(part, self.out_features, group) if self.gather_output else part
+
+
+class RowParallelLinear(torch.nn.Linear):
+    """torch.nn.Linear, its inputs cut over ranks; `input_is_parallel`: they are already, each rank has its part."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, input_is_parallel: bool = False) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.input_is_parallel = input_is_parallel
+        self._mesh: DeviceMesh | None = None
+
+    def cut(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        _cut_parameters(self, mesh, {"weight": Shard(1), "bias": Replicate()})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._mesh is None:
+            return super().forward(x)
+        group = self._mesh.get_group()
+        part = x if self.input_is_parallel else split(x, group)
+        whole = summed(F.linear(part, own_part(self.weight)), group)
+        bias = _bias(self)
+        return whole if bias is None else whole + bias
+
+
+class VocabParallelEmbedding(torch.nn.Embedding):
+    """torch.nn.Embedding, its rows cut over ranks."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None) -> None:
+        super().__init__(num_embeddings, embedding_dim, padding_idx)
+        self._mesh: DeviceMesh | None = None
+
+    def cut(self, mesh: DeviceMesh) -> None:
+        rows = math.ceil(self.num_embeddings / mesh.size())
+        rank = mesh.get_local_rank()
+        self._first, self._past = rows * rank, min(rows * (rank + 1), self.num_embeddings)
+        if rows * (mesh.size() - 1) >= self.num_embeddings:
+            raise ModelError(
+                f"VocabParallelEmbedding: {self.num_embeddings} rows over {mesh.size()} ranks leave a rank without any"
+            )
+        self._mesh = mesh
+        _cut_parameters(self, mesh, {"weight": Shard(0)})
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self._mesh is None:
+            return super().forward(ids)
+        # An id that nobody has is taken by the first or the last rank, where torch refuses it.
+        is_above = ids >= self._first if self._first else torch.ones_like(ids, dtype=torch.bool)
+        is_below = ids < self._past if self._past < self.num_embeddings else torch.ones_like(ids, dtype=torch.bool)
+        is_own = is_above & is_below
+        padding = self.padding_idx
+        own_padding = None if padding is None or not self._first <= padding < self._past else padding - self._first
+        rows = F.embedding(torch.where(is_own, ids - self._first, 0), own_part(self.weight), own_padding)
+        return summed(rows.masked_fill(~is_own.unsqueeze(-1), 0), self._mesh.get_group())
+
+
+LAYERS = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+
+
+class TensorParallel(Part):
+    field = "tensor_parallel"
+
+    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
+        super().__init__(strategy, world)
+        self._degree = world.axis("model").size
+        self.owns_gradients = self._degree > 1
+        self._average = GradientAverage(strategy, world)
+        self._exchanging = True
+        self._is_ending = False  # the backward pass that runs has an exchange waiting at its end
+
+    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Cut the layers in place. All ranks hold the same model."""
+        layers = [module for module in model.modules() if isinstance(module, LAYERS)]
+        if self._degree == 1:
+            return model
+        if not layers:
+            raise ModelError(
+                f"tensor_parallel=True with degree {self._degree}, but the model has no layer that can be cut: use "
+                f"{', '.join('fleet.nn.' + layer.__name__ for layer in LAYERS)} in it, or leave tensor_parallel out"
+            )
+        for layer in layers:
+            layer.cut(self.world.mesh["model"])
+        return model
+
+    def build(self, model: torch.nn.Module, forward: Forward) -> None:
+        self._model = model
+        if self.owns_gradients and self._average.is_needed and not self.strategy.pipeline:  # which averages itself
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+
+    def begin_forward(self, exchanging: bool) -> None:
+        self._exchanging, self._is_ending = exchanging, False
+
+    def _on_gradient(self, _: torch.Tensor) -> None:
+        if self._exchanging and not self._is_ending:
+            self._is_ending = True
+            Variable._execution_engine.queue_callback(self._exchange)
+
+    def _exchange(self) -> None:
+        self._is_ending = False
+        self._average(self._model.parameters())
+
+    def optimizer(self, inner: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> torch.optim.Optimizer:
+        """torch's functions for many tensors take those of one kind: where they mix, each is stepped on by itself."""
+        for group in inner.param_groups:
+            kinds = {_kind(one) for one in group["params"]}
+            if len(kinds) == 1:
+                continue
+            if group.get("fused"):
+                raise StrategyError(
+                    "tensor_parallel: an optimizer with fused=True steps on parameters that are cut and on others in "
+                    "one group: leave fused out, or give them in two groups"
+                )
+            if "foreach" in group:
+                group["foreach"] = False
+        return inner
+
+
+def _kind(parameter: torch.Tensor) -> Any:
+    return parameter.device_mesh if isinstance(parameter, DTensor) else None
+
+
+def _cut_parameters(layer: torch.nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:
+    for name, placement in placements.items():
+        whole = layer._parameters[name]
+        if whole is not None:
+            part = distribute_tensor(whole.detach(), mesh, [placement])
+            layer._parameters[name] = torch.nn.Parameter(part, whole.requires_grad)
+
+
+def _bias(layer: torch.nn.Linear) -> torch.Tensor | None:
+    return None if layer._parameters["bias"] is None else own_part(layer.bias)

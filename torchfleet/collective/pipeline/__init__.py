@@ -1,0 +1,1 @@
+"""pipeline: layers in stages on different ranks."""

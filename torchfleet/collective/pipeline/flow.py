@@ -1,0 +1,192 @@
+"""How micro-batches flow through the stages of a pipeline: in which order, and what crosses from rank to rank.
+
+torch.distributed.pipelining has schedules too. They are not used: over gloo those of torch 2.6 and 2.7 lose tensors,
+those of 2.9 to 2.11 cannot begin, and they learn shapes from pickles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torchfleet.collective.pipeline.micro_batches import MicroBatches
+from torchfleet.collective.world import Axis
+from torchfleet.errors import ModelError
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
+           torch.int8, torch.uint8, torch.bool)  # fmt: skip
+
+
+class Shape(NamedTuple):
+    """Of a tensor that crosses: everything but its values."""
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.sizes, dtype=self.dtype, device=device)
+
+
+def shape_of(output: Any) -> Shape:
+    """What is no tensor cannot cross, and is an error."""
+    if not isinstance(output, torch.Tensor) or output.dtype not in _DTYPES:
+        kind = output.dtype if isinstance(output, torch.Tensor) else type(output).__name__
+        raise ModelError(
+            f"pipeline: a stage returns {kind}, and only tensors of ordinary types, or tuples of them, can go on to "
+            "the next stage"
+        )
+    return Shape(tuple(output.shape), output.dtype)
+
+
+def as_tuple(outputs: Any) -> tuple[Any, ...]:
+    return tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def order(mode: str, rank: int, size: int, num: int, has_loss: bool) -> Iterator[tuple[bool, int]]:
+    """(is it forward, of which micro-batch): what a stage does, one after the other.
+
+    "1F1B": after as many forwards as there are stages from here on, a backward and a forward by turns.
+    """
+    if not has_loss:
+        yield from ((True, index) for index in range(num))
+        return
+    ahead = min(num, size - rank) if mode == "1F1B" else num
+    yield from ((True, index) for index in range(ahead))
+    for index in range(num):
+        yield False, index
+        if index + ahead < num:
+            yield True, index + ahead
+
+
+class Way:
+    """The way of batches of one shape through this rank's stage: `call` computes it for one micro-batch."""
+
+    def __init__(
+        self,
+        call: Callable[[Sequence[torch.Tensor], Any], Any],
+        crossing: tuple[Sequence[Shape], Sequence[Shape]],
+        axis: Axis,
+        device: torch.device,
+        mode: str,
+    ) -> None:
+        self._call, self._axis, self._device, self._mode = call, axis, device, mode
+        self._incoming, self._outgoing = crossing
+        self._is_last = axis.rank == axis.size - 1
+        self._sends: list[dist.P2POp] = []  # of what is done, posted together with what must come for the next thing
+        self._kept: dict[int, tuple[Sequence[torch.Tensor], tuple[Any, ...]]] = {}  # between forward and backward
+
+    def run(self, batches: MicroBatches) -> None:
+        """All micro-batches, backward too if they have a loss. Ranks of the pipeline call it together."""
+        self._kept.clear()  # of a batch that was broken off
+        self._sends = []
+        for is_forward, index in order(self._mode, self._axis.rank, self._axis.size, batches.num, batches.has_loss):
+            if is_forward:
+                self._forward(index, batches)
+            else:
+                self._backward(index)
+        self._exchange([], 0)
+
+    def _forward(self, index: int, batches: MicroBatches) -> None:
+        received = self._exchange(self._incoming, -1)
+        for one in received:
+            one.requires_grad_(batches.has_loss and one.is_floating_point())
+        outputs = self._call(received, batches.next_inputs())
+        if self._is_last:
+            if batches.has_loss:
+                self._kept[index] = received, (batches.loss(outputs),)
+            else:
+                batches.outputs.append(outputs)
+            return
+        sent = as_tuple(outputs)
+        self._check(sent)
+        self._sends = [self._op(dist.isend, one.detach(), 1) for one in sent]
+        if batches.has_loss:
+            self._kept[index] = received, sent
+
+    def _backward(self, index: int) -> None:
+        gradients: Sequence[torch.Tensor | None] = self._exchange(_differentiable(self._outgoing), 1)
+        received, outputs = self._kept.pop(index)
+        if self._is_last:
+            gradients = [None]
+        else:
+            outputs = tuple(one for one in outputs if one.is_floating_point())
+        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
+        if pairs:
+            torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
+        back = [torch.zeros_like(one) if one.grad is None else one.grad for one in received if one.is_floating_point()]
+        self._sends = [self._op(dist.isend, one, -1) for one in back]
+
+    def _check(self, outputs: tuple[Any, ...]) -> None:
+        found = [shape_of(one) for one in outputs]
+        if found != list(self._outgoing):
+            raise ModelError(
+                f"pipeline: stage {self._axis.rank} returned {[tuple(one.sizes) for one in self._outgoing]} for one "
+                f"micro-batch and {[tuple(one.sizes) for one in found]} for another of the same shape"
+            )
+
+    def _exchange(self, shapes: Sequence[Shape], step: int) -> list[torch.Tensor]:
+        """Send what is waiting, and receive from the stage before (-1) or after (1). Posted as one: no stage waits for
+        another that waits for it."""
+        received = [shape.empty(self._device) for shape in shapes]
+        operations = [*self._sends, *(self._op(dist.irecv, one, step) for one in received)]
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+        self._sends = []
+        return received
+
+    def _op(self, kind: Callable[..., Any], tensor: torch.Tensor, step: int) -> dist.P2POp:
+        return dist.P2POp(kind, _wire(tensor), neighbour(self._axis, step), self._axis.group)
+
+
+def _differentiable(shapes: Sequence[Shape]) -> list[Shape]:
+    return [shape for shape in shapes if shape.dtype.is_floating_point]
+
+
+def _wire(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory if it is contiguous; integers and truth values as bytes, which every backend can send."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.is_floating_point() else tensor.view(-1).view(torch.uint8)
+
+
+def neighbour(axis: Axis, step: int) -> int:
+    """The rank, in the whole job, of the stage `step` further."""
+    assert axis.group is not None
+    return dist.get_global_rank(axis.group, axis.rank + step)
+
+
+# What crosses, found out with one micro-batch
+
+
+def announce(tensors: Sequence[torch.Tensor], axis: Axis, device: torch.device) -> None:
+    """Tell the next stage what will come, and send it once. No pickles: sizes and types are numbers."""
+    numbers: list[int] = [len(tensors)]
+    for shape in map(shape_of, tensors):
+        numbers += [_DTYPES.index(shape.dtype), len(shape.sizes), *shape.sizes]
+    to = neighbour(axis, 1)
+    for message in (torch.tensor([len(numbers)]), torch.tensor(numbers)):
+        dist.send(message.to(device), to, axis.group)
+    for tensor in tensors:
+        dist.send(_wire(tensor), to, axis.group)
+
+
+def hear(axis: Axis, device: torch.device) -> tuple[list[Shape], list[torch.Tensor]]:
+    """What the stage before announces, and the tensors themselves."""
+    source = neighbour(axis, -1)
+    length = torch.empty(1, dtype=torch.int64, device=device)
+    dist.recv(length, source, axis.group)
+    message = torch.empty(int(length), dtype=torch.int64, device=device)
+    dist.recv(message, source, axis.group)
+    num, *numbers = message.tolist()
+    shapes: list[Shape] = []
+    for _ in range(num):
+        dtype, dim = numbers[:2]
+        shapes.append(Shape(tuple(numbers[2 : 2 + dim]), _DTYPES[dtype]))
+        numbers = numbers[2 + dim :]
+    tensors = [shape.empty(device) for shape in shapes]
+    for tensor in tensors:
+        dist.recv(_wire(tensor), source, axis.group)
+    return shapes, tensors

@@ -1,0 +1,211 @@
+"""Pipeline (C16): the layers of a model in stages on different ranks, through which micro-batches flow.
+
+    strategy = fleet.DistributedStrategy(pipeline=True, pipeline_configs={"accumulate_steps": 8})
+    loss = model.train_batch(inputs, target, loss_fn)      # the mean over the batch on the last stage, None elsewhere
+
+A batch is cut into n = accumulate_steps equal micro-batches (or those of `micro_batch_size`). Stage s computes forward
+and backward of one while its neighbours are at others; gradients are those of the mean loss over the micro-batches,
+
+    g = (1/n) · Σ_{i=1..n} ∂ loss_i / ∂ w,
+
+and equal those of the whole batch if the loss is a mean over samples (batch norm sees micro-batches). Of (n + p - 1)
+time steps p - 1 are idle on each of p ranks. `schedule_mode`: "F-then-B" runs all forwards first, "1F1B" begins
+backward as soon as it can and keeps activations of at most p micro-batches instead of n.
+
+Every rank of a pipeline reads the same batch: a sampler needs num_replicas = data × sharding degrees. Stages are said
+by `fleet.device_guard` or `stages`; a Sequential without is cut evenly (stages.py). A Sequential is cut as it is, any
+other model is traced by torch.export for each shape of micro-batch (traced.py), and then returns its outputs as a
+tensor or a flat tuple. After the cut a rank has the parameters of its own stage alone, by the names they had.
+
+Source: Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream (1F1B).
+Composes with amp, recompute, gradient_merge, lars, lamb, sharding (from stage 2 on if the model is a Sequential; every
+micro-batch then exchanges its gradients), tensor_parallel (likewise a Sequential) and data parallelism, whose
+all-reduce comes after the last micro-batch and is not overlapped (gradient_average.py). To clip by the norm of all
+gradients, of which a rank has its own stage's, call optimizer.clip_grad_norm_.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from torchfleet.collective.gradient_average import GradientAverage
+from torchfleet.collective.pipeline import stages
+from torchfleet.collective.pipeline.flow import Shape, Way, announce, as_tuple, hear, shape_of
+from torchfleet.collective.pipeline.micro_batches import (
+    LossFn,
+    MicroBatches,
+    batch_size_of,
+    num_micro_batches,
+    signature,
+)
+from torchfleet.collective.pipeline.traced import TracedStage, Tracer
+from torchfleet.collective.strategies.recomputation.offload import Offload
+from torchfleet.collective.strategies.recomputation.recompute import chosen
+from torchfleet.collective.strategy import Forward, Part
+from torchfleet.collective.world import World
+from torchfleet.errors import StrategyError
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+
+_NUM_KEPT = 8  # shapes of batches whose way, and trace, is kept
+
+
+class Pipeline(Part):
+    field = "pipeline"
+    owns_gradients = True
+
+    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
+        super().__init__(strategy, world)
+        self._axis = world.axis("pipe")
+        self._average = GradientAverage(strategy, world)
+        self._exchanging = True
+        self._ways: OrderedDict[Any, Way] = OrderedDict()
+        self._tracer: Tracer | None = None
+        self._recomputed: list[str] = []
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank's stage returns what the model returns."""
+        return self._axis.rank == self._axis.size - 1
+
+    # The model
+
+    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+        """What is not of this rank's stage is taken out of the model. Names stay as they are."""
+        if self._axis.size == 1:
+            return model  # a model of several stages can be tried out in one process
+        first = stages.starts(model, self.configs["stages"], self._axis.size)
+        stage_of = stages.stage_of_modules(model, first)
+        stages.refuse_shared(model, stage_of)
+        others = [name for name, stage in stage_of.items() if stage != self._axis.rank]
+        if stages.is_cut_in_chain(model, first):
+            stages.drop_modules(model, [name for name in stages.chain(model) if name in others])
+            return model
+        self._refuse_sharding(model)
+        if self.strategy.recompute:
+            again = {id(one) for one in chosen(model, self.strategy.recompute_configs["checkpoints"])}
+            self._recomputed = [name for name, one in model.named_modules() if id(one) in again]
+        self._tracer, self._buffers = Tracer(model, first), dict(model.named_buffers())
+        stages.drop_tensors(model, others)
+        model.forward = self._run_traced
+        return model
+
+    def _refuse_sharding(self, model: torch.nn.Module) -> None:
+        stage = self.strategy.sharding_configs["stage"]
+        if self.strategy.sharding and stage > 1:
+            raise StrategyError(
+                f"pipeline and sharding (stage {stage}): a {type(model).__name__} is traced, which cannot be done with "
+                "parameters that are gathered when modules are called: use sharding_configs={'stage': 1}, or make the "
+                "model a torch.nn.Sequential"
+            )
+
+    def build(self, model: torch.nn.Module, forward: Forward) -> None:
+        self._model, self._forward = model, forward
+        if self._axis.size > 1:  # before neighbours talk in pairs, all ranks of the group must have met
+            dist.all_reduce(torch.zeros(1, device=self.world.device), group=self._axis.group)
+
+    def begin_forward(self, exchanging: bool) -> None:
+        self._exchanging = exchanging
+
+    # A batch
+
+    def train_batch(self, inputs: Any, target: Any, loss_fn: LossFn) -> torch.Tensor | None:
+        """Forward and backward of all micro-batches; gradients are added to .grad, and averaged over the replicas.
+
+        `inputs`: a tensor, or a tuple of arguments, or a dict of keyword arguments. `loss_fn(output, target)` is called
+        on the last stage alone, and returns a mean over samples. All ranks of the pipeline call it with the same batch.
+        """
+        size = batch_size_of(inputs, target)
+        num = num_micro_batches(size, self.configs["accumulate_steps"], self.configs["micro_batch_size"])
+        batches = MicroBatches(inputs, target, num, loss_fn, self.world.device)
+        if self._axis.size == 1:
+            for _ in range(num):
+                batches.loss(self._call(None, (), batches.next_inputs())).backward()  # type: ignore[no-untyped-call]
+        else:
+            self._way(batches).run(batches)
+        if self._exchanging:
+            self._average(self._model.parameters())
+        return torch.stack(batches.losses).mean() if self.is_last else None
+
+    @torch.no_grad()
+    def eval_batch(self, inputs: Any) -> Any:
+        """What the model returns for a batch, on the last stage; None elsewhere. A batch may have any size."""
+        size = batch_size_of(inputs)
+        most = size // (self.configs["micro_batch_size"] or size)
+        most = min(size, max(most, self.configs["accumulate_steps"]))
+        num = next(num for num in range(most, 0, -1) if size % num == 0)
+        batches = MicroBatches(inputs, None, num, None, self.world.device)
+        if self._axis.size == 1:
+            batches.outputs = [self._call(None, (), batches.next_inputs()) for _ in range(num)]
+        else:
+            self._way(batches).run(batches)
+        return batches.joined() if self.is_last else None
+
+    def _call(self, traced: TracedStage | None, received: Sequence[torch.Tensor], inputs: Any) -> Any:
+        """This rank's stage of one micro-batch: what goes on to the next stage, or what the model returns."""
+        args, kwargs = inputs
+        if traced is None:
+            return self._forward(*received) if self._axis.rank else self._forward(*args, **kwargs)
+        self._traced, flat = traced, tree_leaves(inputs)
+        outputs = self._forward(*traced.arguments(received, flat))
+        outgoing = traced.outgoing(received, flat, outputs)
+        return outgoing[0] if self.is_last and len(outgoing) == 1 else outgoing
+
+    def _run_traced(self, *args: Any) -> Any:
+        """The model's forward, around which the other strategies are."""
+        return self._traced.module(*args)
+
+    # The way of batches of one shape
+
+    def _way(self, batches: MicroBatches) -> Way:
+        """Found when the first such batch comes, and kept."""
+        inputs = batches.inputs[0]
+        key = (batches.has_loss, self._model.training, batches.num, signature(inputs))
+        if key not in self._ways:
+            traced = None if self._tracer is None else self._trace(self._tracer, *inputs)
+            call = partial(self._call, traced)
+            crossing = self._explore(call, inputs)
+            self._ways[key] = Way(call, crossing, self._axis, self.world.device, self.configs["schedule_mode"])
+            if len(self._ways) > _NUM_KEPT:
+                self._ways.popitem(last=False)
+        self._ways.move_to_end(key)
+        return self._ways[key]
+
+    def _trace(self, tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedStage:
+        traced = tracer.trace(args, kwargs, self._model.training, self._axis.rank)
+        traced.adopt(self._model, self._buffers)
+        is_offloaded = self.strategy.recompute_configs["enable_offload"]
+        traced.recompute(self._recomputed, Offload(self.world.device) if is_offloaded else None)
+        return traced
+
+    def _explore(self, call: Callable[..., Any], inputs: Any) -> tuple[list[Shape], list[Shape]]:
+        """Run a micro-batch forward, stage by stage, to learn what crosses. Nothing is changed by it."""
+        incoming: list[Shape] = []
+        received: list[torch.Tensor] = []
+        device = self.world.device
+        if self._axis.rank:
+            incoming, received = hear(self._axis, device)
+        if self.is_last:
+            return incoming, []
+        with torch.no_grad(), _unchanged(self._model, device):
+            outputs = as_tuple(call(received, tree_map_only(torch.Tensor, lambda one: one.to(device), inputs)))
+        announce(outputs, self._axis, device)
+        return incoming, [shape_of(one) for one in outputs]
+
+
+@contextlib.contextmanager
+def _unchanged(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Buffers (running statistics) and random numbers are afterwards what they are now."""
+    buffers = [(one, one.clone()) for one in model.buffers()]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)

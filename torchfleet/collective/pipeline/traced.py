@@ -1,0 +1,181 @@
+"""Stages of a model that is no Sequential: torch.export traces it, torch.distributed.pipelining cuts the graph.
+
+Every rank traces the whole model, on tensors that have shapes and no memory, and keeps its own stage. What is computed
+before a cut and used after it crosses the cut; what a later stage needs of an earlier one passes through those between
+them. The model's inputs do not travel: every rank reads the same batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining import SplitPoint, pipeline
+from torch.distributed.pipelining._IR import annotate_split_points
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from torchfleet.collective.pipeline.flow import as_tuple
+from torchfleet.collective.pipeline.stages import stage_of_modules
+from torchfleet.collective.strategies.recomputation.offload import Offload
+from torchfleet.collective.strategies.recomputation.recompute import recompute
+from torchfleet.errors import ModelError
+
+
+class Tracer:
+    """A copy of a model without memory of its own, to be traced for batches of different shapes."""
+
+    def __init__(self, model: torch.nn.Module, starts: Sequence[str]) -> None:
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        tensors = [*model.parameters(), *model.buffers()]
+        if any(hasattr(one, "to_local") for one in tensors):
+            raise ModelError(
+                f"pipeline and tensor_parallel: a {type(model).__name__} is traced, which cannot be done with layers "
+                "that are cut over ranks: make the model a torch.nn.Sequential"
+            )
+        self._model = copy.deepcopy(model, {id(one): self._mode.from_tensor(one) for one in tensors})
+        self._tensors = [*self._model.parameters(), *self._model.buffers()]
+        self._split: dict[str, Any] = dict.fromkeys(starts, SplitPoint.BEGINNING)
+        self._stage_of = stage_of_modules(model, starts)
+
+    def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, index: int) -> TracedStage:
+        """Stage `index` for inputs like these. Its parameters have no memory until `adopt` gives it some."""
+        model = copy.deepcopy(self._model, {id(one): one for one in self._tensors})  # in which the cuts are marked
+        model.train(training)
+        args, named = tree_map_only(torch.Tensor, self._mode.from_tensor, (args, dict(kwargs)))
+        try:
+            annotate_split_points(model, self._split)
+            with torch.no_grad():  # modules that are recomputed are then traced as they are
+                pipe = pipeline(model, args, named, split_policy=_without_assertions)
+        except Exception as error:
+            raise ModelError(
+                f"pipeline: torch.export cannot trace this {type(self._model).__name__}, which is needed to cut a "
+                f"model that is no torch.nn.Sequential. It says: {_first_line(error)}. Make the model a Sequential of "
+                "its stages, or take what depends on values (branches, .item()) out of its forward."
+            ) from error
+        self._check([pipe.get_stage_module(stage) for stage in range(pipe.num_stages)])
+        return TracedStage(pipe.get_stage_module(index), pipe.split_gm.graph, index)
+
+    def _check(self, modules: Sequence[torch.nn.Module]) -> None:
+        """Every rank checks all stages: one that found a mistake alone would leave the others waiting."""
+        if len(modules) != len(self._split) + 1:
+            raise ModelError(
+                f"pipeline: the modules that begin stages ({', '.join(self._split)}) cut this model into "
+                f"{len(modules)} stages instead of {len(self._split) + 1}: each must be called once, after the last one"
+            )
+        for stage, module in enumerate(modules):
+            for name, _ in module.named_parameters():
+                if self._stage_of.get(name.rpartition(".")[0], stage) != stage:
+                    raise ModelError(
+                        f"pipeline: stage {stage} uses {name!r}, which belongs to another stage by the order in which "
+                        "the model has its modules. Assign modules in the order forward calls them, or let the stages "
+                        "begin elsewhere."
+                    )
+
+
+class TracedStage:
+    """One stage as torch sees it, and which values it gets from where."""
+
+    def __init__(self, module: torch.nn.Module, graph: torch.fx.Graph, index: int) -> None:
+        self.module = module
+        wiring = _Wiring(graph)
+        stage = wiring.stages[index]
+        self._arguments = [wiring.source(node) for node in stage.args]
+        self._incoming = wiring.crossing(index - 1)
+        self._outgoing = wiring.crossing(index)
+        self._index = index
+
+    def adopt(self, model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Take the tensors of the same name from the model, which has those of this stage; tables of others, of all."""
+        own = {**buffers, **dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name, _ in [*self.module.named_parameters(), *self.module.named_buffers()]:
+            if name not in own:
+                continue  # a constant of the trace
+            parent, _, last = name.rpartition(".")
+            holder = self.module.get_submodule(parent)
+            tensors = holder._parameters if last in holder._parameters else holder._buffers
+            tensors[last] = own[name]  # type: ignore[assignment]
+
+    def arguments(self, received: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[Any]:
+        """What the stage is called with, of what crossed the cut before it and of the model's inputs (flat)."""
+        values = dict(zip(self._incoming, received, strict=True))
+        return [inputs[place] if stage < 0 else values[stage, place] for stage, place in self._arguments]
+
+    def outgoing(self, received: Sequence[torch.Tensor], inputs: Sequence[Any], outputs: Any) -> tuple[Any, ...]:
+        """What crosses the cut after it; after the last stage: what the model returns, flat."""
+        values = dict(zip(self._incoming, received, strict=True))
+        values.update({(self._index, place): one for place, one in enumerate(as_tuple(outputs))})
+        values.update({(-1, place): one for place, one in enumerate(inputs)})
+        return tuple(values[key] for key in self._outgoing)
+
+    def recompute(self, names: Iterable[str], offload: Offload | None) -> None:
+        """What recompute did to the modules by these names, which the trace has not kept. The stage must be new."""
+        modules = dict(self.module.named_modules())
+        for name in names:
+            if name in modules:
+                _keep_buffers_in_backward(modules[name])
+                recompute(modules[name], offload)
+
+
+Value = tuple[int, int]  # of which stage, the how many-th output; stage -1 are the inputs of the model
+
+
+class _Wiring:
+    """The graph in which every stage is one call."""
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self.stages = [node for node in graph.nodes if node.op == "call_module"]
+        self._inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        (output,) = (node for node in graph.nodes if node.op == "output")
+        self._outputs = [self.source(node) for node in tree_leaves(output.args) if isinstance(node, torch.fx.Node)]
+
+    def source(self, node: Any) -> Value:
+        if node in self._inputs:
+            return -1, self._inputs.index(node)
+        if node.target is operator.getitem:
+            return self.stages.index(node.args[0]), node.args[1]
+        return self.stages.index(node), 0
+
+    def crossing(self, index: int) -> list[Value]:
+        """Values made up to stage `index` that later ones need, or the caller; of the last, what the model returns."""
+        if index == len(self.stages) - 1:
+            return self._outputs
+        needed = [self.source(node) for stage in self.stages[index + 1 :] for node in stage.args]
+        return sorted({value for value in (*needed, *self._outputs) if 0 <= value[0] <= index})
+
+
+def _without_assertions(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """What export notes of types that are converted. In torch 2.8 it makes two modules of the one around it."""
+    for node in list(graph.graph.nodes):
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return graph
+
+
+def _keep_buffers_in_backward(module: torch.nn.Module) -> None:
+    """Run in a backward pass, which is to say again, the module changes copies of its buffers (running statistics)."""
+    inner = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._current_graph_task_id() == -1:
+            return inner(*args, **kwargs)
+        kept = [(one, dict(one._buffers)) for one in module.modules() if one._buffers]
+        for one, buffers in kept:
+            one._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            for one, buffers in kept:
+                one._buffers.update(buffers)
+
+    module.forward = forward
+
+
+def _first_line(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"

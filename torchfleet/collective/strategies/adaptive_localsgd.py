@@ -1,0 +1,97 @@
+"""Adaptive local SGD (C14): local SGD whose interval shrinks as the loss falls.
+
+    interval = ⌈ √(lr_0 · loss_t / (lr_t · loss_0)) · init_k_steps ⌉, between 1 and 16
+
+computed at every averaging. loss_t is the mean over the ranks of the loss each saw last; loss_0 that of the job's first
+step with a learning rate above 0, and lr_0 the learning rate then. The learning rate is that of the first parameter
+group. The loss is the one that the model returned, or that fleet.report(loss=...) was given before optimizer.step().
+Everything else is as in localsgd.
+
+Source: Wang, Joshi 2019, Adaptive Communication Strategies to Achieve the Best Error-Runtime Trade-off in Local-Update
+SGD. Composes as localsgd does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from torchfleet.collective.strategies.localsgd import LocalSGD
+from torchfleet.collective.world import World
+from torchfleet.errors import FleetError
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+
+LONGEST = 16
+
+
+class AdaptiveLocalSGD(LocalSGD):
+    field = "adaptive_localsgd"
+
+    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
+        super().__init__(strategy, world)
+        self._loss: float | torch.Tensor | None = None  # the last one of this rank
+        self._own_first: float | torch.Tensor | None = None  # this rank's part of loss_0
+        self._first_loss = self._first_lr = math.nan
+
+    def _first_interval(self) -> int:
+        return int(self.configs["init_k_steps"])
+
+    def note_loss(self, loss: float | torch.Tensor) -> None:
+        """The loss of the last batch, a number or a tensor of one; it is not waited for."""
+        self._loss = loss.detach() if isinstance(loss, torch.Tensor) else float(loss)
+
+    def after_step(self) -> None:
+        if self._own_first is None and math.isnan(self._first_loss) and self._loss is not None and self._lr() > 0:
+            self._own_first, self._first_lr = self._loss, self._lr()
+        super().after_step()
+
+    def average(self) -> None:
+        super().average()
+        self._adapt()
+
+    def _adapt(self) -> None:
+        if self._loss is None:
+            raise FleetError(
+                "adaptive_localsgd needs the loss to find its interval, and none is known: call fleet.report(loss=...) "
+                "before optimizer.step(), or let the model return the loss"
+            )
+        if self._lr() == 0 or math.isnan(self._first_lr):  # nothing moves: no need to average often, nor a way to tell
+            return
+        loss, first = self._means(self._loss, self._first_loss if self._own_first is None else self._own_first)
+        self._first_loss, self._own_first = first, None
+        self.interval = next_interval(self.configs["init_k_steps"], self._first_lr, first, self._lr(), loss)
+
+    def _lr(self) -> float:
+        return float(self._groups[0]["lr"])
+
+    def _means(self, *losses: float | torch.Tensor) -> list[float]:
+        """Over the ranks."""
+        device = self.world.device
+        both = torch.stack([torch.as_tensor(loss, dtype=torch.float64, device=device).reshape(()) for loss in losses])
+        if self._axis.group is not None:
+            dist.all_reduce(both.div_(self._axis.size), group=self._axis.group)
+        return both.tolist()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        own = {"interval": self.interval, "first_loss": self._first_loss, "first_lr": self._first_lr}
+        return {**super().state(), **{name: torch.tensor(value, dtype=torch.float64) for name, value in own.items()}}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        super().load_state(state)
+        self.interval = int(state.get("interval", self.interval))
+        self._first_loss = float(state.get("first_loss", self._first_loss))
+        self._first_lr = float(state.get("first_lr", self._first_lr))
+
+
+def next_interval(first_interval: int, first_lr: float, first_loss: float, lr: float, loss: float) -> int:
+    """The formula. A loss that is not a positive number is an error."""
+    if not (first_loss > 0 and loss >= 0 and math.isfinite(loss)):
+        raise FleetError(
+            f"adaptive_localsgd needs a finite loss above 0, found {first_loss:g} at first and {loss:g} now: use "
+            "localsgd, or a loss that is positive"
+        )
+    found = math.ceil(math.sqrt(first_lr * loss / (lr * first_loss)) * first_interval)
+    return min(max(found, 1), LONGEST)

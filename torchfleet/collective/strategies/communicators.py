@@ -1,0 +1,44 @@
+"""Several communicators used in turn (C4), so that the exchange of one bucket of gradients overlaps that of the next.
+
+A communicator is a process group of all ranks: with NCCL a stream of its own, with gloo connections and threads of its
+own. Bucket i of the job uses communicator i mod `nccl_comm_num`. `sync_nccl_allreduce`=True: before a communicator
+starts on a bucket, the previous one it had is waited for (the compute stream waits; with gloo the process does), so
+that at most `nccl_comm_num` exchanges are under way; False: they queue up. The result is that of one communicator.
+
+Source: Paddle Fleet (multi-communicator training). Composes with everything but other ways to exchange gradients (dgc,
+fp16_allreduce, use_hierarchical_allreduce, localsgd, sharding from stage 2 on, pipeline, tensor_parallel).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from torchfleet.collective.strategy import Part
+
+
+class Communicators(Part):
+    field = "nccl_comm_num"
+
+    def attach(self, parallel: DistributedDataParallel) -> None:
+        if self.world.size == 1:
+            return
+        self._groups = [dist.new_group() for _ in range(self.strategy.nccl_comm_num)]
+        self._last: list[dist.Work | None] = [None] * len(self._groups)
+        self._num_buckets = 0
+        parallel.register_comm_hook(None, lambda _, bucket: self._exchange(bucket.buffer()))
+
+    def _exchange(self, gradients: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """The mean over all ranks, in place, through the communicator whose turn it is."""
+        turn = self._num_buckets % len(self._groups)
+        self._num_buckets += 1
+        last = self._last[turn]
+        if last is not None and self.strategy.sync_nccl_allreduce:
+            last.wait()
+        gradients.div_(self.world.size)
+        work = dist.all_reduce(gradients, group=self._groups[turn], async_op=True)
+        assert work is not None
+        self._last[turn] = work
+        future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return future

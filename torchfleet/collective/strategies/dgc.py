@@ -1,0 +1,234 @@
+"""Deep gradient compression (C12): only the largest gradients are exchanged, the others wait until they are large.
+
+For every parameter of 16384 values or more, on each rank, with momentum m, weight decay λ and N ranks:
+
+    g = g + λ·p                                 weight decay where the momentum is (its mean over the ranks is λ·p)
+    g = g · min(1, clip · N^-1/2 / ‖g‖)         local clipping, if local_grad_clip_norm = clip > 0
+    u = m·u + g,   v = v + u                    momentum correction
+    sent: the ⌈n·(1 - sparsity)⌉ largest |v|;   u = v = 0 there (momentum factor masking)
+    p = p - lr · Σ_ranks sent / N
+
+Nothing is lost: what was sent and what remains in v add up to all velocities. Smaller parameters, and all of them
+while the sparsity is 0 or the step before `rampup_begin_step`, are averaged whole and have ordinary momentum. From that
+step on the sparsity goes through the list in `rampup_step` steps and stays at its last value; u starts as the momentum
+so far. The norm for clipping is that of one parameter, so that a bucket of gradients need not wait for the others.
+Between two steps gradients are exchanged once: use gradient_merge to gather several batches.
+
+Source: Lin et al. 2018, Deep Gradient Compression. Composes with amp in bfloat16, recompute, gradient_merge,
+sync_batch_norm and compilation; the optimizer must be torch.optim.SGD with momentum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from torchfleet.collective.strategies.compression import Residual, flat, num_sent
+from torchfleet.collective.strategies.layerwise.layerwise import check_inner, check_momentum
+from torchfleet.collective.strategy import Part
+from torchfleet.collective.world import World
+from torchfleet.errors import FleetError, StrategyError
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+
+WHOLE_BELOW = 16384  # values; compressing fewer saves nothing
+_PLAIN = {"nesterov": False, "dampening": 0, "maximize": False, "differentiable": False}
+
+
+class DeepGradientCompression(Part):
+    field = "dgc"
+
+    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
+        super().__init__(strategy, world)
+        _check(strategy)
+        merge = strategy.gradient_merge_configs
+        # Gradients come here as sums over that many batches, and are divided later.
+        self._num_merged: int = merge["k_steps"] if strategy.gradient_merge and merge["avg"] else 1
+        self._num_steps = 0
+        self._residuals: dict[str, Residual] = {}
+        self._compressed: set[str] = set()  # whose gradients of this step were exchanged as a few values
+        self._under_way: list[Any] = []
+
+    @property
+    def sparsity(self) -> float:
+        """Of the step that is coming."""
+        begin, num_steps = self.configs["rampup_begin_step"], self.configs["rampup_step"]
+        return sparsity_at(self._num_steps - begin, num_steps, self.configs["sparsity"])
+
+    def attach(self, parallel: DistributedDataParallel) -> None:
+        self._ranks = parallel.process_group
+        parallel.register_comm_hook(None, lambda _, bucket: self._exchange(bucket))
+
+    def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
+        check_inner(self.field, inner, torch.optim.SGD, _PLAIN)
+        check_momentum(self.field, inner)
+        self._names = names
+        self._stepped = {names[one]: (one, group) for group in inner.param_groups for one in group["params"]}
+        self._optimizer = DgcMomentum(inner, lambda: (self._stepped[name] for name in self._compressed))
+        return self._optimizer
+
+    def begin_forward(self, exchanging: bool) -> None:
+        self._under_way.clear()
+
+    def after_step(self) -> None:
+        self._num_steps += 1
+        self._compressed.clear()
+
+    # A bucket of gradients, as soon as they are there
+
+    def _exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buffer = bucket.buffer()
+        self._check_ready(buffer)
+        whole, values, places = [], [], []
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            name = self._names[parameter]
+            if self.sparsity == 0 or parameter.numel() < WHOLE_BELOW or name not in self._stepped:
+                whole.append(gradient.view(-1))
+                continue
+            sent, indices = self._compress(name, gradient.view(-1))
+            values.append(sent)
+            places.append(indices + int(gradient.storage_offset() - buffer.storage_offset()))
+        if not values:
+            return allreduce_hook(self._ranks, bucket)
+        return self._gather(buffer, whole, torch.cat(values), torch.cat(places))
+
+    def _check_ready(self, buffer: torch.Tensor) -> None:
+        if not hasattr(self, "_stepped"):
+            raise FleetError("dgc=True: call fleet.distributed_optimizer before the first backward pass")
+        if buffer.is_sparse:
+            raise FleetError("dgc=True needs dense gradients, found a sparse one: use Embedding(sparse=False)")
+        if buffer.numel() >= 1 << 31:
+            raise FleetError("dgc=True: a parameter of 2^31 values or more has no room in its indices of 32 bits")
+
+    def _compress(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put this rank's gradient to what it has not sent yet, and take from it what is to be sent now."""
+        residual, (parameter, group) = self._residual(name), self._stepped[name]
+        gradient = gradient.to(residual.unsent.dtype)  # the very same memory, as a rule: it is written anew anyway
+        if self._num_merged > 1:
+            gradient.div_(self._num_merged)
+        if group["weight_decay"]:
+            gradient.add_(flat(parameter.detach()), alpha=group["weight_decay"])
+        if self.configs["local_grad_clip_norm"]:
+            bound = self.configs["local_grad_clip_norm"] * self.world.size**-0.5
+            gradient.mul_((bound / gradient.norm()).clamp(max=1.0))
+        residual.add(gradient, group["momentum"])
+        self._compressed.add(name)
+        return residual.take(num_sent(gradient.numel(), self.sparsity))
+
+    def _residual(self, name: str) -> Residual:
+        """At first the momentum that the optimizer has gathered, so that it goes on."""
+        if name not in self._residuals:
+            parameter, _ = self._stepped[name]
+            self._residuals[name] = Residual.of(parameter)
+            momentum = self._optimizer.state.pop(parameter, {}).get("momentum_buffer")
+            if momentum is not None:
+                self._residuals[name].velocity.copy_(momentum)
+        return self._residuals[name]
+
+    def _gather(
+        self, buffer: torch.Tensor, whole: list[torch.Tensor], values: torch.Tensor, places: torch.Tensor
+    ) -> torch.futures.Future[torch.Tensor]:
+        """The mean over ranks into `buffer`: of `whole`, parts of it, as it is; elsewhere of every rank's values."""
+        size = self.world.size
+        word = torch.int64 if values.dtype == torch.float64 else torch.int32
+        packed = torch.cat([values.view(word), places.to(word)])
+        received = packed.new_empty(size, packed.numel())
+        summed = torch.cat(whole).div_(size) if whole else buffer.new_empty(0)
+        first = dist.all_reduce(summed, group=self._ranks, async_op=True) if whole else None
+        second = dist.all_gather(list(received.unbind()), packed, group=self._ranks, async_op=True)
+        assert second is not None
+        # On a GPU `unpack` runs in a stream of its own, so that the allocator would not know that these are in use.
+        self._under_way.append((received, summed))
+
+        def unpack(_: Any) -> torch.Tensor:
+            if first is not None:
+                first.wait()
+            buffer.zero_()
+            if whole:
+                means = summed.split([one.numel() for one in whole])  # type: ignore[no-untyped-call]
+                torch._foreach_copy_(whole, means)
+            for row in received:  # rank by rank: a sum in another order on another rank would let them drift apart
+                theirs, where = row.split(values.numel())
+                buffer.index_add_(0, where, theirs.view(values.dtype).to(buffer.dtype), alpha=self._num_merged / size)
+            return buffer
+
+        future: torch.futures.Future[torch.Tensor] = second.get_future().then(unpack)
+        return future
+
+    # Saving
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"num_steps": torch.tensor(self._num_steps)}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._num_steps = int(state.get("num_steps", self._num_steps))
+
+    def rank_state(self) -> dict[str, torch.Tensor]:
+        """u and v of every parameter that was compressed: velocity.<name> and unsent.<name>."""
+        return {
+            f"{kind}.{name}": getattr(residual, kind)
+            for name, residual in self._residuals.items()
+            for kind in ("velocity", "unsent")
+        }
+
+    def load_rank_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        for key, saved in state.items():
+            kind, _, name = key.partition(".")
+            if name not in self._stepped or kind not in ("velocity", "unsent"):
+                raise FleetError(f"dgc: {key} was saved, and the optimizer has no parameter {name}")
+            getattr(self._residual(name), kind).copy_(saved)
+
+
+class DgcMomentum(torch.optim.SGD):
+    """Momentum SGD; parameters whose gradients were compressed, which have their momentum in them, move by lr · g."""
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        compressed: Callable[[], Iterator[tuple[torch.Tensor, dict[str, Any]]]],
+    ) -> None:
+        super().__init__(inner.param_groups, lr=inner.defaults["lr"])
+        self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
+        self._compressed = compressed
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        hidden = [(one, one.grad) for one, _ in self._compressed() if one.grad is not None]
+        for parameter, group in self._compressed():
+            if parameter.grad is not None:
+                parameter.add_(parameter.grad, alpha=-float(group["lr"]))
+                parameter.grad = None
+        super().step()
+        for parameter, gradient in hidden:
+            parameter.grad = gradient
+        return loss
+
+
+def sparsity_at(step: int, num_steps: int, values: Sequence[float]) -> float:
+    """`step` is counted from the start of the ramp: 0 before it, then `values` in turn within `num_steps` steps."""
+    return 0.0 if step < 0 else float(values[min(step * len(values) // num_steps, len(values) - 1)])
+
+
+def _check(strategy: DistributedStrategy) -> None:
+    values = strategy.dgc_configs["sparsity"]
+    is_valid = values and all(isinstance(one, (int, float)) and 0 <= one < 1 for one in values)
+    if not is_valid or sorted(values) != values:
+        raise StrategyError(
+            f"dgc_configs['sparsity'] expects shares from 0 to below 1 that do not fall, found {values!r}; "
+            "[0.75, 0.9375, 0.984, 0.996, 0.999], say"
+        )
+    amp = strategy.amp_configs
+    if strategy.amp and amp["dtype"] == "float16" and not amp["use_pure_bf16"]:
+        raise StrategyError(
+            "dgc and amp in float16 cannot be used together: a gradient that overflows would stay in what is not sent "
+            "yet. Use amp_configs={'dtype': 'bfloat16'}, or leave one of them out."
+        )

@@ -1,0 +1,234 @@
+"""Operator fusion (C3): the flags of build_strategy.
+
+fuse_elewise_add_act_ops, fuse_bn_act_ops, fuse_bn_add_act_ops and fuse_relu_depthwise_conv name fusions of Paddle's
+graph passes. Here any of them hands the model to torch.compile, which fuses these and all others that it finds; which
+they were is said by rank 0 after the first step, and by `Fusion.report`. Results equal those of the eager model up to
+the order of sums inside a kernel: about 1e-5 of a value in float32, 1e-2 in half precision.
+
+fuse_all_optimizer_ops lets the optimizer step with one kernel for many parameters: its own `fused` variant where it has
+one for the device and the parameters, otherwise `foreach`.
+
+Source: Ansel et al. 2024, PyTorch 2 (TorchDynamo and TorchInductor). Composes with every strategy but pipeline, which
+takes the model apart, and recompute's enable_offload; fuse_all_optimizer_ops not with lars, lamb and dgc, whose step is
+their own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+from torchfleet.collective.strategy import Part
+from torchfleet.collective.world import World
+from torchfleet.errors import ModelError, StrategyError
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+
+COMPILING = ("fuse_elewise_add_act_ops", "fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_relu_depthwise_conv")
+_OWN_RULES = ("lars", "lamb", "dgc")
+
+
+class Fusion(Part):
+    field = "build_strategy"
+
+    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
+        super().__init__(strategy, world)
+        flags = strategy.build_strategy
+        self.configs = {name: value for name, value in vars(flags).items() if value}
+        self.compiled_for = [name for name in COMPILING if getattr(flags, name)]
+        self._fuses_optimizer = bool(flags.fuse_all_optimizer_ops)
+        self._before = _Counts()
+        self._is_reported = not self.compiled_for
+        self._optimizer = ""
+        if self.compiled_for:
+            _check_pairs(strategy, f"build_strategy.{self.compiled_for[0]}")
+            _check_compiler(world.device, f"build_strategy.{self.compiled_for[0]}")
+        rule = next((name for name in _OWN_RULES if getattr(strategy, name)), None)
+        if self._fuses_optimizer and rule:
+            raise StrategyError(
+                f"build_strategy.fuse_all_optimizer_ops and {rule} cannot be used together: {rule} does not step with "
+                "the optimizer's own kernels. Leave one of them out."
+            )
+
+    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+        if self.compiled_for:
+            self._before = _Counts.now()
+            _compile(model)
+        return model
+
+    def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
+        if self._fuses_optimizer:
+            self._inner, self._optimizer = inner, fuse_optimizer(inner)
+        return inner
+
+    def after_load(self) -> None:
+        if self._fuses_optimizer:  # what was saved may have been the groups of an optimizer that was not fused
+            fuse_optimizer(self._inner)
+
+    def after_step(self) -> None:
+        if not self._is_reported:
+            self._is_reported = True
+            if self.world.rank == 0:
+                print(self.report(), flush=True)
+
+    def report(self) -> str:
+        """What was fused so far; numbers that this version of torch does not count are left out."""
+        lines = []
+        if self.compiled_for:
+            lines.append(f"build_strategy ({', '.join(self.compiled_for)}): compiled, {_Counts.now() - self._before}")
+        if self._optimizer:
+            lines.append(f"build_strategy (fuse_all_optimizer_ops): {self._optimizer}")
+        return "\n".join(lines)
+
+
+def _compile(model: torch.nn.Module) -> None:
+    """As Module.compile, which compiles nothing of a Sequential: dynamo passes over frames that are torch.nn's own."""
+    if not type(model).forward.__module__.startswith("torch.nn"):
+        model.compile()
+        return
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    model._compiled_call_impl = torch.compile(call)
+
+
+def _check_pairs(strategy: DistributedStrategy, flag: str) -> None:
+    if strategy.pipeline:
+        raise StrategyError(
+            f"{flag} and pipeline cannot be used together: a pipeline takes the model apart, and it is compiled whole. "
+            "Leave one of them out."
+        )
+    if strategy.recompute and strategy.recompute_configs["enable_offload"]:
+        raise StrategyError(
+            f"{flag} and recompute_configs['enable_offload'] cannot be used together: a compiled model decides itself "
+            "what it keeps where. Leave one of them out."
+        )
+
+
+def _check_compiler(device: torch.device, flag: str) -> None:
+    """Before the first step, which is late and whose message is long."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise StrategyError(
+            f"{flag} compiles the model, which needs Triton on a GPU: pip install triton, or leave it out"
+        )
+    variable, usual = ("CC", ["gcc", "clang"]) if device.type == "cuda" else ("CXX", ["g++"])
+    wanted = shlex.split(os.environ.get(variable, ""))[:1] or usual
+    if not any(shutil.which(name) for name in wanted):
+        raise StrategyError(
+            f"{flag} compiles the model, which needs a C++ compiler, and there is no {' or '.join(wanted)} on the "
+            f"PATH. Install one (apt install g++, dnf install gcc-c++), set {variable} to it, or leave the flag out."
+        )
+
+
+# The optimizer
+
+
+def fuse_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Have it step by its fused kernels, or else by those for lists of tensors; what it was, in words."""
+    name = type(optimizer).__name__
+    if "fused" in optimizer.defaults and _is_fusible(optimizer):
+        chosen, words = {"fused": True, "foreach": False}, f"{name} steps by its fused kernel"
+    elif "foreach" in optimizer.defaults:
+        chosen, words = {"foreach": True}, f"{name} steps by kernels for lists of tensors (foreach)"
+    else:
+        raise ModelError(
+            f"build_strategy.fuse_all_optimizer_ops: {name} has neither fused nor foreach kernels. Use an optimizer of "
+            "torch.optim that has (SGD, Adam, AdamW, Adagrad, RMSprop and others), or leave the flag out."
+        )
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        options.update(chosen)
+    if chosen.get("fused"):
+        _move_counts(optimizer)
+    return words
+
+
+def _is_fusible(optimizer: torch.optim.Optimizer) -> bool:
+    kinds: list[str] = _get_fused_kernels_supported_devices()
+    if isinstance(optimizer, torch.optim.Adagrad):
+        kinds = ["cpu"]
+    groups = optimizer.param_groups
+    fits = all(one.device.type in kinds and one.is_floating_point() for group in groups for one in group["params"])
+    return fits and not any(group.get("differentiable") for group in groups)
+
+
+def _move_counts(optimizer: torch.optim.Optimizer) -> None:
+    """Fused kernels want their counts of steps beside the parameters; a loaded state may have them on the CPU."""
+    for parameter, state in optimizer.state.items():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].to(parameter.device)
+
+
+# What the compiler has done
+
+
+class _Counts:
+    """Its counters, which are those of the process, and the kernels it has loaded."""
+
+    def __init__(self) -> None:
+        self.numbers: Counter[str] = Counter()
+        self.breaks: Counter[str] = Counter()
+        self.kernels: Counter[str] = Counter()
+
+    @classmethod
+    def now(cls) -> _Counts:
+        counts = cls()
+        dynamo, metrics = _module("torch._dynamo.utils"), _module("torch._inductor.metrics")
+        counters: Any = getattr(dynamo, "counters", {})
+        counts.numbers["graphs"] = counters.get("stats", {}).get("unique_graphs", 0)
+        counts.numbers["operations"] = getattr(metrics, "ir_nodes_pre_fusion", 0)
+        counts.numbers["calls"] = counters.get("inductor", {}).get("extern_calls", 0)
+        counts.breaks.update({_reason(text): num for text, num in counters.get("graph_break", {}).items()})
+        counts.kernels.update(_kernels())
+        return counts
+
+    def __sub__(self, before: _Counts) -> _Counts:
+        counts = _Counts()
+        counts.numbers = self.numbers - before.numbers
+        counts.breaks, counts.kernels = self.breaks - before.breaks, self.kernels - before.kernels
+        return counts
+
+    def __str__(self) -> str:
+        numbers, num_breaks = self.numbers, self.breaks.total()
+        lines = [f"graphs {numbers['graphs']}, graph breaks {num_breaks}"]
+        lines += [f"  graph break ({num}×): {reason}" for reason, num in self.breaks.most_common(5)]
+        if numbers["operations"]:
+            calls = f", {numbers['calls']} library calls" if numbers["calls"] else ""
+            lines[0] += f"; {numbers['operations']} operations in {self.kernels.total()} kernels{calls}"
+        lines += [f"  {num}× {kernel}" for kernel, num in self.kernels.most_common(12)]
+        if len(self.kernels) > 12:
+            lines.append(f"  and {len(self.kernels) - 12} other kinds of kernels")
+        return "\n".join(lines)
+
+
+def _kernels() -> Iterator[str]:
+    """The operations in each kernel, as in `add, native_layer_norm`: the compiler puts them into the kernel's name."""
+    cache = getattr(_module("torch._inductor.codecache"), "PyCodeCache", None)
+    for module in getattr(cache, "modules", ()):
+        if hasattr(module, "call"):  # not the files of single kernels that it uses
+            for name in vars(module):
+                found = re.fullmatch(r"(?:triton_\w+?|cpp)_fused_(\w+?)_\d+", name)
+                if found:
+                    yield found[1].strip("_")
+
+
+def _reason(text: str) -> str:
+    """Of a page of hints, the first line."""
+    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")[:200]
+
+
+def _module(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None

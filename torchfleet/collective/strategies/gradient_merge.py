@@ -1,0 +1,58 @@
+"""Gradient merge (C9): gradients of k batches are gathered before they are exchanged and the parameters step once.
+
+    g = (1/k) · Σ_{i=1..k} g_i        (avg=True; the sum otherwise)
+
+k batches of n samples equal one of k·n when the loss is a mean over samples (no batch norm). Only every k-th backward
+pass communicates; `optimizer.step()` and `zero_grad()` do nothing in between, so the loop stays as it is. Known as
+gradient accumulation (Ott et al. 2018, Scaling Neural Machine Translation). Composes with every strategy; inside a
+pipeline micro-batches are merged already, and k counts whole batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from torchfleet.collective.local_tensors import local
+from torchfleet.collective.strategy import Part
+from torchfleet.collective.world import World
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+
+
+class GradientMerge(Part):
+    field = "gradient_merge"
+
+    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
+        super().__init__(strategy, world)
+        self._k: int = self.configs["k_steps"]
+        self._num = 0  # batches gathered
+
+    def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
+        self._groups = inner.param_groups
+        return inner
+
+    def exchanges(self) -> bool:
+        return self._num + 1 >= self._k
+
+    def is_due(self) -> bool:
+        self._num += 1
+        return self._num >= self._k
+
+    def before_step(self) -> bool:
+        if self.configs["avg"] and self._k > 1:
+            every = [one for group in self._groups for one in group["params"]]
+            gradients = [local(one.grad) for one in every if one.grad is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, 1.0 / self._k)
+        return True
+
+    def after_step(self) -> None:
+        self._num = 0
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Nothing: gradients gathered so far are not saved; save after a step."""
+        return {}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._num = 0

@@ -1,0 +1,116 @@
+"""Hierarchical all-reduce (C5): gradients are summed inside a node, then among nodes, then spread inside the node.
+
+    reduce to the first rank of each group of `hierarchical_allreduce_inter_nranks` neighbours
+    all-reduce among these leaders
+    broadcast inside each group
+
+Between nodes only one rank of each node speaks, which helps where the ranks of a node share one slow link. The result
+is the mean over all ranks, as that of a flat all-reduce up to the order of its sums. Groups of one rank, or one group
+of all, are a flat all-reduce already. Buckets are worked off in their order beside the backward pass: on GPUs by a
+stream, on CPUs by a thread.
+
+Source: Jia et al. 2018, Highly Scalable Deep Learning Training System with Mixed-Precision. Composes with everything
+but other ways to exchange gradients (dgc, fp16_allreduce, nccl_comm_num, localsgd, sharding from stage 2 on, pipeline,
+tensor_parallel).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from torchfleet.collective.strategy import Part
+from torchfleet.collective.world import World
+from torchfleet.errors import StrategyError
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+
+Future = torch.futures.Future
+
+
+class HierarchicalAllReduce(Part):
+    field = "use_hierarchical_allreduce"
+
+    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
+        super().__init__(strategy, world)
+        self._node_size: int = strategy.hierarchical_allreduce_inter_nranks
+        if world.size % self._node_size:
+            raise StrategyError(
+                f"hierarchical_allreduce_inter_nranks={self._node_size} does not divide the {world.size} ranks there "
+                "are: set it to the number of ranks of a node, the same on all nodes"
+            )
+
+    def attach(self, parallel: DistributedDataParallel) -> None:
+        if self._node_size in (1, self.world.size):
+            return
+        levels = Levels(self.world, self._node_size)
+        exchange: _Stream | _Thread = _Stream(levels) if self.world.device.type == "cuda" else _Thread(levels)
+        parallel.register_comm_hook(None, lambda _, bucket: exchange.begin(bucket.buffer()))
+
+
+class Levels:
+    """The two levels of ranks, and the sum over them."""
+
+    def __init__(self, world: World, node_size: int) -> None:
+        self._num_ranks = world.size
+        self._leader = world.rank - world.rank % node_size
+        self._is_leader = world.rank == self._leader
+        self._node, self._leaders = world.groups(node_size), world.groups_across(node_size)
+
+    def average(self, gradients: torch.Tensor) -> None:
+        """The mean over all ranks, in place; on GPUs in the order of the current stream."""
+        gradients.div_(self._num_ranks)
+        dist.reduce(gradients, self._leader, group=self._node)
+        if self._is_leader:
+            dist.all_reduce(gradients, group=self._leaders)
+        dist.broadcast(gradients, self._leader, group=self._node)
+
+
+class _Stream:
+    """On a GPU: a stream beside that of the computation, which waits for the result when it needs it."""
+
+    def __init__(self, levels: Levels) -> None:
+        self._levels = levels
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+    def begin(self, gradients: torch.Tensor) -> Future[torch.Tensor]:
+        future: Future[torch.Tensor] = Future(devices=[gradients.device])
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._levels.average(gradients)
+            future.set_result(gradients)  # notes where the stream stands: whoever waits, waits for that
+        return future
+
+
+class _Order(NamedTuple):
+    gradients: torch.Tensor
+    future: Future[torch.Tensor]
+
+
+class _Thread:
+    """On a CPU: a thread that works off one bucket after the other; all ranks have them in the same order."""
+
+    def __init__(self, levels: Levels) -> None:
+        self._levels = levels
+        self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
+        # A daemon: waiting for a rank that died must not keep this process from ending.
+        threading.Thread(target=self._work, name="hierarchical_allreduce", daemon=True).start()
+
+    def begin(self, gradients: torch.Tensor) -> Future[torch.Tensor]:
+        order = _Order(gradients, Future())
+        self._orders.put(order)
+        return order.future
+
+    def _work(self) -> None:
+        while True:
+            gradients, future = self._orders.get()
+            try:
+                self._levels.average(gradients)
+            except Exception as error:
+                future.set_exception(error)  # type: ignore[arg-type]  # torch's own annotation is wrong
+            else:
+                future.set_result(gradients)

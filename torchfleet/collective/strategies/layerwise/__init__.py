@@ -1,0 +1,1 @@
+"""LARS and LAMB: step sizes that follow the norms of layers."""

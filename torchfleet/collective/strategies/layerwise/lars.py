@@ -1,0 +1,85 @@
+"""LARS (C10): momentum SGD whose step size follows, layer by layer, how large the weights are beside their gradients.
+
+    local_lr = lr · coeff · ‖p‖ / (‖g‖ + wd · ‖p‖ + eps)      where ‖p‖ > 0 and ‖g‖ > 0; else lr
+    v = momentum · v + local_lr · (g + wd · p)
+    p = p - v
+
+Parameters whose names contain one of `exclude_from_weight_decay` (biases and norms, as a rule) have wd = 0 and
+local_lr = lr: for them, as in Paddle, it is plain momentum SGD. `lars_weight_decay` = 0 leaves the scaling on.
+Learning rate and momentum are those of the user's torch.optim.SGD; its kernels (foreach, fused) are not used.
+
+Source: You, Gitman, Ginsburg 2017, Large Batch Training of Convolutional Networks. Composes with every strategy but
+lamb, dgc, localsgd and adaptive_localsgd; of parameters cut over ranks (sharding) the norm of the whole is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from torchfleet.collective.strategies.layerwise.layerwise import (
+    Replacing,
+    check_inner,
+    check_momentum,
+    is_excluded,
+    local,
+    local_gradient,
+    norms,
+)
+from torchfleet.collective.strategy import Part
+from torchfleet.errors import StrategyError
+
+Pushes = list[torch.Tensor] | tuple[torch.Tensor, ...]
+_PLAIN = {"nesterov": False, "dampening": 0, "weight_decay": 0, "maximize": False, "differentiable": False}
+
+
+class Lars(Part):
+    field = "lars"
+
+    def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
+        check_inner(self.field, inner, torch.optim.SGD, _PLAIN)
+        check_momentum(self.field, inner)
+        if inner.state:
+            raise StrategyError(
+                "lars=True: the optimizer has made steps already, and SGD's momentum means something else than that of "
+                "LARS. Make a new torch.optim.SGD."
+            )
+        return LarsMomentum(inner, self.configs, is_excluded(names, self.configs["exclude_from_weight_decay"]))
+
+
+class LarsMomentum(Replacing):
+    """The rule. State: momentum_buffer, the v above."""
+
+    def __init__(
+        self, inner: torch.optim.Optimizer, configs: Mapping[str, Any], excluded: Callable[[torch.Tensor], bool]
+    ) -> None:
+        super().__init__(inner)
+        self._coeff, self._decay, self._epsilon = (
+            configs[name] for name in ("lars_coeff", "lars_weight_decay", "epsilon")
+        )
+        self._excluded = excluded
+
+    def step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        scaled = [one for one in parameters if not self._excluded(one)]
+        if scaled:
+            weights, directions = [local(one) for one in scaled], [local_gradient(one) for one in scaled]
+            rates = self._rates(group["lr"], norms(weights, scaled), norms(directions, scaled))
+            pushes = torch._foreach_add(directions, weights, alpha=self._decay)
+            torch._foreach_mul_(pushes, rates.unbind())
+            self._move(group, scaled, pushes)
+        plain = [one for one in parameters if self._excluded(one)]
+        if plain:
+            self._move(group, plain, [local_gradient(one) * group["lr"] for one in plain])
+
+    def _rates(self, lr: Any, of_weights: torch.Tensor, of_gradients: torch.Tensor) -> torch.Tensor:
+        """Each one's local_lr, on the device, from the norms."""
+        rates = lr * self._coeff * of_weights / (of_gradients + self._decay * of_weights + self._epsilon)
+        return torch.where((of_weights > 0) & (of_gradients > 0), rates, lr)
+
+    def _move(self, group: dict[str, Any], parameters: list[torch.Tensor], pushes: Pushes) -> None:
+        velocities = self.part_of_state(parameters, "momentum_buffer")
+        torch._foreach_mul_(velocities, group["momentum"])
+        torch._foreach_add_(velocities, pushes)
+        torch._foreach_sub_([local(one) for one in parameters], velocities)

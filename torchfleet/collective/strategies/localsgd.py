@@ -1,0 +1,124 @@
+"""Local SGD (C13): ranks train alone and average their parameters every k steps.
+
+    steps 1 … begin_step - 1     gradients are averaged in every step, as in plain data parallelism
+    from step begin_step on      p_i = SGD(p_i, g_i) on each rank i by itself; after every k_steps-th of these steps
+                                 p = Σ_i p_i / N on all ranks
+
+k_steps = 1 equals data parallelism: SGD is linear in gradients and momentum, so that the mean of steps is the step of
+the mean; momentum buffers are never exchanged, and their mean is what the one buffer of data parallelism would be.
+Therefore the optimizer must be torch.optim.SGD. Parameters are exchanged, in flat pieces of fuse_grad_size_in_MB;
+buffers, as running statistics, stay each rank's own (sync_batch_norm makes them common). fleet.save averages too,
+momentum included, so that what is saved is one model.
+
+Source: Lin et al. 2018, Don't Use Large Mini-Batches, Use Local SGD (post-local SGD); Stich 2018. Composes with amp,
+recompute, gradient_merge, sync_batch_norm and compilation; not with what exchanges gradients in another way, cuts the
+model up or replaces the optimizer's rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+
+from torchfleet.collective.strategy import Part
+from torchfleet.collective.world import World
+from torchfleet.errors import StrategyError
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+
+
+class LocalSGD(Part):
+    field = "localsgd"
+
+    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
+        super().__init__(strategy, world)
+        self._axis = world.axis("data")
+        self._piece_bytes = strategy.fuse_grad_size_in_MB << 20
+        self._num_steps = 0  # of the job
+        self._num_alone = 0  # since the parameters were last equal on all ranks
+        self.interval = self._first_interval()
+
+    def _first_interval(self) -> int:
+        return int(self.configs["k_steps"])
+
+    def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
+        if type(inner) is not torch.optim.SGD:
+            raise StrategyError(
+                f"{self.field}=True needs a torch.optim.SGD, found {type(inner).__name__}: the mean of parameters that "
+                f"ranks have trained alone is meant for SGD. Use it, or leave {self.field} out."
+            )
+        self._groups, self._inner = inner.param_groups, inner
+        apart = {name for one, name in names.items() if getattr(one, "fleet_local", False)}
+        # By name: an optimizer may step on copies in float32, which have no mark.
+        self._common = dict.fromkeys(one for one, name in names.items() if name not in apart)  # in order
+        return inner
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the step that is coming is made alone."""
+        return bool(self._num_steps + 1 >= self.configs["begin_step"])
+
+    def exchanges(self) -> bool:
+        return not self.is_local
+
+    def after_step(self) -> None:
+        """Also a step that was skipped counts: all ranks must average at the same time."""
+        self._num_alone += int(self.is_local)
+        self._num_steps += 1
+        if self._num_alone >= self.interval:
+            self.average()
+
+    def average(self) -> None:
+        """Parameters become their mean over the ranks; all ranks come here together."""
+        self._num_alone = 0
+        if self._axis.group is None:
+            return
+        self._average(self._parameters())
+
+    def _average(self, tensors: Iterator[torch.Tensor]) -> None:
+        for piece in _pieces(tensors, self._piece_bytes):
+            flat = torch.cat([one.reshape(-1) for one in piece]).div_(self._axis.size)
+            dist.all_reduce(flat, group=self._axis.group)
+            means = flat.split([one.numel() for one in piece])  # type: ignore[no-untyped-call]
+            torch._foreach_copy_(piece, [mean.view_as(one) for mean, one in zip(means, piece, strict=True)])
+
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        """Those that are the same on all ranks in data parallelism (all but parts of layers cut over the ranks)."""
+        for group in self._groups:
+            yield from (one.detach() for one in group["params"] if one in self._common)
+
+    def before_save(self) -> None:
+        """A saved model is one model: saving is an averaging, of momentum too, also for the training that goes on."""
+        if self._axis.group is not None and self._num_steps >= self.configs["begin_step"]:
+            LocalSGD.average(self)  # without finding a new interval
+            self._average(self._momenta())
+
+    def _momenta(self) -> Iterator[torch.Tensor]:
+        """In the order of the groups, and all of them: zeros where this rank has none yet (amp skipped its steps)."""
+        for group in self._groups:
+            for parameter in group["params"]:
+                if group["momentum"] and parameter.requires_grad and parameter in self._common:
+                    state = self._inner.state[parameter]
+                    if state.get("momentum_buffer") is None:
+                        state["momentum_buffer"] = torch.zeros_like(parameter)
+                    yield state["momentum_buffer"]
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {"num_steps": torch.tensor(self._num_steps), "num_alone": torch.tensor(self._num_alone)}
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        self._num_steps = int(state.get("num_steps", self._num_steps))
+        self._num_alone = int(state.get("num_alone", self._num_alone))
+
+
+def _pieces(tensors: Iterator[torch.Tensor], num_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Tensors of one type each, together up to `num_bytes`, in the same way on all ranks."""
+    open_pieces: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        piece = open_pieces.setdefault(tensor.dtype, [])
+        if piece and sum(one.nbytes for one in piece) + tensor.nbytes > num_bytes:
+            yield open_pieces.pop(tensor.dtype)
+            piece = open_pieces.setdefault(tensor.dtype, [])
+        piece.append(tensor)
+    yield from open_pieces.values()

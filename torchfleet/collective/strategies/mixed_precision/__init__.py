@@ -1,0 +1,1 @@
+"""amp: half precision with loss scaling."""

@@ -1,0 +1,1 @@
+"""recompute: activations that are computed again, or kept in host memory."""

@@ -1,0 +1,176 @@
+"""Recomputation (C8): of the modules named in `checkpoints` only the inputs are kept; backward runs them forward again.
+
+With n modules of equal size the activations of n inputs and of one module are in memory, instead of those of n modules,
+for one more forward pass: about a third more computation. Random numbers are those of the first run, so that dropout
+masks, results and gradients are the same, bit for bit where the kernels are deterministic. Running statistics of norms
+are changed by the first run only. With `enable_offload` the inputs live in host memory meanwhile (offload.py).
+
+    recompute_configs={"checkpoints": ["encoder.layer.*"], "enable_offload": True}
+
+`*` stands for one component of a module's name, or a part of one, `**` for any number of components, none included. A
+module inside one that is recomputed is not recomputed once more by itself.
+
+Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; the work is done by torch.utils.checkpoint.
+Composes with every strategy; `enable_offload` not with build_strategy's fusion. A module whose forward changes other
+state of its own (a counter, a cache) changes it twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode
+from torch.overrides import _get_current_function_mode_stack as _function_modes
+from torch.utils._device import DeviceContext
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from torchfleet.collective.strategies.recomputation.offload import Offload
+from torchfleet.collective.strategy import Part
+from torchfleet.collective.world import World
+from torchfleet.errors import ModelError, StrategyError
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+
+
+class Recompute(Part):
+    field = "recompute"
+
+    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
+        super().__init__(strategy, world)
+        self._patterns: list[str] = self.configs["checkpoints"]
+        wrong = [pattern for pattern in self._patterns if not isinstance(pattern, str) or not pattern]
+        if wrong or not self._patterns:
+            raise StrategyError(
+                f"recompute=True needs recompute_configs['checkpoints'], the names of the modules to run again in "
+                f"backward, found {list(self._patterns)!r}. Give names of model.named_modules(), or patterns, for "
+                "example ['encoder.layer.*']."
+            )
+        self.offload = Offload(world.device) if self.configs["enable_offload"] else None
+
+    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+        """In place; names and state_dict stay what they are."""
+        for module in chosen(model, self._patterns):
+            recompute(module, self.offload)
+        return model
+
+
+def recompute(module: torch.nn.Module, offload: Offload | None = None) -> None:
+    """From now on `module` keeps its inputs alone for backward. A deep copy of it does likewise."""
+    inner: Any = module.forward
+    if getattr(inner, "__self__", None) is module:
+        body = inner.__func__
+    else:  # somebody has put a function in the place of the method
+
+        def body(_: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return inner(*args, **kwargs)
+
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return body(self, *args, **kwargs)
+        if torch.compiler.is_compiling():  # the compiler sees to random numbers and statistics itself
+            return checkpoint(body, self, *args, use_reentrant=False, **kwargs)
+        contexts = _contexts(self)
+        if offload is None:
+            return checkpoint(body, self, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        # Flat, because checkpoint saves tensors among the positional arguments and just holds on to all others.
+        leaves, structure = tree_flatten((args, kwargs))
+
+        def of_leaves(*leaves: Any) -> Any:
+            args, kwargs = tree_unflatten(leaves, structure)
+            return body(self, *args, **kwargs)
+
+        with offload.hooks():  # seen by the inputs: inside, checkpoint has its own
+            return checkpoint(of_leaves, *leaves, use_reentrant=False, context_fn=contexts)
+
+    module.forward = MethodType(forward, module)
+
+
+Context = contextlib.AbstractContextManager[None]
+
+
+def _contexts(module: torch.nn.Module) -> Callable[[], tuple[Context, Context]]:
+    """Around the first run: nothing. Around the second: the first one's function modes, statistics that are lost."""
+    active = _function_modes()  # type: ignore[no-untyped-call]
+    modes = [mode for mode in active if not isinstance(mode, DeviceContext)]  # which checkpoint sees to itself
+    norms = [one for one in module.modules() if isinstance(one, _NormBase) and one.training and one.track_running_stats]
+    return lambda: (contextlib.nullcontext(), _Again(modes, norms))
+
+
+class _Again(Context):
+    """Entered for every backward pass through the module: more than once if the graph is retained."""
+
+    def __init__(self, modes: Sequence[TorchFunctionMode], norms: Sequence[_NormBase]) -> None:
+        self._modes, self._norms = modes, norms
+        self._entered = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        for mode in self._modes:
+            self._entered.enter_context(mode)
+        for norm in self._norms:
+            self._entered.callback(norm._buffers.update, dict(norm._buffers))
+            norm._buffers.update({name: one if one is None else one.clone() for name, one in norm._buffers.items()})
+
+    def __exit__(self, *_: object) -> None:
+        self._entered.close()
+
+
+# Which modules
+
+
+def chosen(model: torch.nn.Module, patterns: Iterable[str]) -> list[torch.nn.Module]:
+    """The modules that the patterns name, each once, none of them inside another."""
+    modules = {name: one for name, one in model.named_modules(remove_duplicate=False) if name}
+    matched: set[str] = set()
+    for pattern in patterns:
+        names = [name for name in modules if _regex(pattern).fullmatch("." + name)]
+        if not names:
+            raise ModelError(_nothing(pattern, list(modules)))
+        runs = [name for name in names if _has_forward(modules[name])]
+        if not runs:
+            raise ModelError(
+                f"recompute_configs['checkpoints']: {names[0]!r} is a {type(modules[names[0]]).__name__}, which is "
+                f"never called itself: give the modules in it, for example {names[0] + '.*'!r}"
+            )
+        matched.update(runs)
+    outer = [modules[name] for name in modules if name in matched and not _is_inside(name, matched)]
+    inside = {id(child) for one in outer for child in one.modules() if child is not one}
+    return list({id(one): one for one in outer if id(one) not in inside}.values())  # a module may have several names
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    """Of a name with a dot before it, so that every component has one."""
+    parts = (r"(?:\.[^.]+)*" if part == "**" else r"\." + _component(part) for part in pattern.split("."))
+    return re.compile("".join(parts))
+
+
+def _component(part: str) -> str:
+    return "[^.]+" if part == "*" else re.escape(part).replace(r"\*", "[^.]*")
+
+
+def _has_forward(module: torch.nn.Module) -> bool:
+    """Lists of modules have none, and are never called."""
+    return getattr(module.forward, "__func__", None) is not torch.nn.Module.forward and not isinstance(
+        module, (torch.nn.ModuleList, torch.nn.ModuleDict)
+    )
+
+
+def _is_inside(name: str, matched: set[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:length]) in matched for length in range(1, len(parts)))
+
+
+def _nothing(pattern: str, names: list[str]) -> str:
+    """Names that differ in numbers alone are listed as one pattern."""
+    patterns = list(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names))
+    near = difflib.get_close_matches(pattern, patterns, n=3, cutoff=0.5) or patterns[:5]
+    return (
+        f"recompute_configs['checkpoints']: no module of the model matches {pattern!r}. "
+        f"Near names: {', '.join(map(repr, near)) or 'the model has no modules in it'}."
+    )

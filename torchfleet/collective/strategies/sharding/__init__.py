@@ -1,0 +1,1 @@
+"""sharding: optimizer state, gradients and parameters cut over ranks."""

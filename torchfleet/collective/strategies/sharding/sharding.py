@@ -1,0 +1,138 @@
+"""Sharding (C15): parameters, gradients and optimizer state cut over the ranks of a group.
+
+With Ψ parameters, N ranks in a group and K bytes of optimizer state per parameter (12 for Adam in mixed precision), a
+rank holds in bytes, beside activations, for parameters and gradients of b bytes each:
+
+    stage 1    2bΨ + KΨ/N         optimizer state is cut; gradients are averaged as ever, owners send new parameters
+    stage 2    bΨ + (2b + K)Ψ/N   gradients too: reduce-scattered; parameters are whole from forward to backward
+    stage 3    (2b + K)Ψ/N        parameters too: gathered unit by unit when they are needed, and let go
+
+Stage 1 deals whole parameters out (zero.py) and takes any optimizer. Stages 2 and 3 are torch's FSDP2: every parameter
+is cut along its first dimension; units.py finds what is gathered at once. `segment_broadcast_MB` is about how much is
+sent or gathered at a time. `sharding_degree` ranks form a group; with `hybrid_dp` there are several groups, among which
+gradients are averaged too.
+
+Sources: Rajbhandari et al. 2020, ZeRO; Zhao et al. 2023, PyTorch FSDP. Composes with amp, recompute, gradient_merge,
+lars, lamb, tensor_parallel, pipeline; stage 1 with every way to exchange gradients too. Stage 1 equals plain training
+bit for bit. Stages 2 and 3 may add gradients in another order than an all-reduce does: the last bits may differ.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from torchfleet.collective.local_tensors import local
+from torchfleet.collective.strategies.sharding.units import Units
+from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer, broadcast
+from torchfleet.collective.strategy import Forward, Part
+from torchfleet.collective.world import World
+from torchfleet.errors import ModelError, StrategyError
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+
+
+class Sharding(Part):
+    field = "sharding"
+
+    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
+        super().__init__(strategy, world)
+        self._axis = world.axis("sharding")
+        self.stage: int = self.configs["stage"] if self._axis.size > 1 else 0  # alone there is nothing to cut
+        self.owns_gradients = self.stage > 1
+        self._segment_bytes = int(self.configs["segment_broadcast_MB"] * (1 << 20))
+        self._model: torch.nn.Module = torch.nn.Identity()
+        self._units: list[FSDPModule] = []
+        self._optimizer: ShardedOptimizer | None = None
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank keeps the optimizer's state of this parameter of the optimizer, or its part of it."""
+        return self._optimizer is None or self._optimizer.owns(parameter)
+
+    # Stage 1
+
+    def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
+        if self.stage != 1:
+            return inner
+        apart = {name for one, name in names.items() if getattr(one, "fleet_local", False)}
+        others = [one for one, name in names.items() if name in apart]  # copies in float32 have the name, not the mark
+        self._optimizer = ShardedOptimizer(inner, self._axis, self._segment_bytes, others)
+        return self._optimizer
+
+    # Stages 2 and 3
+
+    def convert(self, model: torch.nn.Module) -> torch.nn.Module:
+        if self.stage < 2:
+            return model
+        self._model = model
+        for name, one in model.named_parameters():
+            if not one.dim():
+                raise ModelError(
+                    f"sharding (stage {self.stage}) cannot cut '{name}', a single number: give it the shape (1,), or "
+                    "use sharding_configs={'stage': 1}"
+                )
+        own = {one for one in model.parameters() if getattr(one, "fleet_local", False)}
+        settings: dict[str, Any] = {"mesh": self._mesh(), **_leaving_out(own)}
+        for unit in list(Units(model, self._segment_bytes, tuple(own)).find()):
+            # The model's own remainder is needed first thing in backward: it stays, as torch does it too.
+            settings["reshard_after_forward"] = self.stage == 3 and unit != [model]
+            fully_shard(unit if len(unit) > 1 else unit[0], **settings)
+        self._units = sharded_modules(model)
+        return model
+
+    def _mesh(self) -> DeviceMesh:
+        mesh = self.world.mesh
+        return mesh["data", "sharding"] if self.world.degrees["data"] > 1 else mesh["sharding"]
+
+    def around(self, forward: Forward) -> Forward:
+        if self.stage < 2:
+            return forward
+
+        def sharded(*args: Any, **kwargs: Any) -> Any:
+            self._share_buffers()
+            outputs = forward(*args, **kwargs)
+            if not torch.is_grad_enabled():  # no backward pass will let the parameters go
+                self._reshard()
+            return outputs
+
+        return sharded
+
+    def begin_forward(self, exchanging: bool) -> None:
+        if isinstance(self._model, FSDPModule):
+            self._model.set_requires_gradient_sync(exchanging)
+
+    def after_step(self) -> None:
+        """What an evaluation between backward and step has gathered is of before the step."""
+        self._reshard()
+
+    def _reshard(self) -> None:
+        for module in self._units:
+            module.reshard()
+
+    def _share_buffers(self) -> None:
+        """Running means and the like are those of the first rank, as in data parallelism."""
+        buffers = [local(buffer) for buffer in self._model.buffers()]
+        for name in ("data", "sharding"):
+            axis = self.world.axis(name)
+            if axis.size > 1 and buffers:
+                broadcast([(0, buffers)], axis, self._segment_bytes)
+
+
+def sharded_modules(model: torch.nn.Module) -> list[FSDPModule]:
+    """Those whose parameters are gathered and let go; `reshard` of each leaves this rank its own part of them."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _leaving_out(parameters: set[torch.nn.Parameter]) -> dict[str, Any]:
+    """Parameters that are each rank's own."""
+    if not parameters:
+        return {}
+    if "ignored_params" not in inspect.signature(fully_shard).parameters:
+        raise StrategyError(
+            f"sharding from stage 2 on with layers that are cut over the ranks by themselves needs torch 2.7 or newer, "
+            f"found {torch.__version__}. Use sharding_configs={{'stage': 1}}."
+        )
+    return {"ignored_params": parameters}

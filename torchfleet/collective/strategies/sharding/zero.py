@@ -1,0 +1,170 @@
+"""Stage 1 of sharding: every rank of a group keeps the optimizer's state of its own share of the parameters."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchfleet.collective.local_tensors import local
+from torchfleet.collective.world import Axis
+from torchfleet.errors import ModelError
+
+_UNDER_WAY = 2  # buffers that travel while the next is filled
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Steps `inner` on this rank's own parameters, then takes the others from the ranks that stepped on them.
+
+    The param groups are the inner optimizer's and stay whole, for schedulers and zero_grad; while it steps they are cut
+    down to the own parameters. All ranks of the axis call `step` together. Parameters in `apart` are of layers that are
+    cut over the ranks: a rank steps on all of those that it has.
+    """
+
+    def __init__(
+        self, inner: torch.optim.Optimizer, axis: Axis, segment_bytes: int, apart: Collection[torch.Tensor] = ()
+    ) -> None:
+        if isinstance(inner, torch.optim.LBFGS):
+            raise ModelError("sharding: LBFGS steps on all parameters as one vector, which cannot be dealt out")
+        self.inner, self._axis, self._segment_bytes = inner, axis, segment_bytes
+        self._apart = set(apart)
+        self._owners: dict[torch.Tensor, int] = dict.fromkeys(self._apart, axis.rank)
+        self._loads = [0] * axis.size
+        self._deal()
+
+    @property
+    def param_groups(self) -> Any:
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.inner.state = state
+
+    @property
+    def defaults(self) -> Any:
+        return self.inner.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: Any) -> None:
+        self.inner.defaults = defaults
+
+    def owns(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank steps on it, and has its state."""
+        self._deal()
+        return self._owners[parameter] == self._axis.rank
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._deal()
+        self._step_own()
+        with torch.no_grad():
+            self._spread()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """With the state of this rank's own parameters."""
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.inner.add_param_group(param_group)
+
+    def _deal(self) -> None:
+        """Parameters without an owner get one: the largest first, each goes to who has least. Alike on all ranks."""
+        new = [one for group in self.inner.param_groups for one in group["params"] if one not in self._owners]
+        for parameter in sorted(new, key=torch.Tensor.numel, reverse=True):  # sorting keeps the order of equal ones
+            owner = self._loads.index(min(self._loads))
+            self._owners[parameter] = owner
+            self._loads[owner] += parameter.numel()
+
+    def _step_own(self) -> None:
+        groups = list(self.inner.param_groups)
+        whole = [group["params"] for group in groups]
+        try:
+            for group in groups:
+                group["params"] = [one for one in group["params"] if self._owners[one] == self._axis.rank]
+            self.inner.param_groups[:] = [group for group in groups if group["params"]]
+            self.inner.step()
+        finally:
+            self.inner.param_groups[:] = groups
+            for group, params in zip(groups, whole, strict=True):
+                group["params"] = params
+
+    def _spread(self) -> None:
+        shares: list[list[torch.Tensor]] = [[] for _ in range(self._axis.size)]
+        for group in self.inner.param_groups:
+            for one in group["params"]:
+                if one.requires_grad and one not in self._apart:
+                    shares[self._owners[one]].append(local(one))
+        broadcast(enumerate(shares), self._axis, self._segment_bytes)
+
+
+def broadcast(shares: Iterable[tuple[int, Sequence[torch.Tensor]]], axis: Axis, segment_bytes: int) -> None:
+    """(place in the axis, tensors): everybody takes the values that the rank at that place has.
+
+    Small tensors travel together in buffers of about `segment_bytes`. The shares are alike on all ranks.
+    """
+    under_way: deque[tuple[Any, torch.Tensor, list[torch.Tensor]]] = deque()
+    assert axis.group is not None
+    for source, tensors in shares:
+        for some in _segments(tensors, segment_bytes):
+            flat = _flat(some, source == axis.rank)
+            work = dist.broadcast(flat, dist.get_global_rank(axis.group, source), axis.group, async_op=True)
+            under_way.append((work, flat, [] if source == axis.rank else some))
+            if len(under_way) > _UNDER_WAY:
+                _take(*under_way.popleft())
+    while under_way:
+        _take(*under_way.popleft())
+
+
+def _segments(tensors: Sequence[torch.Tensor], segment_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Tensors of one kind each, in their order; a segment may be larger by less than its last tensor."""
+    open_ones: dict[torch.dtype, list[torch.Tensor]] = {}
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in tensors:
+        if not tensor.numel():
+            continue
+        some = open_ones.setdefault(tensor.dtype, [])
+        some.append(tensor)
+        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
+        if sizes[tensor.dtype] >= segment_bytes:
+            yield open_ones.pop(tensor.dtype)
+            sizes[tensor.dtype] = 0
+    yield from open_ones.values()
+
+
+def _flat(tensors: list[torch.Tensor], is_source: bool) -> torch.Tensor:
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        return tensors[0].view(-1)  # no copy, on either side
+    if is_source:
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    return tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+
+
+def _take(work: Any, flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    work.wait()
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        return
+    start = 0
+    for tensor in tensors:
+        tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
+        start += tensor.numel()

@@ -1,0 +1,242 @@
+"""The `fleet` command: look into saved models and running servers, compare, compact and export models."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from torchfleet.checkpoint.chain import statistics_of
+from torchfleet.checkpoint.compaction import compact
+from torchfleet.checkpoint.export import FORMATS, export_table
+from torchfleet.checkpoint.manifest import read_manifest
+from torchfleet.collective.checkpoint.collective_manifest import is_collective
+from torchfleet.commands.diff import diff
+from torchfleet.commands.inspect_collective import export_collective, inspect_collective
+from torchfleet.commands.inspect_saved import inspect_model
+from torchfleet.errors import FleetError
+from torchfleet.monitor.progress import Progress
+from torchfleet.storage import Storage
+
+_LIVE = ("tcp://", "ipc://")
+_TOP = 10
+_EXAMPLES = """examples:
+  fleet inspect model/                                    the chain of saves, tables, rows, bytes
+  fleet inspect model/ --check                            read every file and compare its checksum
+  fleet inspect model/ --table embedding                  histograms of its rows, and its top keys
+  fleet inspect tcp://127.0.0.1:7000 --table embedding    the same of a server that is running
+  fleet diff model/ other/                                rows that only one has, and how far the others differ
+  fleet compact model/                                    a full save and its deltas become one full save
+  fleet export model/ embedding rows.parquet              a table in a file that other programs read
+  fleet export model/ --out model.safetensors             a collective model in one file
+
+A model is the folder that fleet.save, fleet.save_persistables or fleet.save_inference_model wrote to; any path that
+fsspec opens. The models of fleet.save in collective training can be inspected and exported.
+`fleet COMMAND --help` tells more. All of it: docs/checkpoints.md"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    parser = _parser()
+    if not given:
+        parser.print_help(sys.stderr)
+        raise SystemExit(2)
+    options = parser.parse_args(given)
+    try:
+        run: Callable[[argparse.Namespace], int] = options.run
+        return run(options)
+    except FleetError as error:
+        print(f"fleet: {error}", file=sys.stderr)
+        return 2 if options.command == "diff" else 1
+    except BrokenPipeError:  # `fleet inspect ... | head`: nobody reads on, and Python would complain once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        print("fleet: interrupted", file=sys.stderr)
+        return 130
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    is_live = options.model.startswith(_LIVE)
+    for name, is_wrong in (("--check", is_live and options.check), ("--keys", options.keys and not is_live)):
+        if is_wrong:
+            what = "a running server" if is_live else "a saved model"
+            raise FleetError(f"{name} is not for {what}, and {options.model} is one")
+    if not is_live and is_collective(options.model):
+        if options.table or options.histograms or options.top:
+            raise FleetError(
+                f"--table, --histograms, --top are for tables, and {options.model} has none: it is collective"
+            )
+        inspect_collective(options.model, options.check, options.json)
+        return 0
+    # A table that is named is to be looked into: histograms and top keys, unless one of them is asked for.
+    is_bare = bool(options.table) and not options.histograms and options.top is None
+    histograms, top = options.histograms or is_bare, _TOP if is_bare else options.top or 0
+    if is_live:
+        from torchfleet.commands.inspect_servers import inspect_servers
+
+        endpoints = options.model.split(",")
+        inspect_servers(endpoints, options.keys, options.table, histograms, top, options.json)
+    else:
+        inspect_model(options.model, options.check, options.table, histograms, top, options.json)
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    return int(diff(options.a, options.b, options.max_gb, options.json))
+
+
+def _compact(options: argparse.Namespace) -> int:
+    before = read_manifest(Storage(options.model))
+    progress = Progress("fleet compact")
+    made = compact(options.model, options.output, progress.show)
+    progress.end("done")
+    first, num_saves = made.links()[0], len(before.links())
+    if made == before:
+        print(f"{options.model} is one full save already: {first.save}")
+    else:
+        num_bytes = sum(part.bytes for part in first.parts)
+        place = f"{first.save} in {options.output or options.model}"
+        print(f"{num_saves} save{'s' * (num_saves > 1)} made into one: {place}, {num_bytes:,} bytes")
+    return 0
+
+
+def _export(options: argparse.Namespace) -> int:
+    if bool(options.out) == bool(options.table) or bool(options.table) != bool(options.path):
+        options.usage_error("give TABLE and PATH, or, for a collective model, --out FILE")
+    if options.out and (options.format or options.with_state or options.with_statistics):
+        options.usage_error(
+            "--format, --with_state and --with_statistics are for tables, and --out for collective models"
+        )
+    if bool(options.out) != is_collective(options.model):
+        way = "TABLE PATH" if options.out else "--out FILE"
+        kind = "a model with tables" if options.out else "a collective model, which has no tables"
+        raise FleetError(f"{options.model} is {kind}: fleet export {options.model} {way}")
+    if options.out:
+        export_collective(options.model, options.out)
+        return 0
+    form = options.format or FORMATS[0]
+    num = export_table(options.model, options.table, options.path, form, options.with_state, options.with_statistics)
+    print(f"{num:,} rows of '{options.table}' in {options.path}")
+    if options.with_statistics:
+        names = statistics_of(read_manifest(Storage(options.model)), options.table)
+        print(f"statistics: {', '.join(names) or 'none are kept'}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "fleet",
+        description="Look into saved models and running servers; compare, compact and export models.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_inspect(commands)
+    _add_diff(commands)
+    _add_compact(commands)
+    _add_export(commands)
+    return parser
+
+
+def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    made = commands.add_parser(
+        "inspect",
+        help="tables, rows and files of a saved model, or of running servers",
+        description="Tables, rows and files of a saved model (from its manifest, at once), or of servers that are "
+        "running. With --table, --histograms or --top rows are looked at: those of a model are read from its files, a "
+        "server goes over its own between the requests of the job.",
+    )
+    made.add_argument(
+        "model", help="a folder with a saved model; or tcp://host:port of a server, or of several with commas between"
+    )
+    made.add_argument("--check", action="store_true", help="read every file and compare its checksum")
+    made.add_argument(
+        "--table", action="append", default=[], help="look into this table's rows (can be given several times)"
+    )
+    made.add_argument(
+        "--histograms", action="store_true", help="norms, scores, days unseen, age; of all tables or --table"
+    )
+    made.add_argument(
+        "--top", type=_count, metavar="N", help="N keys of highest score (or last looked up, or largest norm)"
+    )
+    made.add_argument("--keys", metavar="DIR", help="folder of the keys that the servers ask for (fleetrun --keygen)")
+    made.add_argument("--json", action="store_true", help="everything as one JSON object")
+    made.set_defaults(run=_inspect)
+
+
+def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    made = commands.add_parser(
+        "diff",
+        help="how two saved models differ",
+        description="Per table: rows only in A, only in B, changed and equal, the largest difference of a value and "
+        "its key, the mean absolute difference, and in how many rows optimizer state and statistics differ; dense "
+        "parameters by name; settings that differ. All is compared bit by bit. Ends with status 0 if the models are "
+        "equal, 1 if they differ, 2 if something went wrong.",
+    )
+    made.add_argument("a", metavar="A", help="a folder with a saved model")
+    made.add_argument("b", metavar="B", help="another one; the numbers of servers may differ")
+    made.add_argument(
+        "--max_gb",
+        type=_gigabytes,
+        metavar="GB",
+        help="hold at most so much of A's rows in memory (default: half of the machine's); if that is not enough, read "
+        "both models several times",
+    )
+    made.add_argument("--json", action="store_true", help="everything as one JSON object")
+    made.set_defaults(run=_diff)
+
+
+def _add_compact(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    made = commands.add_parser(
+        "compact",
+        help="make a chain of saves into one full save",
+        description="A full save and the deltas behind it become one full save that loads as they did, to the bit. A "
+        "job that saves deltas there goes on doing so. If it is killed, the model is as it was.",
+    )
+    made.add_argument("model", help="the folder with the chain")
+    made.add_argument("--output", metavar="DIR", help="write the full save there, and leave the chain as it is")
+    made.set_defaults(run=_compact)
+
+
+def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    made = commands.add_parser(
+        "export",
+        help="write a table, or a collective model, to one file that other programs read",
+        description="Rows of a sparse table. Parquet: columns key (int64) and values (list of float32). Text: lines "
+        "of `key v1 v2 ...` with nine digits, so that every float32 comes back. With --out all parameters and buffers "
+        "of a collective model, in one safetensors file.",
+    )
+    made.add_argument("model", help="a folder with a saved model")
+    made.add_argument("table", nargs="?", default="")
+    made.add_argument("path", nargs="?", default="", help="the file to write; it appears when it is complete")
+    made.add_argument("--out", metavar="FILE", default="", help="of a collective model: the safetensors file to write")
+    made.add_argument("--format", choices=FORMATS, help="parquet (the default) or text")
+    made.add_argument("--with_state", action="store_true", help="the optimizer's state behind the values")
+    made.add_argument(
+        "--with_statistics",
+        action="store_true",
+        help="what the table keeps of seen, born, tick, show, click, slot, in this order: columns of these names, or "
+        "numbers at the end of each line",
+    )
+    made.set_defaults(run=_export, usage_error=made.error)
+
+
+def _count(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1000:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 to 1000, found {text!r}")
+    return int(text)
+
+
+def _gigabytes(text: str) -> int:
+    with contextlib.suppress(ValueError, OverflowError):
+        num_bytes = int(float(text) * (1 << 30))
+        if num_bytes > 0:
+            return num_bytes
+    raise argparse.ArgumentTypeError(f"expected a number of gigabytes above 0, found {text!r}")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

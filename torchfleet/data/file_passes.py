@@ -1,0 +1,179 @@
+"""One pass over files: threads take files, cut their rows into batches, and account for every line and file."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from torchfleet.data.reading.reader import FileReader
+from torchfleet.data.samples.sample_rows import Rows
+from torchfleet.data.samples.slots import Batch, Layout, Piece
+
+_LOOK = 0.2  # seconds between two questions whether a file has come free
+
+
+class Files(Protocol):
+    """Where the threads of a pass take their files from."""
+
+    def take(self) -> str | None:
+        """The next file; "" if there is none for now, None at the end."""
+
+    def done(self, path: str) -> None:
+        """All its samples have been used."""
+
+
+class OwnFiles:
+    """A list for this worker alone."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths, self._lock = list(reversed(paths)), threading.Lock()
+
+    def take(self) -> str | None:
+        with self._lock:
+            return self._paths.pop() if self._paths else None
+
+    def done(self, path: str) -> None:
+        pass
+
+
+class Ticket:
+    """A file on its way: done when nobody holds it any more."""
+
+    def __init__(self, path: str, on_done: Callable[[str], None]) -> None:
+        self.path, self._on_done = path, on_done
+        self._num, self._lock = 1, threading.Lock()
+
+    def hold(self) -> None:
+        with self._lock:
+            self._num += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self._num -= 1
+            is_done = self._num == 0
+        if is_done:
+            self._on_done(self.path)
+
+
+class FileBatch(Batch):
+    """A batch that knows which files its samples are from."""
+
+    tickets: tuple[Ticket, ...] = ()
+
+    def __reduce__(self) -> tuple[type[Batch], tuple[dict[str, Any], int]]:
+        return Batch, (dict(self), self.num_samples)  # in another process it is a batch like any other
+
+    def release(self) -> None:
+        """It has been used."""
+        tickets, self.tickets = self.tickets, ()
+        for ticket in tickets:
+            ticket.release()
+
+
+class Cutter:
+    """Rows of any number into batches of one size."""
+
+    def __init__(self, layout: Layout, batch_size: int, put: Callable[[FileBatch], None]) -> None:
+        self._layout, self._batch_size, self._put = layout, batch_size, put
+        self._pieces: list[tuple[Piece, Ticket]] = []
+        self._num = 0
+
+    def add(self, rows: Rows, ticket: Ticket) -> None:
+        index = np.arange(rows.num)
+        while len(index):
+            taken, index = np.split(index, [self._batch_size - self._num])
+            ticket.hold()
+            self._pieces.append((Piece(rows, taken), ticket))
+            self._num += len(taken)
+            if self._num == self._batch_size:
+                self.cut()
+
+    def cut(self) -> None:
+        """A batch of what is there, full or not."""
+        if self._pieces:
+            made = self._layout.batch([piece for piece, _ in self._pieces])
+            batch = FileBatch(dict(made), made.num_samples)
+            batch.tickets = tuple(ticket for _, ticket in self._pieces)
+            self._pieces, self._num = [], 0
+            self._put(batch)
+
+    def drop(self) -> None:
+        pieces, self._pieces, self._num = self._pieces, [], 0
+        for _, ticket in pieces:
+            ticket.release()
+
+    def move_to(self, other: Cutter) -> None:
+        pieces, self._pieces, self._num = self._pieces, [], 0
+        for (rows, order), ticket in pieces:
+            other.add(rows.pick(order), ticket)
+            ticket.release()
+
+
+class Account:
+    """Lines that were left out, over all files of a pass."""
+
+    def __init__(self) -> None:
+        self.num_skipped = 0
+        self._lines: list[str] = []
+        self._lock = threading.Lock()
+
+    def note(self, num: int, first: str) -> None:
+        with self._lock:
+            self.num_skipped += num
+            if num:
+                self._lines.append(f"  {num:,}, the first: {first}")
+
+    def report(self) -> None:
+        if self.num_skipped:
+            more = [f"  and in {len(self._lines) - 20} more files"] if len(self._lines) > 20 else []
+            text = "\n".join([f"skipped {self.num_skipped:,} malformed lines:", *self._lines[:20], *more])
+            print(text, file=sys.stderr, flush=True)
+
+
+class Reading:
+    """The threads' common work in one pass of a QueueDataset."""
+
+    def __init__(
+        self, files: Files, layout: Layout, batch_size: int, drop_last: bool, num_threads: int, account: Account
+    ) -> None:
+        self._files, self._layout, self._batch_size, self._drop_last = files, layout, batch_size, drop_last
+        self._num_running, self._lock, self.account = num_threads, threading.Lock(), account
+        self._rests: list[Cutter] = []
+        self.closing = threading.Event()
+
+    def run(self, reader: FileReader, put: Callable[[FileBatch], None]) -> None:
+        """The life of one thread: whole files, one after another. The last thread to end cuts up what all have left."""
+        cutter = Cutter(self._layout, self._batch_size, put)
+        while (path := self._files.take()) is not None:
+            if path:
+                self._read(reader, path, cutter)
+                continue
+            # Others have the last files, and may wait for ours to be done: nothing can be kept for a fuller batch.
+            self._end(cutter)
+            if self.closing.wait(_LOOK):  # nobody trains any more: what it waits for may never be done
+                return
+        with self._lock:
+            self._rests.append(cutter)
+            self._num_running -= 1
+            if self._num_running:
+                return
+        for rest in self._rests:
+            if rest is not cutter:
+                rest.move_to(cutter)
+        self._end(cutter)
+
+    def _read(self, reader: FileReader, path: str, cutter: Cutter) -> None:
+        source, ticket = reader.source(path), Ticket(path, self._files.done)
+        try:
+            for rows in reader.read(path, source):
+                cutter.add(rows, ticket)
+        finally:
+            self.account.note(source.skipped.num, source.skipped.first)
+        ticket.release()
+
+    def _end(self, cutter: Cutter) -> None:
+        cutter.drop() if self._drop_last else cutter.cut()

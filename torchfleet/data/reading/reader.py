@@ -1,0 +1,113 @@
+"""One file at a time: opened, piped or generated, parsed. What a dataset's threads do."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchfleet.data.reading import streams
+from torchfleet.data.reading.criteo import CriteoFormat
+from torchfleet.data.reading.formats import MultiSlotParser, Parser, Source
+from torchfleet.data.reading.generator import DataGenerator
+from torchfleet.data.reading.pipe import piped
+from torchfleet.data.samples.sample_rows import Rows
+from torchfleet.data.samples.slots import Layout, Slot
+from torchfleet.errors import DataError
+
+_GROUP = 1 << 16  # bytes of text that a generator makes before they are parsed
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How files become rows. Checked when it is made."""
+
+    use_var: Sequence[Slot]
+    pipe_command: str | DataGenerator | None = None
+    data_format: CriteoFormat | None = None
+    on_bad_line: str = "error"
+
+    def __post_init__(self) -> None:
+        if self.on_bad_line not in ("error", "skip"):
+            raise DataError(f"on_bad_line must be 'error' or 'skip', found {self.on_bad_line!r}")
+        if self.pipe_command is not None and self.data_format is not None:
+            raise DataError("pipe_command and data_format exclude each other: leave one of them out")
+        command: Any = self.pipe_command
+        if isinstance(command, type) and issubclass(command, DataGenerator):
+            raise DataError(f"pipe_command={command.__name__} is a class: give an object of it, with ()")
+        if not isinstance(command, (str, DataGenerator, type(None))) or command == "":
+            raise DataError(f"pipe_command must be a shell command or a data generator, found {command!r}")
+        if self.data_format is not None and not isinstance(self.data_format, CriteoFormat):
+            raise DataError(f"data_format must be a fleet.CriteoFormat, found {self.data_format!r}")
+        self.reader(Layout(self.use_var))  # slots that do not fit the format are an error here and now
+
+    def reader(self, layout: Layout, is_over: Callable[[], bool] = lambda: False) -> FileReader:
+        """`is_over`: nobody wants the rest; asked while a pipe command is silent."""
+        return FileReader(self, layout, is_over)
+
+
+class FileReader:
+    """Reads one file after another; each thread has its own."""
+
+    def __init__(self, options: ReadOptions, layout: Layout, is_over: Callable[[], bool]) -> None:
+        self._options, self._layout, self._is_over = options, layout, is_over
+        self._skip = options.on_bad_line == "skip"
+        self._parser: Parser = (
+            MultiSlotParser(layout) if options.data_format is None else options.data_format.parser(layout)
+        )
+
+    def source(self, path: str) -> Source:
+        command = self._options.pipe_command
+        name = f"{path} (output of `{command}`)" if isinstance(command, str) else path
+        return Source(name, self._skip)
+
+    def read(self, path: str, source: Source) -> Iterator[Rows]:
+        """The file's rows, some at a time. `source` gets the lines that are none."""
+        command = self._options.pipe_command
+        if isinstance(command, str):
+            return self._parser.read(piped(path, command, self._skip, self._is_over), source)
+        if command is None:
+            return self._parser.read(streams.chunks(streams.open_file(path), path), source)
+        return self._parser.read(self._generated(path, command, source), source)
+
+    def _generated(self, path: str, generator: DataGenerator, source: Source) -> Iterator[bytes]:
+        def complain(number: int, error: Exception) -> None:
+            reason = f": {type(generator).__name__} raised {type(error).__name__}: {error}"
+            try:
+                source.refuse(number, reason)
+            except DataError as refusal:
+                raise refusal from error
+
+        stream = io.BufferedReader(_Chunked(path))
+        lines = io.TextIOWrapper(stream, encoding="utf-8", errors="surrogateescape")
+        names = [slot.name for slot in self._layout.slots]
+        group: list[str] = []
+        size = 0
+        for text in generator.lines(lines, complain, names):
+            group.append(text)
+            size += len(text)
+            if size >= _GROUP:
+                yield "".join(group).encode(errors="surrogateescape")
+                group, size = [], 0
+        if group:
+            yield "".join(group).encode(errors="surrogateescape")
+
+
+class _Chunked(io.RawIOBase):
+    """A file's chunks as a stream, so that what cannot be decompressed is a DataError here too."""
+
+    def __init__(self, path: str) -> None:
+        self._chunks = streams.chunks(streams.open_file(path), path)
+        self._rest = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        if not self._rest:
+            self._rest = memoryview(next(self._chunks, b""))
+        num = min(len(buffer), len(self._rest))
+        buffer[:num] = self._rest[:num]
+        self._rest = self._rest[num:]
+        return num

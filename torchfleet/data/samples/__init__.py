@@ -1,0 +1,1 @@
+"""Samples in memory: slots, rows and batches."""

@@ -1,0 +1,1 @@
+"""Jobs with parameter servers: the only place that knows workers and servers."""

@@ -1,0 +1,72 @@
+"""A job in words and tables, for people."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from torchfleet.job.worker_job import Job
+from torchfleet.role import RoleInfo
+from torchfleet.worker.lookup.plan import Plan
+
+
+def configuration(job: Job) -> str:
+    """The effective settings at the start of a worker."""
+    info = job.info
+    assert job.strategy is not None
+    place = "one process" if info.is_local else f"{info.num_servers} servers, {info.num_workers} workers"
+    security = "in process" if info.is_local else "keys" if info.key_dir else "plain"
+    table = Table(title=f"torchfleet worker {info.worker_index}", title_justify="left")
+    table.add_column("setting")
+    table.add_column("value", overflow="fold")
+    table.add_row("fleet", f"{place} ({security})")
+    for line in repr(job.strategy).splitlines()[1:]:
+        name, _, value = line.strip().partition(" ")
+        table.add_row(name, value.strip())
+    return _text(table)
+
+
+def tables(plan: Plan, info: RoleInfo, servers: list[dict[str, Any]]) -> str:
+    """The plan, and the rows and bytes on each server if they were asked."""
+    planned = Table(title="plan", title_justify="left")
+    for heading in ("table", "kind", "size", "optimizer", "first values", "entry", "parameters"):
+        planned.add_column(heading, overflow="fold")
+    for line in plan.describe():
+        planned.add_row(*line)
+    held = Table(title="servers", title_justify="left")
+    for heading in ("server", "table", "kind", "rows", "bytes", "updates"):
+        held.add_column(heading, overflow="fold")
+    for i, server in enumerate(servers):
+        where = info.server_endpoints[i] if info.server_endpoints else "in process"
+        for name, found in server["tables"].items():
+            held.add_row(
+                f"{i} ({where})", name, found["kind"], f"{found['rows']:,}", f"{found['bytes']:,}", str(found["step"])
+            )
+    return _text(planned) + (_text(held) if servers else "")
+
+
+def summary(stats: dict[str, Any]) -> str:
+    """The end of training in a few lines: updates and staleness of each table, over all servers."""
+    worker = stats["worker"]
+    lines = [
+        f"{stats['mode']}: {worker['steps']:,} steps, {worker['samples']:,} samples on this worker, "
+        f"{worker['unforeseen_lookups']:,} of {worker['lookups']:,} lookups unforeseen"
+    ]
+    ages: dict[str, dict[int, int]] = {}
+    for server in stats["servers"]:
+        for name, table in server["tables"].items():
+            for age, count in table["staleness"].items():
+                ages.setdefault(name, {})[age] = ages.get(name, {}).get(age, 0) + count
+    for name, counts in ages.items():
+        text = ", ".join(f"{age}: {count:,}" for age, count in sorted(counts.items()))
+        lines.append(f"staleness of '{name}' (updates between a batch's pull and its push: pushes): {text}")
+    return "\n".join(lines)
+
+
+def _text(table: Table) -> str:
+    out = io.StringIO()
+    Console(file=out, width=120).print(table)
+    return out.getvalue()

@@ -1,0 +1,1 @@
+"""Where workers meet: barriers, gathered bytes, parcels and shared lists of files."""

@@ -1,0 +1,93 @@
+"""Meeting points of workers: nobody goes on before all that have not left are there, or the time is up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+
+from torchfleet.errors import BarrierError
+from torchfleet.net.request import Request
+
+MAX_NAMES = 1024
+MAX_NAMED = 20
+
+
+@dataclass(slots=True)
+class Meeting:
+    """One barrier that somebody waits at."""
+
+    num_workers: int
+    deadline: float
+    timeout: float
+    waiting: dict[int, Request]
+
+
+class Barriers:
+    """All barriers of a server, by name. A name can be used again as soon as its barrier has opened."""
+
+    def __init__(self) -> None:
+        self._meetings: dict[str, Meeting] = {}
+        self._left: set[int] = set()
+
+    @property
+    def left(self) -> set[int]:
+        return self._left
+
+    def arrive(self, name: str, request: Request, num_workers: int, timeout: float, now: float) -> list[Request]:
+        """Returns the requests that may go on: none yet, or all of this barrier. A repeat replaces its first."""
+        meeting = self._meetings.get(name) or Meeting(num_workers, now + timeout, timeout, {})
+        if request.message.worker >= num_workers or num_workers != meeting.num_workers:
+            raise BarrierError(
+                f"barrier '{name}' is for {meeting.num_workers} workers numbered from 0; worker "
+                f"{request.message.worker} came for one of {num_workers}. All workers must be started with one number."
+            )
+        if name not in self._meetings and len(self._meetings) >= MAX_NAMES:
+            raise BarrierError(f"more than {MAX_NAMES} barriers are waiting")
+        self._left.discard(request.message.worker)
+        self._meetings[name] = meeting
+        meeting.waiting[request.message.worker] = request
+        return self._open(name)
+
+    def leave(self, worker: int) -> list[Request]:
+        """The worker is not waited for any more. Returns the requests that this lets go."""
+        return [request for _, going in self.leave_by_name(worker) for request in going]
+
+    def leave_by_name(self, worker: int) -> list[tuple[str, list[Request]]]:
+        self._left.add(worker)
+        return [(name, going) for name in list(self._meetings) if (going := self._open(name))]
+
+    def expired(self, now: float) -> list[tuple[Request, BarrierError]]:
+        """Everybody at a barrier whose time is up, with the names of those who never came."""
+        return [(request, error) for _, request, error in self.expired_by_name(now)]
+
+    def expired_by_name(self, now: float) -> list[tuple[str, Request, BarrierError]]:
+        given_up = []
+        for name, meeting in list(self._meetings.items()):
+            if now < meeting.deadline:
+                continue
+            missing = self._missing(meeting)
+            error = BarrierError(
+                f"barrier '{name}': after {meeting.timeout:g} s still waiting for worker {missing} of "
+                f"{meeting.num_workers}. Look at their logs; if they are only slow, give a longer timeout."
+            )
+            given_up += [(name, request, error) for request in meeting.waiting.values()]
+            del self._meetings[name]
+        return given_up
+
+    def _open(self, name: str) -> list[Request]:
+        meeting = self._meetings[name]
+        if self._num_there(meeting) < meeting.num_workers:
+            return []
+        del self._meetings[name]
+        return list(meeting.waiting.values())
+
+    def _num_there(self, meeting: Meeting) -> int:
+        gone = sum(worker < meeting.num_workers and worker not in meeting.waiting for worker in self._left)
+        return len(meeting.waiting) + gone
+
+    def _missing(self, meeting: Meeting) -> str:
+        """The numbers of those who never came; the first few, for a text that somebody is to read."""
+        absent = (n for n in range(meeting.num_workers) if n not in self._left and n not in meeting.waiting)
+        named = [str(worker) for worker in islice(absent, MAX_NAMED)]
+        more = meeting.num_workers - self._num_there(meeting) - len(named)
+        return ", ".join(named) + (f" and {more:,} more" if more else "")

@@ -1,0 +1,82 @@
+"""Barriers that every worker brings something to, and takes everybody's things away from."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import msgspec
+
+from torchfleet.errors import BarrierError, TableError
+from torchfleet.net.request import Request
+from torchfleet.net.wire import Array
+from torchfleet.server.meeting.barrier import Barriers
+
+MAX_BYTES = 1 << 24  # that one worker may bring
+MAX_KEPT = 1 << 12
+
+Answers = list[tuple[Request, list[Array] | BarrierError]]
+
+
+class GatherBody(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    round: int  # numbers a client's gatherings: a repeat of the last one is answered with what it was
+    num_workers: int
+    timeout: float
+
+
+class Gatherings:
+    """Open ones are barriers; of closed ones each client's last is kept, for a reply that got lost.
+
+    A request of an earlier round than the client's last is a copy that comes late: nobody waits for its answer.
+    """
+
+    def __init__(self) -> None:
+        self._barriers = Barriers()
+        self._rounds: dict[
+            tuple[str, int], tuple[int, int]
+        ] = {}  # by name and worker, of those that wait: client, round
+        self._kept: OrderedDict[int, tuple[int, list[Array] | BarrierError]] = OrderedDict()  # by client
+
+    def arrive(self, body: GatherBody, request: Request) -> Answers:
+        """The requests that may go on, with their replies: none while workers are missing."""
+        num_bytes = request.message.arrays[1].data.nbytes
+        if num_bytes > MAX_BYTES:
+            raise TableError(f"gather '{body.name}': {num_bytes:,} bytes from one worker, at most {MAX_BYTES:,}")
+        client = request.message.client
+        kept = self._kept.get(client)
+        if kept is not None and body.round <= kept[0]:
+            return [(request, kept[1])] if body.round == kept[0] else []
+        place = (body.name, request.message.worker)
+        waits = self._rounds.get(place)
+        if waits is not None and waits[0] == client and body.round < waits[1]:
+            return []
+        going = self._barriers.arrive(body.name, request, body.num_workers, body.timeout, request.arrived)
+        self._rounds[place] = client, body.round
+        return self._close(body.name, going)
+
+    def leave(self, worker: int) -> Answers:
+        """The worker is not waited for any more."""
+        return [answer for name, going in self._barriers.leave_by_name(worker) for answer in self._close(name, going)]
+
+    def expired(self, now: float) -> list[tuple[Request, BarrierError]]:
+        given_up = self._barriers.expired_by_name(now)
+        for name, request, error in given_up:
+            self._keep(name, request, error)
+        return [(request, error) for _, request, error in given_up]
+
+    def _close(self, name: str, going: list[Request]) -> Answers:
+        """The same reply for all: per worker that took part its number and what it brought."""
+        ordered = sorted(going, key=lambda request: request.message.worker)
+        reply = [Array(request.message.worker, request.message.arrays[1].data) for request in ordered]
+        for request in going:
+            self._keep(name, request, reply)
+        return [(request, reply) for request in going]
+
+    def _keep(self, name: str, request: Request, answer: list[Array] | BarrierError) -> None:
+        client, number = self._rounds.pop((name, request.message.worker))
+        kept = self._kept.get(client)
+        if kept is None or kept[0] < number:
+            self._kept[client] = number, answer
+        self._kept.move_to_end(client)
+        while len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)

@@ -1,0 +1,110 @@
+"""All that a server owns."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torchfleet.errors import CheckpointError, FleetError, TableError
+from torchfleet.net.request import Request
+from torchfleet.net.wire import Array
+from torchfleet.server.meeting.barrier import Barriers
+from torchfleet.server.meeting.file_lists import FileLists
+from torchfleet.server.meeting.gathering import Gatherings
+from torchfleet.server.meeting.mail import Mail
+from torchfleet.server.state.changes import Changes
+from torchfleet.server.state.schedule import Schedule
+from torchfleet.server.state.sessions import Sessions
+from torchfleet.tables.dense_table import DenseTable
+from torchfleet.tables.rows.memory import physical_bytes
+from torchfleet.tables.settings.clock import Clock
+from torchfleet.tables.settings.spec import TableSpec
+from torchfleet.tables.sparse_table import SparseTable
+
+MAX_TABLES = 1024
+
+Table = SparseTable | DenseTable
+Reply = list[Array]
+
+
+@dataclass
+class LongRequest:
+    """A request that is worked on in slices, or done: who is to be told, and what."""
+
+    request: Request
+    result: Reply | FleetError | None = None
+
+
+@dataclass
+class Chain:
+    """The saves that a delta may continue, by their tokens."""
+
+    attempt: int = 0  # the last one that was made here; whether it came to be the model is not known yet
+    base: int = 0  # the one before, which is
+
+    def begin(self, token: int, parent: int, is_delta: bool) -> bool:
+        """A save that continues `parent`; returns whether the last attempt is on disk for good."""
+        is_committed = parent != self.base or not parent
+        if parent and parent == self.attempt:
+            self.base = parent
+        elif is_committed:
+            if is_delta:
+                raise CheckpointError(
+                    "the tables of this server do not come from the last save there, so there is nothing that a delta "
+                    "could continue: make a full save (mode=0)"
+                )
+            self.base = 0
+        self.attempt = token
+        return is_committed
+
+
+@dataclass
+class State:
+    """All that a server owns."""
+
+    max_table_bytes: int = field(default_factory=physical_bytes)
+    num_workers: int = 0  # ends when so many have left; 0: only on STOP or a signal
+    tables: dict[int, Table] = field(default_factory=dict)
+    sessions: Sessions = field(default_factory=Sessions)
+    barriers: Barriers = field(default_factory=Barriers)
+    changes: Changes = field(default_factory=Changes)
+    gatherings: Gatherings = field(default_factory=Gatherings)
+    mail: Mail = field(default_factory=Mail)
+    files: FileLists = field(default_factory=FileLists)
+    long_requests: dict[int, LongRequest] = field(default_factory=dict)  # by token
+    chain: Chain = field(default_factory=Chain)
+    clock: Clock = field(default_factory=Clock)
+    schedule: Schedule = field(default_factory=Schedule)
+    jobs: deque[Iterator[bool]] = field(default_factory=deque)  # long work, done in slices between requests
+    sync_step: dict[int, Request] = field(default_factory=dict)  # this step's pushes so far, by worker
+    finished: list[tuple[Request, Reply | FleetError]] = field(default_factory=list)
+    num_requests: int = 0
+    num_errors: int = 0
+    is_stopping: bool = False
+    model: str = ""  # the saved model that was loaded
+    started: float = field(default_factory=time.monotonic)
+
+    def finish(self, request: Request, result: Reply | FleetError) -> None:
+        """Answer a request that was told to wait."""
+        self.finished.append((request, result))
+
+    def add_table(self, spec: TableSpec) -> None:
+        existing = self.tables.get(spec.number)
+        if existing is not None and existing.spec != spec:
+            raise TableError(f"table '{existing.spec.name}' exists as {existing.spec}, and was asked for as {spec}")
+        if existing is None:
+            if len(self.tables) >= MAX_TABLES:
+                raise TableError(f"{MAX_TABLES} tables exist already, which is the limit")
+            if spec.kind == "dense":
+                self.tables[spec.number] = DenseTable(spec, self.max_table_bytes)
+            else:
+                self.tables[spec.number] = SparseTable(spec, self.max_table_bytes, self.clock)
+
+    def table(self, number: int) -> Table:
+        found = self.tables.get(number)
+        if found is None:
+            known = ", ".join(sorted(f"'{table.spec.name}'" for table in self.tables.values())) or "none"
+            raise TableError(f"no table with number {number}; known tables: {known}. Create it first.")
+        return found

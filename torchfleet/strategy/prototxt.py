@@ -1,0 +1,151 @@
+"""Paddle's files of a DistributedStrategy, as its save_to_prototxt writes them: protobuf's text format.
+
+    amp: true
+    amp_configs {
+      init_loss_scaling: 32768
+      custom_white_list: "softmax"
+      custom_white_list: "gelu"
+    }
+
+textformat.py reads the text, paddle_fields.py has what is Paddle's alone; `load` makes of them what
+torchfleet.DistributedStrategy(**fields) takes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchfleet.errors import StrategyError
+from torchfleet.strategy.fields import ALIASES, CONFIGS, FIELDS, BuildStrategy, ExecutionStrategy, Key
+from torchfleet.strategy.paddle_fields import ABSENT, DIFFERENT, LEFT, RENAMED, WITHOUT_SWITCH
+from torchfleet.strategy.textformat import Message, Word, parse
+
+_KNOWN: dict[str, dict[str, Key]] = {
+    "": FIELDS,
+    **{f"{name}_configs": keys for name, keys in CONFIGS.items()},
+    "build_strategy": BuildStrategy._KEYS,
+    "execution_strategy": ExecutionStrategy._KEYS,
+    "a_sync_configs": {
+        **dict.fromkeys(("k_steps", "max_merge_var_num", "send_queue_size", "thread_pool_size"), Key(0)),
+        **dict.fromkeys(("min_send_grad_num_before_recv", "send_wait_times"), Key(0)),
+        **dict.fromkeys(("independent_recv_thread", "launch_barrier"), Key(False)),
+        "heter_worker_device_guard": Key("cpu"),
+    },
+}
+_MESSAGES = {name for name in (*_KNOWN, *ABSENT, *WITHOUT_SWITCH) if name}
+_DEGREES = {"tensor_parallel": "mp_degree", "pipeline": "pp_degree", "sharding": "sharding_degree"}
+_BOOLEANS = {"true": True, "false": False, "True": True, "False": False, "t": True, "f": False, "1": True, "0": False}
+_KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """The fields of Paddle's file, for torchfleet.DistributedStrategy(**fields).
+
+    - A `<name>_configs` or the like whose switch is off is skipped: Paddle writes those out too, and they do nothing.
+    - A field that torchfleet has not is accepted at Paddle's default and refused, with the reason, at another value.
+      A field that neither has is an error.
+    - Degrees above 1 in hybrid_configs switch tensor_parallel, pipeline and sharding on, as they do in Paddle.
+    - `a_sync: true`, Paddle's default, is a choice only beside a_sync_configs with k_steps of 0 or more, which Paddle
+      writes when a_sync is set. Without, torchfleet's default holds.
+    - amp_configs without decr_ratio has Paddle's 0.8, not torchfleet's 0.5.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise StrategyError(f"cannot read a strategy from {path}: {error}") from None
+    try:
+        return _fields(parse(text))
+    except StrategyError as error:
+        raise StrategyError(f"{path}: {error}") from None
+
+
+def _fields(message: Message) -> dict[str, Any]:
+    fields = _translated("", {name: values for name, values in message.items() if name not in _MESSAGES})
+    parts = {name: _message(name, values) for name, values in message.items() if name in _MESSAGES}
+    hybrid = _translated("hybrid_configs", parts.pop("hybrid_configs", {}))
+    unused = {f"{name}_configs" for name in CONFIGS if not fields.get(name)}.union(WITHOUT_SWITCH)
+    for switch, degree in _DEGREES.items():
+        fields.update({switch: True} if hybrid.get(degree, 1) > 1 else {})
+    if fields.get("pipeline"):  # the others' dictionaries have a degree of their own, which hybrid_configs replaces
+        unused.discard("pipeline_configs")
+    fields.update({"hybrid_configs": hybrid} if hybrid else {})
+    fields.update(_a_sync(message.get("a_sync", [Word("true")]), parts.pop("a_sync_configs", {})))
+    for name, part in parts.items():
+        if name not in unused:
+            fields.update({name: given} if (given := _translated(name, part)) else {})
+    for name, defaults in DIFFERENT.items():
+        if name not in unused:
+            fields[name] = {**defaults, **fields.get(name, {})}
+    return fields
+
+
+def _a_sync(given: list[Any], configs: Message) -> dict[str, Any]:
+    chosen = _translated("a_sync_configs", configs)
+    if chosen.get("k_steps", -1) < 0:
+        return {}
+    a_sync = _value("a_sync", Key(True), given)
+    return {"a_sync": a_sync, "a_sync_configs": chosen} if a_sync or chosen["k_steps"] == 0 else {"a_sync": a_sync}
+
+
+def _translated(where: str, message: Message) -> dict[str, Any]:
+    """The fields of one message that torchfleet has, checked for their kind; the rest is at Paddle's default."""
+    known, absent, left = _KNOWN.get(where, {}), ABSENT.get(where, {}), LEFT.get(where, {})
+    renamed = {**RENAMED.get(where, {}), **ALIASES.get(where.removesuffix("_configs"), {})}
+    found: dict[str, Any] = {}
+    for given, values in message.items():
+        own, name = renamed.get(given, given), f"{where}.{given}".lstrip(".")
+        if name in ABSENT:
+            _translated(name, _message(name, values))
+        elif own in known and own in found:
+            raise StrategyError(f"{name} and {own} are two names of one field; keep one of them")
+        elif own in known:
+            value = _value(name, known[own], values)
+            found.update({} if value in left.get(own, ()) else {own: value})
+        elif given in absent:
+            _refuse_unless_default(name, absent[given].defaults, absent[given].reason, values)
+        elif (where, given) != ("", "a_sync"):
+            raise StrategyError(f"Paddle has no field '{name}' that is known here (2.0 to 2.6): check its spelling")
+    return found
+
+
+def _refuse_unless_default(name: str, defaults: tuple[Any, ...], reason: str, values: list[Any]) -> None:
+    if defaults == ((),):
+        if any(value != {} for value in values):
+            raise StrategyError(f"{name} cannot be had: {reason}. Leave it out.")
+    elif values[0] not in defaults and (value := _value(name, Key(defaults[0]), values)) not in defaults:
+        raise StrategyError(f"{name}={value!r} cannot be had: {reason}. Leave it out, or at {defaults[0]!r}.")
+
+
+def _one(name: str, values: list[Any]) -> Any:
+    if len(values) > 1:
+        raise StrategyError(f"{name} stands {len(values)} times; it has one value")
+    return values[0]
+
+
+def _message(name: str, values: list[Any]) -> Message:
+    value = _one(name, values)
+    if not isinstance(value, dict):
+        raise StrategyError(f"{name} expects fields in braces, `{name} {{ ... }}`, found {value!r}")
+    return value
+
+
+def _value(name: str, key: Key, values: list[Any]) -> Any:
+    """Of the kind of the default: the text alone tells neither 1 from true nor one element from a list."""
+    if isinstance(key.default, tuple):
+        element = key.default[0] if key.default else 0 if name.endswith("checkpoint_shape") else ""
+        return [_scalar(name, element, value) for value in values]
+    return _scalar(name, key.default, _one(name, values))
+
+
+def _scalar(name: str, like: Any, value: Any) -> Any:
+    kind = type(like)
+    if kind is bool and (isinstance(value, Word) or type(value) is int) and str(value) in _BOOLEANS:
+        return _BOOLEANS[str(value)]
+    if kind is float and isinstance(value, (int, float)):
+        return float(str(np.float32(value)))  # 0.0010000000474974513 is how a float of 0.001 was written once
+    if (kind is int and type(value) is int) or (kind is str and isinstance(value, str)):
+        return str(value) if kind is str else value
+    raise StrategyError(f"{name} expects a {_KINDS[kind]}, found {value!r}")

@@ -1,0 +1,94 @@
+"""Ids 0..size-1 without a map: the row number is the id itself, divided among the servers like cards."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.errors import TableError
+from torchfleet.tables.rows.keymap import Keys, Rows
+from torchfleet.tables.rows.memory import Memory
+
+
+class KeyRange:
+    """The same contract as KeyMap, for ids id = part, part + num_parts, ... below size; row = id // num_parts."""
+
+    offset = 0
+
+    def __init__(self, num_words: int, max_bytes: int, size: int, part: int, num_parts: int) -> None:
+        self.width = num_words
+        self._size, self._part, self._num_parts = size, part, num_parts
+        self.num_row_numbers = max(0, -(-(size - part) // num_parts))
+        self.max_rows = self.num_row_numbers
+        if self.num_row_numbers * num_words * 4 > max_bytes:
+            raise TableError(
+                f"{self.num_row_numbers:,} rows of {4 * num_words} bytes do not fit max_table_bytes = {max_bytes:,}. "
+                "Raise it, or use more servers."
+            )
+        self._memory = Memory(4 * num_words * self.num_row_numbers)
+        self.store: npt.NDArray[np.float32] = self._memory.array(np.float32)
+        self._in_use: npt.NDArray[np.bool_] = Memory(self.num_row_numbers).array(np.bool_)[: self.num_row_numbers]
+        self.num_keys = 0
+
+    @property
+    def load_factor(self) -> float:
+        return self.num_keys / max(1, self.num_row_numbers)
+
+    @property
+    def num_free_rows(self) -> int:
+        return self.num_row_numbers - self.num_keys
+
+    @property
+    def easy_room(self) -> int:
+        return self.num_row_numbers
+
+    def reserve(self, num: int) -> None:
+        """Nothing to do: the place of every id is there."""
+
+    reserve_at_once = reserve
+
+    def load(self, keys: Keys, rows: npt.NDArray[np.float32]) -> bool:
+        """There is no quicker way than the usual one."""
+        return False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_keys * self.width * 4 + self.num_row_numbers
+
+    def check(self, keys: Keys) -> None:
+        """Every key is below size and belongs to this server."""
+        if not len(keys):
+            return
+        largest = int(keys.max())
+        if largest >= self._size:
+            raise TableError(f"ids must be below the declared size {self._size:,}; found {largest:,}")
+        if self._num_parts > 1 and (keys % np.uint64(self._num_parts) != self._part).any():
+            raise TableError(
+                f"ids of this server leave the remainder {self._part} when divided by {self._num_parts}; found others. "
+                "All clients must use the same list of servers, in the same order."
+            )
+
+    def find(self, keys: Keys, rows: Rows, num_words: int) -> int:
+        rows[:] = keys // np.uint64(self._num_parts)
+        missing = ~self._in_use[rows]
+        rows[missing] = -1
+        return int(missing.sum())
+
+    def insert_missing(self, keys: Keys, rows: Rows) -> Rows:
+        rows[:] = keys // np.uint64(self._num_parts)
+        fresh = np.flatnonzero(~self._in_use[rows])
+        fresh = fresh[np.unique(rows[fresh], return_index=True)[1]]
+        self._in_use[rows[fresh]] = True
+        self.num_keys += len(fresh)
+        return fresh.astype(np.int64)
+
+    def erase(self, keys: Keys) -> int:
+        rows = np.unique((keys // np.uint64(self._num_parts)).astype(np.int64))
+        num = int(self._in_use[rows].sum())
+        self._in_use[rows] = False
+        self.num_keys -= num
+        return num
+
+    def alive(self, rows: Rows) -> tuple[Keys, Rows]:
+        rows = rows[self._in_use[rows]]
+        return (rows * self._num_parts + self._part).astype(np.uint64), rows

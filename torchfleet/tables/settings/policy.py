@@ -1,0 +1,214 @@
+"""Which keys get a row, and which rows are dropped: the declarations that a table is made with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from torchfleet.errors import TableError
+from torchfleet.tables.settings.expressions import parse
+
+ADMISSION_NAMES = ("count", "show", "click", "score", "age_days", "unseen_days", "slot")
+EVICTION_NAMES = ("show", "click", "score", "delta", "slot", "age_days", "unseen_days", "norm")
+MAX_COUNT = 1 << 30
+MAX_WINDOW_COUNT = 255  # a counter of the window is one byte
+BLOCK_BYTES = 64  # of the window's counters
+NUM_BLOCKS_STEP = 5040  # divided by every number of servers up to 10, and by many more: a block then has one owner
+_MAX_DAYS = 36_500.0
+
+
+class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """When a key gets a row: when everything that is asked for here holds. The default admits every key at once."""
+
+    count: int = 1
+    probability: float = 1.0
+    window_count: int = 1
+    window_hours: float = 0.0
+    window_bytes: int = 0
+    predicate: str = ""
+    show: str = ""  # names of slots with a number per sample
+    click: str = ""
+    show_click_decay_rate: float = 1.0  # per day
+    nonclick_weight: float = 0.1
+    click_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _expect(1 <= self.count <= MAX_COUNT, f"CountFilterEntry: n must be 1 to 2^30, found {self.count}")
+        _expect(0 <= self.probability <= 1, f"ProbabilityEntry: p must be 0 to 1, found {self.probability}")
+        _expect(
+            1 <= self.window_count <= MAX_WINDOW_COUNT,
+            f"WindowCountEntry: n must be 1 to {MAX_WINDOW_COUNT}, found {self.window_count}",
+        )
+        _expect(0 <= self.window_hours <= 24 * _MAX_DAYS, f"WindowCountEntry: hours > 0, found {self.window_hours}")
+        _expect(self.window_bytes >= 0, f"WindowCountEntry: max_bytes must be positive, found {self.window_bytes}")
+        _expect(bool(self.window_hours) == bool(self.window_bytes), "a window has hours and max_bytes, or neither")
+        _expect(bool(self.show) == bool(self.click), "ShowClickEntry: name both slots, of shows and of clicks")
+        _expect(
+            0 < self.show_click_decay_rate <= 1,
+            f"show_click_decay_rate must be above 0 and at most 1, found {self.show_click_decay_rate}",
+        )
+        for field in ("nonclick_weight", "click_weight"):
+            _expect(math.isfinite(getattr(self, field)), f"{field} must be a number, found {getattr(self, field)}")
+        if self.predicate:
+            parse(self.predicate, ADMISSION_NAMES)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of statistics that the predicate looks at."""
+        return parse(self.predicate, ADMISSION_NAMES).names if self.predicate else frozenset()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the window's counters, over all servers."""
+        steps = max(1, self.window_bytes // (BLOCK_BYTES * NUM_BLOCKS_STEP)) if self.window_hours else 0
+        return steps * NUM_BLOCKS_STEP
+
+    @property
+    def is_open(self) -> bool:
+        """Every key is admitted at its first appearance."""
+        return (self.count, self.probability, self.window_count, self.predicate) == (1, 1.0, 1, "")
+
+
+class Shrink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Which rows are dropped: those for which any of these holds. None: not asked for.
+
+    `max_rows` and `max_bytes` are for the whole table, over all servers: beyond them those rows go that have not been
+    looked up for the longest time. The two also act between shrinks, when a new row would be one too many.
+    """
+
+    delete_after_unseen_days: float | None = None
+    delete_threshold: float | None = None  # of the score
+    ttl_days: float | None = None
+    max_rows: int | None = None
+    max_bytes: int | None = None
+    min_norm: float | None = None
+    where: str | None = None
+    every_hours: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("delete_after_unseen_days", "ttl_days"):
+            days = getattr(self, field)
+            _expect(days is None or 0 <= days <= _MAX_DAYS, f"Shrink: {field} must be 0 to {_MAX_DAYS:g}, found {days}")
+        for field in ("delete_threshold", "min_norm"):
+            value = getattr(self, field)
+            _expect(value is None or math.isfinite(value), f"Shrink: {field} must be a number, found {value}")
+        for field in ("max_rows", "max_bytes"):
+            num = getattr(self, field)
+            _expect(num is None or 1 <= num < 1 << 60, f"Shrink: {field} must be at least 1, found {num}")
+        _expect(
+            self.every_hours is None or 1e-3 <= self.every_hours <= 24 * _MAX_DAYS,
+            f"Shrink: every_hours must be positive, found {self.every_hours}",
+        )
+        _expect(
+            self.every_hours is None or self.drops_any,
+            "Shrink: every_hours says when; say also which rows (delete_after_unseen_days, ttl_days, ...)",
+        )
+        if self.where is not None:
+            parse(self.where, EVICTION_NAMES)
+
+    @property
+    def drops_any(self) -> bool:
+        """Something is asked for."""
+        return msgspec.structs.replace(self, every_hours=None) != Shrink() if self.every_hours else self != Shrink()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of statistics that the policy looks at, as expressions call them."""
+        found = set(parse(self.where, EVICTION_NAMES).names) if self.where is not None else set()
+        for field, name in (
+            ("delete_after_unseen_days", "unseen_days"),
+            ("delete_threshold", "score"),
+            ("ttl_days", "age_days"),
+            ("max_rows", "tick"),
+            ("max_bytes", "tick"),
+            ("min_norm", "norm"),
+        ):
+            if getattr(self, field) is not None:
+                found.add(name)
+        return frozenset(found)
+
+
+def CountFilterEntry(n: int) -> Entry:
+    """A key gets its row at its n-th appearance: a pull for training, counted once per batch."""
+    return _made(count=n)
+
+
+def ProbabilityEntry(p: float) -> Entry:
+    """A key is admitted with probability p, decided once and for ever by a hash of the key."""
+    return _made(probability=p)
+
+
+def WindowCountEntry(n: int, hours: float = 24.0, max_bytes: int = 64 << 20) -> Entry:
+    """A key gets its row at its n-th appearance within the last `hours`, counted in `max_bytes` of memory in all.
+
+    Counters are shared by keys whose hashes meet: a key may be admitted early, and is never admitted late by it.
+    """
+    _expect(hours > 0, f"WindowCountEntry: hours must be positive, found {hours}")
+    _expect(max_bytes > 0, f"WindowCountEntry: max_bytes must be positive, found {max_bytes}")
+    return _made(window_count=n, window_hours=float(hours), window_bytes=max_bytes)
+
+
+def ShowClickEntry(
+    show: str,
+    click: str,
+    show_click_decay_rate: float = 0.98,
+    nonclick_weight: float = 0.1,
+    click_weight: float = 1.0,
+) -> Entry:
+    """Keep shows and clicks per row, from the slots of these names; they decay by the rate per day.
+
+    score = nonclick_weight * (show - click) + click_weight * click
+    """
+    return _made(
+        show=show,
+        click=click,
+        show_click_decay_rate=show_click_decay_rate,
+        nonclick_weight=nonclick_weight,
+        click_weight=click_weight,
+    )
+
+
+def PredicateEntry(predicate: str) -> Entry:
+    """A key gets its row at the first appearance at which this holds: docs/online.md has the language.
+
+    Names: count (appearances, this one included), show, click, score (with ShowClickEntry), age_days (since the first
+    appearance), unseen_days (since the last one before this), slot.
+    """
+    _expect(bool(predicate), "PredicateEntry: expected a condition like 'count >= 3', found nothing")
+    return _made(predicate=predicate)
+
+
+def combined(entry: Entry | Sequence[Entry] | None) -> Entry:
+    """One entry of several: all of them must admit. Two that set the same thing are an error."""
+    if entry is None:
+        return Entry()
+    if isinstance(entry, Entry):
+        return entry
+    if not isinstance(entry, (list, tuple)) or not all(isinstance(one, Entry) for one in entry):
+        raise TableError(
+            f"entry: expected fleet.CountFilterEntry(n), another entry, or a list of them; found {entry!r}"
+        )
+    settings: dict[str, object] = {}
+    for one in entry:
+        for field, value in msgspec.structs.asdict(one).items():
+            if value == getattr(Entry(), field):
+                continue
+            before = settings.get(field, value)
+            _expect(before == value, f"entry: two of them set {field}, to {before} and to {value}")
+            settings[field] = value
+    return msgspec.convert(settings, Entry)
+
+
+def _made(**settings: object) -> Entry:
+    """With the types checked as well as the values: an entry is declared by users."""
+    try:
+        return msgspec.convert(settings, Entry)
+    except msgspec.ValidationError as error:
+        raise TableError(f"entry: {error}") from None
+
+
+def _expect(condition: bool, text: str) -> None:
+    if not condition:
+        raise TableError(text)

@@ -1,0 +1,157 @@
+"""A table that workers pull rows from and push gradients to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from torchfleet.kernels import rows
+from torchfleet.kernels.merge import segment_sum, sum_by_key, unique
+from torchfleet.tables.rows.keymap import Keys, Rows
+from torchfleet.tables.rows.row_statistics import NUM_PUSHED, Columns, is_pushed
+from torchfleet.tables.rowstore import CHUNK, RowStore, check_block
+from torchfleet.tables.rules import Floats, apply_to_rows, learning_rate
+from torchfleet.tables.settings.clock import Clock
+from torchfleet.tables.settings.spec import TableSpec
+from torchfleet.tables.staleness import Staleness
+
+
+class SparseTable(RowStore):
+    """A row store with an entry that lets keys in and a rule that updates their rows."""
+
+    def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> None:
+        super().__init__(spec, max_bytes, clock)
+        self.num_loaded = 0  # rows that came from a saved model
+        self.staleness = Staleness()
+        self._waiting: dict[int, list[Keys]] = {}  # by worker: appearances of a sync step, noted when it ends
+
+    def pull(self, keys: Keys, create: bool = True, worker: int | None = None) -> Floats:
+        """Values for `keys`, shape (len(keys), dim), in a new array. Keys may repeat.
+
+        Missing keys get a row with its first value, if the table's entry admits them. With create=False nothing is
+        noted: no row, no appearance; missing keys read as zeros. `worker`: this is a pull of a sync step, in which the
+        order of the workers must not count: missing keys wait for `admit_waiting`.
+        """
+        self.check_keys(keys, create)
+        out = np.empty((len(keys), self.spec.dim), np.float32)
+        if create and (self.admission is not None or self.statistics is not None):
+            at = self.appear(keys, worker if self.admission is not None else None)
+            rows.gather(self.index.store, *self._layout, at, out)
+            return out
+        for start in range(0, len(keys), CHUNK):
+            at = self._locate(keys[start : start + CHUNK], create, self.spec.dim)
+            rows.gather(self.index.store, *self._layout, at, out[start : start + CHUNK])
+        return out
+
+    def appear(self, keys: Keys, worker: int | None = None) -> Rows:
+        """Keys were looked up for training: admitted or counted, created, seen. Returns their rows, -1 for none."""
+        at = self.find(keys)
+        self._see(at)  # first: rows of this batch must not make room for others of it
+        missing = at < 0
+        if missing.any():
+            strangers = unique(keys[missing])[0]
+            if worker is not None:
+                self._waiting.setdefault(worker, []).append(strangers)
+            else:
+                self._admit(strangers, at)
+                at[missing] = found = self.find(keys[missing])
+                self._see(found)
+        return at
+
+    def _see(self, at: Rows) -> None:
+        if self.statistics is not None:
+            self.statistics.appear(at, self.clock.now, self.step)
+            self._mark(at)
+
+    def admit_waiting(self) -> None:
+        """The appearances of a sync step, in the order of the workers."""
+        waiting, self._waiting = self._waiting, {}
+        for _, pulls in sorted(waiting.items()):
+            for keys in pulls:
+                self.appear(keys)
+
+    def check_push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
+        """Raise TableError if `push` could not take this."""
+        is_wide = grads.shape[1:] == (self.spec.dim + NUM_PUSHED,) and is_pushed(self.spec)
+        check_block(self.spec, keys, grads, self.spec.dim + NUM_PUSHED * is_wide, "gradients")
+        learning_rate(self.spec.rule, lr, 1)
+        self.check_keys(keys, create=self.admission is None)
+
+    def push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
+        """One update: gradients of equal keys are summed, then the rule is applied once per key.
+
+        A table that keeps shows and clicks takes three more columns: show, click and slot of each key.
+        """
+        self.check_push(keys, grads, lr)
+        self.update(keys, grads, lr)
+
+    def update(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
+        """`push` for what `check_push` has passed: a message is checked whole before any of it is applied."""
+        self.step += 1
+        rate = learning_rate(self.spec.rule, lr, self.step)
+        keys, grads = self._take_pushed(keys, grads) if grads.shape[1] > self.spec.dim else sum_by_key(keys, grads)
+        for start in range(0, len(keys), CHUNK):
+            at = self._locate(keys[start : start + CHUNK], self.admission is None, self._row_words)
+            chunk = grads[start : start + CHUNK]
+            if self.admission is not None and len(at) and at.min() < 0:
+                at, chunk = at[at >= 0], chunk[at >= 0]  # not admitted: no update
+            apply_to_rows(self.spec.rule, self.index.store, self._layout, at, chunk, rate, self.step)
+            self._mark(at)
+
+    def _take_pushed(self, keys: Keys, wide: Floats) -> tuple[Keys, Floats]:
+        """Note the statistics behind the gradients; returns (distinct keys, their summed gradients)."""
+        distinct, inverse = unique(keys)
+        sums = np.empty((len(distinct), wide.shape[1]), np.float32)
+        segment_sum(wide, inverse, sums)
+        sums[inverse, -1] = wide[:, -1]  # a slot is a number, not an amount
+        grads, pushed = np.ascontiguousarray(sums[:, : self.spec.dim]), np.ascontiguousarray(sums[:, self.spec.dim :])
+        at = self.find(distinct)
+        if self.admission is None and (at < 0).any():  # dropped since they were pulled: they begin anew, here and now
+            for start in range(0, len(distinct), CHUNK):
+                self._locate(distinct[start : start + CHUNK], True, self._row_words)
+            at = self.find(distinct)
+        if self.statistics is not None:
+            self.statistics.add(at, pushed)
+            self._mark(at)
+        if self.admission is not None and (at < 0).any():
+            self.admission.add(distinct[at < 0], pushed[at < 0])
+        return distinct, grads
+
+    def add(self, keys: Keys, deltas: Floats) -> None:
+        """value ← value + delta, for differences that another copy of the rows has learned."""
+        self.check_push(keys, deltas)
+        self.step += 1
+        keys, deltas = sum_by_key(keys, deltas)
+        for start in range(0, len(keys), CHUNK):
+            at = self._locate(keys[start : start + CHUNK], True, self.spec.dim)
+            rows.sgd(self.index.store, *self._layout, at, deltas[start : start + CHUNK], -1.0, -np.inf, np.inf)
+            self._mark(at)
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "loaded": self.num_loaded,
+            "rows": self.index.num_keys,
+            "bytes": self.index.num_bytes,
+            "evicted": self.num_evicted,
+            **(self.admission.stats() if self.admission is not None else {}),
+            "load_factor": self.index.load_factor,
+            "step": self.step,
+            "staleness": self.staleness.counts(),
+        }
+
+    def _admit(self, keys: Keys, in_use: Rows) -> None:
+        """Rows for those of these keys, distinct and without one, that the entry lets in."""
+        carried: Columns | None = None
+        if self.admission is not None:
+            keys, carried = self.admission.admit(keys)
+        if self._capacity is not None:
+            self._capacity.make_room(len(keys), in_use)
+        for start in range(0, len(keys), CHUNK):
+            some = slice(start, start + CHUNK)
+            at = self._found[: len(keys[some])]
+            at[:] = -1
+            self._insert(keys[some], at, True)
+            if carried is not None and self.statistics is not None:
+                for name, column in carried.items():
+                    self.statistics.put(name, at, column[some])

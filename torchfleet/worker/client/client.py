@@ -1,0 +1,271 @@
+"""A worker's view of the fleet of servers: pull and push, to all owners at once."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.errors import TableError, WireError
+from torchfleet.kernels.rows import all_finite
+from torchfleet.net.transport import Channel
+from torchfleet.net.wire import DENSE_BACK, NO_CREATE, SYNC, VERSIONS, Array, Command, pack
+from torchfleet.tables.rows.row_statistics import NUM_PUSHED, is_counted, is_pushed
+from torchfleet.tables.rules import num_states
+from torchfleet.tables.settings.spec import TableSpec, part_range
+from torchfleet.worker.client.future import Changed, Dense, Future, Pulled
+from torchfleet.worker.client.requests import Requests
+from torchfleet.worker.client.shard import Floats, Keys, Shards, as_keys, shard
+
+_NO_KEYS = np.empty(0, np.uint64)
+
+
+class Client(Requests):
+    """Pull and push over `channels`, one per server, in the same order in every client. Belongs to one thread.
+
+    Every call sends one message per server, to all of them before it waits for any. Methods that return a Future do
+    not wait; the others do. At most `window` requests per server are under way: one more waits for the oldest.
+    """
+
+    def __init__(self, channels: Sequence[Channel], **options: Any) -> None:
+        super().__init__(channels, **options)
+        self._specs: dict[str, TableSpec] = {}
+        self._unawaited: deque[Future[Dense]] = deque()
+
+    def create_table(self, spec: TableSpec) -> None:
+        """Make a table on all servers. Doing it again with the same description does no harm."""
+        parts = [spec.for_part(i, self.num_servers) for i in range(self.num_servers)]
+        self._ask(Command.CREATE_TABLE, [[pack(part)] for part in parts]).result()
+        self.attach(spec)
+
+    def attach(self, spec: TableSpec) -> None:
+        """Use a table that another client made."""
+        self._specs[spec.name] = spec
+
+    def pull(self, table: str, keys: npt.ArrayLike, create: bool = True) -> Future[Floats]:
+        """Rows for `keys`, shape (number of keys, dim), in their order. Keys may repeat; missing ones are created,
+        or with create=False read as zeros."""
+        many = self.pull_tables({table: keys}, create)
+        return Future(many._waits, lambda replies: many._finish(replies).rows[table])
+
+    def pull_tables(
+        self, keys: Mapping[str, npt.ArrayLike], create: bool = True, in_step: bool = False
+    ) -> Future[Pulled]:
+        """Rows of several tables in one message per server. `in_step`: of a step that all workers make together."""
+        shards = {name: self._shard(name, wanted) for name, wanted in keys.items()}
+        arrays = [
+            [Array(self._specs[name].number, part.of(server)) for name, part in shards.items()]
+            for server in range(self.num_servers)
+        ]
+
+        def finish(replies: list[list[Array]]) -> Pulled:
+            rows = {
+                name: self._gather(part, [reply[i].data for reply in replies], name)
+                for i, (name, part) in enumerate(shards.items())
+            }
+            versions = [reply[-1].data.reshape(-1) for reply in replies]
+            return Pulled(rows, {name: [float(v[i]) for v in versions] for i, name in enumerate(shards)})
+
+        flags = VERSIONS | (0 if create else NO_CREATE) | (SYNC if in_step else 0)
+        counts = create and any(is_counted(self._specs[name]) for name in shards)  # a repeat must not count again
+        return self._ask(Command.PULL, arrays, flags, once=counts, finish=finish)
+
+    def push(self, table: str, keys: npt.ArrayLike, grads: Floats, lr: float | None = None) -> Future[Dense]:
+        """One update of a sparse table; `lr` takes the place of its own. Leave `grads` alone until it is done."""
+        return self.push_tables({table: (keys, grads)}, {} if lr is None else {table: lr})
+
+    def push_tables(
+        self,
+        grads: Mapping[str, tuple[npt.ArrayLike, Floats] | Floats],
+        rates: Mapping[str, float] | None = None,
+        versions: Mapping[str, Sequence[float]] | None = None,
+        flags: int = 0,
+        timeout: float | None = None,
+    ) -> Future[Dense]:
+        """One update of several tables in one message per server: (keys, rows) for a sparse, a block for a dense one.
+
+        An error of a push that nobody waits for is raised by the next push or by `flush`. The result holds the dense
+        tables' new values if the flag DENSE_BACK asked for them, and is empty if that reply had to be repeated.
+        """
+        while self._unawaited and self._unawaited[0].is_done:
+            self._await_oldest()
+        given, seen = rates or {}, versions or {}
+        for name, rate in given.items():
+            if not 0 <= rate < np.inf:
+                raise TableError(f"a learning rate must be a finite number >= 0, found {rate} for table '{name}'")
+        arrays: list[list[Array]] = [
+            [
+                Array(
+                    0,
+                    np.array([[given.get(name, np.nan), seen[name][i] if name in seen else np.nan] for name in grads]),
+                )
+            ]
+            for i in range(self.num_servers)
+        ]
+        for name, block in grads.items():
+            for server, pair in enumerate(self._push_parts(name, block)):
+                arrays[server].extend(pair)
+        dense = [name for name, block in grads.items() if not isinstance(block, tuple)]
+
+        def finish(replies: list[list[Array]]) -> Dense:
+            if not flags & DENSE_BACK or any(len(reply) != len(dense) for reply in replies):
+                return {}
+            return {name: _joined(replies, i) for i, name in enumerate(dense)}
+
+        future = self._ask(Command.PUSH, arrays, flags, once=True, timeout=timeout, finish=finish)
+        self._unawaited.append(future)
+        return future
+
+    def pull_changed(self, tables: Sequence[str], received: Sequence[int]) -> Future[Changed]:
+        """What other workers changed (geo training): rows of sparse tables, whole dense tables.
+
+        `received`: per server, the number of the last result that was taken in; zeros to begin with.
+        """
+        numbers = [self._spec(name).number for name in tables]
+        arrays = [
+            [Array(0, np.array([last], np.uint64)), *(Array(number, _NO_KEYS) for number in numbers)]
+            for last in received
+        ]
+
+        def finish(replies: list[list[Array]]) -> Changed:
+            rows: dict[str, tuple[Keys, Floats]] = {}
+            for i, name in enumerate(tables):
+                keys = np.concatenate([reply[1 + 2 * i].data.reshape(-1) for reply in replies])
+                rows[name] = keys, np.concatenate([reply[2 + 2 * i].data for reply in replies])
+            numbers = [[int(number) for number in reply[0].data.reshape(-1)] for reply in replies]
+            return Changed([first for first, _ in numbers], rows, is_all=not any(rest for _, rest in numbers))
+
+        return self._ask(Command.PULL_CHANGED, arrays, finish=finish)
+
+    def pull_dense(self, table: str) -> Future[Floats]:
+        """The whole block of a dense table."""
+        spec = self._dense_spec(table)
+        ranges = [part_range(spec.size, i, self.num_servers) for i in range(self.num_servers)]
+        arrays = [[Array(spec.number, np.array([0, stop - start], np.uint64))] for start, stop in ranges]
+        return self._ask(Command.PULL, arrays, finish=lambda replies: _joined(replies, 0))
+
+    def push_dense(self, table: str, grads: Floats, lr: float | None = None) -> Future[Dense]:
+        """One update of a dense table."""
+        return self.push_tables({table: grads}, {} if lr is None else {table: lr})
+
+    def set_dense(self, table: str, values: Floats) -> None:
+        """Overwrite a dense table."""
+        parts = self._dense_parts(table, values)
+        number = self._specs[table].number
+        self._ask(
+            Command.SET, [[Array(number, np.zeros(1, np.uint64)), Array(number, part)] for part in parts], once=True
+        ).result()
+
+    def assign(self, table: str, keys: npt.ArrayLike, values: Floats) -> None:
+        """Overwrite rows of a sparse table: their values, or values and state when `values` is that wide."""
+        part, rows = self._shard(table, keys), _rows(values)
+        widths = (self._specs[table].dim, self._specs[table].dim * (1 + num_states(self._specs[table].rule)))
+        if len(rows) != len(part.keys) or rows.shape[1] not in widths:
+            raise TableError(
+                f"table '{table}' expects {len(part.keys)} rows of {widths[0]} values (or {widths[1]} with state), "
+                f"found {rows.shape}"
+            )
+        if not all_finite(rows.reshape(-1).view(np.uint32)):
+            raise TableError(f"NaN or infinity in the values for table '{table}'; nothing was sent")
+        grouped, number = part.split_rows(rows), self._specs[table].number
+        pairs = [[Array(number, part.of(i)), Array(number, part.rows_of(grouped, i))] for i in range(self.num_servers)]
+        self._ask(Command.SET, pairs, once=True).result()
+
+    def erase(self, table: str, keys: npt.ArrayLike) -> None:
+        """Drop rows; keys without one are passed over."""
+        part = self._shard(table, keys)
+        number = self._specs[table].number
+        self._ask(Command.ERASE, [[Array(number, part.of(i))] for i in range(self.num_servers)], once=True).result()
+
+    def flush(self) -> None:
+        """Wait until every push has been applied; raises what went wrong with any of them."""
+        while self._unawaited:
+            self._await_oldest()
+
+    def leave(self) -> None:
+        """Apply what is under way and tell the servers that this worker has done its work."""
+        self.flush()
+        self._ask(Command.LEAVE).result()
+
+    def _await_oldest(self) -> None:
+        oldest = self._unawaited.popleft()
+        if not oldest.is_awaited:
+            oldest.result()
+
+    def _spec(self, table: str) -> TableSpec:
+        spec = self._specs.get(table)
+        if spec is None:
+            known = ", ".join(f"'{name}'" for name in sorted(self._specs)) or "none"
+            raise TableError(f"no table '{table}' here; known tables: {known}. Use create_table or attach first.")
+        return spec
+
+    def _shard(self, table: str, keys: npt.ArrayLike) -> Shards:
+        spec = self._spec(table)
+        if spec.kind == "dense":
+            raise TableError(f"table '{table}' is dense and has no keys: use pull_dense, push_dense and set_dense")
+        return shard(spec, as_keys(keys), self.num_servers)
+
+    def _gather(self, part: Shards, replies: list[Floats], table: str) -> Floats:
+        dim = self._specs[table].dim
+        for server, values in enumerate(replies):
+            if values.dtype != np.float32 or values.shape != (len(part.of(server)), dim):
+                wanted = (len(part.of(server)), dim)
+                raise WireError(f"server {server} answered with {values.shape} {values.dtype}, not {wanted} float32")
+        if part.places is None:
+            return replies[0]
+        out = np.empty((len(part.keys), dim), np.float32)
+        for server, values in enumerate(replies):
+            part.place(server, values, out)
+        return out
+
+    def _push_parts(self, table: str, block: tuple[npt.ArrayLike, Floats] | Floats) -> list[tuple[Array, Array]]:
+        spec = self._spec(table)
+        if isinstance(block, tuple):
+            part, grads = self._shard(table, block[0]), _rows(block[1])
+            is_wide = is_pushed(spec) and grads.shape[1] == spec.dim + NUM_PUSHED
+            if grads.shape != (len(part.keys), spec.dim + NUM_PUSHED * is_wide):
+                raise TableError(
+                    f"table '{table}' expects gradients of shape ({len(part.keys)}, {spec.dim}), found {grads.shape}"
+                )
+            # Checked here as well as on the servers: what one of them refuses, none of them may apply.
+            if not all_finite(grads.reshape(-1).view(np.uint32)):
+                raise TableError(
+                    f"NaN or infinity in the gradients for table '{table}'; nothing was sent. Look for it in the loss."
+                )
+            grouped = part.split_rows(grads)
+            return [
+                (Array(spec.number, part.of(i)), Array(spec.number, part.rows_of(grouped, i)))
+                for i in range(self.num_servers)
+            ]
+        return [(Array(spec.number, _NO_KEYS), Array(spec.number, piece)) for piece in self._dense_parts(table, block)]
+
+    def _dense_spec(self, table: str) -> TableSpec:
+        spec = self._spec(table)
+        if spec.kind != "dense":
+            raise TableError(f"table '{table}' has rows and is not dense: use pull, push and assign")
+        return spec
+
+    def _dense_parts(self, table: str, values: Floats) -> list[Floats]:
+        spec = self._dense_spec(table)
+        flat = np.ascontiguousarray(values, np.float32).reshape(-1)
+        if len(flat) != spec.size:
+            raise TableError(f"dense table '{table}' has {spec.size:,} elements, found {len(flat):,}")
+        if not all_finite(flat.view(np.uint32)):
+            raise TableError(
+                f"NaN or infinity in the values for table '{table}'; nothing was sent. Look for it in the loss."
+            )
+        return [flat[slice(*part_range(spec.size, i, self.num_servers))] for i in range(self.num_servers)]
+
+
+def _joined(replies: list[list[Array]], index: int) -> Floats:
+    """A dense table from its parts."""
+    parts = [reply[index].data.reshape(-1) for reply in replies]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _rows(values: Floats) -> Floats:
+    rows = np.ascontiguousarray(values, np.float32)
+    return rows if rows.ndim == 2 else rows.reshape(len(rows), int(np.prod(rows.shape[1:])))

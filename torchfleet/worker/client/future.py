@@ -1,0 +1,76 @@
+"""Requests under way to several servers, and what they bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from torchfleet.net.wire import Array
+from torchfleet.worker.client.connection import Call, Connection
+from torchfleet.worker.client.shard import Floats, Keys
+
+Result = TypeVar("Result")
+
+
+Dense = dict[str, Floats]
+
+
+@dataclass(slots=True)
+class Pulled:
+    """Rows by table, and per server how many updates the table had seen by then."""
+
+    rows: dict[str, Floats]
+    versions: dict[str, list[float]]
+
+
+@dataclass(slots=True)
+class Changed:
+    """The numbers of the replies, per server, and by table (keys, rows); a dense table has no keys.
+
+    Unless `is_all`, more had been changed than a reply holds: ask again.
+    """
+
+    numbers: list[int]
+    rows: dict[str, tuple[Keys, Floats]]
+    is_all: bool
+
+    def joined(self, later: Changed) -> Changed:
+        """Both; of a key that is in both, what came later stands last."""
+        rows = {
+            name: (np.concatenate([keys, later.rows[name][0]]), np.concatenate([values, later.rows[name][1]]))
+            if len(keys)
+            else later.rows[name]  # which is also how a dense table's newer block takes the older one's place
+            for name, (keys, values) in self.rows.items()
+        }
+        return Changed(later.numbers, rows, later.is_all)
+
+
+class Future(Generic[Result]):
+    """A request under way to all servers it concerns."""
+
+    def __init__(self, waits: Sequence[tuple[Connection, Call]], finish: Callable[[list[list[Array]]], Result]) -> None:
+        self._waits, self._finish = waits, finish
+        self.is_awaited = False
+
+    @property
+    def is_done(self) -> bool:
+        """All answers are in. Answers are taken in by whoever waits, so a `result` or another request may be needed."""
+        return all(call.is_done for _, call in self._waits)
+
+    def result(self) -> Result:
+        """Wait for all answers. Raises the first error; every wait ends at the request's time-out."""
+        self.is_awaited = True
+        return self._finish([connection.wait(call) for connection, call in self._waits])
+
+
+class Ready:
+    """A pull that has its result already."""
+
+    def __init__(self, pulled: Pulled) -> None:
+        self._pulled = pulled
+
+    def result(self) -> Pulled:
+        return self._pulled

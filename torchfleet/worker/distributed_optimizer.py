@@ -1,0 +1,147 @@
+"""The user's optimizer, with the update moved to the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchfleet.errors import FleetError, ModelError
+from torchfleet.tables.rows.row_statistics import NUM_PUSHED, is_pushed
+from torchfleet.worker.lookup.engine import Engine
+from torchfleet.worker.lookup.plan import Plan
+from torchfleet.worker.modes.communicator import Communicator, Gradients
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Stands where the user's optimizer stood: same param groups (shared with it), same step() and zero_grad().
+
+    Learning rates are read from the param groups at every step, so torch's schedulers work on it as they are.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        # param_groups is shared: a scheduler made before works too. It has wrapped the inner step, which is not ours.
+        self.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
+        self._patch_step_function()  # what torch does for its own classes when they are made: hooks are called
+        self._inner, self.plan = optimizer, plan
+        self._engine: Engine | None = None
+        self._communicator: Communicator | None = None
+        self._twins: dict[int, torch.nn.Parameter] = {}
+        self.after_step: Callable[[], None] = lambda: None
+
+    def bind(self, engine: Engine, communicator: Communicator) -> None:
+        self._engine, self._communicator = engine, communicator
+
+    def step_locally(self) -> None:
+        """The dense parameters by torch's own rule, as geo training does it.
+
+        On twins that share their memory: autograd, which may be going through them in another thread, sees no change.
+        """
+        own = [group["params"] for group in self._inner.param_groups]
+        for group in self._inner.param_groups:
+            group["params"] = [self._twin(parameter) for parameter in group["params"]]
+        try:
+            self._swap_state(to_twins=True)
+            self._inner.step()
+        finally:
+            self._swap_state(to_twins=False)
+            for group, params in zip(self._inner.param_groups, own, strict=True):
+                group["params"] = params
+
+    def _swap_state(self, to_twins: bool) -> None:
+        """The inner optimizer's state belongs to the parameters; while it steps, to their twins."""
+        state = self._inner.state
+        for parameter, twin in self._pairs:
+            old, new = (parameter, twin) if to_twins else (twin, parameter)
+            if old in state:
+                state[new] = state.pop(old)
+
+    @property
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.nn.Parameter]]:
+        own = [parameter for group in self.plan.dense for parameter in group.parameters]
+        return [(parameter, self._twins[id(parameter)]) for parameter in own if id(parameter) in self._twins]
+
+    def _twin(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        twin = self._twins.setdefault(id(parameter), torch.nn.Parameter(parameter.data, parameter.requires_grad))
+        twin.data, twin.grad = parameter.data, parameter.grad
+        return twin
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Hand this step's gradients over. Whether it waits for the servers is the mode's affair."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        engine, communicator = self._bound()
+        self._inner._opt_called = True  # type: ignore[attr-defined]  # what a scheduler made before looks at
+        self.plan.check_options(self._inner)
+        communicator.step(self._gradients(engine, None))
+        self.after_step()
+        return loss
+
+    @property
+    def communicator(self) -> Communicator:
+        return self._bound()[1]
+
+    def step_apart(self, loss: torch.Tensor) -> None:
+        """Backward and step for one of several training threads: its gradients meet no other thread's."""
+        engine, communicator = self._bound()
+        self._opt_called = self._inner._opt_called = True  # type: ignore[attr-defined]
+        with communicator.alone:  # geo swaps params meanwhile
+            self.plan.check_options(self._inner)
+        trained = [parameter for group in self.plan.dense for parameter in group.parameters]
+        modules = [module for group in self.plan.sparse.values() for module in group.modules]
+        embeddings = [module.weight for module in modules if module.weight.requires_grad]
+        found = torch.autograd.grad(loss, [*trained, *embeddings], allow_unused=True)
+        grads = {id(p): grad for p, grad in zip(trained, found, strict=False)}
+        gradients = self._gradients(engine, grads)
+        with communicator.alone:
+            if communicator.steps_here:  # by torch's own rule, which reads .grad
+                for parameter in trained:
+                    parameter.grad = grads[id(parameter)]
+            communicator.step(gradients)
+            if communicator.steps_here:
+                for parameter in trained:
+                    parameter.grad = None
+        self.after_step()
+
+    def _bound(self) -> tuple[Engine, Communicator]:
+        if self._engine is None or self._communicator is None:
+            raise FleetError("optimizer.step() before fleet.init_worker(): there are no servers to send gradients to")
+        return self._engine, self._communicator
+
+    def _gradients(self, engine: Engine, dense: Mapping[int, torch.Tensor | None] | None) -> Gradients:
+        """Everything since the last step; dense gradients by parameter, or from their .grad."""
+        sparse, versions = engine.take_gradients()
+        for name, group in self.plan.sparse.items():  # a step counts for every table, also where no key was touched
+            if name not in sparse:
+                width = group.spec.dim + NUM_PUSHED * is_pushed(group.spec)  # all workers push alike
+                sparse[name] = np.empty(0, np.uint64), np.empty((0, width), np.float32)
+        sparse = {name: sparse[name] for name in self.plan.sparse}
+        blocks = {group.spec.name: group.gradients(dense) for group in self.plan.dense}
+        known = {name: seen for name, seen in versions.items() if seen}
+        return Gradients(sparse, known, blocks, self.plan.rates())
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ModelError("add_param_group: the tables are made; add it before fleet.distributed_optimizer")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Options of the param groups; the optimizer's state is on the servers."""
+        groups = self.param_groups
+        super().load_state_dict(state_dict)
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.update(loaded)
+        self.param_groups = groups  # schedulers and the plan hold these very dictionaries
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, those of sparse rows included."""
+        if self._engine is not None:
+            self._engine.drop_gradients()
+        if not set_to_none:
+            super().zero_grad(set_to_none)
+            return
+        for group in self.param_groups:  # torch's own does the same, and takes a millisecond for it
+            for parameter in group["params"]:
+                parameter.grad = None

@@ -1,0 +1,1 @@
+"""Embeddings, and how the lookups of a step become one pull per server."""

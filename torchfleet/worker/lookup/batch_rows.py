@@ -1,0 +1,142 @@
+"""The rows of one batch: pulled once for all lookups, differentiated through, and handed over for the push."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchfleet.kernels import lookup, rows
+from torchfleet.kernels.merge import SALT, unique_places
+from torchfleet.tables.rows.row_statistics import NUM_PUSHED
+from torchfleet.worker.client.shard import Floats, Keys
+from torchfleet.worker.lookup.bags import Bags
+from torchfleet.worker.lookup.foresight import Stamp
+
+Index = npt.NDArray[np.int32]
+
+
+class BatchRows:
+    """One table's rows for one batch: distinct keys, their values, and the gradients that came back for them."""
+
+    def __init__(self, dim: int, on_gradient: Callable[[BatchRows], None]) -> None:
+        self.dim = dim
+        self._on_gradient = on_gradient  # called when the first gradient comes back
+        self.keys: Keys = np.empty(0, np.uint64)
+        self.values: Floats = np.empty((0, dim), np.float32)
+        self.versions: list[float] = []
+        self._places: npt.NDArray[np.int32] = np.zeros(16, np.int32)
+        self._inverse: Index = np.empty(0, np.int32)
+        self._stamp: Stamp | None = None
+        self._grads: Floats | None = None
+        self._touched: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._shows: Floats | None = None  # show, click and slot of each key, where the table keeps them
+
+    def expect(self, keys: Keys, stamp: Stamp | None) -> None:
+        """Begin with these keys, which may repeat; the distinct ones are `keys`, whose values the caller will set.
+
+        `stamp` tells a lookup that asks for exactly these ids, in this order: its index is known already.
+        """
+        self.keys, self._inverse, self._places = unique_places(keys)
+        self._stamp = stamp
+
+    def known_index(self, stamp: Stamp | None) -> Index | None:
+        """The index of a lookup for exactly the ids that were expected; None for any other."""
+        return self._inverse if stamp is not None and stamp == self._stamp else None
+
+    def index(self, keys: Keys, pull: Callable[[Keys], tuple[Floats, list[float]]]) -> tuple[Index, bool]:
+        """(place of each key among the rows, whether all were foreseen); those that were not are pulled now."""
+        found = np.empty(len(keys), np.int32)
+        if not lookup.index_of(keys, self._places, self.keys, found, SALT):
+            return found, True
+        new = unique_places(keys[found < 0])[0]
+        values, versions = pull(new)
+        self._append(new, values, versions)
+        lookup.index_of(keys, self._places, self.keys, found, SALT)
+        return found, False
+
+    def gradients(self) -> tuple[Keys, Floats] | None:
+        """(keys, summed gradients) of the rows that took part in a backward pass, or None."""
+        if self._grads is None:
+            return None
+        grads = self._grads if self._shows is None else np.concatenate([self._grads, self._shows], axis=1)
+        if self._touched.all():
+            return self.keys, grads
+        return self.keys[self._touched], grads[self._touched]
+
+    def drop_gradients(self) -> None:
+        self._grads = self._shows = None
+
+    def note_shows(self, index: Index, offsets: npt.NDArray[Any], by_slot: bool, shows: Floats, clicks: Floats) -> None:
+        """A lookup for training was made in samples with these shows and clicks."""
+        if self._shows is None:
+            self._shows = np.zeros((len(self.keys), NUM_PUSHED), np.float32)
+        lookup.add_shows(index, offsets, len(shows), by_slot, shows, clicks, self._shows)
+
+    def add(self, index: Index, grads: Floats) -> None:
+        lookup.add_rows(grads.reshape(-1), self.dim, index, self._sums(), self._touched)
+
+    def add_pooled(self, index: Index, bags: Bags, grads: Floats) -> None:
+        lookup.unpool(
+            grads.reshape(-1), self.dim, index, bags.offsets, bags.num_slots, bags.mean, self._sums(), self._touched
+        )
+
+    def _sums(self) -> Floats:
+        if self._grads is None:
+            self._grads = np.empty((len(self.keys), self.dim), np.float32)
+            self._touched = np.zeros(len(self.keys), np.bool_)
+            self._on_gradient(self)
+        return self._grads.reshape(-1)
+
+    def _append(self, keys: Keys, values: Floats, versions: list[float]) -> None:
+        num = len(keys)
+        self.keys, _, self._places = unique_places(np.concatenate([self.keys, keys]))
+        self.values = np.concatenate([self.values, values])
+        self.versions = [min(pair) for pair in zip(self.versions, versions, strict=True)] if self.versions else versions
+        if self._grads is not None:
+            self._grads = np.concatenate([self._grads, np.empty((num, self.dim), np.float32)])
+            self._touched = np.concatenate([self._touched, np.zeros(num, np.bool_)])
+        if self._shows is not None:
+            self._shows = np.concatenate([self._shows, np.zeros((num, NUM_PUSHED), np.float32)])
+
+
+class Lookup(torch.autograd.Function):
+    """Values of rows; backward leaves the gradients with the BatchRows. `weight` only ties it into the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, batch: BatchRows, index: Index) -> torch.Tensor:
+        ctx.batch, ctx.index = batch, index
+        out = np.empty((len(index), batch.dim), np.float32)
+        rows.gather(batch.values.reshape(-1), batch.dim, 0, index, out)
+        return torch.from_numpy(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+        ctx.batch.add(ctx.index, _as_array(grads[0]))
+        return None, None, None
+
+
+class PooledLookup(torch.autograd.Function):
+    """Sums or means of rows over bags: shape (samples, slots, dim)."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, batch: BatchRows, index: Index, bags: Bags) -> torch.Tensor:
+        ctx.batch, ctx.index, ctx.bags = batch, index, bags
+        out = np.empty(((len(bags.offsets) - 1) // bags.num_slots, bags.num_slots, batch.dim), np.float32)
+        lookup.pool(
+            batch.values.reshape(-1), batch.dim, index, bags.offsets, bags.num_slots, bags.mean, out.reshape(-1)
+        )
+        return torch.from_numpy(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None]:
+        ctx.batch.add_pooled(ctx.index, ctx.bags, _as_array(grads[0]))
+        return None, None, None, None
+
+
+def _as_array(tensor: torch.Tensor) -> Floats:
+    array: Floats = tensor.detach().cpu().contiguous().numpy()
+    return array

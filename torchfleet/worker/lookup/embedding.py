@@ -1,0 +1,136 @@
+"""SparseEmbedding: a layer whose rows live on the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from torchfleet.errors import ModelError, TableError
+from torchfleet.tables.settings.policy import Entry, Shrink, combined
+from torchfleet.tables.settings.spec import Initializer
+from torchfleet.worker.lookup.bags import Bags, joined
+from torchfleet.worker.lookup.initializers import Uniform
+
+Ids = Any  # a tensor, a slot (values, offsets), or a list of slots
+
+
+class Lookups(Protocol):
+    """Where a layer's rows come from: the engine of a worker, or the tables of a saved model."""
+
+    def lookup(
+        self, table: str, weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | None, create: bool
+    ) -> torch.Tensor: ...
+
+    def pooled(
+        self,
+        table: str,
+        weight: torch.Tensor,
+        ids: Sequence[torch.Tensor],
+        bags: Bags,
+        padding_idx: int | None,
+        create: bool,
+    ) -> torch.Tensor: ...
+
+
+class SparseEmbedding(torch.nn.Module):
+    """Rows of `dim` numbers for any 64-bit ids, held by the servers and created when an id is first seen.
+
+    Called with ids of any shape it returns (*shape, dim). Called with `offsets` (as in torch.nn.EmbeddingBag: where
+    each bag starts), or with a slot of a dataset's batch, it returns one row per bag, the `pooling` ("sum" or "mean")
+    of its ids' rows; called with a list of n slots, (samples, n, dim). Modules with the same `name` share one table.
+    Ids equal to `padding_idx` read as zeros and learn nothing. With `num_embeddings` the ids are those from 0 up to it,
+    and the servers need no map to find their rows.
+
+    `entry` says which ids get a row (fleet.CountFilterEntry and others, or a list of which all must admit), `shrink`
+    which rows are dropped again (fleet.Shrink): docs/online.md.
+
+    `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
+    group can give it a learning rate of its own. While the module is in eval mode, or under torch.no_grad(), ids
+    without a row read as zeros and get none.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        name: str | None = None,
+        entry: Entry | Sequence[Entry] | None = None,
+        initializer: Initializer | None = None,
+        padding_idx: int | None = None,
+        pooling: str = "sum",
+        seed: int = 0,
+        num_embeddings: int | None = None,
+        shrink: Shrink | None = None,
+    ) -> None:
+        super().__init__()
+        if pooling not in ("sum", "mean"):
+            raise ModelError(f"SparseEmbedding: pooling must be 'sum' or 'mean', found {pooling!r}")
+        if dim < 1:
+            raise ModelError(f"SparseEmbedding: dim must be at least 1, found {dim}")
+        if num_embeddings is not None and num_embeddings < 1:
+            raise ModelError(f"SparseEmbedding: num_embeddings must be at least 1, found {num_embeddings}")
+        self.dim, self.name, self.padding_idx, self.pooling, self.seed = dim, name, padding_idx, pooling, seed
+        self.initializer = initializer or Uniform(-0.05, 0.05)
+        self.num_embeddings = num_embeddings
+        self.entry, self.shrink = _policies(entry, shrink, num_embeddings)
+        self.first_values: np.ndarray[Any, Any] | None = None  # of a converted torch embedding
+        self.weight = torch.nn.Parameter(torch.empty(0, dim))
+        self._engine: Lookups | None = None
+
+    def bind(self, engine: Lookups) -> None:
+        self._engine = engine
+
+    def forward(self, ids: Ids, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        if self._engine is None or self.name is None:
+            raise ModelError(
+                f"SparseEmbedding '{self.name}' is not connected to servers: call fleet.distributed_model, "
+                "fleet.distributed_optimizer and fleet.init_worker before the model."
+            )
+        create = self.training and torch.is_grad_enabled()
+        if isinstance(ids, torch.Tensor) and offsets is None:
+            return self._engine.lookup(self.name, self.weight, ids, self.padding_idx, create)
+        if offsets is not None:
+            ids = (ids, offsets)
+        is_one = isinstance(ids, tuple)  # (values, offsets); several slots are a list
+        if not is_one and not isinstance(ids, list):
+            raise ModelError(f"expected ids, a slot or a list of slots, found {type(ids).__name__}")
+        tensors, bags = joined([ids] if is_one else list(ids), self.pooling == "mean")
+        out = self._engine.pooled(self.name, self.weight, tensors, bags, self.padding_idx, create)
+        return out.squeeze(1) if is_one else out
+
+    def extra_repr(self) -> str:
+        size = "" if self.num_embeddings is None else f", num_embeddings={self.num_embeddings}"
+        return f"{self.dim}, name={self.name!r}{size}"
+
+
+def _policies(
+    entry: Entry | Sequence[Entry] | None, shrink: Shrink | None, num_embeddings: int | None
+) -> tuple[Entry, Shrink]:
+    if shrink is not None and not isinstance(shrink, Shrink):
+        raise ModelError(f"SparseEmbedding(shrink=...): expected fleet.Shrink(...), found {shrink!r}")
+    try:
+        policies = combined(entry), shrink or Shrink()
+    except TableError as error:
+        raise ModelError(f"SparseEmbedding: {error}") from None
+    if num_embeddings is not None and policies != (Entry(), Shrink()):
+        raise ModelError("SparseEmbedding: entry and shrink are for ids without end; leave num_embeddings out")
+    return policies
+
+
+class SparseEmbeddingBag(SparseEmbedding):
+    """What torch.nn.EmbeddingBag(sparse=True) becomes: two-dimensional ids are bags of equal length."""
+
+    def forward(self, ids: Ids, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        if not isinstance(ids, torch.Tensor):
+            return super().forward(ids, offsets)
+        if ids.dim() == 2:
+            if offsets is not None:
+                raise ModelError(
+                    "EmbeddingBag: offsets go with one-dimensional ids; two-dimensional ids are bags already"
+                )
+            offsets = torch.arange(0, ids.numel(), max(1, ids.size(1)))[: ids.size(0)]
+        elif offsets is None:
+            raise ModelError("EmbeddingBag: one-dimensional ids need offsets")
+        return super().forward(ids, offsets)

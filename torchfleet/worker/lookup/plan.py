@@ -1,0 +1,280 @@
+"""Which parameter goes to which table, under which rule: worked out from the model and the optimizer, on every role."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from torchfleet.checkpoint.manifest import Parameter
+from torchfleet.errors import ModelError
+from torchfleet.tables.settings.spec import Rule, TableSpec
+from torchfleet.worker.client.shard import Floats
+from torchfleet.worker.lookup.conversion import sparse_embeddings
+from torchfleet.worker.lookup.embedding import SparseEmbedding
+
+_REFUSED = ("maximize", "amsgrad", "differentiable", "capturable")
+
+
+@dataclass
+class DenseGroup:
+    """The dense parameters of one param group: one table."""
+
+    spec: TableSpec
+    names: list[str]
+    parameters: Sequence[torch.Tensor]
+    group: dict[str, Any]
+
+    def layout(self) -> list[Parameter]:
+        """Where in the block each parameter lies."""
+        ends = np.cumsum([0, *(parameter.numel() for parameter in self.parameters)])
+        triples = zip(self.names, self.parameters, ends[:-1], strict=True)
+        return [Parameter(name, list(tensor.shape), int(start)) for name, tensor, start in triples]
+
+    def values(self) -> Floats:
+        return _flat([parameter.detach() for parameter in self.parameters])
+
+    def gradients(self, given: Mapping[int, torch.Tensor | None] | None = None) -> Floats:
+        """Those given by the parameter's id, or .grad. One that took no part in the step counts as gradient zero."""
+        found = [p.grad if given is None else given[id(p)] for p in self.parameters]
+        grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(self.parameters, found, strict=True)]
+        return _flat([grad.to_dense() if grad.is_sparse else grad for grad in grads])
+
+    def write(self, values: Floats, unnoticed: bool = False) -> None:
+        """`unnoticed`: by autograd, which else refuses a backward pass that is under way in another thread."""
+        block = torch.from_numpy(np.ascontiguousarray(values, np.float32))
+        with torch.no_grad():
+            start = 0
+            for parameter in self.parameters:
+                target = parameter.data if unnoticed else parameter
+                target.copy_(block[start : start + parameter.numel()].view_as(parameter))
+                start += parameter.numel()
+
+
+@dataclass
+class SparseGroup:
+    """One sparse table, the embeddings that use it and the param group that trains it."""
+
+    spec: TableSpec
+    modules: list[SparseEmbedding]
+    group: dict[str, Any]
+
+
+@dataclass
+class Plan:
+    """All tables of a job."""
+
+    dense: list[DenseGroup] = field(default_factory=list)
+    sparse: dict[str, SparseGroup] = field(default_factory=dict)
+    fixed: list[DenseGroup] = field(default_factory=list)  # parameters and buffers that are not trained
+
+    @property
+    def specs(self) -> list[TableSpec]:
+        groups: list[DenseGroup | SparseGroup] = [*self.dense, *self.fixed, *self.sparse.values()]
+        return [group.spec for group in groups]
+
+    @property
+    def layouts(self) -> dict[str, list[Parameter]]:
+        """Per dense table: where each parameter lies."""
+        return {group.spec.name: group.layout() for group in (*self.dense, *self.fixed)}
+
+    def rates(self) -> dict[str, float]:
+        """Today's learning rates: schedulers change them in the param groups."""
+        groups: list[DenseGroup | SparseGroup] = [*self.dense, *self.sparse.values()]
+        return {group.spec.name: float(group.group["lr"]) for group in groups}
+
+    def check_options(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ModelError if an option other than the learning rate has changed: the tables keep theirs."""
+        groups: list[DenseGroup | SparseGroup] = [*self.dense, *self.sparse.values()]
+        for group in groups:
+            if not group.group.get("params"):
+                continue
+            now = msgspec.structs.replace(_rule(optimizer, group.group), lr=group.spec.rule.lr)
+            if now != group.spec.rule:
+                raise ModelError(
+                    f"an option of table '{group.spec.name}' was changed from {group.spec.rule} to {now}: servers "
+                    "follow changes of lr only. (OneCycleLR and CyclicLR: cycle_momentum=False.)"
+                )
+
+    def describe(self) -> list[tuple[str, ...]]:
+        """Rows of (table, kind, shape, rule, initializer, entry, parameters)."""
+        lines: list[tuple[str, ...]] = []
+        for dense in self.dense:
+            lines.append(
+                (
+                    dense.spec.name,
+                    "dense",
+                    f"{dense.spec.size:,}",
+                    _rule_text(dense.spec.rule),
+                    "worker 0",
+                    "-",
+                    ", ".join(dense.names),
+                )
+            )
+        for name, sparse in self.sparse.items():
+            size = "any id" if sparse.spec.kind == "sparse" else f"{sparse.spec.size:,} ids"
+            first = sparse.spec.initializer
+            start = (
+                "worker 0" if sparse.modules[0].first_values is not None else f"{first.name}({first.a:g}, {first.b:g})"
+            )
+            lines.append(
+                (
+                    name,
+                    sparse.spec.kind,
+                    f"{size} x {sparse.spec.dim}",
+                    _rule_text(sparse.spec.rule),
+                    start,
+                    _policy_text(sparse.spec),
+                    f"{len(sparse.modules)} lookups",
+                )
+            )
+        return lines
+
+
+def make_plan(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_servers: int) -> Plan:
+    """The tables for this model and optimizer; an error where torch's meaning could not be kept."""
+    plan = Plan()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    embeddings = sparse_embeddings(model)
+    owners = {id(module.weight): name for name, modules in embeddings.items() for module in modules}
+    for number, group in enumerate(optimizer.param_groups):
+        dense = []
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise ModelError(
+                    "the optimizer holds a parameter that is not in the model. Make the optimizer after "
+                    "`model = fleet.distributed_model(model)`, from model.parameters()."
+                )
+            if id(parameter) in owners:
+                _add_sparse(plan, owners[id(parameter)], embeddings, optimizer, group, num_servers)
+            elif parameter.requires_grad:
+                dense.append(parameter)
+        if dense:
+            _check_float32(dense, names)
+            size = sum(parameter.numel() for parameter in dense)
+            name = f"dense.{number}"
+            while name in embeddings:  # a module's path may look like it
+                name += "'"
+            spec = TableSpec(name, "dense", size=size, rule=_rule(optimizer, group), num_parts=num_servers)
+            plan.dense.append(DenseGroup(spec, [names[id(p)] for p in dense], dense, group))
+    for name in embeddings:
+        if name not in plan.sparse and not any(module.weight.requires_grad for module in embeddings[name]):
+            plan.sparse[name] = _sparse_group(name, embeddings[name], Rule("sgd", 0.0), {"lr": 0.0}, num_servers)
+        if name not in plan.sparse:
+            raise ModelError(f"embedding '{name}' is in no param group of the optimizer: give it model.parameters()")
+    trained = {id(parameter) for group in plan.dense for parameter in group.parameters} | set(owners)
+    buffers = {id(buffer): name for name, buffer in model.named_buffers()}
+    names.update(buffers)
+    others: list[torch.Tensor] = [p for p in (*model.parameters(), *model.buffers()) if id(p) not in trained]
+    rest = [tensor for tensor in others if tensor.dtype == torch.float32 and tensor.numel()]
+    if rest:
+        spec = TableSpec("dense.fixed", "dense", size=sum(p.numel() for p in rest), num_parts=num_servers)
+        plan.fixed.append(DenseGroup(spec, [names[id(p)] for p in rest], rest, {"lr": 0.0}))
+    return plan
+
+
+def _add_sparse(
+    plan: Plan,
+    name: str,
+    embeddings: dict[str, list[SparseEmbedding]],
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    num_servers: int,
+) -> None:
+    if name in plan.sparse:
+        if plan.sparse[name].group is not group:
+            raise ModelError(
+                f"embeddings of table '{name}' are in two param groups: one table has one rule. Put them into one."
+            )
+        return
+    rule = _rule(optimizer, group)
+    for option in ("momentum", "weight_decay"):
+        if getattr(rule, option):
+            raise ModelError(
+                f"{option}={getattr(rule, option)} cannot act on the sparse rows of '{name}', which are touched only "
+                f"now and then. Put the embeddings into a param group of their own with {option}=0: "
+                f"[{{'params': dense}}, {{'params': sparse, '{option}': 0}}]."
+            )
+    plan.sparse[name] = _sparse_group(name, embeddings[name], rule, group, num_servers)
+
+
+def _sparse_group(
+    name: str, modules: list[SparseEmbedding], rule: Rule, group: dict[str, Any], num_servers: int
+) -> SparseGroup:
+    first = modules[0]
+    spec = TableSpec(
+        name,
+        "sparse" if first.num_embeddings is None else "array",
+        dim=first.dim,
+        size=first.num_embeddings or 0,
+        rule=rule,
+        initializer=first.initializer,
+        seed=first.seed,
+        num_parts=num_servers,
+        entry=first.entry,
+        shrink=first.shrink,
+    )
+    return SparseGroup(spec, modules, group)
+
+
+def _rule(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
+    for option in _REFUSED:
+        if group.get(option):
+            raise ModelError(f"{type(optimizer).__name__}({option}=True) is not supported on servers; leave it out")
+    lr = float(group["lr"])
+    if isinstance(optimizer, torch.optim.SGD):
+        if group["dampening"]:
+            raise ModelError(f"SGD(dampening={group['dampening']}) is not supported on servers; leave it 0")
+        return Rule(
+            "sgd", lr, momentum=group["momentum"], nesterov=group["nesterov"], weight_decay=group["weight_decay"]
+        )
+    if isinstance(optimizer, torch.optim.Adagrad):
+        return Rule(
+            "adagrad",
+            lr,
+            eps=group["eps"],
+            lr_decay=group["lr_decay"],
+            initial_accumulator=group["initial_accumulator_value"],
+            weight_decay=group["weight_decay"],
+        )
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SparseAdam)):
+        return _adam_rule(optimizer, group, lr)
+    raise ModelError(
+        f"{type(optimizer).__name__} cannot run on servers. Supported: torch.optim.SGD, Adagrad, Adam, AdamW, "
+        "SparseAdam."
+    )
+
+
+def _adam_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], lr: float) -> Rule:
+    beta1, beta2 = group["betas"]
+    decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
+    decay = group.get("weight_decay", 0.0)
+    return Rule("adam", lr, group["eps"], float(beta1), float(beta2), weight_decay=decay, decoupled_decay=decoupled)
+
+
+def _rule_text(rule: Rule) -> str:
+    shown = {name: getattr(rule, name) for name in ("lr", "momentum", "weight_decay") if getattr(rule, name)}
+    return f"{rule.name}({', '.join(f'{name}={value:g}' for name, value in shown.items())})"
+
+
+def _policy_text(spec: TableSpec) -> str:
+    """What admission and eviction were told, as it was written."""
+    told = {**msgspec.to_builtins(spec.entry), **msgspec.to_builtins(spec.shrink)}
+    return ", ".join(f"{name}={value}" for name, value in told.items()) or "every id"
+
+
+def _check_float32(parameters: list[torch.nn.Parameter], names: dict[int, str]) -> None:
+    for parameter in parameters:
+        if parameter.dtype != torch.float32:
+            raise ModelError(
+                f"parameter '{names[id(parameter)]}' is {parameter.dtype}: servers hold float32. Use model.float()."
+            )
+
+
+def _flat(parts: list[torch.Tensor]) -> Floats:
+    flat: Floats = torch.cat([part.detach().reshape(-1) for part in parts]).cpu().numpy()
+    return flat

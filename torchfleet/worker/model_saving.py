@@ -1,0 +1,123 @@
+"""Saving a model from worker 0: every server its tables, then the manifest that makes it the model."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from torchfleet.checkpoint.donefile import write_donefile
+from torchfleet.checkpoint.lock import alone
+from torchfleet.checkpoint.manifest import (
+    FILE,
+    Manifest,
+    Saved,
+    Table,
+    as_json,
+    described,
+    folder_of,
+    next_save,
+    read_manifest,
+    remove_others,
+    write_manifest,
+)
+from torchfleet.errors import CheckpointError
+from torchfleet.storage import Storage
+from torchfleet.tables.rules import num_dense_states, num_states
+from torchfleet.worker.client.client import Client
+from torchfleet.worker.lookup.plan import Plan
+
+Kind = Literal["full", "delta", "inference"]
+
+
+def save_model(
+    client: Client,
+    plan: Plan,
+    dirname: str,
+    timeout: float,
+    kind: Kind = "full",
+    extra: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Returns when the whole model is on disk; an error leaves the model that was there before."""
+    storage = Storage(dirname)
+    kept = as_json(extra or {}, "save_persistables")
+    before = read_manifest(storage) if storage.exists(FILE) and kind == "delta" else _present(storage)
+    if kind == "delta":
+        _check_base(storage, before, plan)
+    for group in plan.fixed:
+        client.set_dense(group.spec.name, group.values())  # buffers live on workers: the first one's are saved
+    number, token, with_state = next_save(storage), secrets.randbits(62) + 1, kind != "inference"
+    parent = before.token if before is not None and before.kind == "full" else 0
+    folder = folder_of(number)
+    saved = client.save(storage.path, folder, with_state, timeout, token=token, parent=parent, delta=kind == "delta")
+    manifest = Manifest(
+        folder,
+        number,
+        "full" if with_state else "inference",
+        client.num_servers,
+        _tables(plan, saved, with_state),
+        [part for server in saved for part in server.parts],
+        token=token,
+        time=max(server.time for server in saved),
+        is_time_set=any(server.is_time_set for server in saved),
+        extra=kept,
+    )
+    return _commit(storage, manifest, before if kind == "delta" else None)
+
+
+def _commit(storage: Storage, manifest: Manifest, before: Manifest | None) -> Manifest:
+    """Make it the model; `before` is what a delta continues, which may have been compacted since it was looked at."""
+    with alone(storage):
+        if before is not None:
+            now = read_manifest(storage)
+            if now.token != before.token:
+                raise CheckpointError(
+                    f"another save was made in {storage.path} while this delta was written; it stands, and this one is "
+                    "dropped. Does another job save to the same folder?"
+                )
+            manifest = msgspec.structs.replace(manifest, parent=now.number, base=now.links())
+        write_manifest(storage, manifest)
+        write_donefile(storage, manifest)
+        if before is None:
+            remove_others(storage, manifest)
+    return manifest
+
+
+def _present(storage: Storage) -> Manifest | None:
+    """The model that is there now; a damaged one is about to be replaced."""
+    with contextlib.suppress(CheckpointError):
+        return read_manifest(storage)
+    return None
+
+
+def _check_base(storage: Storage, before: Manifest | None, plan: Plan) -> None:
+    """A delta continues a full save of the same tables."""
+    if before is None or before.kind != "full":
+        found = "nothing" if before is None else f"a save for prediction ({before.save})"
+        raise CheckpointError(f"a delta needs a full save in {storage.path}, and there is {found}: use mode=0")
+    known = {table.name: _shape(table) for table in before.tables}
+    now = {table.name: _shape(table) for table in _tables(plan, [], True)}
+    for name in sorted(set(known) | set(now)):
+        if known.get(name) != now.get(name):
+            raise CheckpointError(
+                f"table '{name}' is not what it was at the save in {storage.path} ({known.get(name)}, and now "
+                f"{now.get(name)}): a delta cannot continue it. Make a full save (mode=0)."
+            )
+
+
+def _shape(table: Table) -> tuple[Any, ...]:
+    """What must not change from a save to a delta."""
+    return table.kind, table.dim, table.size, table.rule["name"], table.num_states, table.entry, table.shrink
+
+
+def _tables(plan: Plan, saved: list[Saved], with_state: bool) -> list[Table]:
+    tables = []
+    for spec in plan.specs:
+        states = (num_dense_states if spec.kind == "dense" else num_states)(spec.rule) if with_state else 0
+        step = max((server.steps[spec.name] for server in saved), default=0)
+        rows = sum(server.rows[spec.name] for server in saved)
+        tables.append(described(spec, states, step, rows, plan.layouts.get(spec.name, [])))
+    return tables

@@ -1,0 +1,178 @@
+"""async (P13, P17, P18): gradients go into a bounded queue, threads merge and send them, training never waits."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+
+from torchfleet.errors import FleetError
+from torchfleet.kernels.merge import sum_by_key
+from torchfleet.net.wire import DENSE_BACK
+from torchfleet.tables.rows.row_statistics import is_pushed
+from torchfleet.worker.client.client import Client
+from torchfleet.worker.client.future import Dense
+from torchfleet.worker.lookup.engine import PullAhead
+from torchfleet.worker.lookup.plan import Plan
+from torchfleet.worker.modes.communicator import Communicator, Gradients
+
+_LOOK = 0.001  # seconds between two looks into an empty queue
+
+
+class Async(Communicator):
+    """Senders and receiver have clients of their own; what they bring back is written between two steps."""
+
+    pulls_ahead = True
+
+    def __init__(self, client: Client, plan: Plan, connect: Callable[[], Client], configs: Mapping[str, Any]) -> None:
+        super().__init__(client, plan, connect)
+        self._configs = configs
+        self._wide = {name for name, group in plan.sparse.items() if is_pushed(group.spec)}
+        self._queue: queue.Queue[tuple[int, Gradients]] = queue.Queue(configs["send_queue_size"])
+        self._num_given = 0
+        self._open: set[int] = set()  # numbers of steps whose gradients have not been applied
+        self._ending = threading.Event()
+        self._receive_now = threading.Event()
+        self._lock = threading.Lock()
+        self._fresh: Dense = {}
+        self._error: FleetError | None = None
+        self._num_sent = self._num_merged = 0
+        self._threads: list[threading.Thread] = []
+
+    def start(self) -> None:
+        loops = [self._send_loop] * int(self._configs["thread_pool_size"])
+        if self._configs["independent_recv_thread"]:
+            loops.append(self._receive_loop)
+        self._threads = [threading.Thread(target=self._guarded, args=(loop,), daemon=True) for loop in loops]
+        for thread in self._threads:
+            thread.start()
+
+    def pull(self, keys: Any, create: bool) -> PullAhead:
+        self._raise_error()
+        return super().pull(keys, create)
+
+    def _push(self, gradients: Gradients) -> None:
+        with self._lock:
+            fresh, self._fresh = self._fresh, {}
+        self._write(fresh)
+        with self._lock:
+            self._num_given += 1
+            number = self._num_given
+            self._open.add(number)
+        while True:  # a full queue makes training wait: memory never grows without bound
+            self._raise_error()
+            try:
+                self._queue.put((number, gradients), timeout=0.1)
+            except queue.Full:
+                continue
+            return
+
+    def settle(self) -> None:
+        last = self._num_given
+        while True:
+            self._raise_error()
+            with self._lock:
+                if not self._open or min(self._open) > last:
+                    return
+            time.sleep(_LOOK)
+
+    def flush(self) -> None:
+        self.settle()
+        values = self._pull_dense(self._client)
+        with self._lock:
+            self._fresh = {}
+        self._write(values)
+
+    def stop(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._ending.set()
+            self._receive_now.set()
+            for thread in self._threads:
+                thread.join(timeout=10)
+
+    def stats(self) -> dict[str, Any]:
+        return {**super().stats(), "queue": self._queue.qsize(), "pushes": self._num_sent, "merged": self._num_merged}
+
+    def _send_loop(self, client: Client) -> None:
+        while not self._ending.is_set():
+            taken = self._take()
+            if not taken:
+                continue
+            merged = merge([gradients for _, gradients in taken], self._wide)
+            with self._lock:
+                self._num_sent += 1
+                self._num_merged += len(taken) - 1
+                refresh = self._num_sent % int(self._configs["min_send_grad_num_before_recv"]) == 0
+            here = refresh and not self._configs["independent_recv_thread"]
+            future = client.push_tables(merged.sections(), merged.rates, merged.versions, DENSE_BACK if here else 0)
+            values = future.result()
+            if here and values:
+                self._keep(values)
+            elif refresh:
+                self._receive_now.set()
+            with self._lock:
+                self._open.difference_update(number for number, _ in taken)
+            for _ in taken:
+                self._queue.task_done()
+
+    def _receive_loop(self, client: Client) -> None:
+        while not self._ending.is_set():
+            if self._receive_now.wait(0.1) and not self._ending.is_set():
+                self._receive_now.clear()
+                self._keep(self._pull_dense(client))
+
+    def _take(self) -> list[tuple[int, Gradients]]:
+        """The next gradients, and more of them if they come within `send_wait_times` looks."""
+        try:
+            taken = [self._queue.get(timeout=0.1)]
+        except queue.Empty:
+            return []
+        looks = 0
+        while len(taken) < int(self._configs["max_merge_var_num"]):
+            try:
+                taken.append(self._queue.get_nowait())
+            except queue.Empty:
+                looks += 1
+                if looks > int(self._configs["send_wait_times"]):
+                    break
+                time.sleep(_LOOK)
+        return taken
+
+    def _keep(self, values: Dense) -> None:
+        with self._lock:
+            self._fresh = values
+
+    def _guarded(self, loop: Callable[[Client], None]) -> None:
+        try:
+            with self._connect() as client:
+                loop(client)
+        except FleetError as error:
+            self._error = error
+        except Exception as error:  # must reach the training thread, whatever it is
+            self._error = FleetError(f"a thread of the communicator failed: {type(error).__name__}: {error}")
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def merge(gradients: list[Gradients], wide: Collection[str] = ()) -> Gradients:
+    """One push for several steps: gradients summed; the latest rates, the oldest versions.
+
+    `wide`: tables whose gradients have show, click and slot behind them. A slot is no amount: the servers sum those.
+    """
+    first = gradients[0]
+    if len(gradients) == 1:
+        return first
+    sparse = {}
+    for table in first.sparse:
+        keys, rows = (np.concatenate(parts) for parts in zip(*(g.sparse[table] for g in gradients), strict=True))
+        sparse[table] = (keys, rows) if table in wide else sum_by_key(keys, rows)
+    dense = {table: np.stack([g.dense[table] for g in gradients]).sum(axis=0) for table in first.dense}
+    return Gradients(sparse, first.versions, dense, gradients[-1].rates)

@@ -1,0 +1,218 @@
+"""geo (P15): every worker trains its own copy with SGD; every k steps the differences are exchanged beside training.
+
+x is the local value, b the base: what this worker believes the server has. Every k steps, for the rows touched since:
+    d = (x - b) / workers;   b ← b + d;   the server adds d
+(what the division leaves over travels with the next exchanges, and all of it at the end)
+and for rows (and the dense block) that others changed, s being the server's value:
+    x ← x + (s - b);   b ← s
+The server's value is its first value plus all differences ever sent.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from torchfleet.errors import FleetError
+from torchfleet.kernels.merge import unique
+from torchfleet.net.wire import DELTA
+from torchfleet.tables.rows.memory import physical_bytes
+from torchfleet.tables.sparse_table import SparseTable
+from torchfleet.worker.client.client import Client
+from torchfleet.worker.client.future import Changed, Pulled, Ready
+from torchfleet.worker.client.shard import Floats, Keys
+from torchfleet.worker.lookup.engine import PullAhead
+from torchfleet.worker.lookup.plan import Plan
+from torchfleet.worker.modes.communicator import Communicator, Gradients
+
+_NEGLIGIBLE = 1e-6  # a rest that no longer travels; float32 values near 1 are 1e-7 apart
+
+Deltas = dict[str, tuple[Keys, Floats] | Floats]
+
+
+class Geo(Communicator):
+    """Tables and base are touched by one training thread at a time; a thread beside carries differences and answers."""
+
+    steps_here = True
+
+    def __init__(
+        self,
+        client: Client,
+        plan: Plan,
+        connect: Callable[[], Client],
+        k_steps: int,
+        num_workers: int,
+        step_dense: Callable[[], Any],
+    ) -> None:
+        super().__init__(client, plan, connect)
+        self.alone = self._alone = threading.RLock()
+        self._k_steps, self._num_workers = k_steps, num_workers
+        self._step_dense = step_dense
+        specs = {
+            name: msgspec.structs.replace(group.spec, kind="sparse", size=0, part=0, num_parts=1)
+            for name, group in plan.sparse.items()
+        }
+        limit = physical_bytes()
+        self._local = {name: SparseTable(spec, limit) for name, spec in specs.items()}
+        self._base = {name: SparseTable(spec, limit) for name, spec in specs.items()}
+        self._dense_base = {group.spec.name: group.values() for group in plan.dense}
+        self._touched: dict[str, list[Keys]] = {name: [] for name in specs}
+        self._out: queue.Queue[Deltas | None] = queue.Queue(1)
+        self._back: queue.Queue[Changed | FleetError] = queue.Queue()
+        self._under_way = False
+        self._num_exchanges = self._last_step = 0  # the step with which an exchange began
+        self._thread = threading.Thread(target=self._carry, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        self._take_in(self._wait())  # the first answer: from now on the servers note what others change for us
+
+    def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead:
+        """Rows of the local copy; those it does not have yet come from the servers first."""
+        with self._alone:
+            return Ready(self._pull_here(keys, create))
+
+    def _pull_here(self, keys: Mapping[str, Keys], create: bool) -> Pulled:
+        missing = {name: absent for name, wanted in keys.items() if len(absent := self._local[name].absent(wanted))}
+        if missing:
+            fetched = super().pull(missing, create).result().rows
+            if not create:
+                return self._mixed(keys, missing, fetched)
+            for name, values in fetched.items():
+                self._local[name].assign(missing[name], values)
+                self._base[name].assign(missing[name], values)
+        rows = {name: self._local[name].pull(wanted) for name, wanted in keys.items()}
+        return Pulled(rows, {name: [] for name in keys})
+
+    def _mixed(self, keys: Mapping[str, Keys], missing: Mapping[str, Keys], fetched: Mapping[str, Floats]) -> Pulled:
+        """For prediction: local rows, and the servers' for ids this worker never trained on, without keeping them."""
+        rows = {}
+        for name, wanted in keys.items():
+            rows[name] = self._local[name].pull(wanted, create=False)
+            if name in missing:
+                order = np.argsort(missing[name])
+                at = np.searchsorted(missing[name], wanted, sorter=order)
+                at = order[np.minimum(at, len(order) - 1)]
+                strangers = missing[name][at] == wanted
+                rows[name][strangers] = fetched[name][at[strangers]]
+        return Pulled(rows, {name: [] for name in keys})
+
+    def _push(self, gradients: Gradients) -> None:
+        with self._alone:
+            self._train_here(gradients)
+
+    def _train_here(self, gradients: Gradients) -> None:
+        for name, (keys, grads) in gradients.sparse.items():
+            self._local[name].push(keys, grads, gradients.rates[name])
+            self._touched[name].append(keys)
+        self._step_dense()
+        if not self._back.empty():
+            self._take_in(self._checked(self._back.get()))
+        if self._num_steps - self._last_step >= self._k_steps and not self._under_way:
+            self._last_step = self._num_steps
+            self._send()
+
+    def flush(self) -> None:
+        """All differences are on the servers, and what others had sent by then is here."""
+        with self._alone:
+            if self._under_way:
+                self._take_in(self._wait())
+            self._send()
+            self._take_in(self._wait())
+
+    def settle(self) -> None:
+        self.flush()
+
+    def refresh(self) -> None:
+        self.flush()  # its own copy, with what the others have sent
+
+    def stop(self) -> None:
+        """Send what the divisions have left over, too: the sum of all exchanges that would still come."""
+        try:
+            self.flush()
+            self._send(share=1.0)
+            self._take_in(self._wait())
+        finally:
+            self._out.put(None)
+            self._thread.join(timeout=10)
+
+    def stats(self) -> dict[str, Any]:
+        return {**super().stats(), "queue": int(self._under_way), "exchanges": self._num_exchanges}
+
+    def _send(self, share: float | None = None) -> None:
+        deltas: Deltas = {}
+        share = np.float32(share or 1.0 / self._num_workers)
+        for group in self._plan.dense:
+            base = self._dense_base[group.spec.name]
+            deltas[group.spec.name] = delta = (group.values() - base) * share
+            base += delta
+        for name, parts in self._touched.items():
+            keys = unique(np.concatenate(parts or [np.empty(0, np.uint64)]))[0]
+            base = self._base[name].pull(keys)
+            rows = (self._local[name].pull(keys) - base) * share
+            self._base[name].assign(keys, base + rows)
+            deltas[name] = (keys, rows)
+            rest = np.abs(self._local[name].pull(keys) - self._base[name].pull(keys)).max(axis=1, initial=0.0)
+            self._touched[name] = [keys[rest > _NEGLIGIBLE]]  # what the division left over goes with the next exchanges
+        self._under_way = True
+        self._num_exchanges += 1
+        self._out.put(deltas)
+
+    def _wait(self) -> Changed:
+        while True:
+            try:
+                return self._checked(self._back.get(timeout=0.5))
+            except queue.Empty:
+                if not self._thread.is_alive():
+                    raise FleetError("the thread that exchanges with the servers has ended") from None
+
+    @staticmethod
+    def _checked(answer: Changed | FleetError) -> Changed:
+        if isinstance(answer, FleetError):
+            raise answer
+        return answer
+
+    def _take_in(self, answer: Changed) -> None:
+        self._under_way = False
+        # A dataset settles a file from its own thread, while training may be between forward and backward.
+        is_beside = self.has_threads or threading.get_ident() != self._main_thread
+        for group in self._plan.dense:
+            values = answer.rows[group.spec.name][1].reshape(-1)
+            group.write(group.values() + (values - self._dense_base[group.spec.name]), unnoticed=is_beside)
+            self._dense_base[group.spec.name] = values.copy()
+        for name in self._plan.sparse:
+            self._fold_in(name, *answer.rows[name])
+
+    def _fold_in(self, name: str, keys: Keys, values: Floats) -> None:
+        local, base = self._local[name], self._base[name]
+        if not len(keys):
+            return
+        strangers = np.isin(keys, local.absent(keys))  # rows that this worker does not hold
+        keys, values = keys[~strangers], values[~strangers]
+        local.assign(keys, local.pull(keys) + (values - base.pull(keys)))
+        base.assign(keys, values)
+
+    def _carry(self) -> None:
+        """The thread beside training."""
+        names = [group.spec.name for group in self._plan.dense] + list(self._plan.sparse)
+        try:
+            with self._connect() as client:
+                changed = client.pull_changed(names, [0] * client.num_servers).result()
+                while True:
+                    self._back.put(changed)
+                    deltas = self._out.get()
+                    if deltas is None:
+                        return
+                    client.push_tables(deltas, flags=DELTA).result()
+                    changed = client.pull_changed(names, changed.numbers).result()
+                    while not changed.is_all:
+                        changed = changed.joined(client.pull_changed(names, changed.numbers).result())
+        except FleetError as error:
+            self._back.put(error)
+        except Exception as error:  # must reach the training thread, whatever it is
+            self._back.put(FleetError(f"the exchange with the servers failed: {type(error).__name__}: {error}"))
