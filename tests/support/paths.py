@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-SCRIPTS = Path(__file__).resolve().parent / "scripts"  # run as processes of their own
+SUPPORT = TESTS / "support"
+SCRIPTS = SUPPORT / "scripts"  # run as processes of their own
 ROOT = TESTS.parent
 REAL_DATA = ROOT.parent / "shared" / "data"  # absent on a user's machine

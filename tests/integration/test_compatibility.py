@@ -1,0 +1,158 @@
+"""What an earlier release wrote is read, and what it said on the wire is understood: support/recorded."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from support.conversation import Exchange, Wire, answers, converse
+from support.jobs import clean_facade
+from support.paths import SUPPORT
+from support.recorded_model import STEPS, Model, batch_of
+
+import torchfleet as fleet
+from torchfleet.commands.command import main as fleet_command
+from torchfleet.net import wire
+from torchfleet.server.server import Server
+from torchfleet.tables.settings.policy import Shrink
+from torchfleet.tables.settings.spec import TableSpec
+from torchfleet.worker.client.client import Client
+
+RECORDED = SUPPORT / "recorded"
+CLOSE = 1e-6  # other processors round a multiplication and addition in one step: the record was made on aarch64
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[Exchange]:
+    return [
+        Exchange(server, peer, request, [tuple(reply) for reply in replies])
+        for server, peer, request, replies in json.loads((RECORDED / "wire.json").read_text())
+    ]
+
+
+@pytest.fixture
+def dice(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What takes the place of random numbers of clients, servers and long requests."""
+    value = [0]
+    monkeypatch.setattr(secrets, "randbits", lambda bits: value[0])
+    return value
+
+
+def make_server() -> Server:
+    return Server(num_workers=2, max_table_bytes=1 << 22)
+
+
+def test_a_server_answers_a_worker_of_before_as_it_was_answered_then(recorded: list[Exchange], dice: list[int]) -> None:
+    dice[0] = 900
+    servers = [make_server(), make_server()]
+    for exchange in recorded:
+        found = answers(servers[exchange.server], exchange.peer, frames_of(exchange.request))
+        assert [to for to, _ in found] == [to for to, _ in exchange.replies]
+        for (_, reply), (_, expected) in zip(found, exchange.replies, strict=True):
+            assert_same_reply(reply, frames_of(expected))
+
+
+def test_workers_and_servers_say_what_they_said_before(recorded: list[Exchange], dice: list[int]) -> None:
+    def spec(fields: dict[str, Any]) -> TableSpec:
+        return msgspec.convert(fields, TableSpec)
+
+    def set_dice(value: int) -> None:
+        dice[0] = value
+
+    found = converse(Wire(make_server, Client, spec, Shrink, wire.Array, wire.Role, wire, set_dice))
+    for exchange, expected in zip(found, recorded, strict=True):
+        assert (exchange.server, exchange.peer) == (expected.server, expected.peer)
+        assert exchange.request == expected.request
+
+
+def test_the_record_has_every_command_but_those_that_look_at_clocks_and_disks(recorded: list[Exchange]) -> None:
+    said = {wire.decode(frames_of(exchange.request)).command for exchange in recorded}
+    assert set(wire.Command) - said == {wire.Command.STATS, wire.Command.SAVE}
+
+
+def frames_of(frames: list[str]) -> list[bytes]:
+    return [bytes.fromhex(frame) for frame in frames]
+
+
+def assert_same_reply(found: list[bytes], expected: list[bytes]) -> None:
+    """Headers, whole numbers and texts to the byte; float32 numbers to rounding."""
+    assert found[0] == expected[0]
+    arrays = (wire.decode(found).arrays, wire.decode(expected).arrays)
+    for array, other in zip(*arrays, strict=True):
+        if other.data.dtype == np.float32:
+            np.testing.assert_allclose(array.data, other.data, rtol=CLOSE, atol=CLOSE)
+        else:
+            np.testing.assert_array_equal(array.data, other.data)
+
+
+@pytest.fixture
+def model_of_before(tmp_path: Path) -> Path:
+    """A copy: what is saved there must not change the record."""
+    shutil.copytree(RECORDED / "model", tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def expected() -> dict[str, list[float]]:
+    found: dict[str, list[float]] = json.loads((RECORDED / "expected.json").read_text())
+    return found
+
+
+@pytest.fixture
+def facade() -> Iterator[None]:
+    with clean_facade():
+        yield
+
+
+@pytest.mark.usefixtures("facade")
+def test_training_goes_on_from_a_full_save_and_its_delta(
+    model_of_before: Path, expected: dict[str, list[float]]
+) -> None:
+    fleet.init()
+    model = fleet.distributed_model(Model())
+    optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+    fleet.init_worker(str(model_of_before))
+    assert fleet.saved_extra(str(model_of_before)) == {"epoch": 2}
+    losses = []
+    for step in range(STEPS, STEPS + 3):
+        *inputs, target = batch_of(step)
+        loss = torch.nn.functional.mse_loss(model(*inputs), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses == pytest.approx(expected["losses"], rel=1e-5)
+    assert fleet.save_persistables(str(model_of_before)) == 3
+    fleet.stop_worker()
+
+
+def test_predictions_of_a_saved_model_are_those_of_before(expected: dict[str, list[float]]) -> None:
+    model = fleet.load_inference_model(str(RECORDED / "inference"), Model())
+    with torch.no_grad():
+        scores = model(*batch_of(100)[:-1])
+    assert scores.tolist() == pytest.approx(expected["scores"], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["model", "inference", "collective"])
+def test_every_file_of_a_save_of_before_fits_its_checksum(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fleet_command(["inspect", str(RECORDED / name), "--check"]) == 0
+    assert re.search(r"\d+ (files|pieces) are whole", capsys.readouterr().out)
+
+
+def test_a_collective_save_of_before_is_read_to_the_bit(tmp_path: Path) -> None:
+    out = tmp_path / "model.safetensors"
+    assert fleet_command(["export", str(RECORDED / "collective"), "--out", str(out)]) == 0
+    found, before = load_file(out), load_file(RECORDED / "collective.safetensors")
+    assert found.keys() == before.keys()
+    for name, tensor in before.items():
+        np.testing.assert_array_equal(found[name], tensor)
