@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from torchfleet.data.reading import streams
+from torchfleet.data.reading.watchdog import marked_environment
 from torchfleet.errors import DataError
 
 _PIPE_BYTES = 1 << 20
@@ -39,7 +40,7 @@ def piped(path: str, command: str, skip: bool, is_over: Callable[[], bool] = lam
                 stdout=subprocess.PIPE,
                 stderr=complaints,
                 start_new_session=True,
-                env={**os.environ, "FLEET_ON_BAD_LINE": "skip" if skip else "error"},
+                env={**marked_environment(), "FLEET_ON_BAD_LINE": "skip" if skip else "error"},
             )
         except (OSError, ValueError) as error:
             raise DataError(f"{path}: the pipe command `{command[:200]}` cannot be run ({error})") from error
