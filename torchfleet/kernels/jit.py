@@ -1,24 +1,51 @@
-"""How every kernel is compiled."""
+"""How every kernel is compiled, and where the compiled ones are kept."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
+import shutil
+import sys
+import tempfile
 import zlib
 from pathlib import Path
 
 import numba as nb
 
 
-def forget_old_kernels(folder: Path) -> None:
-    """Remove what numba has kept of kernels whose source has changed since.
+def keep_kernels(folder: Path) -> None:
+    """Let numba keep compiled kernels beside their sources in `folder`, else in the user's own cache folder, else in
+    a temporary one, which is compiled into anew by every process: one line on stderr says so."""
+    if nb.config.CACHE_DIR:  # NUMBA_CACHE_DIR: the user has chosen
+        return
+    stamp = _stamp(folder)
+    if _is_writable(folder / "__pycache__"):
+        _forget_old_kernels(folder / "__pycache__", stamp)
+        return
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    own = home / "torchfleet" / f"kernels-{stamp}"
+    if not _is_writable(own, mode=0o700):  # what is loaded from there is executed
+        own = Path(tempfile.mkdtemp(prefix="torchfleet-kernels-"))
+        atexit.register(_remove, own, os.getpid())
+        print(
+            f"torchfleet: compiled kernels can be kept neither in {folder} nor in {home}, and are compiled anew in "
+            "every process, which takes a minute or more. Set NUMBA_CACHE_DIR to a folder that can be written to.",
+            file=sys.stderr,
+            flush=True,
+        )
+    nb.config.CACHE_DIR = str(own)
 
-    Numba itself looks at the file of a kernel only, and not at those of the functions that it has inlined.
-    """
-    sources = sorted(folder.glob("*.py"))
-    stamp = str(zlib.crc32(b"".join(source.read_bytes() for source in sources)))
-    kept = folder / "__pycache__"
-    with contextlib.suppress(OSError):  # a folder that cannot be written to holds no kernels either
-        kept.mkdir(exist_ok=True)
+
+def _stamp(folder: Path) -> str:
+    """Changes with any of the sources: numba itself looks at the file of a kernel only, and not at those of the
+    functions that it has inlined."""
+    return str(zlib.crc32(b"".join(source.read_bytes() for source in sorted(folder.glob("*.py")))))
+
+
+def _forget_old_kernels(kept: Path, stamp: str) -> None:
+    """Remove what numba has kept of kernels whose source has changed since."""
+    with contextlib.suppress(OSError):  # another process may be doing the same
         noted = kept / "kernels.crc32"
         if not noted.exists() or noted.read_text() != stamp:
             for old in (*kept.glob("*.nbi"), *kept.glob("*.nbc")):
@@ -26,7 +53,21 @@ def forget_old_kernels(folder: Path) -> None:
             noted.write_text(stamp)
 
 
-forget_old_kernels(Path(__file__).parent)
+def _is_writable(folder: Path, mode: int = 0o777) -> bool:
+    try:
+        folder.mkdir(mode, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked process goes on using it
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+keep_kernels(Path(__file__).parent)
 
 # Without the interpreter's lock; kept on disk between processes; and with IEEE's division: Python's would raise in the
 # middle of an update, and checking for it takes as long as the arithmetic itself. Without numba's reference counts
