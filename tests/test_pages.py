@@ -110,6 +110,16 @@ def test_paths_between_backticks_exist(page: Path) -> None:
     assert [path for path in short_paths(page) if path not in known | FOREIGN] == []
 
 
+def test_the_way_of_a_step_names_what_the_code_has() -> None:
+    """Every line `names   file` of the drawings: the file has these names."""
+    text = (DOCS / "architecture.md").read_text()
+    steps = re.findall(r"^[ │├└]*(\w[\w.,:\[\] ]*?)  +((?:\w+/)+\w+\.py)", text, re.MULTILINE)
+    assert len(steps) > 20
+    for names, file in steps:
+        source = (ROOT / "torchfleet" / file).read_text()
+        assert [name for name in re.findall(r"\w+", names) if not re.search(rf"\b{name}\b", source)] == [], file
+
+
 def test_the_index_lists_every_page_of_the_documents() -> None:
     listed = {(DOCS / path).resolve() for path, _ in links(DOCS / "README.md")}
     assert [name_of(page) for page in DOCS.rglob("*.md") if page not in {*listed, DOCS / "README.md"}] == []
