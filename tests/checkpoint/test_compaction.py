@@ -70,12 +70,12 @@ def assert_whole(dirname: str, chain: Chain) -> Manifest:
         if table.kind == "dense":
             assert read_dense(storage, manifest, table).tobytes() == chain.dense[table.name].tobytes()
         else:
-            owned = [part.part for part in manifest.parts if part.table == table.name and part.kind == "rows"]
+            owned = [part.shard for part in manifest.parts if part.table == table.name and part.kind == "rows"]
             assert sorted(set(owned)) == list(range(manifest.num_servers))
     for part in manifest.parts:
         arrays = read_part(storage, manifest.save, part)
         if part.kind in ("rows", "candidates") and "keys" in arrays:
-            assert (owners_of(SPECS[part.table], arrays["keys"], manifest.num_servers) == part.part).all()
+            assert (owners_of(SPECS[part.table], arrays["keys"], manifest.num_servers) == part.shard).all()
             assert len(arrays["keys"]) == part.rows
     assert {part.kind for part in manifest.parts} <= {"rows", "candidates", "sketch"}
     assert len({part.file for part in manifest.parts}) == len(manifest.parts)
