@@ -143,9 +143,11 @@ class TestContent:
         storage = chain.storage
         for part in base.parts_of(ITEMS.name):  # rewritten without statistics
             arrays = read_part(storage, base.save, part)
-            buffers = compaction.parts.encode({name: arrays[name] for name in ("keys", "rows")})
+            buffers = compaction.part_file.encode({name: arrays[name] for name in ("keys", "rows")})
             storage.write(f"{base.save}/{part.file}", buffers)
-        crcs = {part.file: compaction.parts.checksum([storage.read(f"{base.save}/{part.file}")]) for part in base.parts}
+        crcs = {
+            part.file: compaction.part_file.checksum([storage.read(f"{base.save}/{part.file}")]) for part in base.parts
+        }
         sizes = {part.file: len(storage.read(f"{base.save}/{part.file}")) for part in base.parts}
         parts = [msgspec.structs.replace(part, crc32=crcs[part.file], bytes=sizes[part.file]) for part in base.parts]
         base = msgspec.structs.replace(base, parts=parts)

@@ -1,4 +1,4 @@
-"""The rows of a chain of saves: each row that is alive once, as the newest save that has it has it."""
+"""The rows of a chain of saves: every live row exactly once, from the newest save that holds it."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def _live(
     if len({link.num_servers for link in links}) > 1:
         yield from _live_of(storage, saved, links, kind, gone, choose)
         return
-    servers = {part.shard for link in links for part in link.parts_of(saved.name, kind)}
-    for server in sorted(servers):  # a key has the same owner in all links, so they can be taken one by one
-        own = [_share(link, server) for link in links]
+    shards = {part.shard for link in links for part in link.parts_of(saved.name, kind)}
+    for shard in sorted(shards):  # a key has the same owner in all links, so they can be taken one by one
+        own = [_share(link, shard) for link in links]
         yield from _live_of(storage, saved, own, kind, gone, choose)
 
 
-def _share(link: Link, server: int) -> Link:
-    own = [part for part in link.parts if part.shard == server]
+def _share(link: Link, shard: int) -> Link:
+    own = [part for part in link.parts if part.shard == shard]
     return Link(link.save, link.number, link.parent, link.num_servers, own, link.time)
 
 

@@ -1,4 +1,4 @@
-"""Two saved models side by side: what only one of them has, and how far they differ in what both have."""
+"""Compares two saved models: what only one of them has, and how far they differ in what both have."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class TableDifference(msgspec.Struct):
 
     @property
     def is_none(self) -> bool:
-        found = [one for one in (self.rows, self.candidates) if one is not None]
-        return not self.settings and self.is_sketch_equal and all(one.is_none for one in found)
+        found = [difference for difference in (self.rows, self.candidates) if difference is not None]
+        return not self.settings and self.is_sketch_equal and all(difference.is_none for difference in found)
 
 
 class Comparison(msgspec.Struct):
@@ -47,7 +47,7 @@ class Comparison(msgspec.Struct):
     @property
     def is_equal(self) -> bool:
         found: list[TableDifference | Difference] = [*self.tables.values(), *self.parameters.values()]
-        return not (self.only_in_a or self.only_in_b or self.shapes) and all(one.is_none for one in found)
+        return not (self.only_in_a or self.only_in_b or self.shapes) and all(difference.is_none for difference in found)
 
 
 class Model:

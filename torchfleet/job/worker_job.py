@@ -13,8 +13,8 @@ import torch
 from torchfleet.checkpoint.manifest import Manifest
 from torchfleet.errors import FleetError, ModelError, ServerUnreachable, StrategyError
 from torchfleet.monitor.status import StatusFile
+from torchfleet.net.addresses import listen
 from torchfleet.net.keys import KeyFolder
-from torchfleet.net.sockets import Listener
 from torchfleet.net.transport import InProcess
 from torchfleet.net.wire import Role
 from torchfleet.role import RoleInfo
@@ -116,7 +116,7 @@ class ServerJob:
         warm_up()
         info = self._job.info
         keys = KeyFolder(info.key_dir) if info.key_dir else None
-        listener = Listener(f"tcp://{info.server_endpoints[info.server_index]}", keys, info.insecure)
+        listener = listen(f"tcp://{info.server_endpoints[info.server_index]}", keys, info.insecure)
         status = StatusFile(info.status_file, self._status)
 
         def is_over() -> bool:

@@ -44,7 +44,7 @@ def check_worker(state: State, request: Request) -> None:
 
 
 def expect_distinct(arrays: list[Array]) -> None:
-    if len({array.table for array in arrays}) < len(arrays):
+    if len({array.number for array in arrays}) < len(arrays):
         raise WireError("a table appears twice in one message: put its keys together")
 
 
@@ -54,9 +54,9 @@ def pairs(state: State, arrays: list[Array]) -> Iterator[tuple[Table, npt.NDArra
         raise WireError(f"expected pairs of keys and values, found {len(arrays)} arrays")
     expect_distinct(arrays[::2])
     for keys, values in zip(arrays[::2], arrays[1::2], strict=True):
-        if keys.table != values.table:
-            raise WireError(f"keys for table {keys.table} are followed by values for table {values.table}")
-        yield state.table(keys.table), column(keys, np.uint64), floats(values)
+        if keys.number != values.number:
+            raise WireError(f"keys for table {keys.number} are followed by values for table {values.number}")
+        yield state.table(keys.number), column(keys, np.uint64), floats(values)
 
 
 def push_sections(state: State, request: Request) -> Iterator[Section]:

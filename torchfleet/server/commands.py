@@ -1,4 +1,4 @@
-"""What a message means: short functions from (server state, request) to the arrays of the reply.
+"""The commands of a server: short functions from (server state, request) to the arrays of the reply.
 
 None of them sees a socket. One that raises FleetError has changed nothing and is answered with its text. None as the
 result means: the reply comes later, through `State.finish`.
@@ -39,7 +39,7 @@ from torchfleet.server.arrays import (
     push_sections,
 )
 from torchfleet.server.long_work import in_slices, inspect, set_clock, shrink_tables
-from torchfleet.server.state.state import Reply, State
+from torchfleet.server.state.state import Answer, State
 from torchfleet.server.sync_step import keep_for_step, new_dense_values
 from torchfleet.server.table_saving import SaveBody, save_in_slices
 from torchfleet.tables.settings.spec import TableSpec
@@ -47,11 +47,11 @@ from torchfleet.tables.settings.spec import TableSpec
 MAX_CHANGED = 1 << 24  # numbers of one table in a reply to PULL_CHANGED: 64 MB
 
 
-def ping(state: State, request: Request) -> Reply:
+def ping(state: State, request: Request) -> Answer:
     return []
 
 
-def stats(state: State, request: Request) -> Reply:
+def stats(state: State, request: Request) -> Answer:
     tables = {table.spec.name: {"kind": table.spec.kind, **table.stats()} for table in state.tables.values()}
     body = {
         "tables": tables,
@@ -65,26 +65,26 @@ def stats(state: State, request: Request) -> Reply:
     return [pack(body)]
 
 
-def create_table(state: State, request: Request) -> Reply:
+def create_table(state: State, request: Request) -> Answer:
     """Make a table. Making it again with the same description changes nothing; with another one it is an error."""
     spec = unpack(only(request), TableSpec)
     state.add_table(spec)
     return []
 
 
-def pull(state: State, request: Request) -> Reply:
+def pull(state: State, request: Request) -> Answer:
     """Per section: rows for keys of a sparse table, or a range (start, stop) of a dense one."""
     return _pull(state, request, create=not request.message.flags & NO_CREATE)
 
 
-def pull_again(state: State, request: Request) -> Reply:
+def pull_again(state: State, request: Request) -> Answer:
     """A pull whose reply was lost: what it has counted and created stays, and is not done twice."""
     return _pull(state, request, create=False)
 
 
-def _pull(state: State, request: Request, create: bool) -> Reply:
+def _pull(state: State, request: Request, create: bool) -> Answer:
     expect_distinct(request.message.arrays)
-    sections = [(state.table(array.table), column(array, np.uint64)) for array in request.message.arrays]
+    sections = [(state.table(array.number), column(array, np.uint64)) for array in request.message.arrays]
     in_step = bool(request.message.flags & SYNC) and state.num_workers > 1
     worker = request.message.worker if in_step else None
     num_bytes = sum(table.check_pull(keys, create) for table, keys in sections)
@@ -96,7 +96,7 @@ def _pull(state: State, request: Request, create: bool) -> Reply:
     return reply
 
 
-def push(state: State, request: Request) -> Reply | None:
+def push(state: State, request: Request) -> Answer | None:
     """One update of each section's table; all sections are checked before the first is applied."""
     flags = request.message.flags
     sections = list(push_sections(state, request))
@@ -114,7 +114,7 @@ def push(state: State, request: Request) -> Reply | None:
     return new_dense_values(sections) if flags & DENSE_BACK else []
 
 
-def pull_changed(state: State, request: Request) -> Reply:
+def pull_changed(state: State, request: Request) -> Answer:
     """Rows of sparse tables that others changed since this worker's last call, and whole dense tables.
 
     The first array is the number of the last reply that this worker has taken in; a reply that got lost is made
@@ -125,7 +125,7 @@ def pull_changed(state: State, request: Request) -> Reply:
         raise WireError("expected the number of the last reply, found no array")
     check_worker(state, request)
     received = column(request.message.arrays[0], np.uint64)
-    tables = [state.table(array.table) for array in request.message.arrays[1:]]
+    tables = [state.table(array.number) for array in request.message.arrays[1:]]
     if len(received) != 1:
         raise WireError(f"expected the number of the last reply, found {len(received)} numbers")
     most = {table.spec.number: max(1, MAX_CHANGED // table.spec.dim) for table in tables if not table.spec.is_dense}
@@ -140,7 +140,7 @@ def pull_changed(state: State, request: Request) -> Reply:
     return reply
 
 
-def set_values(state: State, request: Request) -> Reply:
+def set_values(state: State, request: Request) -> Answer:
     """Overwrite: pairs of arrays, (keys, values) of a sparse table or (start, values) of a dense one."""
     sections = list(pairs(state, request.message.arrays))
     for table, keys, values in sections:
@@ -150,9 +150,9 @@ def set_values(state: State, request: Request) -> Reply:
     return []
 
 
-def erase(state: State, request: Request) -> Reply:
+def erase(state: State, request: Request) -> Answer:
     """Drop rows: an array of keys per table."""
-    sections = [(state.table(array.table), column(array, np.uint64)) for array in request.message.arrays]
+    sections = [(state.table(array.number), column(array, np.uint64)) for array in request.message.arrays]
     for table, keys in sections:
         table.check_erase(keys)
     for table, keys in sections:
@@ -160,7 +160,7 @@ def erase(state: State, request: Request) -> Reply:
     return []
 
 
-def save(state: State, request: Request) -> Reply | FleetError | None:
+def save(state: State, request: Request) -> Answer | FleetError | None:
     """Write this server's share of the model to files; the reply, which says to which, comes when all are on disk.
 
     A repeat of the request gets the same answer.
@@ -171,7 +171,7 @@ def save(state: State, request: Request) -> Reply | FleetError | None:
     return in_slices(state, request, body.token, lambda long: save_in_slices(state, long, body))
 
 
-def stop(state: State, request: Request) -> Reply:
+def stop(state: State, request: Request) -> Answer:
     state.is_stopping = True
     return []
 
@@ -180,10 +180,10 @@ def stop(state: State, request: Request) -> Reply:
 class CommandHandler:
     """What serves a command: the function, the roles that may call it, and what becomes of a repeat."""
 
-    run: Callable[[State, Request], Reply | FleetError | None]
+    run: Callable[[State, Request], Answer | FleetError | None]
     roles: frozenset[Role]
     once: bool = False  # a repeat does not run it again
-    again: Callable[[State, Request], Reply] | None = None  # what a repeat does; None: nothing
+    again: Callable[[State, Request], Answer] | None = None  # what a repeat does; None: nothing
 
 
 _ALL = frozenset(Role)

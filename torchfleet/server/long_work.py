@@ -12,7 +12,7 @@ from torchfleet.errors import FleetError, TableError, WireError
 from torchfleet.net.request import Request
 from torchfleet.net.wire import pack, unpack
 from torchfleet.server.arrays import only
-from torchfleet.server.state.state import LongRequest, Reply, State
+from torchfleet.server.state.state import Answer, LongRequest, State
 from torchfleet.tables.settings.clock import MAX_TIME
 from torchfleet.tables.settings.policy import Shrink
 from torchfleet.tables.summary import Summary
@@ -44,7 +44,7 @@ class InspectBody(msgspec.Struct, forbid_unknown_fields=True):
 
 def in_slices(
     state: State, request: Request, token: int, make: Callable[[LongRequest], Work]
-) -> Reply | FleetError | None:
+) -> Answer | FleetError | None:
     """Begin the work that this request asks for; a repeat of it gets the same answer."""
     known = state.long_requests.get(token)
     if known is not None:
@@ -69,7 +69,7 @@ def _guarded(state: State, long: LongRequest, work: Work) -> Work:
         state.finish(long.request, error)
 
 
-def set_clock(state: State, request: Request) -> Reply | FleetError | None:
+def set_clock(state: State, request: Request) -> Answer | FleetError | None:
     """It is `now`. The reply comes when the shrinks that this makes due are done."""
     body = unpack(only(request), ClockBody)
     if not 0 <= body.now <= MAX_TIME:
@@ -81,7 +81,7 @@ def set_clock(state: State, request: Request) -> Reply | FleetError | None:
     return in_slices(state, request, body.token, lambda long: shrink_in_slices(state, long, due))
 
 
-def shrink_tables(state: State, request: Request) -> Reply | FleetError | None:
+def shrink_tables(state: State, request: Request) -> Answer | FleetError | None:
     """Drop rows by a policy. The reply: how many of which table."""
     body = unpack(only(request), ShrinkBody)
     tables = _sparse_tables(state, body.table)
@@ -112,7 +112,7 @@ def shrink_in_slices(state: State, long: LongRequest | None, chosen: Sequence[tu
         state.finish(long.request, long.result)
 
 
-def inspect(state: State, request: Request) -> Reply | FleetError | None:
+def inspect(state: State, request: Request) -> Answer | FleetError | None:
     """A table's histograms and top keys."""
     body = unpack(only(request), InspectBody)
     if not 0 <= body.top <= MAX_TOP:

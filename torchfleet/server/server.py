@@ -1,4 +1,4 @@
-"""One process, one loop, owner of its tables: from frames to the command that they name, and back."""
+"""A server without its socket: from the frames of a request to the command that it names, and back."""
 
 from __future__ import annotations
 
@@ -11,11 +11,23 @@ from collections.abc import Sequence
 from torchfleet.errors import FleetError, PermissionRefused, WireError
 from torchfleet.net.request import Request
 from torchfleet.net.transport import Peer
-from torchfleet.net.wire import ERROR, OK, Command, Frame, Message, Role, call_of, decode, encode, error_reply
+from torchfleet.net.wire import (
+    ERROR,
+    OK,
+    Command,
+    Frame,
+    Message,
+    Reply,
+    Role,
+    call_of,
+    decode,
+    encode_reply,
+    error_arrays,
+)
 from torchfleet.server.commands import COMMANDS, CommandHandler
 from torchfleet.server.long_work import shrink_in_slices
 from torchfleet.server.state.sessions import Outcome
-from torchfleet.server.state.state import Reply, State
+from torchfleet.server.state.state import Answer, State
 
 MAX_TEXT = 2000
 
@@ -70,7 +82,7 @@ class Server:
             self.state.long_work.popleft()
             return True
 
-    def _run(self, request: Request, role: Role | None) -> Reply | FleetError | None:
+    def _run(self, request: Request, role: Role | None) -> Answer | FleetError | None:
         try:
             handler = self._handler(request.message, role)
             if not handler.once and not (handler.again is not None and request.message.sequence):
@@ -82,7 +94,7 @@ class Server:
             traceback.print_exc(file=sys.stderr)
             return FleetError(f"internal error of the server: {type(error).__name__}: {error}")
 
-    def _run_once(self, handler: CommandHandler, request: Request) -> Reply | FleetError | None:
+    def _run_once(self, handler: CommandHandler, request: Request) -> Answer | FleetError | None:
         message = request.message
         if message.sequence < 1:
             raise WireError(f"command {message.command} changes things and needs a sequence number")
@@ -109,23 +121,23 @@ class Server:
         finished, self.state.finished = self.state.finished, []
         return [(request.peer, self._reply(request, result)) for request, result in finished]
 
-    def _reply(self, request: Request, result: Reply | FleetError) -> list[Frame]:
+    def _reply(self, request: Request, result: Answer | FleetError) -> list[Frame]:
         message = request.message
-        reply = Message(message.command, OK, 0, message.worker, self._incarnation, message.call)
+        reply = Reply(message.command, OK, message.worker, self._incarnation, message.call)
         if isinstance(result, FleetError):
             self.state.num_errors += 1
-            reply.role, reply.arrays = ERROR, error_reply(type(result).__name__, str(result))
+            reply.status, reply.arrays = ERROR, error_arrays(type(result).__name__, str(result))
         else:
             reply.arrays = result
         if message.sequence:
             outcome = result if isinstance(result, FleetError) else Outcome.APPLIED
             self.state.sessions.settle(message.client, message.sequence, outcome)
         try:
-            return encode(reply)
+            return encode_reply(reply)
         except WireError as error:  # more than a message can hold: that must not end the service of all others
             self.state.num_errors += 1
-            reply.role, reply.arrays = ERROR, error_reply(type(error).__name__, str(error))
-            return encode(reply)
+            reply.status, reply.arrays = ERROR, error_arrays(type(error).__name__, str(error))
+            return encode_reply(reply)
 
 
 def _plain(error: FleetError) -> FleetError:

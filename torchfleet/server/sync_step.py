@@ -7,7 +7,7 @@ from torchfleet.net.request import Request
 from torchfleet.net.wire import DENSE_BACK, Array
 from torchfleet.server.arrays import check_worker, push_sections
 from torchfleet.server.sections import Section, mean_section
-from torchfleet.server.state.state import Reply, State
+from torchfleet.server.state.state import Answer, State
 
 
 def keep_for_step(state: State, request: Request) -> None:
@@ -44,7 +44,7 @@ def close_sync_step(state: State) -> None:
         state.finish(request, new_dense_values(sections) if request.message.flags & DENSE_BACK else [])
 
 
-def new_dense_values(sections: list[Section]) -> Reply:
+def new_dense_values(sections: list[Section]) -> Answer:
     """The values of all sections' dense tables, after the push."""
     wholes = [(section.table.spec.number, section.table.whole()) for section in sections]
     return [Array(number, values) for number, values in wholes if values is not None]

@@ -1,4 +1,4 @@
-"""Have every kernel compiled, or loaded from numba's cache, before the first request comes."""
+"""Compile every kernel, or load it from numba's cache, before the first request comes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _BYTES = 1 << 20
 
 
 def warm_up() -> None:
+    """Use every rule and kind of table once, on a few rows."""
     keys = np.array([1, 2, 1], np.uint64)
     grads = np.ones((3, 2), np.float32)
     for rule in map(Rule, RULES):

@@ -64,9 +64,9 @@ class Summary:
         self._norm_max = max(self._norm_max, other["norm_max"])
         for name, bins in other["histograms"].items():
             limits = bin_limits(name)
-            for one in bins:
-                place = limits.index((one["from"], one["to"]))
-                self._count(name, np.full(1, place), len(limits), one["rows"])
+            for counted in bins:
+                place = limits.index((counted["from"], counted["to"]))
+                self._count(name, np.full(1, place), len(limits), counted["rows"])
         self._keep_best([dict(line) for line in other["top"]])
 
     def as_dict(self) -> dict[str, Any]:

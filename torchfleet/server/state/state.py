@@ -25,7 +25,7 @@ from torchfleet.tables.table import Table
 
 MAX_TABLES = 1024
 
-Reply = list[Array]
+Answer = list[Array]  # the arrays of a reply
 
 
 @dataclass
@@ -33,7 +33,7 @@ class LongRequest:
     """A request that is worked on in slices, or done: who is to be told, and what."""
 
     request: Request
-    result: Reply | FleetError | None = None
+    result: Answer | FleetError | None = None
 
 
 @dataclass
@@ -78,14 +78,14 @@ class State:
     schedule: Schedule = field(default_factory=Schedule)
     long_work: deque[Iterator[bool]] = field(default_factory=deque)  # done in slices between requests
     sync_step: dict[int, Request] = field(default_factory=dict)  # this step's pushes so far, by worker
-    finished: list[tuple[Request, Reply | FleetError]] = field(default_factory=list)
+    finished: list[tuple[Request, Answer | FleetError]] = field(default_factory=list)
     num_requests: int = 0
     num_errors: int = 0
     is_stopping: bool = False
     model: str = ""  # the saved model that was loaded
     started: float = field(default_factory=time.monotonic)
 
-    def finish(self, request: Request, result: Reply | FleetError) -> None:
+    def finish(self, request: Request, result: Answer | FleetError) -> None:
         """Answer a request that was told to wait."""
         self.finished.append((request, result))
 

@@ -186,13 +186,13 @@ def combined(entry: AdmissionEntry | Sequence[AdmissionEntry] | None) -> Admissi
         return AdmissionEntry()
     if isinstance(entry, AdmissionEntry):
         return entry
-    if not isinstance(entry, (list, tuple)) or not all(isinstance(one, AdmissionEntry) for one in entry):
+    if not isinstance(entry, (list, tuple)) or not all(isinstance(condition, AdmissionEntry) for condition in entry):
         raise TableError(
             f"entry: expected fleet.CountFilterEntry(n), another entry, or a list of them; found {entry!r}"
         )
     settings: dict[str, object] = {}
-    for one in entry:
-        for field, value in msgspec.structs.asdict(one).items():
+    for condition in entry:
+        for field, value in msgspec.structs.asdict(condition).items():
             if value == getattr(AdmissionEntry(), field):
                 continue
             before = settings.get(field, value)
