@@ -25,7 +25,6 @@ from torchfleet.net.wire import Role
 from torchfleet.server.process import ServerProcess
 from torchfleet.storage import Storage
 from torchfleet.tables.rows.memory import physical_bytes
-from torchfleet.tables.rules import num_states
 from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.tables.sparse_table import SparseTable
 from torchfleet.worker.client.client import Client
@@ -118,7 +117,7 @@ def save(chosen: argparse.Namespace, storage: Storage) -> tuple[dict[str, float]
         over.set()
         watch.join()
     num_bytes = sum(part.bytes for part in saved[0].parts)
-    table = described(SPEC, num_states(SPEC.rule), saved[0].steps["rows"], chosen.rows, [])
+    table = described(SPEC, SPEC.num_states, saved[0].steps["rows"], chosen.rows, [])
     manifest = Manifest(folder_of(1), 1, "full", 1, [table], saved[0].parts)
     write_manifest(storage, manifest)
     found = {

@@ -21,7 +21,7 @@ import psutil
 
 from benchmarks.timing import report, say
 from torchfleet.server.process import ServerProcess
-from torchfleet.tables.settings.policy import Entry, Shrink, WindowCountEntry
+from torchfleet.tables.settings.policy import AdmissionEntry, Shrink, WindowCountEntry
 from torchfleet.tables.settings.spec import Rule, TableSpec
 from torchfleet.worker.client.client import Client
 
@@ -55,7 +55,7 @@ def options() -> argparse.Namespace:
 
 
 def run(chosen: argparse.Namespace) -> dict[str, Any]:
-    entry = WindowCountEntry(2, hours=24, max_bytes=64 << 20) if chosen.entry == "window" else Entry()
+    entry = WindowCountEntry(2, hours=24, max_bytes=64 << 20) if chosen.entry == "window" else AdmissionEntry()
     spec = TableSpec("rows", dim=DIM, rule=Rule("sgd", RATE), entry=entry, shrink=Shrink(max_bytes=chosen.budget))
     with ServerProcess() as process, Client.connect([process.endpoint]) as client:
         client.create_table(spec)

@@ -70,12 +70,12 @@ def assert_whole(dirname: str, chain: Chain) -> Manifest:
         if table.kind == "dense":
             assert read_dense(storage, manifest, table).tobytes() == chain.dense[table.name].tobytes()
         else:
-            owned = [part.part for part in manifest.parts if part.table == table.name and part.kind == "rows"]
+            owned = [part.shard for part in manifest.parts if part.table == table.name and part.kind == "rows"]
             assert sorted(set(owned)) == list(range(manifest.num_servers))
     for part in manifest.parts:
         arrays = read_part(storage, manifest.save, part)
         if part.kind in ("rows", "candidates") and "keys" in arrays:
-            assert (owners_of(SPECS[part.table], arrays["keys"], manifest.num_servers) == part.part).all()
+            assert (owners_of(SPECS[part.table], arrays["keys"], manifest.num_servers) == part.shard).all()
             assert len(arrays["keys"]) == part.rows
     assert {part.kind for part in manifest.parts} <= {"rows", "candidates", "sketch"}
     assert len({part.file for part in manifest.parts}) == len(manifest.parts)
@@ -143,9 +143,11 @@ class TestContent:
         storage = chain.storage
         for part in base.parts_of(ITEMS.name):  # rewritten without statistics
             arrays = read_part(storage, base.save, part)
-            buffers = compaction.parts.encode({name: arrays[name] for name in ("keys", "rows")})
+            buffers = compaction.part_file.encode({name: arrays[name] for name in ("keys", "rows")})
             storage.write(f"{base.save}/{part.file}", buffers)
-        crcs = {part.file: compaction.parts.checksum([storage.read(f"{base.save}/{part.file}")]) for part in base.parts}
+        crcs = {
+            part.file: compaction.part_file.checksum([storage.read(f"{base.save}/{part.file}")]) for part in base.parts
+        }
         sizes = {part.file: len(storage.read(f"{base.save}/{part.file}")) for part in base.parts}
         parts = [msgspec.structs.replace(part, crc32=crcs[part.file], bytes=sizes[part.file]) for part in base.parts]
         base = msgspec.structs.replace(base, parts=parts)

@@ -21,7 +21,7 @@ from torchfleet.checkpoint.matching import Difference
 from torchfleet.commands import command
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
-from torchfleet.tables.settings.policy import Entry
+from torchfleet.tables.settings.policy import AdmissionEntry
 from torchfleet.tables.settings.spec import Rule
 
 
@@ -144,7 +144,7 @@ class TestSettings:
             (PLAIN.name, {"rule": {"name": "sgd", "lr": 0.5}}, True),
             (PLAIN.name, {"step": 77}, True),
             (PLAIN.name, {"seed": 3}, True),
-            (ITEMS.name, {"entry": msgspec.to_builtins(Entry(probability=0.5))}, True),
+            (ITEMS.name, {"entry": msgspec.to_builtins(AdmissionEntry(probability=0.5))}, True),
             (ITEMS.name, {"shrink": {"max_rows": 7}}, True),
             (PLAIN.name, {"dim": 2}, False),
             ("dense.0", {"step": 5}, False),

@@ -351,7 +351,7 @@ class TestManifest:
         found = read_manifest(storage)
         assert found.table(SPARSE.name).spec() == SPARSE
         assert found.table(DENSE.name).spec() == DENSE
-        assert [part.part for part in found.parts_of(DENSE.name)] == [1]
+        assert [part.shard for part in found.parts_of(DENSE.name)] == [1]
 
     @given(
         rule=st.builds(

@@ -22,7 +22,7 @@ import torchfleet as fleet
 from torchfleet import nn
 from torchfleet.errors import FleetError, ModelError, StrategyError, TableError
 from torchfleet.tables.settings.clock import MAX_TIME
-from torchfleet.tables.settings.policy import Entry, Shrink
+from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.tables.settings.spec import Rule, TableSpec
 from torchfleet.tables.sparse_table import SparseTable
 
@@ -82,7 +82,7 @@ def step(model: torch.nn.Module, optimizer: Any, batch: Any) -> float:
 
 def first_values(spec: TableSpec) -> torch.Tensor:
     """Of new rows, worked out without servers."""
-    everyone = msgspec.structs.replace(spec, entry=Entry(), shrink=Shrink(), part=0, num_parts=1)
+    everyone = msgspec.structs.replace(spec, entry=AdmissionEntry(), shrink=Shrink(), shard=0, num_shards=1)
     return torch.from_numpy(SparseTable(everyone, 1 << 20).pull(np.arange(NUM, dtype=np.uint64)))
 
 

@@ -589,7 +589,7 @@ def test_a_file_of_any_link_that_is_damaged_is_named(folder: str) -> None:
         traffic.run(tables.client, 8)
         tables.save(folder, kind)
     for link in manifest_of(folder).links():
-        part = next(part for part in link.parts if part.rows and part.table == "kept" and part.part == 0)
+        part = next(part for part in link.parts if part.rows and part.table == "kept" and part.shard == 0)
         path = Path(folder, link.save, part.file)
         whole = path.read_bytes()
         path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

@@ -19,7 +19,7 @@ from support.scripts.launching import Started, fleetrun
 import torchfleet as fleet
 from torchfleet import fleet as facade
 from torchfleet.errors import CheckpointError, FleetError, ModelError
-from torchfleet.tables.settings.policy import Entry, Shrink
+from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
 
 SCRIPT = str(Path(inferring.__file__))
 test_batches.__test__ = False  # type: ignore[attr-defined]
@@ -376,4 +376,4 @@ def test_policies_of_training_do_not_act_while_nobody_trains() -> None:
         job = facade._get_job()
         job.distribute_for_prediction()
         spec = job.plan.sparse["ids"].spec
-        assert (spec.entry, spec.shrink) == (Entry(), Shrink())
+        assert (spec.entry, spec.shrink) == (AdmissionEntry(), Shrink())

@@ -114,7 +114,7 @@ def held(part: jobs.Part, folder: str) -> float:
     """The one number of the model in a folder."""
     server = Server(jobs.MAX_TABLE_BYTES)
     for spec in part.job.plan.specs:
-        server.state.add_table(spec.for_part(0, 1))
+        server.state.add_table(spec.for_shard(0, 1))
     load_model(server.state, folder, None)
     found = contents([server])
     assert [len(found[name]) for name in ("words", "dense.0", "dense.fixed")] == [NUM_IDS, 3, 3]

@@ -85,7 +85,7 @@ class GatherSchedule(Schedule):
                 if call.error is not None:
                     raise call.error
                 assert call.reply is not None
-                found = [(array.table, array.data.tobytes()) for array in call.reply]
+                found = [(array.number, array.data.tobytes()) for array in call.reply]
                 if found != list(enumerate(brought)):
                     raise Mismatch(f"gathering {number}: worker {worker} got {found}, brought were {brought}")
 

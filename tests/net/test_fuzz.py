@@ -37,6 +37,7 @@ from torchfleet.net.wire import (
     Role,
     call_of,
     decode,
+    decode_reply,
     encode,
     pack,
 )
@@ -257,10 +258,10 @@ class Fuzzed:
         if not replies:
             assert decode(frames).command in (Command.BARRIER, Command.PUSH), "only these may wait for others"
             return
-        answers = [decode(reply) for _, reply in replies]
+        answers = [decode_reply(reply) for _, reply in replies]
         mine = [answer for answer in answers if answer.call == call_of(frames)]
         assert mine, "it answered others, and not this one"
-        if mine[-1].role == ERROR:
+        if mine[-1].status == ERROR:
             kind, text = refusal(mine[-1])
             assert not text.startswith("internal error"), f"{text}: {frames}"
             assert self._fingerprint() == before, f"refused, and yet changed something: {kind} {text}: {frames}"
@@ -305,7 +306,7 @@ def test_good_messages_are_good() -> None:
         talk.create(spec)
     for frames in originals():
         message = decode(frames)
-        replies = [decode(reply) for _, reply in talk.server.handle("peer", frames, None)]
+        replies = [decode_reply(reply) for _, reply in talk.server.handle("peer", frames, None)]
         if message.command == Command.STOP or (message.command == Command.PUSH and message.flags == SYNC):
             assert refusal(replies[0])[0] in ("PermissionRefused", "TableError")
         elif message.command != Command.BARRIER:

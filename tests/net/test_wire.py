@@ -82,7 +82,7 @@ class TestRoundTrip:
         assert call_of(frames) == message.call
         assert len(found.arrays) == len(message.arrays)
         for got, given_array in zip(found.arrays, message.arrays, strict=True):
-            assert got.table == given_array.table
+            assert got.number == given_array.number
             assert got.data.dtype == given_array.data.dtype
             assert got.data.shape == given_array.data.shape
             assert got.data.tobytes() == given_array.data.tobytes()  # bytes, since NaN is not equal to itself

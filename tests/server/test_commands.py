@@ -10,7 +10,7 @@ import pytest
 from support.fleets import OWN_RATE, Talk, assert_ok, keys_of, push_arrays, refusal, values_of
 
 from torchfleet.net import wire
-from torchfleet.net.wire import MAX_ARRAYS, NO_CREATE, OK, VERSIONS, Array, Command, Role, decode, pack, unpack
+from torchfleet.net.wire import MAX_ARRAYS, NO_CREATE, OK, VERSIONS, Array, Command, Role, decode_reply, pack, unpack
 from torchfleet.server import commands as module
 from torchfleet.server.commands import COMMANDS
 from torchfleet.server.server import Server
@@ -73,7 +73,7 @@ class TestRoles:
         claimed = Role.LAUNCHER if is_proved else role
         message = talk.message(command, *some_arrays(command), once=COMMANDS[command].once, role=claimed)
         (answer,) = talk.server.handle(talk, wire.encode(message), role if is_proved else None)
-        reply = decode(answer[1])
+        reply = decode_reply(answer[1])
         if role >= least:
             assert_ok(reply)
         else:
@@ -86,7 +86,7 @@ class TestRoles:
     def test_a_key_may_also_prove_less_than_the_message_claims(self, talk: Talk) -> None:
         message = talk.message(Command.STOP, role=Role.LAUNCHER)
         (answer,) = talk.server.handle(talk, wire.encode(message), Role.WORKER)
-        assert refusal(decode(answer[1]))[0] == "PermissionRefused"
+        assert refusal(decode_reply(answer[1]))[0] == "PermissionRefused"
         assert not talk.server.is_stopping
 
     @pytest.mark.parametrize("role", [0, 4, 255])
@@ -141,8 +141,8 @@ class TestUnknown:
         for frames in ([header], [header, b"123"], [header, bytes(8), b""]):
             ((peer, answer),) = talk.server.handle("peer", frames, None)
             assert peer == "peer"
-            assert decode(answer).call == 77
-            assert refusal(decode(answer))[0] == "WireError"
+            assert decode_reply(answer).call == 77
+            assert refusal(decode_reply(answer))[0] == "WireError"
 
     def test_all_replies_of_a_server_carry_one_number_of_its_process(self, talk: Talk) -> None:
         numbers = {talk.ask(command).client for command in (Command.PING, Command.STATS, 99)}
@@ -216,7 +216,7 @@ class TestPull:
 
     def test_sections_are_answered_in_their_order(self, talk: Talk) -> None:
         reply = talk.ask(Command.PULL, keys_of(DENSE, [1, 3]), keys_of(ROWS, [1]), keys_of(OTHER, [1, 2]))
-        assert [(array.table, array.data.shape) for array in reply.arrays] == [
+        assert [(array.number, array.data.shape) for array in reply.arrays] == [
             (DENSE.number, (2, 1)),
             (ROWS.number, (1, 2)),
             (OTHER.number, (2, 1)),
@@ -274,7 +274,7 @@ class TestPull:
         talk = Talk(Server(max_table_bytes=160))  # ten rows of a key and two numbers
         talk.create(ROWS)
         reply = talk.ask(Command.PULL, keys_of(ROWS, range(8)), keys_of(ROWS, range(8, 16)))
-        if reply.role != OK:
+        if reply.status != OK:
             assert contents(talk.server)["rows"][0] == 0
 
     @pytest.mark.parametrize("command", [Command.PULL, Command.PULL_CHANGED])

@@ -39,10 +39,10 @@ REQUESTS_AFTER_WARM_UP = """
 import importlib, itertools, pkgutil
 import numpy as np
 import torchfleet.kernels
-from torchfleet.net.wire import Array, Command, Message, decode, encode, pack
+from torchfleet.net.wire import Array, Command, Message, decode_reply, encode, pack
 from torchfleet.server.server import Server
 from torchfleet.server.warm import warm_up
-from torchfleet.tables.spec import Initializer, Rule, TableSpec
+from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
 
 def num_compiled():
     modules = [importlib.import_module(f"torchfleet.kernels.{m.name}")
@@ -79,7 +79,7 @@ for rule in map(Rule, ("sgd", "adagrad", "adam")):
             number = next(numbers)
             frames = encode(Message(command, 3, 0, 0, 1, number, number, number, arrays))
             ((_, reply),) = server.handle(0, [one_byte_off(frame) for frame in frames], None)
-            assert decode(reply).role == 0, bytes(memoryview(reply[1]))
+            assert decode_reply(reply).status == 0, bytes(memoryview(reply[1]))
 late = {name for name, num in num_compiled().items() if num != before[name]}
 assert not late, f"compiled when the request was here: {late}"
 """

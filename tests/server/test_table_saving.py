@@ -21,7 +21,7 @@ from torchfleet.checkpoint.manifest import Manifest, Saved, described, read_mani
 from torchfleet.checkpoint.part_reader import read_part
 from torchfleet.errors import CheckpointError, FleetError, PermissionRefused, WireError
 from torchfleet.net.transport import InProcess
-from torchfleet.net.wire import Command, Message, Role, decode, encode, pack, unpack
+from torchfleet.net.wire import Command, Message, Role, decode_reply, encode, pack, unpack
 from torchfleet.server import table_saving
 from torchfleet.server.server import Server
 from torchfleet.storage import Storage
@@ -328,12 +328,8 @@ def save_message(talk: Talk, dirname: str, folder: str = "save-1", token: int = 
     return talk.message(Command.SAVE, pack(body))
 
 
-def decoded(frames: Any) -> Message:
-    return decode(frames)
-
-
 def saved_of(replies: list[tuple[Any, Any]]) -> Saved:
-    (reply,) = [decoded(frames) for _, frames in replies]
+    (reply,) = [decode_reply(frames) for _, frames in replies]
     assert_ok(reply)
     return unpack(reply.arrays[0], Saved)
 
@@ -481,7 +477,7 @@ def test_a_repeat_of_a_save_that_failed_gets_the_same_error(tmp_path: Path) -> N
     slow.talk.pull(slow.spec, np.arange(50))
     message = slow.begin()
     ((_, frames),) = slow.finish()
-    kind, text = refusal(decoded(frames))
+    kind, text = refusal(decode_reply(frames))
     assert kind == "CheckpointError"
     assert str(tmp_path / "file") in text
     (tmp_path / "file").unlink()
@@ -497,7 +493,7 @@ def test_several_saves_at_once_are_made_one_after_the_other(tmp_path: Path) -> N
     replies = slow.finish()
     assert len(replies) == 3
     for token, (_, frames) in zip((1, 2, 3), replies, strict=True):
-        reply = decoded(frames)
+        reply = decode_reply(frames)
         assert_ok(reply)
         made = unpack(reply.arrays[0], Saved)
         (part,) = made.parts

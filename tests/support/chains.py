@@ -21,12 +21,11 @@ from torchfleet.checkpoint.manifest import (
     write_manifest,
 )
 from torchfleet.storage import Storage
-from torchfleet.tables.rules import num_dense_states, num_states
 from torchfleet.tables.settings.owners import owners_of
 from torchfleet.tables.settings.policy import CountFilterEntry as Count
 from torchfleet.tables.settings.policy import ShowClickEntry as Shows
 from torchfleet.tables.settings.policy import Shrink, combined
-from torchfleet.tables.settings.spec import Rule, TableSpec, part_range
+from torchfleet.tables.settings.spec import Rule, TableSpec, shard_range
 
 ADAM = Rule("adam", lr=0.125)
 ITEMS = TableSpec(
@@ -53,7 +52,7 @@ def column(name: str, number: int) -> Any:
 
 def row(spec: TableSpec, number: int) -> dict[str, Any]:
     """A row whose every part tells `number`."""
-    width = spec.dim * (1 + num_states(spec.rule))
+    width = spec.dim * (1 + spec.num_states)
     values = (np.arange(width) / 8 + number).astype(np.float32)
     return {"rows": values, **{name: column(name, number)[0] for name in STATISTICS.get(spec.name, ())}}
 
@@ -109,7 +108,7 @@ class Chain:
         return self.manifest
 
     def _described(self, spec: TableSpec, number: int) -> Any:
-        states = (num_dense_states if spec.kind == "dense" else num_states)(spec.rule)
+        states = spec.num_states
         layout = [Parameter("w", [2, 2], 0), Parameter("b", [3], 4)] if spec.kind == "dense" else []
         num = spec.size if spec.kind == "dense" else len(self.rows[spec.name])
         found = described(spec, states, number, num, layout)
@@ -155,7 +154,7 @@ class Chain:
         block = np.arange(3 * spec.size, dtype=np.float32).reshape(3, spec.size) + number
         self.dense[spec.name] = block
         for server in range(self._num_servers):
-            start, stop = part_range(spec.size, server, self._num_servers)
+            start, stop = shard_range(spec.size, server, self._num_servers)
             self._write(spec.name, "rows", server, 0, {"values": block[:, start:stop]}, start)
 
     def write_sketch(self, spec: TableSpec, blocks: np.ndarray) -> None:
@@ -163,7 +162,7 @@ class Chain:
         assert self.manifest is not None
         self._parts, self._folder, num = list(self.manifest.parts), self.manifest.save, self.manifest.num_servers
         for server in range(num):
-            start, stop = part_range(len(blocks), server, num)
+            start, stop = shard_range(len(blocks), server, num)
             self._write(spec.name, "sketch", server, 0, {"blocks": blocks[start:stop]}, start)
         self.manifest = msgspec.structs.replace(self.manifest, parts=self._parts)
         write_manifest(self.storage, self.manifest)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.sockets import Listener, SocketChannel
 from torchfleet.net.transport import Channel, InProcess
-from torchfleet.net.wire import ERROR, Array, Command, Message, Role, decode, encode, pack, unpack
+from torchfleet.net.wire import ERROR, Array, Command, Message, Reply, Role, decode_reply, encode, pack, unpack
 from torchfleet.server.process import ServerProcess
 from torchfleet.server.server import Server
 from torchfleet.tables.settings.spec import TableSpec
@@ -141,11 +141,11 @@ class Talk:
         base = {"role": self.role, "worker": self.worker, "client": self.client, "call": next(self._calls)}
         return Message(command, **{**base, "sequence": sequence, "floor": sequence, "arrays": list(arrays), **fields})
 
-    def send(self, message: Message) -> list[Message]:
+    def send(self, message: Message) -> list[Reply]:
         """All replies that the server has ready after it, to whomever they go."""
-        return [decode(frames) for _, frames in self.server.handle(self, encode(message), None)]
+        return [decode_reply(frames) for _, frames in self.server.handle(self, encode(message), None)]
 
-    def ask(self, command: int, *arrays: Array, once: bool = False, **fields: Any) -> Message:
+    def ask(self, command: int, *arrays: Array, once: bool = False, **fields: Any) -> Reply:
         """The one reply."""
         (reply,) = self.send(self.message(command, *arrays, once=once, **fields))
         return reply
@@ -158,7 +158,7 @@ class Talk:
         assert_ok(reply)
         return reply.arrays[0].data
 
-    def push(self, spec: TableSpec, keys: npt.ArrayLike, grads: npt.ArrayLike, **fields: Any) -> Message:
+    def push(self, spec: TableSpec, keys: npt.ArrayLike, grads: npt.ArrayLike, **fields: Any) -> Reply:
         return self.ask(Command.PUSH, *push_arrays(spec, keys, grads), **{"once": True, **fields})
 
 
@@ -174,15 +174,15 @@ def push_arrays(spec: TableSpec, keys: npt.ArrayLike, grads: npt.ArrayLike) -> l
     return [Array(0, OWN_RATE), keys_of(spec, keys), values_of(spec, grads)]
 
 
-def refusal(reply: Message) -> tuple[str, str]:
+def refusal(reply: Reply) -> tuple[str, str]:
     """Kind and text of a reply that must be an error."""
-    assert reply.role == ERROR, f"expected an error, found {reply}"
+    assert reply.status == ERROR, f"expected an error, found {reply}"
     body = unpack(reply.arrays[0], dict)
     return body["kind"], body["text"]
 
 
-def assert_ok(reply: Message) -> None:
-    assert reply.role != ERROR, refusal(reply)
+def assert_ok(reply: Reply) -> None:
+    assert reply.status != ERROR, refusal(reply)
 
 
 class SgdOracle:

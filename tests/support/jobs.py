@@ -108,7 +108,7 @@ class Servers:
         """As ServerJob does before it serves; again for the same tables does no harm."""
         for index, server in enumerate(self.servers):
             for spec in job.plan.specs:
-                server.state.add_table(spec.for_part(index, job.info.num_servers))
+                server.state.add_table(spec.for_shard(index, job.info.num_servers))
 
     def connect(self) -> list[Channel]:
         return [transport.connect() for transport in self._transports]

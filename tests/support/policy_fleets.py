@@ -79,7 +79,7 @@ class Tables:
         self.servers = [Server(MAX_TABLE_BYTES, num_workers) for _ in range(num_servers)]
         for index, server in enumerate(self.servers):
             for spec in specs:
-                server.state.add_table(spec.for_part(index, num_servers))
+                server.state.add_table(spec.for_shard(index, num_servers))
             if folder is not None:
                 load_model(server.state, folder, None)
         self.channels = [Direct(server) for server in self.servers]

@@ -1,8 +1,8 @@
 """Admission, eviction and statistics of one table in plain Python: dicts of rows, one key at a time, no kernel.
 
-Only declarations (Entry, Shrink) are read from the package; hashes are written down here once more. Conditions come as
-Python functions over a dict of numbers, beside the text that the table gets. Floats are numpy.float32, rounded where
-the table rounds. Values are replayed under SGD.
+Only declarations (AdmissionEntry, Shrink) are read from the package; hashes are written down here once more. Conditions
+come as Python functions over a dict of numbers, beside the text that the table gets. Floats are numpy.float32, rounded
+where the table rounds. Values are replayed under SGD.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""tables/dense: the rules are torch.optim's, a part is a range, and what is refused leaves no trace."""
+"""tables/dense: the rules are torch.optim's, a shard is a range, and what is refused leaves no trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchfleet.errors import TableError
-from torchfleet.tables.dense_table import DenseTable
+from torchfleet.tables.dense_table import NO_KEYS, DenseTable
 from torchfleet.tables.settings.spec import Rule, TableSpec
 
 ROOM = 1 << 20
@@ -56,16 +56,16 @@ def make_table(size: int = 10, max_bytes: int = ROOM, **fields) -> DenseTable:
     return DenseTable(TableSpec("w", "dense", size=size, **fields), max_bytes)
 
 
-@pytest.mark.parametrize("num_parts", [1, 3])
+@pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_eight_updates_are_those_of_torch(name, num_parts):
+def test_eight_updates_are_those_of_torch(name, num_shards):
     """Tolerance 1e-6: weights are below 4, where one float32 step is 2.4e-7, and torch computes the same formulas
     with other roundings (its own sums of two products, a step size that is folded in elsewhere)."""
     rule, optimizer_class, arguments = OPTIMIZERS[name]
     torch.manual_seed(0)
     weights = torch.nn.Parameter(torch.randn(101))
     optimizer = optimizer_class([weights], **arguments)
-    tables = [make_table(101, rule=rule, part=part, num_parts=num_parts) for part in range(num_parts)]
+    tables = [make_table(101, rule=rule, shard=shard, num_shards=num_shards) for shard in range(num_shards)]
     cuts = np.cumsum([table.size for table in tables])[:-1]
     for table, piece in zip(tables, np.split(weights.detach().numpy(), cuts), strict=True):
         table.set(0, piece)
@@ -77,7 +77,7 @@ def test_eight_updates_are_those_of_torch(name, num_parts):
         optimizer.step()
     found = np.concatenate([table.get(0, table.size) for table in tables])
     np.testing.assert_allclose(found, weights.detach().numpy(), rtol=0, atol=1e-6)
-    assert [table.step for table in tables] == [8] * num_parts
+    assert [table.step for table in tables] == [8] * num_shards
 
 
 def test_a_table_starts_as_zeros():
@@ -113,13 +113,13 @@ def test_the_rate_of_a_push_goes_before_the_tables_own():
 
 def test_add_moves_the_weights_by_a_difference_and_no_rule_is_applied():
     table = make_table(3, rule=Rule("adam"))
-    table.add(np.array([1, 2, 3], np.float32))
-    table.add(np.array([[1], [1], [1]], np.float32))
+    table.add(NO_KEYS, np.array([1, 2, 3], np.float32))
+    table.add(NO_KEYS, np.array([[1], [1], [1]], np.float32))
     assert table.get(0, 3).tolist() == [2, 3, 4]
     assert not table._states.any()
     assert table.step == 2
-    refused(table, "NaN or infinity at element 1", lambda: table.add(np.array([0, np.nan, 0], np.float32)))
-    refused(table, "expects 3 gradients", lambda: table.add(np.ones(4, np.float32)))
+    refused(table, "NaN or infinity at element 1", lambda: table.add(NO_KEYS, np.array([0, np.nan, 0], np.float32)))
+    refused(table, "expects 3 gradients", lambda: table.add(NO_KEYS, np.ones(4, np.float32)))
 
 
 def test_gradients_over_a_messages_memory_are_taken():
@@ -130,8 +130,8 @@ def test_gradients_over_a_messages_memory_are_taken():
     assert table.get(0, 10) == pytest.approx(-0.5)
 
 
-def test_a_part_without_elements_takes_part():
-    table = make_table(2, part=0, num_parts=3, rule=Rule("adam"))
+def test_a_shard_without_elements_works_too():
+    table = make_table(2, shard=0, num_shards=3, rule=Rule("adam"))
     assert table.size == 0
     table.push(np.empty(0, np.float32))
     table.set(0, np.empty(0, np.float32))
@@ -164,13 +164,13 @@ def refused(table: DenseTable, match: str, act) -> None:
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (0, 11), (11, 11), (6, 5), (2**63, 2**63 + 1)])
-def test_a_range_outside_the_part_is_refused(start, stop):
+def test_a_range_outside_the_shard_is_refused(start, stop):
     table = make_table()
     refused(table, "holds elements 0 to 10 here", lambda: table.get(start, stop))
 
 
 @pytest.mark.parametrize("start", [-1, 8, 2**63])
-def test_values_outside_the_part_are_refused(start):
+def test_values_outside_the_shard_are_refused(start):
     table = make_table()
     refused(table, "holds elements 0 to 10 here", lambda: table.set(start, np.ones(3, np.float32)))
 

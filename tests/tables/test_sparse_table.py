@@ -380,7 +380,7 @@ def test_an_array_table_holds_every_id_below_its_size_and_no_other():
 
 
 def test_ids_of_another_servers_part_are_refused():
-    table = make_table(kind="array", size=10, part=1, num_parts=3)
+    table = make_table(kind="array", size=10, shard=1, num_shards=3)
     table.pull(as_keys(1, 4, 7))
     before = snapshot(table)
     with pytest.raises(TableError, match=r"remainder 1 when divided by 3.*same list of servers"):
@@ -389,12 +389,12 @@ def test_ids_of_another_servers_part_are_refused():
     assert sorted(before[0]) == [1, 4, 7]
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 7, 20])
-def test_the_parts_of_an_array_table_hold_all_ids_together(num_parts):
+@pytest.mark.parametrize("num_shards", [1, 2, 3, 7, 20])
+def test_the_shards_of_an_array_table_hold_all_ids_together(num_shards):
     held = 0
-    for part in range(num_parts):
-        table = make_table(kind="array", size=10, part=part, num_parts=num_parts)
-        ids = np.arange(part, 10, num_parts, dtype=np.uint64)
+    for number in range(num_shards):
+        table = make_table(kind="array", size=10, shard=number, num_shards=num_shards)
+        ids = np.arange(number, 10, num_shards, dtype=np.uint64)
         table.assign(ids, np.repeat(ids.astype(np.float32), 2).reshape(-1, 2))
         assert contents(table) == {key: [key, key] for key in ids.tolist()}
         held += table.stats()["rows"]

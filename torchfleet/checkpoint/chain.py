@@ -1,4 +1,4 @@
-"""The rows of a chain of saves: each row that is alive once, as the newest save that has it has it."""
+"""The rows of a chain of saves: every live row exactly once, from the newest save that holds it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.checkpoint.manifest import Link, Manifest, Part, PartKind, Table
+from torchfleet.checkpoint.manifest import Link, Manifest, Part, Table
 from torchfleet.checkpoint.part_file import Arrays
 from torchfleet.checkpoint.part_reader import read_parts
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
 from torchfleet.tables.rows.keymap import KEY_WORDS, KeyMap, Keys
 from torchfleet.tables.rows.row_statistics import row_columns
+from torchfleet.tables.table import PartKind
 
 # What may stand beside the keys, in the order of an export's columns.
 STATISTICS: dict[str, np.dtype[Any]] = {
@@ -31,7 +32,7 @@ Mask = npt.NDArray[np.bool_]
 def statistics_of(manifest: Manifest, table: str) -> tuple[str, ...]:
     """Which statistics a saved table has: those that its policies look at, unless it was saved for prediction."""
     saved = manifest.table(table)
-    kept = row_columns(saved.spec()) if saved.kind != "dense" and manifest.kind == "full" else ()
+    kept = row_columns(saved.spec()) if not saved.is_dense and manifest.kind == "full" else ()
     return tuple(name for name in STATISTICS if name in kept)
 
 
@@ -44,8 +45,8 @@ def live_rows(
     20 to 30 bytes per wanted key: of all keys, or of one server's if all saves were made by the same number of servers.
     """
     saved = manifest.table(table)
-    if saved.kind == "dense":
-        names = ", ".join(known.name for known in manifest.tables if known.kind != "dense")
+    if saved.is_dense:
+        names = ", ".join(known.name for known in manifest.tables if not known.is_dense)
         raise CheckpointError(f"'{table}' is dense: it has no rows to export or look into. Sparse: {names or 'none'}.")
     return _live(storage, manifest, saved, "rows", "gone", choose)
 
@@ -85,14 +86,14 @@ def _live(
     if len({link.num_servers for link in links}) > 1:
         yield from _live_of(storage, saved, links, kind, gone, choose)
         return
-    servers = {part.part for link in links for part in link.parts_of(saved.name, kind)}
-    for server in sorted(servers):  # a key has the same owner in all links, so they can be taken one by one
-        own = [_share(link, server) for link in links]
+    shards = {part.shard for link in links for part in link.parts_of(saved.name, kind)}
+    for shard in sorted(shards):  # a key has the same owner in all links, so they can be taken one by one
+        own = [_share(link, shard) for link in links]
         yield from _live_of(storage, saved, own, kind, gone, choose)
 
 
-def _share(link: Link, server: int) -> Link:
-    own = [part for part in link.parts if part.part == server]
+def _share(link: Link, shard: int) -> Link:
+    own = [part for part in link.parts if part.shard == shard]
     return Link(link.save, link.number, link.parent, link.num_servers, own, link.time)
 
 

@@ -68,7 +68,7 @@ def _made(source: Storage, manifest: Manifest, target: Storage, folder: str, sho
     tables = []
     with Files(target, folder, newest.num_servers, show) as files:
         for table in manifest.tables:
-            if table.kind == "dense":
+            if table.is_dense:
                 files.copy(source, newest, table, "rows")
                 tables.append(table)
                 continue

@@ -1,4 +1,4 @@
-"""Two saved models side by side: what only one of them has, and how far they differ in what both have."""
+"""Compares two saved models: what only one of them has, and how far they differ in what both have."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class TableDifference(msgspec.Struct):
 
     @property
     def is_none(self) -> bool:
-        found = [one for one in (self.rows, self.candidates) if one is not None]
-        return not self.settings and self.is_sketch_equal and all(one.is_none for one in found)
+        found = [difference for difference in (self.rows, self.candidates) if difference is not None]
+        return not self.settings and self.is_sketch_equal and all(difference.is_none for difference in found)
 
 
 class Comparison(msgspec.Struct):
@@ -47,7 +47,7 @@ class Comparison(msgspec.Struct):
     @property
     def is_equal(self) -> bool:
         found: list[TableDifference | Difference] = [*self.tables.values(), *self.parameters.values()]
-        return not (self.only_in_a or self.only_in_b or self.shapes) and all(one.is_none for one in found)
+        return not (self.only_in_a or self.only_in_b or self.shapes) and all(difference.is_none for difference in found)
 
 
 class Model:
@@ -59,7 +59,7 @@ class Model:
         self.tables = {table.name: table for table in self.manifest.tables}
         self.parameters: dict[str, tuple[Table, Parameter]] = {}
         for table in self.manifest.tables:
-            if table.kind == "dense":
+            if table.is_dense:
                 layout = table.parameters or [Parameter(table.name, [table.size], 0)]
                 self.parameters.update({parameter.name: (table, parameter) for parameter in layout})
         self._block: tuple[str, npt.NDArray[np.float32]] | None = None
@@ -116,7 +116,7 @@ def _compare_tables(a: Model, b: Model, name: str, max_bytes: int, show: Show) -
     tables = a.tables[name], b.tables[name]
     pairs = {field: (getattr(tables[0], field), getattr(tables[1], field)) for field in _SETTINGS}
     found = TableDifference({field: pair for field, pair in pairs.items() if pair[0] != pair[1]})
-    if "dense" in (tables[0].kind, tables[1].kind) or tables[0].dim != tables[1].dim:
+    if any(table.is_dense for table in tables) or tables[0].dim != tables[1].dim:
         return found
 
     def show_table(text: str) -> None:

@@ -1,4 +1,4 @@
-"""One at a time: whoever replaces the manifest of a folder."""
+"""A lock on a folder: one process at a time replaces its manifest."""
 
 from __future__ import annotations
 

@@ -7,21 +7,21 @@ import math
 import re
 import zlib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
-from torchfleet.tables.settings.policy import Entry, Shrink
-from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec, kind_named
+from torchfleet.tables.table import PartKind
 
 FILE = "manifest.json"
 FORMAT = "torchfleet checkpoint"
 VERSION = 2
 READABLE = (1, 2)
 _SAVE = re.compile(r"save-[0-9]{1,18}")  # other folders are not ours
-PartKind = Literal["rows", "gone", "candidates", "candidates_gone", "sketch"]
 _INFINITE = (math.inf, -math.inf)
 
 
@@ -38,7 +38,7 @@ class Part(msgspec.Struct, frozen=True):
 
     table: str
     file: str
-    part: int  # of which server
+    shard: int = msgspec.field(name="part")  # of the table, counted over the servers of the save
     rows: int
     bytes: int
     crc32: int
@@ -71,6 +71,8 @@ class Saved(msgspec.Struct):
 
 
 class Table(msgspec.Struct, frozen=True):
+    """A saved table: its description, and how far it had come."""
+
     name: str
     kind: str
     dim: int
@@ -85,21 +87,28 @@ class Table(msgspec.Struct, frozen=True):
     entry: dict[str, Any] = {}
     shrink: dict[str, Any] = {}
 
+    @property
+    def is_dense(self) -> bool:
+        """One flat block; else rows by key."""
+        return kind_named(self.kind).is_dense
+
     def spec(self) -> TableSpec:
         return TableSpec(
             self.name,
-            msgspec.convert(self.kind, Literal["sparse", "array", "dense"]),
+            self.kind,
             self.dim,
             self.size,
             msgspec.convert(self.rule, Rule),
             msgspec.convert(self.initializer, Initializer),
             self.seed,
-            entry=msgspec.convert(self.entry, Entry),
+            entry=msgspec.convert(self.entry, AdmissionEntry),
             shrink=msgspec.convert(self.shrink, Shrink),
         )
 
 
 class Manifest(msgspec.Struct, frozen=True):
+    """A saved model: the newest save of a chain, and those that it continues."""
+
     save: str  # the folder with the parts
     number: int
     kind: str  # "full", or "inference": without optimizer state

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.checkpoint.chain import Choose, live_candidates, live_rows, statistics_of
-from torchfleet.checkpoint.manifest import Manifest, PartKind
+from torchfleet.checkpoint.manifest import Manifest
 from torchfleet.checkpoint.part_file import Arrays
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
@@ -17,6 +17,7 @@ from torchfleet.tables.rows.keymap import KeyMap, Keys
 from torchfleet.tables.rows.row_statistics import candidate_columns, join_columns
 from torchfleet.tables.settings.owners import owners_of
 from torchfleet.tables.settings.spec import TableSpec
+from torchfleet.tables.table import PartKind
 
 _CHUNK = 1 << 12
 _MAP_BYTES = 24  # per key, beside its row

@@ -25,7 +25,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 Pieces = dict[str, list[npt.NDArray[Any]]]  # each tensor in pieces, to be written one behind the other
 
 
-class Entry(msgspec.Struct):
+class TensorEntry(msgspec.Struct):
     """One tensor in the header of a safetensors file."""
 
     dtype: str
@@ -40,13 +40,13 @@ def encode(arrays: Arrays) -> list[Any]:
 
 def encode_pieces(tensors: Pieces) -> list[Any]:
     """As `encode`, for tensors that come in pieces along their first dimension: they are not put together first."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     at = 0
     for name, pieces in tensors.items():
         size, shape = sum(piece.nbytes for piece in pieces), list(pieces[0].shape)
         if len(pieces) > 1:
             shape[0] = sum(len(piece) for piece in pieces)
-        entries[name] = Entry(_NAMES[pieces[0].dtype], shape, (at, at + size))
+        entries[name] = TensorEntry(_NAMES[pieces[0].dtype], shape, (at, at + size))
         at += size
     header = msgspec.json.encode(entries)
     header += b" " * (-len(header) % 8)  # so that what follows is aligned
@@ -67,14 +67,14 @@ def decode(data: bytes, place: str) -> Arrays:
     if len(data) < 8 or size > min(_MAX_HEADER, len(data) - 8):
         raise CheckpointError(f"{place}: expected a safetensors header, found one of {size:,} bytes in {len(data):,}")
     try:
-        entries = msgspec.json.decode(data[8 : 8 + size], type=dict[str, Entry])
+        entries = msgspec.json.decode(data[8 : 8 + size], type=dict[str, TensorEntry])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{place}: its safetensors header is damaged: {error}") from None
     body = np.frombuffer(data, np.uint8)[8 + size :]
     return {name: _array(entry, body, f"{place}, tensor '{name}'") for name, entry in entries.items()}
 
 
-def _array(entry: Entry, body: npt.NDArray[np.uint8], place: str) -> npt.NDArray[Any]:
+def _array(entry: TensorEntry, body: npt.NDArray[np.uint8], place: str) -> npt.NDArray[Any]:
     dtype = _DTYPES.get(entry.dtype)
     start, stop = entry.data_offsets
     num = 1

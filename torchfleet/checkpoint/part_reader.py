@@ -1,4 +1,4 @@
-"""From part files to tables: every byte checked, every row to the server that owns it now."""
+"""Reading part files into tables: every byte is checked, and every row goes to the shard that owns it now."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.checkpoint import part_file
-from torchfleet.checkpoint.manifest import Link, Manifest, Parameter, Part, PartKind, Table
+from torchfleet.checkpoint.manifest import Link, Manifest, Parameter, Part, Table
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
-from torchfleet.tables.dense_table import DenseTable
 from torchfleet.tables.settings.owners import owners_of
-from torchfleet.tables.settings.spec import TableSpec, part_range
-from torchfleet.tables.sparse_table import SparseTable
+from torchfleet.tables.settings.spec import TableSpec, shard_range
+from torchfleet.tables.table import BlockTable, PartKind, RowTable, SavedSlice
 
 Made = TypeVar("Made")
 
@@ -56,8 +55,11 @@ def read_parts(
             yield made
 
 
-def load_sparse(storage: Storage, manifest: Manifest, table: SparseTable, quiet: bool = False) -> int:
-    """All saved rows that this table's part owns, with their state if it is of the same kind. Returns how many."""
+def load_sparse(storage: Storage, manifest: Manifest, table: RowTable, quiet: bool = False) -> int:
+    """All saved rows that this shard of the table owns, with their state if the rule is the same. Returns how many.
+
+    `quiet`: nothing is printed if the state is not loaded.
+    """
     spec, saved = table.spec, manifest.table(table.spec.name)
     check_match(saved, spec)
     is_whole = spec.dim * (1 + saved.num_states) == table.num_words and _same_rule(saved, spec)
@@ -66,65 +68,50 @@ def load_sparse(storage: Storage, manifest: Manifest, table: SparseTable, quiet:
     table.step = saved.step if is_whole else 0
     for link in manifest.links():
         loading = Loading(storage, link, table, saved, is_whole)
-        loading.gone()
         loading.rows()
         loading.candidates()
     loading.sketch()
-    table.num_loaded = table.index.num_keys
-    return table.num_loaded
+    return table.note_loaded()
 
 
 class Loading:
-    """One save of a chain into one server's part of a table."""
+    """One save of a chain into one shard of a table."""
 
-    def __init__(self, storage: Storage, link: Link, table: SparseTable, saved: Table, is_whole: bool) -> None:
+    def __init__(self, storage: Storage, link: Link, table: RowTable, saved: Table, is_whole: bool) -> None:
         self._storage, self._link, self._table, self._saved, self._is_whole = storage, link, table, saved, is_whole
-        self._same_cut = link.num_servers == table.spec.num_parts
-
-    def gone(self) -> None:
-        """Rows that were dropped."""
-        for arrays in self._own("gone"):
-            self._table.erase(arrays["keys"])
+        self._same_cut = link.num_servers == table.spec.num_shards
 
     def rows(self) -> None:
+        """Rows that were dropped, then those that are there."""
+        self._load("gone")
         table = self._table
-        share = 1 if self._same_cut else table.spec.num_parts
+        share = 1 if self._same_cut else table.spec.num_shards
         table.reserve(sum(part.rows for part in self._parts("rows")) // share)
-        for arrays in self._own("rows"):
-            keys, values = arrays.pop("keys"), arrays.pop("rows")
-            if not self._is_whole:
-                arrays.pop("tick", None)  # steps are counted anew
-            table.load(keys, values, arrays)
+        self._load("rows")
 
     def candidates(self) -> None:
         """Keys that were counted and had no row."""
-        admission = self._table.admission
-        if admission is None or admission.candidates is None:
-            return
-        for arrays in self._own("candidates_gone"):
-            admission.candidates.erase(arrays["keys"])
-        for arrays in self._own("candidates"):
-            admission.candidates.load(arrays.pop("keys"), arrays, self._table.clock.now)
+        self._load("candidates_gone")
+        self._load("candidates")
 
     def sketch(self) -> None:
         """Counters of the window; of another window they would say nothing."""
-        admission, entry = self._table.admission, self._table.spec.entry
-        saved = self._saved.spec().entry
-        is_same = (saved.window_hours, saved.num_blocks) == (entry.window_hours, entry.num_blocks)
-        if admission is None or admission.sketch is None or not is_same:
+        entry, saved = self._table.spec.entry, self._saved.spec().entry
+        if (saved.window_hours, saved.num_blocks) != (entry.window_hours, entry.num_blocks):
             return
         for part, arrays in read_parts(self._storage, self._link.save, self._parts("sketch"), lambda *both: both):
-            admission.sketch.load(part.start, arrays["blocks"])
+            self._table.load_slice(SavedSlice("sketch", arrays, part.start))
+
+    def _load(self, kind: PartKind) -> None:
+        """Everything of this kind that the shard owns."""
+        for arrays in read_parts(self._storage, self._link.save, self._parts(kind), self._checked):
+            self._table.load_slice(SavedSlice(kind, arrays))
 
     def _parts(self, kind: PartKind) -> list[Part]:
-        """The files that hold something of this part of the table."""
+        """The files that hold something of this shard."""
         chosen = self._link.parts_of(self._table.spec.name, kind)
         is_own = self._same_cut and kind != "sketch"
-        return [part for part in chosen if part.part == self._table.spec.part] if is_own else chosen
-
-    def _own(self, kind: PartKind) -> Iterator[part_file.Arrays]:
-        """What this part of the table owns of each file, checked."""
-        yield from read_parts(self._storage, self._link.save, self._parts(kind), self._checked)
+        return [part for part in chosen if part.shard == self._table.spec.shard] if is_own else chosen
 
     def _checked(self, part: Part, arrays: part_file.Arrays) -> part_file.Arrays:
         spec = self._table.spec
@@ -132,7 +119,7 @@ class Loading:
         keys = found["keys"]
         if keys.dtype != np.uint64 or any(len(array) != len(keys) for array in found.values()):
             raise CheckpointError(f"{part.file}: its arrays do not have one value for each of {len(keys)} keys")
-        mine = None if self._same_cut else owners_of(spec, keys, spec.num_parts) == spec.part
+        mine = None if self._same_cut else owners_of(spec, keys, spec.num_shards) == spec.shard
         if mine is not None:
             found = {name: array[mine] for name, array in found.items()}
         if part.kind == "rows":
@@ -142,17 +129,19 @@ class Loading:
             width = self._table.num_words if self._is_whole else spec.dim
             found["rows"] = np.ascontiguousarray(found["rows"][:, :width])
             self._table.check_values(found["keys"], found["rows"])
+            if not self._is_whole:
+                found.pop("tick", None)  # steps are counted anew
         return found
 
 
 def load_dense(
     storage: Storage,
     manifest: Manifest,
-    table: DenseTable,
+    table: BlockTable,
     names: set[str] | None,
     layout: Sequence[Parameter] | None = None,
 ) -> int:
-    """Values of this part's elements: of the named parameters, or of all. Returns how many elements.
+    """Values of this shard's elements: of the named parameters, or of all. Returns how many elements.
 
     `layout` says where the model has its parameters; each gets the values that were saved under its name. State, which
     has one count of steps for the table, comes with them if all of them come from one table of the same rule.
@@ -174,7 +163,7 @@ def load_dense(
     is_whole = is_whole and saved.num_states == table.num_states
     if not is_whole and names is None:
         _tell_of_new_state(saved, spec)
-    first, last = part_range(spec.size, spec.part, spec.num_parts)
+    first, last = shard_range(spec.size, spec.shard, spec.num_shards)
     loaded = []
     for parameter in chosen:
         source, there = known[parameter.name]
@@ -213,7 +202,7 @@ def _tell_of_new_state(saved: Table, spec: TableSpec) -> None:
 
 
 def read_dense(storage: Storage, manifest: Manifest, saved: Table) -> npt.NDArray[np.float32]:
-    """A dense table put together from its parts: a row of values, and one for each kind of state."""
+    """A dense table put together from its part files: a row of values, and one for each number of state."""
     whole = np.empty((1 + saved.num_states, saved.size), np.float32)
     num = 0
     for part, arrays in read_parts(storage, manifest.save, manifest.parts_of(saved.name), lambda *both: both):

@@ -11,13 +11,14 @@ import msgspec
 import numpy as np
 
 from torchfleet.checkpoint import part_file
-from torchfleet.checkpoint.manifest import Link, Part, PartKind, Table
+from torchfleet.checkpoint.manifest import Link, Part, Table
 from torchfleet.checkpoint.part_reader import read_parts
 from torchfleet.errors import CheckpointError, FleetError
 from torchfleet.storage import Storage
 from torchfleet.tables.rows.keymap import Keys
 from torchfleet.tables.settings.owners import owners_of
 from torchfleet.tables.settings.spec import TableSpec, table_number
+from torchfleet.tables.table import PartKind
 
 PART_BYTES = 1 << 25  # of a file
 _UNDER_WAY = 2  # files being written while the next one fills
@@ -78,8 +79,8 @@ class Files:
         """Files that are whole in every save."""
         numbers: Counter[int] = Counter()
         for part, arrays in read_parts(source, link.save, link.parts_of(table.name, kind), lambda *both: both):
-            filling = Filling(table.name, kind, part.part, numbers[part.part])
-            numbers[part.part] += 1
+            filling = Filling(table.name, kind, part.shard, numbers[part.shard])
+            numbers[part.shard] += 1
             filling.pieces = {name: [array] for name, array in arrays.items()}
             self._submit(filling, part)
 

@@ -13,8 +13,8 @@ import torch
 from torchfleet.checkpoint.manifest import Manifest
 from torchfleet.errors import FleetError, ModelError, ServerUnreachable, StrategyError
 from torchfleet.monitor.status import StatusFile
+from torchfleet.net.addresses import listen
 from torchfleet.net.keys import KeyFolder
-from torchfleet.net.sockets import Listener
 from torchfleet.net.transport import InProcess
 from torchfleet.net.wire import Role
 from torchfleet.role import RoleInfo
@@ -25,7 +25,7 @@ from torchfleet.storage import Storage
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.tables.rows.row_statistics import is_counted, is_pushed
 from torchfleet.tables.settings.clock import MAX_TIME
-from torchfleet.tables.settings.policy import Entry, Shrink
+from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
 from torchfleet.worker.distributed_optimizer import DistributedOptimizer
@@ -73,7 +73,7 @@ class Job:
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         plan = make_plan(self.model, optimizer, self.info.num_servers)
         for group in plan.sparse.values():  # nothing is admitted, and nothing may be dropped while nobody trains
-            group.spec = msgspec.structs.replace(group.spec, entry=Entry(), shrink=Shrink())
+            group.spec = msgspec.structs.replace(group.spec, entry=AdmissionEntry(), shrink=Shrink())
         self.optimizer = DistributedOptimizer(optimizer, plan)
 
     def distribute_optimizer(self, optimizer: torch.optim.Optimizer) -> DistributedOptimizer:
@@ -107,7 +107,7 @@ class ServerJob:
         self._job = job
         self._server = Server(num_workers=job.info.num_workers)
         for spec in job.plan.specs:
-            self._server.state.add_table(spec.for_part(job.info.server_index, job.info.num_servers))
+            self._server.state.add_table(spec.for_shard(job.info.server_index, job.info.num_servers))
         if dirname is not None:
             load_model(self._server.state, dirname, var_names, job.plan.layouts)
         self._ended = False
@@ -116,7 +116,7 @@ class ServerJob:
         warm_up()
         info = self._job.info
         keys = KeyFolder(info.key_dir) if info.key_dir else None
-        listener = Listener(f"tcp://{info.server_endpoints[info.server_index]}", keys, info.insecure)
+        listener = listen(f"tcp://{info.server_endpoints[info.server_index]}", keys, info.insecure)
         status = StatusFile(info.status_file, self._status)
 
         def is_over() -> bool:

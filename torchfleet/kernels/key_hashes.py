@@ -1,4 +1,4 @@
-"""Hashes of keys that decide about them: admission by chance that is none, and the order of equals."""
+"""Hashes that decide about keys: which are admitted with a probability, and which of equally old rows goes first."""
 
 from __future__ import annotations
 

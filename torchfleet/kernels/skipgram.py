@@ -1,4 +1,4 @@
-"""Skip-gram with negative sampling (W4), trained in place on whole tables, by any number of threads at once.
+"""Skip-gram with negative sampling, trained in place on whole tables, by any number of threads at once.
 
 For a word w, a word o of its window, and negative words n drawn from count^0.75, with s = emb[w] · emb_w[o] + emb_b[o]:
     loss = softplus(-s(w, o)) + Σ_n softplus(s(w, n))                 num_negatives of them for every pair (w, o)

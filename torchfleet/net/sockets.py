@@ -134,6 +134,18 @@ class SocketChannel:
         return connection
 
 
+class ZeroMQ:
+    """The transport of tcp:// and ipc:// addresses."""
+
+    def listen(self, endpoint: str, keys: KeyFolder | None, insecure: bool) -> Listener:
+        """As Transport.listen."""
+        return Listener(endpoint, keys, insecure)
+
+    def connect(self, endpoint: str, keys: KeyFolder | None, role: Role) -> SocketChannel:
+        """As Transport.connect."""
+        return SocketChannel(endpoint, keys, role)
+
+
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
     made = context.socket(kind)
     made.set(zmq.LINGER, 0)

@@ -1,7 +1,7 @@
-"""How frames travel: the interface, and the way inside one process.
+"""What a transport is: how frames travel between clients and servers; and the one inside a process.
 
 A client sees a Channel to one server. A server sees requests as (peer, frames) and answers to the peer; what a peer
-is, only the transport knows.
+is, only the transport knows. net/addresses.py says which transport serves which addresses.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from torchfleet.net.keys import KeyFolder
 from torchfleet.net.wire import Frame, Role
 
 Peer = object
@@ -45,11 +46,34 @@ class Handler(Protocol):
         """Replies that became due by the passing of time, or by work."""
 
     def work(self) -> bool | None:
-        """One slice of a long job. None: there is no job; False: it waits for a disk and could do nothing."""
+        """One slice of long work. None: there is none; False: it waits for a disk and could do nothing."""
+
+
+class ServerSocket(Protocol):
+    """A server's end: requests of all clients come in one queue, to be answered one after the other."""
+
+    endpoint: str  # the address that clients connect to
+
+    def serve(self, handler: Handler, is_over: Callable[[], bool]) -> None:
+        """Answer requests until `is_over`, which is looked at after every request and many times a second."""
+
+    def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    """What serves the addresses of one scheme."""
+
+    def listen(self, endpoint: str, keys: KeyFolder | None, insecure: bool) -> ServerSocket:
+        """A server's end at this address. Raises SecurityError if other machines could reach it and there are neither
+        keys nor `insecure`, FleetError if it cannot be had."""
+
+    def connect(self, endpoint: str, keys: KeyFolder | None, role: Role) -> Channel:
+        """A client's way to the server at this address, whether it is there yet or not. Raises FleetError if this is
+        not an address."""
 
 
 class InProcess:
-    """A server in this very process: a request is a function call, arrays pass by reference."""
+    """A server in this very process, without an address: a request is a function call, arrays pass by reference."""
 
     def __init__(self, server: Handler) -> None:
         self._server = server

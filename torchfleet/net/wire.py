@@ -1,8 +1,8 @@
-"""Messages and their frames. docs/protocol.md describes every byte; nothing here trusts a length it was told.
+"""Requests, replies and their frames. docs/protocol.md describes every byte; nothing here trusts a length it was told.
 
-A message is a header frame and one frame per array. The header holds the count, width and dtype of every array, and
-a frame whose length differs from what they say is refused before anything is made of it: decoding allocates nothing
-that depends on a number in the message.
+A message, request or reply, is a header frame and one frame per array. The header holds the count, width and dtype of
+every array, and a frame whose length differs from what they say is refused before anything is made of it: decoding
+allocates nothing that depends on a number in the message.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Role(IntEnum):
     LAUNCHER = 3
 
 
-OK, ERROR = 0, 1
+OK, ERROR = 0, 1  # the status of a reply
 NO_CREATE = 1  # flag of PULL: missing keys read as zeros and take no row
 VERSIONS = 2  # flag of PULL: the reply ends with the number of updates that each section's table has seen
 SYNC = 4  # flag of PUSH: one update with the mean of all workers' gradients, answered when it has been made; of PULL:
@@ -77,25 +77,53 @@ DELTA = 16  # flag of PUSH: differences to be added, instead of gradients
 
 @dataclass(slots=True)
 class Array:
-    """An array frame and the table it belongs to; always two-dimensional, (rows, columns)."""
+    """An array frame and what it belongs to; always two-dimensional, (rows, columns)."""
 
-    table: int
+    number: int  # of the table; in a reply to GATHER, of the worker that brought it; else 0
     data: npt.NDArray[Any]
 
 
 @dataclass(slots=True)
 class Message:
-    """A request or its reply (which repeats command, client and call)."""
+    """A request."""
 
     command: int
-    role: int = Role.WORKER  # in a reply: OK or ERROR
+    role: int = Role.WORKER
     flags: int = 0
     worker: int = 0
-    client: int = 0  # a random number per client; in a reply: a random number per server process
+    client: int = 0  # a random number per client
     call: int = 0  # numbers a client's requests, so that replies find them
     sequence: int = 0  # numbers a client's changes per server from 1 on; 0: a request that may be repeated freely
     floor: int = 0  # all changes of this client below this sequence are settled
     arrays: list[Array] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Reply:
+    """The answer to a request, with the same header: status and incarnation stand where a request has role and client.
+
+    It repeats command, worker and call of its request.
+    """
+
+    command: int
+    status: int  # OK or ERROR
+    worker: int
+    incarnation: int  # a random number per server process
+    call: int
+    arrays: list[Array] = field(default_factory=list)
+
+
+def encode_reply(reply: Reply) -> list[Frame]:
+    """As `encode`."""
+    return encode(
+        Message(reply.command, reply.status, 0, reply.worker, reply.incarnation, reply.call, arrays=reply.arrays)
+    )
+
+
+def decode_reply(frames: Sequence[Frame]) -> Reply:
+    """As `decode`."""
+    message = decode(frames)
+    return Reply(message.command, message.role, message.worker, message.client, message.call, message.arrays)
 
 
 def encode(message: Message) -> list[Frame]:
@@ -111,7 +139,7 @@ def encode(message: Message) -> list[Frame]:
                 f"an array of {data.nbytes:,} bytes is too large for one message (at most {MAX_FRAME:,}). "
                 "Send it in ranges, or use more servers."
             )
-        parts.append(_ARRAY.pack(array.table, _CODES[data.dtype], data.shape[1], data.shape[0]))
+        parts.append(_ARRAY.pack(array.number, _CODES[data.dtype], data.shape[1], data.shape[0]))
         frames.append(data)
     if len(message.arrays) > MAX_ARRAYS:
         raise WireError(f"{len(message.arrays)} arrays in one message, at most {MAX_ARRAYS}")
@@ -152,7 +180,7 @@ def decode(frames: Sequence[Frame]) -> Message:
 
 
 def _decode_array(header: memoryview, index: int, frame: Frame) -> Array:
-    table, code, num_columns, num_rows = _ARRAY.unpack_from(header, _HEADER.size + index * _ARRAY.size)
+    number, code, num_columns, num_rows = _ARRAY.unpack_from(header, _HEADER.size + index * _ARRAY.size)
     dtype = _DTYPES.get(code)
     if dtype is None:
         raise WireError(f"array {index} has the unknown dtype code {code}; known are {sorted(_DTYPES)}")
@@ -167,7 +195,7 @@ def _decode_array(header: memoryview, index: int, frame: Frame) -> Array:
     values = data.view(dtype)
     if not values.flags.aligned:  # small frames lie anywhere in the receive buffer; kernels read whole words
         values = data.copy().view(dtype)
-    return Array(table, values.reshape(num_rows, num_columns))
+    return Array(number, values.reshape(num_rows, num_columns))
 
 
 def _as_bytes(frame: Frame) -> npt.NDArray[np.uint8]:
@@ -192,5 +220,6 @@ def unpack(array: Array, expected: type[Body]) -> Body:
         raise WireError(f"expected a {expected.__name__}: {error}") from None
 
 
-def error_reply(kind: str, text: str) -> list[Array]:
+def error_arrays(kind: str, text: str) -> list[Array]:
+    """The arrays of a reply whose status is ERROR."""
     return [pack({"kind": kind, "text": text})]

@@ -9,8 +9,8 @@ import sys
 from types import FrameType
 
 from torchfleet.errors import FleetError
+from torchfleet.net.addresses import listen
 from torchfleet.net.keys import KeyFolder
-from torchfleet.net.sockets import Listener
 from torchfleet.server.server import Server
 from torchfleet.server.warm import warm_up
 
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         server = Server(options.max_table_bytes, options.num_workers)
         warm_up()
-        listener = Listener(options.endpoint, KeyFolder(options.key_dir) if options.key_dir else None, options.insecure)
+        listener = listen(options.endpoint, KeyFolder(options.key_dir) if options.key_dir else None, options.insecure)
     except FleetError as error:
         print(f"torchfleet server: {error}", file=sys.stderr)
         return 2

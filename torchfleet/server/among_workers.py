@@ -1,4 +1,4 @@
-"""Commands by which workers deal with each other: meet, gather, send parcels, share out files, leave."""
+"""Commands between workers: barriers, gathers, parcels for other workers, shared lists of files, leaving."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchfleet.server.arrays import MAX_WORKERS, check_worker, only
 from torchfleet.server.meeting.file_lists import FilesBody
 from torchfleet.server.meeting.gathering import GatherBody
 from torchfleet.server.meeting.mail import SendBody, TakeBody
-from torchfleet.server.state.state import Reply, State
+from torchfleet.server.state.state import Answer, State
 from torchfleet.server.sync_step import close_sync_step
 
 MAX_BARRIER_SECONDS = 7 * 24 * 3600.0
@@ -25,6 +25,7 @@ class BarrierBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def barrier(state: State, request: Request) -> None:
+    """Wait until all workers that have not left are here."""
     body = unpack(only(request), BarrierBody)
     if not 0 < body.timeout <= MAX_BARRIER_SECONDS or body.num_workers < 1:
         raise WireError(f"a barrier needs a timeout of up to {MAX_BARRIER_SECONDS:g} s and workers, found {body}")
@@ -41,7 +42,7 @@ def gather(state: State, request: Request) -> None:
         state.finish(going, reply)
 
 
-def send(state: State, request: Request) -> Reply:
+def send(state: State, request: Request) -> Answer:
     """Keep a parcel for another worker. The reply is 1, or 0 if there was no room: then it must be sent again."""
     check_worker(state, request)
     body = unpack(_bodies(request, 2)[0], SendBody)
@@ -51,7 +52,7 @@ def send(state: State, request: Request) -> Reply:
     return [Array(0, np.array([accepted], np.uint64))]
 
 
-def take(state: State, request: Request) -> Reply:
+def take(state: State, request: Request) -> Answer:
     """Parcels for this worker: each its number and the count of its arrays, then these."""
     check_worker(state, request)
     reply = []
@@ -60,7 +61,7 @@ def take(state: State, request: Request) -> Reply:
     return reply
 
 
-def files(state: State, request: Request) -> Reply:
+def files(state: State, request: Request) -> Answer:
     """Take the next file of a list, and say which ones are done."""
     check_worker(state, request)
     body = unpack(only(request), FilesBody)
@@ -71,7 +72,7 @@ def files(state: State, request: Request) -> Reply:
     return [pack(state.files.ask(message.client, message.worker, body, request.arrived))]
 
 
-def leave(state: State, request: Request) -> Reply:
+def leave(state: State, request: Request) -> Answer:
     """The worker has done its work: nobody waits for it any more, and after the last one the server ends."""
     check_worker(state, request)
     for going in state.barriers.leave(request.message.worker):

@@ -1,4 +1,4 @@
-"""The arrays of a request, checked for what a command needs of them."""
+"""Arrays of a request, checked: the right number, dtype and shape for the command that takes them."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from torchfleet.errors import WireError
 from torchfleet.net.request import Request
 from torchfleet.net.wire import Array
 from torchfleet.server.sections import Section
-from torchfleet.server.state.state import State, Table
-from torchfleet.tables.dense_table import DenseTable
+from torchfleet.server.state.state import State
+from torchfleet.tables.table import Table
 
 MAX_WORKERS = 1 << 16
 
 
 def only(request: Request) -> Array:
+    """The single array of a request."""
     if len(request.message.arrays) != 1:
         raise WireError(f"expected one array, found {len(request.message.arrays)}")
     return request.message.arrays[0]
 
 
 def column(array: Array, dtype: npt.DTypeLike) -> npt.NDArray[np.uint64]:
+    """An array of one column, flat."""
     if array.data.dtype != dtype or array.data.shape[1] != 1:
         raise WireError(f"expected one column of {np.dtype(dtype)}, found {array.data.shape} of {array.data.dtype}")
     return array.data.reshape(-1)
@@ -35,26 +37,6 @@ def floats(array: Array) -> npt.NDArray[np.float32]:
     return array.data
 
 
-def start(keys: npt.NDArray[np.uint64]) -> int:
-    if len(keys) != 1:
-        raise WireError(f"expected the element to start at, found {len(keys)} numbers")
-    return int(keys[0])
-
-
-def check_pull(table: Table, keys: npt.NDArray[np.uint64], create: bool) -> int:
-    """Returns the size of the reply in bytes."""
-    if isinstance(table, DenseTable):
-        if len(keys) != 2:
-            raise WireError(
-                f"expected a range (start, stop) for dense table '{table.spec.name}', found {len(keys)} numbers"
-            )
-        table.check_range(int(keys[0]), int(keys[1]))
-    else:
-        table.check_keys(keys, create)
-    size = int(keys[1] - keys[0]) if isinstance(table, DenseTable) else len(keys) * table.spec.dim
-    return 4 * size
-
-
 def check_worker(state: State, request: Request) -> None:
     num_workers = state.num_workers or MAX_WORKERS
     if request.message.worker >= num_workers:
@@ -62,18 +44,19 @@ def check_worker(state: State, request: Request) -> None:
 
 
 def expect_distinct(arrays: list[Array]) -> None:
-    if len({array.table for array in arrays}) < len(arrays):
+    if len({array.number for array in arrays}) < len(arrays):
         raise WireError("a table appears twice in one message: put its keys together")
 
 
 def pairs(state: State, arrays: list[Array]) -> Iterator[tuple[Table, npt.NDArray[np.uint64], npt.NDArray[np.float32]]]:
+    """(table, keys, values) of arrays that come in pairs, each table at most once."""
     if len(arrays) % 2:
         raise WireError(f"expected pairs of keys and values, found {len(arrays)} arrays")
     expect_distinct(arrays[::2])
     for keys, values in zip(arrays[::2], arrays[1::2], strict=True):
-        if keys.table != values.table:
-            raise WireError(f"keys for table {keys.table} are followed by values for table {values.table}")
-        yield state.table(keys.table), column(keys, np.uint64), floats(values)
+        if keys.number != values.number:
+            raise WireError(f"keys for table {keys.number} are followed by values for table {values.number}")
+        yield state.table(keys.number), column(keys, np.uint64), floats(values)
 
 
 def push_sections(state: State, request: Request) -> Iterator[Section]:

@@ -1,4 +1,4 @@
-"""What a message means: short functions from (server state, request) to the arrays of the reply.
+"""The commands of a server: short functions from (server state, request) to the arrays of the reply.
 
 None of them sees a socket. One that raises FleetError has changed nothing and is answered with its text. None as the
 result means: the reply comes later, through `State.finish`.
@@ -31,31 +31,27 @@ from torchfleet.net.wire import (
 )
 from torchfleet.server.among_workers import barrier, files, gather, leave, send, take
 from torchfleet.server.arrays import (
-    check_pull,
     check_worker,
     column,
     expect_distinct,
     only,
     pairs,
     push_sections,
-    start,
 )
 from torchfleet.server.long_work import in_slices, inspect, set_clock, shrink_tables
-from torchfleet.server.state.state import Reply, State
+from torchfleet.server.state.state import Answer, State
 from torchfleet.server.sync_step import keep_for_step, new_dense_values
 from torchfleet.server.table_saving import SaveBody, save_in_slices
-from torchfleet.tables.dense_table import DenseTable
 from torchfleet.tables.settings.spec import TableSpec
-from torchfleet.tables.sparse_table import SparseTable
 
 MAX_CHANGED = 1 << 24  # numbers of one table in a reply to PULL_CHANGED: 64 MB
 
 
-def ping(state: State, request: Request) -> Reply:
+def ping(state: State, request: Request) -> Answer:
     return []
 
 
-def stats(state: State, request: Request) -> Reply:
+def stats(state: State, request: Request) -> Answer:
     tables = {table.spec.name: {"kind": table.spec.kind, **table.stats()} for table in state.tables.values()}
     body = {
         "tables": tables,
@@ -69,43 +65,38 @@ def stats(state: State, request: Request) -> Reply:
     return [pack(body)]
 
 
-def create_table(state: State, request: Request) -> Reply:
+def create_table(state: State, request: Request) -> Answer:
     """Make a table. Making it again with the same description changes nothing; with another one it is an error."""
     spec = unpack(only(request), TableSpec)
     state.add_table(spec)
     return []
 
 
-def pull(state: State, request: Request) -> Reply:
+def pull(state: State, request: Request) -> Answer:
     """Per section: rows for keys of a sparse table, or a range (start, stop) of a dense one."""
     return _pull(state, request, create=not request.message.flags & NO_CREATE)
 
 
-def pull_again(state: State, request: Request) -> Reply:
+def pull_again(state: State, request: Request) -> Answer:
     """A pull whose reply was lost: what it has counted and created stays, and is not done twice."""
     return _pull(state, request, create=False)
 
 
-def _pull(state: State, request: Request, create: bool) -> Reply:
+def _pull(state: State, request: Request, create: bool) -> Answer:
     expect_distinct(request.message.arrays)
-    sections = [(state.table(array.table), column(array, np.uint64)) for array in request.message.arrays]
+    sections = [(state.table(array.number), column(array, np.uint64)) for array in request.message.arrays]
     in_step = bool(request.message.flags & SYNC) and state.num_workers > 1
     worker = request.message.worker if in_step else None
-    num_bytes = sum(check_pull(table, keys, create) for table, keys in sections)
+    num_bytes = sum(table.check_pull(keys, create) for table, keys in sections)
     if num_bytes > MAX_FRAME:
         raise TableError(f"a reply of {num_bytes:,} bytes is too large for one message: ask for at most {MAX_FRAME:,}")
-    reply = []
-    for table, keys in sections:
-        if isinstance(table, DenseTable):
-            reply.append(Array(table.spec.number, table.get(int(keys[0]), int(keys[1])).reshape(-1, 1)))
-        else:
-            reply.append(Array(table.spec.number, table.pull(keys, create, worker)))
+    reply = [Array(table.spec.number, table.pull(keys, create, worker)) for table, keys in sections]
     if request.message.flags & VERSIONS:
         reply.append(Array(0, np.array([[table.step] for table, _ in sections], np.uint64).reshape(-1, 1)))
     return reply
 
 
-def push(state: State, request: Request) -> Reply | None:
+def push(state: State, request: Request) -> Answer | None:
     """One update of each section's table; all sections are checked before the first is applied."""
     flags = request.message.flags
     sections = list(push_sections(state, request))
@@ -123,7 +114,7 @@ def push(state: State, request: Request) -> Reply | None:
     return new_dense_values(sections) if flags & DENSE_BACK else []
 
 
-def pull_changed(state: State, request: Request) -> Reply:
+def pull_changed(state: State, request: Request) -> Answer:
     """Rows of sparse tables that others changed since this worker's last call, and whole dense tables.
 
     The first array is the number of the last reply that this worker has taken in; a reply that got lost is made
@@ -134,52 +125,42 @@ def pull_changed(state: State, request: Request) -> Reply:
         raise WireError("expected the number of the last reply, found no array")
     check_worker(state, request)
     received = column(request.message.arrays[0], np.uint64)
-    tables = [state.table(array.table) for array in request.message.arrays[1:]]
+    tables = [state.table(array.number) for array in request.message.arrays[1:]]
     if len(received) != 1:
         raise WireError(f"expected the number of the last reply, found {len(received)} numbers")
-    sparse = [table.spec for table in tables if isinstance(table, SparseTable)]
-    most = {spec.number: max(1, MAX_CHANGED // spec.dim) for spec in sparse}
+    most = {table.spec.number: max(1, MAX_CHANGED // table.spec.dim) for table in tables if not table.spec.is_dense}
     message = request.message
     number, changed, rest = state.changes.since(message.worker, int(received[0]), most, message.client)
     reply = [Array(0, np.array([number, rest], np.uint64))]
     for table in tables:
         keys = changed.get(table.spec.number, np.empty(0, np.uint64))
-        values = (
-            table.get(0, table.size).reshape(-1, 1) if isinstance(table, DenseTable) else table.pull(keys, create=False)
-        )
+        whole = table.whole()
+        values = table.pull(keys, False, None) if whole is None else whole
         reply += [Array(table.spec.number, keys), Array(table.spec.number, values)]
     return reply
 
 
-def set_values(state: State, request: Request) -> Reply:
+def set_values(state: State, request: Request) -> Answer:
     """Overwrite: pairs of arrays, (keys, values) of a sparse table or (start, values) of a dense one."""
     sections = list(pairs(state, request.message.arrays))
     for table, keys, values in sections:
-        if isinstance(table, DenseTable):
-            table.check_set(start(keys), values)
-        else:
-            table.check_assign(keys, values)
+        table.check_assign(keys, values)
     for table, keys, values in sections:
-        if isinstance(table, DenseTable):
-            table.set(start(keys), values)
-        else:
-            table.assign(keys, values)
+        table.assign(keys, values)
     return []
 
 
-def erase(state: State, request: Request) -> Reply:
-    sections = [(state.table(array.table), column(array, np.uint64)) for array in request.message.arrays]
+def erase(state: State, request: Request) -> Answer:
+    """Drop rows: an array of keys per table."""
+    sections = [(state.table(array.number), column(array, np.uint64)) for array in request.message.arrays]
     for table, keys in sections:
-        if isinstance(table, DenseTable):
-            raise TableError(f"'{table.spec.name}' is dense: it has no rows to erase")
-        table.check_keys(keys)
+        table.check_erase(keys)
     for table, keys in sections:
-        if isinstance(table, SparseTable):
-            table.erase(keys)
+        table.erase(keys)
     return []
 
 
-def save(state: State, request: Request) -> Reply | FleetError | None:
+def save(state: State, request: Request) -> Answer | FleetError | None:
     """Write this server's share of the model to files; the reply, which says to which, comes when all are on disk.
 
     A repeat of the request gets the same answer.
@@ -190,43 +171,43 @@ def save(state: State, request: Request) -> Reply | FleetError | None:
     return in_slices(state, request, body.token, lambda long: save_in_slices(state, long, body))
 
 
-def stop(state: State, request: Request) -> Reply:
+def stop(state: State, request: Request) -> Answer:
     state.is_stopping = True
     return []
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A command: what it does, who may give it, and whether a repeat must not do it again."""
+class CommandHandler:
+    """What serves a command: the function, the roles that may call it, and what becomes of a repeat."""
 
-    run: Callable[[State, Request], Reply | FleetError | None]
+    run: Callable[[State, Request], Answer | FleetError | None]
     roles: frozenset[Role]
-    once: bool = False
-    again: Callable[[State, Request], Reply] | None = None  # what a repeat does; None: nothing
+    once: bool = False  # a repeat does not run it again
+    again: Callable[[State, Request], Answer] | None = None  # what a repeat does; None: nothing
 
 
 _ALL = frozenset(Role)
 _FIRST = frozenset({Role.FIRST_WORKER, Role.LAUNCHER})
 _LAUNCHER = frozenset({Role.LAUNCHER})
 
-COMMANDS: dict[int, Entry] = {
-    Command.PING: Entry(ping, _ALL),
-    Command.STATS: Entry(stats, _ALL),
-    Command.CREATE_TABLE: Entry(create_table, _FIRST),
-    Command.PULL: Entry(pull, _ALL, again=pull_again),
-    Command.PUSH: Entry(push, _ALL, once=True),
-    Command.SET: Entry(set_values, _FIRST, once=True),
-    Command.ERASE: Entry(erase, _FIRST, once=True),
-    Command.BARRIER: Entry(barrier, _ALL, once=True),
-    Command.LEAVE: Entry(leave, _ALL),
-    Command.STOP: Entry(stop, _LAUNCHER),
-    Command.PULL_CHANGED: Entry(pull_changed, _ALL),
-    Command.GATHER: Entry(gather, _ALL),
-    Command.SEND: Entry(send, _ALL),
-    Command.TAKE: Entry(take, _ALL),
-    Command.FILES: Entry(files, _ALL),
-    Command.SAVE: Entry(save, _FIRST),
-    Command.CLOCK: Entry(set_clock, _FIRST),
-    Command.SHRINK: Entry(shrink_tables, _FIRST),
-    Command.INSPECT: Entry(inspect, _ALL),
+COMMANDS: dict[int, CommandHandler] = {
+    Command.PING: CommandHandler(ping, _ALL),
+    Command.STATS: CommandHandler(stats, _ALL),
+    Command.CREATE_TABLE: CommandHandler(create_table, _FIRST),
+    Command.PULL: CommandHandler(pull, _ALL, again=pull_again),
+    Command.PUSH: CommandHandler(push, _ALL, once=True),
+    Command.SET: CommandHandler(set_values, _FIRST, once=True),
+    Command.ERASE: CommandHandler(erase, _FIRST, once=True),
+    Command.BARRIER: CommandHandler(barrier, _ALL, once=True),
+    Command.LEAVE: CommandHandler(leave, _ALL),
+    Command.STOP: CommandHandler(stop, _LAUNCHER),
+    Command.PULL_CHANGED: CommandHandler(pull_changed, _ALL),
+    Command.GATHER: CommandHandler(gather, _ALL),
+    Command.SEND: CommandHandler(send, _ALL),
+    Command.TAKE: CommandHandler(take, _ALL),
+    Command.FILES: CommandHandler(files, _ALL),
+    Command.SAVE: CommandHandler(save, _FIRST),
+    Command.CLOCK: CommandHandler(set_clock, _FIRST),
+    Command.SHRINK: CommandHandler(shrink_tables, _FIRST),
+    Command.INSPECT: CommandHandler(inspect, _ALL),
 }

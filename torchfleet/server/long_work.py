@@ -7,24 +7,22 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
-import numpy as np
 
 from torchfleet.errors import FleetError, TableError, WireError
 from torchfleet.net.request import Request
 from torchfleet.net.wire import pack, unpack
 from torchfleet.server.arrays import only
-from torchfleet.server.state.state import LongRequest, Reply, State
-from torchfleet.tables.eviction import check_policy, shrink
+from torchfleet.server.state.state import Answer, LongRequest, State
 from torchfleet.tables.settings.clock import MAX_TIME
 from torchfleet.tables.settings.policy import Shrink
-from torchfleet.tables.sparse_table import SparseTable
 from torchfleet.tables.summary import Summary
+from torchfleet.tables.table import Table
 
 MAX_KEPT = 16  # outcomes that are remembered, for a repeat of the request
 MAX_TOP = 1000
 SLICE = 1 << 13
 
-Job = Iterator[bool]
+Work = Iterator[bool]  # yields after every slice; Server.work says what
 
 
 class ClockBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -45,24 +43,24 @@ class InspectBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def in_slices(
-    state: State, request: Request, token: int, make: Callable[[LongRequest], Job]
-) -> Reply | FleetError | None:
-    """Begin a job for this request; a repeat of it gets the same answer."""
+    state: State, request: Request, token: int, make: Callable[[LongRequest], Work]
+) -> Answer | FleetError | None:
+    """Begin the work that this request asks for; a repeat of it gets the same answer."""
     known = state.long_requests.get(token)
     if known is not None:
         known.request = request
         return known.result
     known = state.long_requests[token] = LongRequest(request)
-    state.jobs.append(_guarded(state, known, make(known)))
+    state.long_work.append(_guarded(state, known, make(known)))
     while len(state.long_requests) > MAX_KEPT:
         state.long_requests.pop(next(iter(state.long_requests)))
     return None
 
 
-def _guarded(state: State, long: LongRequest, job: Job) -> Job:
+def _guarded(state: State, long: LongRequest, work: Work) -> Work:
     """Whatever goes wrong in a slice is the answer to its request, and not the end of the server."""
     try:
-        yield from job
+        yield from work
     except Exception as error:
         if not isinstance(error, FleetError):
             traceback.print_exc(file=sys.stderr)
@@ -71,19 +69,19 @@ def _guarded(state: State, long: LongRequest, job: Job) -> Job:
         state.finish(long.request, error)
 
 
-def set_clock(state: State, request: Request) -> Reply | FleetError | None:
+def set_clock(state: State, request: Request) -> Answer | FleetError | None:
     """It is `now`. The reply comes when the shrinks that this makes due are done."""
     body = unpack(only(request), ClockBody)
     if not 0 <= body.now <= MAX_TIME:
         raise WireError(f"a time is a number of seconds since 1970, 0 to {MAX_TIME}; found {body.now}")
-    due: list[tuple[SparseTable, Shrink]] = []
+    due: list[tuple[Table, Shrink]] = []
     if body.token not in state.long_requests:  # a late copy of an old request turns no clock back
         state.clock.set(body.now)
         due = [(table, table.spec.shrink) for table in state.schedule.note(state.tables.values(), body.now)]
     return in_slices(state, request, body.token, lambda long: shrink_in_slices(state, long, due))
 
 
-def shrink_tables(state: State, request: Request) -> Reply | FleetError | None:
+def shrink_tables(state: State, request: Request) -> Answer | FleetError | None:
     """Drop rows by a policy. The reply: how many of which table."""
     body = unpack(only(request), ShrinkBody)
     tables = _sparse_tables(state, body.table)
@@ -97,16 +95,16 @@ def shrink_tables(state: State, request: Request) -> Reply | FleetError | None:
             "none was given"
         )
     for table, policy in chosen:
-        check_policy(table, policy)
+        table.check_shrink(policy)
     return in_slices(state, request, body.token, lambda long: shrink_in_slices(state, long, chosen))
 
 
-def shrink_in_slices(state: State, long: LongRequest | None, chosen: Sequence[tuple[SparseTable, Shrink]]) -> Job:
-    """A job. Without a request (on the server's own schedule) nobody is told."""
+def shrink_in_slices(state: State, long: LongRequest | None, chosen: Sequence[tuple[Table, Shrink]]) -> Work:
+    """Without a request (on the server's own schedule) nobody is told."""
     dropped: dict[str, int] = {}
     for table, policy in chosen:
         dropped[table.spec.name] = 0
-        for num in shrink(table, policy):
+        for num in table.shrink(policy):
             dropped[table.spec.name] += num
             yield True
     if long is not None:
@@ -114,7 +112,7 @@ def shrink_in_slices(state: State, long: LongRequest | None, chosen: Sequence[tu
         state.finish(long.request, long.result)
 
 
-def inspect(state: State, request: Request) -> Reply | FleetError | None:
+def inspect(state: State, request: Request) -> Answer | FleetError | None:
     """A table's histograms and top keys."""
     body = unpack(only(request), InspectBody)
     if not 0 <= body.top <= MAX_TOP:
@@ -123,20 +121,18 @@ def inspect(state: State, request: Request) -> Reply | FleetError | None:
     return in_slices(state, request, body.token, lambda long: _inspect_in_slices(state, long, table, body.top))
 
 
-def _inspect_in_slices(state: State, long: LongRequest, table: SparseTable, top: int) -> Job:
+def _inspect_in_slices(state: State, long: LongRequest, table: Table, top: int) -> Work:
     summary = Summary(table.spec, state.clock.now, top)
-    for keys, rows, columns in table.chunks(SLICE):
-        summary.add(keys, np.ascontiguousarray(rows[:, : table.spec.dim]), columns)
+    for _ in table.summarize(summary, SLICE):
         yield True
     stats = table.stats()
     long.result = [pack({**summary.as_dict(), "candidates": stats.get("candidates", 0), "bytes": stats["bytes"]})]
     state.finish(long.request, long.result)
 
 
-def _sparse_tables(state: State, name: str) -> list[SparseTable]:
-    """The one of this name, or all."""
-    sparse = [table for table in state.tables.values() if isinstance(table, SparseTable)]
-    tables = [table for table in sparse if table.spec.kind == "sparse"]
+def _sparse_tables(state: State, name: str) -> list[Table]:
+    """The table of this name, or all, of those with rows for any id."""
+    tables = [table for table in state.tables.values() if not table.spec.has_size]
     if not name:
         return tables
     found = [table for table in tables if table.spec.name == name]

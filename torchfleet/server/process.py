@@ -1,4 +1,4 @@
-"""Start a server process on this machine and know when it is ready."""
+"""Starts a server process on this machine and waits until it is ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process, one loop, owner of its tables: from frames to the command that they name, and back."""
+"""A server without its socket: from the frames of a request to the command that it names, and back."""
 
 from __future__ import annotations
 
@@ -11,11 +11,23 @@ from collections.abc import Sequence
 from torchfleet.errors import FleetError, PermissionRefused, WireError
 from torchfleet.net.request import Request
 from torchfleet.net.transport import Peer
-from torchfleet.net.wire import ERROR, OK, Command, Frame, Message, Role, call_of, decode, encode, error_reply
-from torchfleet.server.commands import COMMANDS, Entry
+from torchfleet.net.wire import (
+    ERROR,
+    OK,
+    Command,
+    Frame,
+    Message,
+    Reply,
+    Role,
+    call_of,
+    decode,
+    encode_reply,
+    error_arrays,
+)
+from torchfleet.server.commands import COMMANDS, CommandHandler
 from torchfleet.server.long_work import shrink_in_slices
 from torchfleet.server.state.sessions import Outcome
-from torchfleet.server.state.state import Reply, State
+from torchfleet.server.state.state import Answer, State
 
 MAX_TEXT = 2000
 
@@ -55,32 +67,34 @@ class Server:
         if not self.state.clock.is_set:
             due = self.state.schedule.note(self.state.tables.values(), self.state.clock.now)
             if due:
-                self.state.jobs.append(shrink_in_slices(self.state, None, [(t, t.spec.shrink) for t in due]))
+                self.state.long_work.append(
+                    shrink_in_slices(self.state, None, [(table, table.spec.shrink) for table in due])
+                )
         return self._replies()
 
     def work(self) -> bool | None:
-        """One slice of a long job. None: there is no job; False: it waits for a disk and could do nothing."""
-        if not self.state.jobs:
+        """One slice of long work. None: there is none; False: it waits for a disk and could do nothing."""
+        if not self.state.long_work:
             return None
         try:
-            return next(self.state.jobs[0])
+            return next(self.state.long_work[0])
         except StopIteration:
-            self.state.jobs.popleft()
+            self.state.long_work.popleft()
             return True
 
-    def _run(self, request: Request, role: Role | None) -> Reply | FleetError | None:
+    def _run(self, request: Request, role: Role | None) -> Answer | FleetError | None:
         try:
-            entry = self._entry(request.message, role)
-            if not entry.once and not (entry.again is not None and request.message.sequence):
-                return entry.run(self.state, request)
-            return self._run_once(entry, request)
+            handler = self._handler(request.message, role)
+            if not handler.once and not (handler.again is not None and request.message.sequence):
+                return handler.run(self.state, request)
+            return self._run_once(handler, request)
         except FleetError as error:
             return _plain(error)
         except Exception as error:  # our own mistake must not end the service of all others
             traceback.print_exc(file=sys.stderr)
             return FleetError(f"internal error of the server: {type(error).__name__}: {error}")
 
-    def _run_once(self, entry: Entry, request: Request) -> Reply | FleetError | None:
+    def _run_once(self, handler: CommandHandler, request: Request) -> Answer | FleetError | None:
         message = request.message
         if message.sequence < 1:
             raise WireError(f"command {message.command} changes things and needs a sequence number")
@@ -88,42 +102,42 @@ class Server:
         if isinstance(before, FleetError):
             return before
         if before is Outcome.APPLIED:
-            return entry.again(self.state, request) if entry.again is not None else []
-        return entry.run(self.state, request)  # also for one that is waiting: its reply then goes to the repeat
+            return handler.again(self.state, request) if handler.again is not None else []
+        return handler.run(self.state, request)  # also for one that is waiting: its reply then goes to the repeat
 
     @staticmethod
-    def _entry(message: Message, proved: Role | None) -> Entry:
-        entry = COMMANDS.get(message.command)
-        if entry is None:
+    def _handler(message: Message, proved: Role | None) -> CommandHandler:
+        handler = COMMANDS.get(message.command)
+        if handler is None:
             raise WireError(f"unknown command {message.command}; known are {[command.name for command in Command]}")
         role = message.role if proved is None else proved
-        if role not in entry.roles:
-            allowed = ", ".join(sorted(known.name.lower() for known in entry.roles))
+        if role not in handler.roles:
+            allowed = ", ".join(sorted(known.name.lower() for known in handler.roles))
             name = Role(role).name.lower() if role in tuple(Role) else f"role {role}"
             raise PermissionRefused(f"{Command(message.command).name} is for {allowed}; this is a {name}")
-        return entry
+        return handler
 
     def _replies(self) -> list[tuple[Peer, list[Frame]]]:
         finished, self.state.finished = self.state.finished, []
         return [(request.peer, self._reply(request, result)) for request, result in finished]
 
-    def _reply(self, request: Request, result: Reply | FleetError) -> list[Frame]:
+    def _reply(self, request: Request, result: Answer | FleetError) -> list[Frame]:
         message = request.message
-        reply = Message(message.command, OK, 0, message.worker, self._incarnation, message.call)
+        reply = Reply(message.command, OK, message.worker, self._incarnation, message.call)
         if isinstance(result, FleetError):
             self.state.num_errors += 1
-            reply.role, reply.arrays = ERROR, error_reply(type(result).__name__, str(result))
+            reply.status, reply.arrays = ERROR, error_arrays(type(result).__name__, str(result))
         else:
             reply.arrays = result
         if message.sequence:
             outcome = result if isinstance(result, FleetError) else Outcome.APPLIED
             self.state.sessions.settle(message.client, message.sequence, outcome)
         try:
-            return encode(reply)
+            return encode_reply(reply)
         except WireError as error:  # more than a message can hold: that must not end the service of all others
             self.state.num_errors += 1
-            reply.role, reply.arrays = ERROR, error_reply(type(error).__name__, str(error))
-            return encode(reply)
+            reply.status, reply.arrays = ERROR, error_arrays(type(error).__name__, str(error))
+            return encode_reply(reply)
 
 
 def _plain(error: FleetError) -> FleetError:

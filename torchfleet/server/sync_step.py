@@ -1,4 +1,4 @@
-"""One step of sync training: kept until all workers' gradients are here, then one update with their mean."""
+"""A step of synchronous training: pushes are kept until all workers' are here, then one update with their mean."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from torchfleet.net.request import Request
 from torchfleet.net.wire import DENSE_BACK, Array
 from torchfleet.server.arrays import check_worker, push_sections
 from torchfleet.server.sections import Section, mean_section
-from torchfleet.server.state.state import Reply, State
-from torchfleet.tables.dense_table import DenseTable
-from torchfleet.tables.sparse_table import SparseTable
+from torchfleet.server.state.state import Answer, State
 
 
 def keep_for_step(state: State, request: Request) -> None:
@@ -32,8 +30,7 @@ def close_sync_step(state: State) -> None:
     try:
         merged = [mean_section(list(same_table)) for same_table in zip(*per_worker, strict=True)]
         for table in state.tables.values():
-            if isinstance(table, SparseTable):
-                table.admit_waiting()
+            table.admit_waiting()
         for section in merged:
             section.check()
         for section in merged:
@@ -47,6 +44,7 @@ def close_sync_step(state: State) -> None:
         state.finish(request, new_dense_values(sections) if request.message.flags & DENSE_BACK else [])
 
 
-def new_dense_values(sections: list[Section]) -> Reply:
-    tables = [section.table for section in sections if isinstance(section.table, DenseTable)]
-    return [Array(table.spec.number, table.get(0, table.size).reshape(-1, 1)) for table in tables]
+def new_dense_values(sections: list[Section]) -> Answer:
+    """The values of all sections' dense tables, after the push."""
+    wholes = [(section.table.spec.number, section.table.whole()) for section in sections]
+    return [Array(number, values) for number, values in wholes if values is not None]

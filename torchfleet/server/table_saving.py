@@ -1,4 +1,4 @@
-"""Saving this server's share of a model: in slices between requests, with the disk in a thread of its own."""
+"""Saving this server's share of a model: in slices between requests, with the disk in threads of its own."""
 
 from __future__ import annotations
 
@@ -6,28 +6,22 @@ import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
-import numpy as np
 
 from torchfleet.checkpoint import part_file
-from torchfleet.checkpoint.manifest import Part, PartKind, Saved
+from torchfleet.checkpoint.manifest import Part, Saved
 from torchfleet.checkpoint.part_writer import PART_BYTES
 from torchfleet.errors import CheckpointError, FleetError
 from torchfleet.net.wire import pack
 from torchfleet.server.state.state import LongRequest, State
 from torchfleet.storage import Storage
-from torchfleet.tables.dense_table import DenseTable
-from torchfleet.tables.policies.admission import Admission
-from torchfleet.tables.settings.policy import BLOCK_BYTES
-from torchfleet.tables.settings.spec import part_range, table_number
-from torchfleet.tables.sparse_table import SparseTable
+from torchfleet.tables.settings.spec import table_number
+from torchfleet.tables.table import PartKind, SavedSlice, SaveMode, Table
 
 SLICE = 1 << 14  # row numbers between two requests: one to three milliseconds
 _LOOK = 0.2  # seconds
 NUM_WRITERS = 2
-PART_BLOCKS = PART_BYTES // BLOCK_BYTES
 
 
 class SaveBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -38,9 +32,15 @@ class SaveBody(msgspec.Struct, forbid_unknown_fields=True):
     delta: bool = False  # only what changed since the save `parent`
     parent: int = 0  # token of the save that is the model there now
 
+    @property
+    def mode(self) -> SaveMode:
+        if not self.with_state:
+            return "inference"
+        return "delta" if self.delta else "full"
+
 
 def save_in_slices(state: State, saving: LongRequest, body: SaveBody) -> Iterator[bool]:
-    """A job: yields after every slice (Server.work says what), and answers the request at the end."""
+    """Yields after every slice (Server.work says what), and answers the request at the end."""
     writer: Writer | None = None
     try:
         writer = Writer(Storage(body.dirname), body.folder)
@@ -48,11 +48,11 @@ def save_in_slices(state: State, saving: LongRequest, body: SaveBody) -> Iterato
         _begin(state, body)
         for table in list(state.tables.values()):
             steps[table.spec.name] = table.step
-            for job in _dense(table, body) if isinstance(table, DenseTable) else _sparse(table, body):
-                while job is not None and not writer.offer(job):
+            for file in _files(table, body.mode):
+                while file is not None and not writer.offer(file):
                     yield False
                 yield True
-            rows[table.spec.name] = table.stats()["rows"] if isinstance(table, SparseTable) else table.size
+            rows[table.spec.name] = table.num_rows
         while not writer.is_done():
             yield False
         # As they were read: of a key twice, the later stands.
@@ -73,20 +73,19 @@ def _begin(state: State, body: SaveBody) -> None:
         return
     is_committed = state.chain.begin(body.token, body.parent, body.delta)
     for table in state.tables.values():
-        if isinstance(table, SparseTable):
-            table.begin_save(is_committed)
+        table.begin_save(is_committed)
 
 
 @dataclass
-class Job:
-    """A file to be written."""
+class FileToWrite:
+    """A part file, before it is written."""
 
     table: str
-    part: int  # of which server
-    number: int  # of the file
+    shard: int
+    number: int
     arrays: part_file.Pieces
-    start: int = 0
-    kind: PartKind = "rows"
+    start: int
+    kind: PartKind
 
     @property
     def num_rows(self) -> int:
@@ -96,78 +95,45 @@ class Job:
         return int(self.arrays["values"][0].shape[1])
 
 
-def _sparse(table: SparseTable, body: SaveBody) -> Iterator[Job | None]:
-    """Files of at most PART_BYTES, and None after slices that fill none."""
-    files = Files(table.spec.name, table.spec.part)
-    width = table.num_words if body.with_state else table.spec.dim
-    mode: Literal["full", "delta"] = "delta" if body.delta else "full"
-    if body.delta and table.tracking is not None:
-        yield from files.add("gone", {"keys": table.absent(table.tracking.gone)})
-        yield from files.end("gone")
-    for keys, rows, columns in table.chunks(SLICE, mode if body.with_state else None):
-        kept = {name: column for name, column in columns.items() if name != "delta"} if body.with_state else {}
-        yield from files.add("rows", {"keys": keys, "rows": rows[:, :width], **kept})
-    yield from files.end("rows", {"keys": np.empty(0, np.uint64), "rows": np.empty((0, width), np.float32)})
-    if table.admission is not None and body.with_state:
-        yield from _admission(table.admission, files, body.delta)
+def _files(table: Table, mode: SaveMode) -> Iterator[FileToWrite | None]:
+    """Files of at most PART_BYTES, or of one slice, and None after slices that fill none."""
+    filling = Filling(table.spec.name, table.spec.shard)
+    for saved in table.save_slices(mode, SLICE):
+        yield from filling.add(saved)
+    yield from filling.end()
 
 
-def _admission(admission: Admission, files: Files, is_delta: bool) -> Iterator[Job | None]:
-    """What is known of keys that have no row."""
-    if admission.candidates is not None:
-        if is_delta:
-            yield from files.add("candidates_gone", {"keys": admission.candidates.gone()})
-            yield from files.end("candidates_gone")
-        for keys, columns in admission.candidates.chunks(SLICE, is_delta):
-            yield from files.add("candidates", {"keys": keys, **columns})
-        yield from files.end("candidates")
-    sketch = admission.sketch
-    if sketch is not None:
-        for start in range(sketch.first, sketch.first + sketch.num, PART_BLOCKS):
-            stop = min(start + PART_BLOCKS, sketch.first + sketch.num)
-            yield from files.add("sketch", {"blocks": sketch.blocks(start, stop)}, start)
-            yield from files.end("sketch")
+class Filling:
+    """Slices of one table, gathered into files of one kind each."""
 
-
-class Files:
-    """Arrays of one table, gathered into files."""
-
-    def __init__(self, table: str, part: int) -> None:
-        self._table, self._part = table, part
+    def __init__(self, table: str, shard: int) -> None:
+        self._table, self._shard = table, shard
         self._number = self._size = self._start = 0
-        self._is_any: set[str] = set()
-        self._kept: part_file.Pieces = {}
-        self._kind: PartKind = "rows"
+        self._written: set[PartKind] = set()
+        self._arrays: part_file.Pieces = {}
+        self._kind: PartKind | None = None
 
-    def add(self, kind: PartKind, arrays: part_file.Arrays, start: int = 0) -> Iterator[Job | None]:
-        """A file, if there is enough for one; else None: a slice that fills none."""
-        if kind != self._kind:
-            yield from self.end(self._kind)
-        self._kind, self._start = kind, start
-        for name, array in arrays.items():
-            self._kept.setdefault(name, []).append(array)
+    def add(self, saved: SavedSlice) -> Iterator[FileToWrite | None]:
+        """The files that are full now, or None if there is none."""
+        if saved.kind != self._kind or saved.start:
+            yield from self.end()
+        self._kind, self._start = saved.kind, saved.start
+        for name, array in saved.arrays.items():
+            self._arrays.setdefault(name, []).append(array)
             self._size += array.nbytes
         if self._size >= PART_BYTES:
-            yield from self.end(kind)
+            yield from self.end()
         else:
             yield None
 
-    def end(self, kind: PartKind, empty: part_file.Arrays | None = None) -> Iterator[Job]:
-        """What is left; if there was nothing of this kind at all, a file with `empty`."""
-        if not self._size and (empty is None or kind in self._is_any):
-            self._kept = {}
-            return
-        kept = self._kept or {name: [array] for name, array in (empty or {}).items()}
-        self._is_any.add(kind)
-        yield Job(self._table, self._part, self._number, kept, self._start, kind)
-        self._kept, self._size, self._number = {}, 0, self._number + 1
-
-
-def _dense(table: DenseTable, body: SaveBody) -> Iterator[Job]:
-    """One file per part: dense tables are small next to what a server holds."""
-    block = table.block()
-    first, _ = part_range(table.spec.size, table.spec.part, table.spec.num_parts)
-    yield Job(table.spec.name, table.spec.part, 0, {"values": [block if body.with_state else block[:1].copy()]}, first)
+    def end(self) -> Iterator[FileToWrite]:
+        """What is left. A file without a row is written only if the table would have no file of rows at all."""
+        is_needed = self._kind == "rows" and "rows" not in self._written
+        if self._kind is not None and (self._size or is_needed):
+            self._written.add(self._kind)
+            yield FileToWrite(self._table, self._shard, self._number, self._arrays, self._start, self._kind)
+            self._number += 1
+        self._arrays, self._size = {}, 0
 
 
 class Writer:
@@ -175,7 +141,7 @@ class Writer:
 
     def __init__(self, storage: Storage, folder: str) -> None:
         self._storage, self._folder = storage, folder
-        self._queue: queue.Queue[Job] = queue.Queue(1)
+        self._queue: queue.Queue[FileToWrite] = queue.Queue(1)
         self._error: FleetError | None = None
         self._num_under_way = 0
         self._is_over = False
@@ -184,12 +150,12 @@ class Writer:
         for thread in self._threads:
             thread.start()
 
-    def offer(self, job: Job) -> bool:
+    def offer(self, file: FileToWrite) -> bool:
         """Whether it was taken; not while another one waits. Raises what went wrong with an earlier one."""
         if self._error is not None:
             raise self._error
         try:
-            self._queue.put_nowait(job)
+            self._queue.put_nowait(file)
         except queue.Full:
             return False
         self._num_under_way += 1
@@ -207,19 +173,19 @@ class Writer:
     def _run(self) -> None:
         while self._error is None and not self._is_over:
             try:
-                job = self._queue.get(timeout=_LOOK)
+                file = self._queue.get(timeout=_LOOK)
             except queue.Empty:
                 continue
             try:
-                self.written.append(self._write(job))
+                self.written.append(self._write(file))
             except Exception as error:  # of the disk or the network: whoever asked is told
                 self._error = CheckpointError(f"cannot write to {self._storage.path}: {type(error).__name__}: {error}")
 
-    def _write(self, job: Job) -> Part:
-        name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in job.table)
-        file = f"{name}-{table_number(job.table):08x}.{job.part}-{job.number:05}.safetensors"
-        buffers = part_file.encode_pieces(job.arrays)
+    def _write(self, file: FileToWrite) -> Part:
+        table = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in file.table)
+        name = f"{table}-{table_number(file.table):08x}.{file.shard}-{file.number:05}.safetensors"
+        buffers = part_file.encode_pieces(file.arrays)
         num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
-        self._storage.write(f"{self._folder}/{file}", buffers)
+        self._storage.write(f"{self._folder}/{name}", buffers)
         crc = part_file.checksum(buffers)
-        return Part(job.table, file, job.part, job.num_rows, num_bytes, crc, job.start, job.kind)
+        return Part(file.table, name, file.shard, file.num_rows, num_bytes, crc, file.start, file.kind)

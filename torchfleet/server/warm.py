@@ -1,23 +1,23 @@
-"""Have every kernel compiled, or loaded from numba's cache, before the first request comes."""
+"""Compile every kernel, or load it from numba's cache, before the first request comes."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from torchfleet.tables.dense_table import DenseTable
-from torchfleet.tables.eviction import shrink as evict
 from torchfleet.tables.rows.row_statistics import NUM_PUSHED
-from torchfleet.tables.settings.policy import Entry, Shrink
-from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.tables.settings.spec import RULES, Initializer, Rule, TableSpec
 from torchfleet.tables.sparse_table import SparseTable
 
 _BYTES = 1 << 20
 
 
 def warm_up() -> None:
+    """Use every rule and kind of table once, on a few rows."""
     keys = np.array([1, 2, 1], np.uint64)
     grads = np.ones((3, 2), np.float32)
-    for rule in (Rule("sgd"), Rule("adagrad"), Rule("adam")):
+    for rule in map(Rule, RULES):
         sparse = SparseTable(TableSpec("warm", dim=2, rule=rule, initializer=Initializer("normal", 0.0, 1.0)), _BYTES)
         sparse.pull(keys)
         sparse.push(keys, grads)
@@ -30,7 +30,7 @@ def warm_up() -> None:
 
 
 def _warm_policies(keys: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
-    entry = Entry(2, 0.999, 1, 1.0, 1, "count > 0", "show", "click", show_click_decay_rate=0.9)
+    entry = AdmissionEntry(2, 0.999, 1, 1.0, 1, "count > 0", "show", "click", show_click_decay_rate=0.9)
     shrink = Shrink(delete_after_unseen_days=1, max_rows=100)
     table = SparseTable(TableSpec("warm", dim=2, entry=entry, shrink=shrink), _BYTES)
     for _ in range(3):
@@ -39,5 +39,5 @@ def _warm_policies(keys: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
         table.begin_save(is_committed=False)
     for _ in table.chunks(save="delta"):
         pass
-    for _ in evict(table, Shrink(max_rows=1)):
+    for _ in table.shrink(Shrink(max_rows=1)):
         pass

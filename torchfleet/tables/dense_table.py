@@ -1,21 +1,28 @@
-"""One server's part of the dense parameters: a flat float32 block with its optimizer's state."""
+"""One shard of the dense parameters: a flat float32 block with its optimizer's state."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 
-from torchfleet.errors import TableError
+from torchfleet.errors import TableError, WireError
 from torchfleet.kernels.rows import all_finite
+from torchfleet.tables.rows.keymap import Keys
 from torchfleet.tables.rows.memory import Memory
-from torchfleet.tables.rules import Floats, apply_to_block, learning_rate, num_dense_states
-from torchfleet.tables.settings.spec import TableSpec
+from torchfleet.tables.rules import learning_rate
+from torchfleet.tables.settings.policy import Shrink
+from torchfleet.tables.settings.spec import Floats, TableSpec, shard_range
 from torchfleet.tables.staleness import Staleness
+from torchfleet.tables.summary import Summary
+from torchfleet.tables.table import SavedModel, SavedSlice, SaveMode
+
+NO_KEYS: Keys = np.empty(0, np.uint64)
 
 
 class DenseTable:
-    """Elements 0..size of this part. Every method that raises TableError has changed nothing."""
+    """Elements 0..size of this shard. Every method that raises TableError has changed nothing."""
 
     def __init__(self, spec: TableSpec, max_bytes: int) -> None:
         self.spec = spec
@@ -24,7 +31,7 @@ class DenseTable:
         self.is_set = False  # nobody has given it values yet
         self.loaded: list[tuple[int, int]] = []  # elements of the whole table that came from a saved model
         self.size = spec.num_elements
-        num_rows = 1 + num_dense_states(spec.rule)
+        num_rows = 1 + spec.num_states
         if self.size * num_rows * 4 > max_bytes:
             raise TableError(
                 f"dense table '{spec.name}' takes {self.size * num_rows * 4:,} bytes here, max_table_bytes is "
@@ -32,31 +39,98 @@ class DenseTable:
             )
         block = Memory(4 * num_rows * self.size).array(np.float32)[: num_rows * self.size]
         self._weights, self._states = block[: self.size], block[self.size :].reshape(num_rows - 1, self.size)
-        if spec.rule.name == "adagrad" and spec.rule.initial_accumulator:
-            self._states[:] = spec.rule.initial_accumulator
+        initial_state = spec.rule.row_rule.initial_state(spec.rule)
+        if initial_state:
+            self._states[:] = initial_state
+
+    @property
+    def num_rows(self) -> int:
+        """As Table.num_rows."""
+        return self.size
+
+    def check_pull(self, keys: Keys, create: bool) -> int:
+        """As Table.check_pull, for a range (start, stop)."""
+        if len(keys) != 2:
+            raise WireError(
+                f"expected a range (start, stop) for dense table '{self.spec.name}', found {len(keys)} numbers"
+            )
+        start, stop = int(keys[0]), int(keys[1])
+        self.check_range(start, stop)
+        return 4 * (stop - start)
+
+    def pull(self, keys: Keys, create: bool, worker: int | None) -> Floats:
+        """As Table.pull; nothing is ever missing here."""
+        return self.get(int(keys[0]), int(keys[1])).reshape(-1, 1)
+
+    def admit_waiting(self) -> None:
+        """As Table.admit_waiting: nothing waits."""
+
+    def whole(self) -> Floats:
+        """As Table.whole."""
+        return self.get(0, self.size).reshape(-1, 1)
 
     def get(self, start: int, stop: int) -> Floats:
         """A copy of elements start..stop."""
         self.check_range(start, stop)
         return np.array(self._weights[start:stop])
 
-    def check_set(self, start: int, values: Floats) -> None:
-        self.check_range(start, start + values.size)
-        self._check_finite(values)
+    def check_assign(self, keys: Keys, values: Floats) -> None:
+        """As Table.check_assign, for the element to start at."""
+        self._check_set(_start(keys), values)
+
+    def assign(self, keys: Keys, values: Floats) -> None:
+        """As Table.assign, from the given element on."""
+        self.set(_start(keys), values)
 
     def set(self, start: int, values: Floats) -> None:
         """Overwrite elements from `start` on; the optimizer's state stays."""
-        self.check_set(start, values)
+        self._check_set(start, values)
         self._weights[start : start + values.size] = values.reshape(-1)
         self.is_set = True
+
+    def _check_set(self, start: int, values: Floats) -> None:
+        self.check_range(start, start + values.size)
+        self._check_finite(values)
+
+    def check_erase(self, keys: Keys) -> NoReturn:
+        """As Table.check_erase: always an error."""
+        raise TableError(f"'{self.spec.name}' is dense: it has no rows to erase")
+
+    def erase(self, keys: Keys) -> int:
+        """As Table.erase: always an error."""
+        self.check_erase(keys)
+
+    def check_shrink(self, policy: Shrink) -> NoReturn:
+        """As Table.check_shrink: always an error."""
+        raise TableError(f"'{self.spec.name}' is dense: it has no rows to drop")
+
+    def shrink(self, policy: Shrink) -> Iterator[int]:
+        """As Table.shrink: always an error."""
+        self.check_shrink(policy)
+
+    def summarize(self, summary: Summary, num_rows: int) -> Iterator[None]:
+        """As Table.summarize: a block has no rows to add."""
+        return iter(())
 
     @property
     def num_states(self) -> int:
         return len(self._states)
 
     def block(self) -> Floats:
-        """A copy of everything: a row of values, and one for each kind of state."""
+        """A copy of everything: a row of values, and one for each number of state."""
         return np.concatenate([self._weights[None], self._states])
+
+    def begin_save(self, is_committed: bool) -> None:
+        """As Table.begin_save: every save has the whole block, so no changes are tracked."""
+
+    def save_slices(self, mode: SaveMode, num_rows: int) -> Iterator[SavedSlice]:
+        """As Table.save_slices: always one slice, as a block is small next to what a server holds."""
+        first, _ = shard_range(self.spec.size, self.spec.shard, self.spec.num_shards)
+        yield SavedSlice("rows", {"values": self.block()[:1].copy() if mode == "inference" else self.block()}, first)
+
+    def restore(self, model: SavedModel) -> None:
+        """As Table.restore."""
+        model.load_block(self)
 
     def load(self, start: int, block: Floats) -> None:
         """Elements from `start` on, from the rows of a saved block; state only if it has it."""
@@ -67,13 +141,16 @@ class DenseTable:
         if len(block) > 1:
             self._states[:, start:stop] = block[1:]
 
-    def add(self, deltas: Floats) -> None:
-        """weights ← weights + delta, for differences that another copy has learned."""
-        self.check_push(deltas)
+    def add(self, keys: Keys, deltas: Floats) -> None:
+        """As Table.add: weights ← weights + delta."""
+        self.check_push(keys, deltas, None)
         self.step += 1
         self._weights += deltas.reshape(-1)
 
-    def check_push(self, grads: Floats, lr: float | None = None) -> None:
+    def check_push(self, keys: Keys, grads: Floats, lr: float | None) -> None:
+        """As Table.check_push, for a whole block and no keys."""
+        if len(keys):
+            raise TableError(f"dense table '{self.spec.name}' takes a whole block and no keys")
         if grads.size != self.size:
             raise TableError(
                 f"dense table '{self.spec.name}' expects {self.size:,} gradients here, found {grads.size:,}"
@@ -82,15 +159,23 @@ class DenseTable:
         learning_rate(self.spec.rule, lr, 1)
 
     def push(self, grads: Floats, lr: float | None = None) -> None:
-        """One update of the whole block."""
-        self.check_push(grads, lr)
-        self.update(grads, lr)
+        """One update of the whole block, checked first."""
+        self.check_push(NO_KEYS, grads, lr)
+        self.update(NO_KEYS, grads, lr)
 
-    def update(self, grads: Floats, lr: float | None = None) -> None:
-        """`push` for what `check_push` has passed: a message is checked whole before any of it is applied."""
+    def update(self, keys: Keys, grads: Floats, lr: float | None) -> None:
+        """As Table.update, of the whole block."""
         self.step += 1
-        rate = learning_rate(self.spec.rule, lr, self.step)
-        apply_to_block(self.spec.rule, self._weights, self._states, grads.reshape(-1), rate, self.step)
+        rule = self.spec.rule
+        rate = learning_rate(rule, lr, self.step)
+        rule.row_rule.apply_to_block(rule, self._weights, self._states, grads.reshape(-1), rate, self.step)
+
+    def mean(self, pushes: Sequence[tuple[Keys, Floats]]) -> tuple[Keys, Floats]:
+        """As Table.mean."""
+        total = pushes[0][1].copy()
+        for _, grads in pushes[1:]:
+            total += grads
+        return NO_KEYS, total * np.float32(1.0 / len(pushes))
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -117,3 +202,9 @@ class DenseTable:
                 f"dense table '{self.spec.name}': NaN or infinity at element {at:,}; nothing was applied. "
                 "Look for it in the loss, or clip the gradients."
             )
+
+
+def _start(keys: Keys) -> int:
+    if len(keys) != 1:
+        raise WireError(f"expected the element to start at, found {len(keys)} numbers")
+    return int(keys[0])

@@ -13,9 +13,9 @@ from torchfleet.tables.policies.admission import Candidates
 from torchfleet.tables.policies.capacity import least_recent, row_limit
 from torchfleet.tables.rows.keymap import KeyMap, Keys, Rows
 from torchfleet.tables.rows.row_statistics import Columns
+from torchfleet.tables.rowstore import RowStore
 from torchfleet.tables.settings.expressions import Expression, parse
 from torchfleet.tables.settings.policy import EVICTION_NAMES, Shrink
-from torchfleet.tables.sparse_table import SparseTable
 
 SLICE = 8192  # row numbers between two requests: a millisecond or two
 MAX_ROUNDS = 4  # to a capacity: rows that are looked up while the oldest are sought stay, and others must go
@@ -31,7 +31,7 @@ _HOW = {
 }
 
 
-def check_policy(table: SparseTable, policy: Shrink) -> None:
+def check_policy(table: RowStore, policy: Shrink) -> None:
     """Raise TableError if the table does not keep what the policy looks at."""
     kept = table.statistics.names if table.statistics is not None else ()
     if not isinstance(table.index, KeyMap):
@@ -46,7 +46,7 @@ def check_policy(table: SparseTable, policy: Shrink) -> None:
     row_limit(table.spec, policy, table.index)  # raises if it leaves this server no row
 
 
-def shrink(table: SparseTable, policy: Shrink) -> Iterator[int]:
+def shrink(table: RowStore, policy: Shrink) -> Iterator[int]:
     """After every slice, how many rows it has dropped. What is seen again before its slice comes stays."""
     check_policy(table, policy)
     now = table.clock.now
@@ -66,9 +66,7 @@ def _looks_at_rows(policy: Shrink) -> bool:
     return any(value is not None for value in asked)
 
 
-def _victims(
-    table: SparseTable, rows: Rows, policy: Shrink, where: Expression | None, now: int
-) -> npt.NDArray[np.bool_]:
+def _victims(table: RowStore, rows: Rows, policy: Shrink, where: Expression | None, now: int) -> npt.NDArray[np.bool_]:
     """Which of these rows the policy drops; of rows that are not in use, anything."""
     columns: Columns = {}
     if table.statistics is not None:
@@ -106,7 +104,7 @@ def _shrink_candidates(candidates: Candidates, policy: Shrink, now: int) -> Iter
         yield 0
 
 
-def _shrink_to_capacity(table: SparseTable, policy: Shrink) -> Iterator[int]:
+def _shrink_to_capacity(table: RowStore, policy: Shrink) -> Iterator[int]:
     limit = row_limit(table.spec, policy, table.index)
     for _ in range(MAX_ROUNDS):
         if limit is None or table.index.num_keys <= limit:
@@ -115,14 +113,14 @@ def _shrink_to_capacity(table: SparseTable, policy: Shrink) -> Iterator[int]:
             yield _drop(table, keys) if keys is not None else 0
 
 
-def _norms(table: SparseTable, rows: Rows) -> npt.NDArray[np.float64]:
+def _norms(table: RowStore, rows: Rows) -> npt.NDArray[np.float64]:
     values = np.empty((len(rows), table.spec.dim), np.float32)
     gather(table.index.store, table.index.width, table.index.offset, rows, values)
     norms: npt.NDArray[np.float64] = np.sqrt(np.einsum("ij,ij->i", values, values, dtype=np.float64))
     return norms
 
 
-def _drop(table: SparseTable, keys: Keys) -> int:
+def _drop(table: RowStore, keys: Keys) -> int:
     num = table.erase(keys)
     table.num_evicted += num
     return num

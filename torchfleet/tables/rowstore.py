@@ -18,9 +18,8 @@ from torchfleet.tables.rows.keymap import KeyMap, Keys, Rows
 from torchfleet.tables.rows.keyrange import KeyRange
 from torchfleet.tables.rows.row_statistics import Columns, Statistics, join_columns, row_columns
 from torchfleet.tables.rows.tracking import Tracking
-from torchfleet.tables.rules import Floats, num_states
 from torchfleet.tables.settings.clock import Clock
-from torchfleet.tables.settings.spec import TableSpec
+from torchfleet.tables.settings.spec import Floats, TableSpec
 
 CHUNK = 2048  # keys taken through find and then through the next kernel while their rows are still in the cache
 _KINDS = {
@@ -39,10 +38,10 @@ class RowStore:
         self.step = 0
         self.num_evicted = 0
         self.clock = clock or Clock()
-        num_words, names = spec.dim * (1 + num_states(spec.rule)), row_columns(spec)
+        num_words, names = spec.dim * (1 + spec.num_states), row_columns(spec)
         self.index: KeyMap | KeyRange
-        if spec.kind == "array":
-            self.index = KeyRange(num_words, max_bytes, spec.size, spec.part, spec.num_parts)
+        if spec.has_size:
+            self.index = KeyRange(num_words, max_bytes, spec.size, spec.shard, spec.num_shards)
         else:
             self.index = KeyMap(num_words + len(names), max_bytes)
         self._layout = (self.index.width, self.index.offset)
@@ -91,6 +90,7 @@ class RowStore:
         return self.index.num_free_rows if self._capacity is None else self._capacity.max_rows
 
     def check_assign(self, keys: Keys, values: Floats) -> None:
+        """Raise TableError if `assign` could not take this."""
         self.check_values(keys, values)
         self.check_keys(keys, create=True)
 
@@ -184,6 +184,11 @@ class RowStore:
             self.admission.begin_save(is_committed)
 
     @property
+    def num_rows(self) -> int:
+        """Keys that have a row."""
+        return self.index.num_keys
+
+    @property
     def num_words(self) -> int:
         """Numbers per row: values and state."""
         return self._row_words
@@ -206,7 +211,7 @@ class RowStore:
         fresh = self.index.insert_missing(keys, at)
         if initialise:
             first, rule = self.spec.initializer, self.spec.rule
-            state = rule.initial_accumulator if rule.name == "adagrad" else 0.0
+            state = rule.row_rule.initial_state(rule)
             random.initialise(
                 self.index.store, *self._layout, self.spec.dim, keys, at, fresh, self._stream,
                 _KINDS[first.name], first.a, first.b, np.float32(state),

@@ -1,30 +1,41 @@
-"""A table that workers pull rows from and push gradients to."""
+"""A table of rows by key, in memory: workers pull rows and push gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from torchfleet.kernels import rows
 from torchfleet.kernels.merge import segment_sum, sum_by_key, unique
+from torchfleet.tables import eviction
 from torchfleet.tables.rows.keymap import Keys, Rows
 from torchfleet.tables.rows.row_statistics import NUM_PUSHED, Columns, is_pushed
 from torchfleet.tables.rowstore import CHUNK, RowStore, check_block
-from torchfleet.tables.rules import Floats, apply_to_rows, learning_rate
+from torchfleet.tables.rules import learning_rate
+from torchfleet.tables.saved_rows import load_slice, save_slices
 from torchfleet.tables.settings.clock import Clock
-from torchfleet.tables.settings.spec import TableSpec
+from torchfleet.tables.settings.policy import Shrink
+from torchfleet.tables.settings.spec import Floats, TableSpec
 from torchfleet.tables.staleness import Staleness
+from torchfleet.tables.summary import Summary
+from torchfleet.tables.table import SavedModel, SavedSlice, SaveMode
 
 
 class SparseTable(RowStore):
-    """A row store with an entry that lets keys in and a rule that updates their rows."""
+    """A row store with an entry that lets keys in and a rule that updates their rows: kinds `sparse` and `array`."""
 
     def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> None:
         super().__init__(spec, max_bytes, clock)
         self.num_loaded = 0  # rows that came from a saved model
         self.staleness = Staleness()
         self._waiting: dict[int, list[Keys]] = {}  # by worker: appearances of a sync step, noted when it ends
+
+    def check_pull(self, keys: Keys, create: bool) -> int:
+        """As Table.check_pull."""
+        self.check_keys(keys, create)
+        return 4 * len(keys) * self.spec.dim
 
     def pull(self, keys: Keys, create: bool = True, worker: int | None = None) -> Floats:
         """Values for `keys`, shape (len(keys), dim), in a new array. Keys may repeat.
@@ -89,14 +100,15 @@ class SparseTable(RowStore):
     def update(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """`push` for what `check_push` has passed: a message is checked whole before any of it is applied."""
         self.step += 1
-        rate = learning_rate(self.spec.rule, lr, self.step)
+        rule = self.spec.rule
+        row_rule, rate = rule.row_rule, learning_rate(rule, lr, self.step)
         keys, grads = self._take_pushed(keys, grads) if grads.shape[1] > self.spec.dim else sum_by_key(keys, grads)
         for start in range(0, len(keys), CHUNK):
             at = self._locate(keys[start : start + CHUNK], self.admission is None, self._row_words)
             chunk = grads[start : start + CHUNK]
             if self.admission is not None and len(at) and at.min() < 0:
                 at, chunk = at[at >= 0], chunk[at >= 0]  # not admitted: no update
-            apply_to_rows(self.spec.rule, self.index.store, self._layout, at, chunk, rate, self.step)
+            row_rule.apply_to_rows(rule, self.index.store, self._layout, at, chunk, rate, self.step)
             self._mark(at)
 
     def _take_pushed(self, keys: Keys, wide: Floats) -> tuple[Keys, Floats]:
@@ -127,6 +139,51 @@ class SparseTable(RowStore):
             at = self._locate(keys[start : start + CHUNK], True, self.spec.dim)
             rows.sgd(self.index.store, *self._layout, at, deltas[start : start + CHUNK], -1.0, -np.inf, np.inf)
             self._mark(at)
+
+    def mean(self, pushes: Sequence[tuple[Keys, Floats]]) -> tuple[Keys, Floats]:
+        """As Table.mean; shows and clicks behind the gradients are summed."""
+        keys = np.concatenate([keys for keys, _ in pushes])
+        grads = np.concatenate([grads for _, grads in pushes])
+        grads[:, : self.spec.dim] *= np.float32(1.0 / len(pushes))
+        return keys, grads
+
+    def whole(self) -> None:
+        """As Table.whole: rows are not sent unless they are asked for by key."""
+
+    def check_erase(self, keys: Keys) -> None:
+        """As Table.check_erase."""
+        self.check_keys(keys)
+
+    def check_shrink(self, policy: Shrink) -> None:
+        """As Table.check_shrink."""
+        eviction.check_policy(self, policy)
+
+    def shrink(self, policy: Shrink) -> Iterator[int]:
+        """As Table.shrink."""
+        return eviction.shrink(self, policy)
+
+    def summarize(self, summary: Summary, num_rows: int) -> Iterator[None]:
+        """As Table.summarize."""
+        for keys, values, columns in self.chunks(num_rows):
+            summary.add(keys, np.ascontiguousarray(values[:, : self.spec.dim]), columns)
+            yield
+
+    def save_slices(self, mode: SaveMode, num_rows: int) -> Iterator[SavedSlice]:
+        """As Table.save_slices."""
+        return save_slices(self, mode, num_rows)
+
+    def restore(self, model: SavedModel) -> None:
+        """As Table.restore."""
+        model.load_rows(self)
+
+    def load_slice(self, saved: SavedSlice) -> None:
+        """As RowTable.load_slice."""
+        load_slice(self, saved)
+
+    def note_loaded(self) -> int:
+        """As RowTable.note_loaded."""
+        self.num_loaded = self.num_rows
+        return self.num_loaded
 
     def stats(self) -> dict[str, Any]:
         return {

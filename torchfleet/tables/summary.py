@@ -56,7 +56,7 @@ class Summary:
             self._look_for_best(keys, numbers)
 
     def merge(self, other: Mapping[str, Any]) -> None:
-        """Rows of another part of the table, as its summary's `as_dict` has them."""
+        """Rows of another shard of the table, as its summary's `as_dict` has them."""
         if not self._rows:
             self._top_by = other["top_by"]
         self._rows += other["rows"]
@@ -64,9 +64,9 @@ class Summary:
         self._norm_max = max(self._norm_max, other["norm_max"])
         for name, bins in other["histograms"].items():
             limits = bin_limits(name)
-            for one in bins:
-                place = limits.index((one["from"], one["to"]))
-                self._count(name, np.full(1, place), len(limits), one["rows"])
+            for counted in bins:
+                place = limits.index((counted["from"], counted["to"]))
+                self._count(name, np.full(1, place), len(limits), counted["rows"])
         self._keep_best([dict(line) for line in other["top"]])
 
     def as_dict(self) -> dict[str, Any]:
@@ -138,11 +138,11 @@ def _bins_of_days(days: npt.NDArray[np.float64]) -> Counts:
     return places
 
 
-def merged(parts: Sequence[Mapping[str, Any]], top: int) -> dict[str, Any]:
+def merged(shards: Sequence[Mapping[str, Any]], top: int) -> dict[str, Any]:
     """One summary of those that the servers of a table have made."""
     whole = Summary(TableSpec("any"), 0, top)
-    for part in parts:
-        whole.merge(part)
+    for shard in shards:
+        whole.merge(shard)
     return whole.as_dict()
 
 

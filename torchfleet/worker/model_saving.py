@@ -26,7 +26,6 @@ from torchfleet.checkpoint.manifest import (
 )
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
-from torchfleet.tables.rules import num_dense_states, num_states
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.lookup.plan import Plan
 
@@ -116,7 +115,7 @@ def _shape(table: Table) -> tuple[Any, ...]:
 def _tables(plan: Plan, saved: list[Saved], with_state: bool) -> list[Table]:
     tables = []
     for spec in plan.specs:
-        states = (num_dense_states if spec.kind == "dense" else num_states)(spec.rule) if with_state else 0
+        states = spec.num_states if with_state else 0
         step = max((server.steps[spec.name] for server in saved), default=0)
         rows = sum(server.rows[spec.name] for server in saved)
         tables.append(described(spec, states, step, rows, plan.layouts.get(spec.name, [])))

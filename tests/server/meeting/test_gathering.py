@@ -33,7 +33,7 @@ def request(worker: int, data: bytes = b"", client: int | None = None, call: int
 
 
 def found(reply: list[Array]) -> list[tuple[int, bytes]]:
-    return [(array.table, array.data.tobytes()) for array in reply]
+    return [(array.number, array.data.tobytes()) for array in reply]
 
 
 class TestGatherings:

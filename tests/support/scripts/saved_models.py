@@ -21,7 +21,6 @@ from torchfleet.checkpoint.part_reader import read_part
 from torchfleet.server.server import Server
 from torchfleet.server.table_loading import load_model
 from torchfleet.storage import Storage
-from torchfleet.tables.rules import num_dense_states, num_states
 from torchfleet.tables.settings.spec import TableSpec
 from torchfleet.worker.client.client import Client
 
@@ -40,7 +39,7 @@ def save(
     saved = client.save(storage.path, folder_of(number), with_state, seconds)
     tables = []
     for spec in specs:
-        states = (num_dense_states if spec.kind == "dense" else num_states)(spec.rule) if with_state else 0
+        states = spec.num_states if with_state else 0
         step = max(server.steps[spec.name] for server in saved)
         rows = sum(server.rows[spec.name] for server in saved)
         tables.append(described(spec, states, step, rows, whole_layout(spec)))
@@ -62,7 +61,7 @@ def load(num_servers: int, specs: Sequence[TableSpec], dirname: str) -> list[Ser
     servers = [Server(MAX_TABLE_BYTES) for _ in range(num_servers)]
     for index, server in enumerate(servers):
         for spec in specs:
-            server.state.add_table(spec.for_part(index, num_servers))
+            server.state.add_table(spec.for_shard(index, num_servers))
         load_model(server.state, dirname, None)
     return servers
 
@@ -81,7 +80,7 @@ def contents(servers: Sequence[Server]) -> Contents:
 
 def _rows_of(table: Any) -> list[tuple[int, bytes]]:
     if table.spec.kind == "dense":
-        first = table.spec.size * table.spec.part // table.spec.num_parts
+        first = table.spec.size * table.spec.shard // table.spec.num_shards
         return [(first + i, column.tobytes()) for i, column in enumerate(table.block().T)]
     return [
         (key, row.tobytes()) for keys, rows, _ in table.chunks() for key, row in zip(keys.tolist(), rows, strict=True)

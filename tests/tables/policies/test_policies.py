@@ -17,15 +17,14 @@ from support.policy_oracle import DAY, HOUR, Condition, Oracle
 
 from torchfleet.checkpoint.manifest import read_manifest
 from torchfleet.errors import FleetError
-from torchfleet.server import long_work
 from torchfleet.storage import Storage
 from torchfleet.tables import eviction
 from torchfleet.tables.rows.row_statistics import is_pushed
 from torchfleet.tables.settings import clock as clock_module
 from torchfleet.tables.settings.clock import Clock
 from torchfleet.tables.settings.policy import (
+    AdmissionEntry,
     CountFilterEntry,
-    Entry,
     PredicateEntry,
     ProbabilityEntry,
     ShowClickEntry,
@@ -46,7 +45,7 @@ NOTHING = Shrink()
 class Case:
     """Policies of a table, and what shrinks its stream calls; conditions as text and in Python."""
 
-    entry: Entry | list[Entry] | None = None
+    entry: AdmissionEntry | list[AdmissionEntry] | None = None
     shrink: Shrink = NOTHING
     predicate: Condition | None = None
     where: Condition | None = None
@@ -437,7 +436,7 @@ def test_an_error_in_a_slice_is_the_answer_and_the_server_goes_on(monkeypatch: p
         client.create_table(TableSpec("t", shrink=Shrink(delete_after_unseen_days=1, every_hours=1)))
         client.set_clock(START)
         client.pull("t", [1, 2]).result()
-        monkeypatch.setattr(long_work, "shrink", fail)
+        monkeypatch.setattr(eviction, "shrink", fail)
         for ask in (lambda: client.shrink("t", Shrink()), lambda: client.set_clock(START + DAY)):
             with pytest.raises(
                 FleetError, match="internal error of the server: ValueError: this slice was told to fail"

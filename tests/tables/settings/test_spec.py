@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torchfleet.errors import TableError
 from torchfleet.tables.settings.spec import (
     MAX_DIM,
-    MAX_PARTS,
+    MAX_SHARDS,
     MAX_SIZE,
     Initializer,
     Rule,
     TableSpec,
-    part_range,
+    shard_range,
     table_number,
 )
 
@@ -96,10 +96,10 @@ def test_a_normal_initializer_needs_a_deviation(name):
         ({"dim": MAX_DIM + 1}, f"found {MAX_DIM + 1}"),
         ({"seed": -1}, "seed must be 0 to"),
         ({"seed": 1 << 63}, "seed must be 0 to"),
-        ({"num_parts": 0}, "num_parts must be 1 to"),
-        ({"num_parts": MAX_PARTS + 1}, "num_parts must be 1 to"),
-        ({"part": 2, "num_parts": 2}, "part must be below num_parts, found 2"),
-        ({"part": -1}, "part must be below num_parts, found -1"),
+        ({"num_shards": 0}, "num_shards must be 1 to"),
+        ({"num_shards": MAX_SHARDS + 1}, "num_shards must be 1 to"),
+        ({"shard": 2, "num_shards": 2}, "shard must be below num_shards, found 2"),
+        ({"shard": -1}, "shard must be below num_shards, found -1"),
         ({"size": 5}, "a sparse table has no size: use kind='array'"),
         ({"kind": "array"}, "kind='array' needs a size of 1 to 2\\^48, found 0"),
         ({"kind": "array", "size": MAX_SIZE + 1}, "needs a size of 1 to 2\\^48"),
@@ -122,7 +122,7 @@ def test_a_contradiction_is_refused_and_named(fields, match):
     "fields",
     [
         {"name": "x" * 200, "dim": MAX_DIM, "seed": (1 << 63) - 1},
-        {"kind": "array", "size": MAX_SIZE, "part": MAX_PARTS - 1, "num_parts": MAX_PARTS},
+        {"kind": "array", "size": MAX_SIZE, "shard": MAX_SHARDS - 1, "num_shards": MAX_SHARDS},
         {"kind": "dense", "size": 1, "rule": Rule(momentum=0.9, nesterov=True, weight_decay=0.1)},
     ],
 )
@@ -149,7 +149,7 @@ def test_an_unknown_name_is_refused_when_the_description_is_made(make):
     "spec",
     [
         TableSpec("t", dim=8, rule=Rule("adam", lr=0.1, low=-1.0), initializer=Initializer("normal", 0.0, 0.1), seed=3),
-        TableSpec("ids", "array", dim=2, size=100, part=1, num_parts=3),
+        TableSpec("ids", "array", dim=2, size=100, shard=1, num_shards=3),
         TableSpec("w", "dense", size=100, rule=Rule("sgd", momentum=0.9, nesterov=True)),
     ],
     ids=lambda spec: spec.kind,
@@ -175,8 +175,8 @@ def test_a_tables_number_is_the_same_in_every_process():
 
 
 @given(st.integers(1, 1 << 48), st.integers(1, 1 << 10))
-def test_parts_cover_a_dense_table_evenly_and_in_order(size, num_parts):
-    ranges = [part_range(size, part, num_parts) for part in range(num_parts)]
+def test_shards_cover_a_dense_table_evenly_and_in_order(size, num_shards):
+    ranges = [shard_range(size, shard, num_shards) for shard in range(num_shards)]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == size
     assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
@@ -185,6 +185,6 @@ def test_parts_cover_a_dense_table_evenly_and_in_order(size, num_parts):
 
 
 @given(st.integers(1, 1000), st.integers(1, 20))
-def test_a_parts_number_of_elements_is_the_length_of_its_range(size, num_parts):
-    parts = [TableSpec("w", "dense", size=size, part=part, num_parts=num_parts) for part in range(num_parts)]
-    assert sum(part.num_elements for part in parts) == size
+def test_a_shards_number_of_elements_is_the_length_of_its_range(size, num_shards):
+    shards = [TableSpec("w", "dense", size=size, shard=shard, num_shards=num_shards) for shard in range(num_shards)]
+    assert sum(shard.num_elements for shard in shards) == size

@@ -141,7 +141,7 @@ def contents(fleet: Fleet) -> list:
 
 def _held(table: object, keys: np.ndarray) -> np.ndarray:
     spec = table.spec
-    mine = keys[keys % spec.num_parts == spec.part] if spec.kind == "array" else keys
+    mine = keys[keys % spec.num_shards == spec.shard] if spec.kind == "array" else keys
     return table.pull(mine, create=False)
 
 

@@ -15,7 +15,7 @@ from torchfleet import errors
 from torchfleet.errors import BarrierError, FleetError, ServerError, ServerUnreachable, TableError, WireError
 from torchfleet.net import wire
 from torchfleet.net.transport import Peer
-from torchfleet.net.wire import ERROR, Array, Command, Frame, Message, Role, decode, encode, error_reply, pack
+from torchfleet.net.wire import ERROR, Array, Command, Frame, Message, Role, decode, encode, error_arrays, pack
 from torchfleet.worker.client.connection import Call, Connection, Patience
 
 
@@ -241,7 +241,7 @@ class TestErrors:
     @staticmethod
     def line_with(kind: str, text: str = "so it is") -> Line:
         return Line(
-            lambda asked: Message(asked.command, ERROR, call=asked.call, client=1, arrays=error_reply(kind, text))
+            lambda asked: Message(asked.command, ERROR, call=asked.call, client=1, arrays=error_arrays(kind, text))
         )
 
     @pytest.mark.parametrize("kind", [TableError, BarrierError, WireError, FleetError], ids=lambda kind: kind.__name__)

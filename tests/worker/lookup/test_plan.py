@@ -51,7 +51,7 @@ def test_dense_parameters_of_a_group_are_one_table_and_embeddings_one_each() -> 
         "tags": ("array", 20, 2),
     }
     assert all(spec.rule == rule for spec in specs.values())
-    assert all(spec.num_parts == 2 for spec in plan.specs)
+    assert all(spec.num_shards == 2 for spec in plan.specs)
 
 
 def test_a_param_group_is_a_table_with_its_own_rule() -> None:

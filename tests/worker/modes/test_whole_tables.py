@@ -72,7 +72,7 @@ def random_tables() -> torch.nn.Module:
 
 def first_rows(part: Part, table: str, ids: Any) -> np.ndarray:
     """What rows start with, worked out without any server."""
-    spec = msgspec.structs.replace(part.job.plan.sparse[table].spec, num_parts=1)
+    spec = msgspec.structs.replace(part.job.plan.sparse[table].spec, num_shards=1)
     return SparseTable(spec, jobs.MAX_TABLE_BYTES).pull(np.asarray(ids, np.uint64))
 
 

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.checkpoint.part_file import Entry
+from torchfleet.checkpoint.part_file import TensorEntry
 from torchfleet.collective.checkpoint.collective_manifest import Kind, Manifest, Piece, Tensor
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
@@ -54,18 +54,18 @@ def file_key(kind: Kind, name: str) -> str:
     return name if kind == "model" else f"{kind}.{name}"
 
 
-def header(entries: dict[str, Entry], metadata: dict[str, str]) -> bytes:
+def header(entries: dict[str, TensorEntry], metadata: dict[str, str]) -> bytes:
     """What stands before the tensors."""
     body = msgspec.json.encode({"__metadata__": metadata, **entries} if metadata else entries)
     body += b" " * (-len(body) % 8)  # so that what follows is aligned
     return len(body).to_bytes(8, "little") + body
 
 
-def entries_of(tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> dict[str, Entry]:
+def entries_of(tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> dict[str, TensorEntry]:
     """Of (name, dtype, shape, bytes), which stand one behind the other."""
     entries, at = {}, 0
     for name, dtype, shape, size in tensors:
-        entries[name] = Entry(dtype, list(shape), (at, at + size))
+        entries[name] = TensorEntry(dtype, list(shape), (at, at + size))
         at += size
     return entries
 

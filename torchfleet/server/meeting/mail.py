@@ -61,7 +61,7 @@ class Mail:
             return False
         box = topic.boxes.setdefault(body.to, Box())
         # A frame's memory belongs to the message it came in; the copy is ours for as long as it waits.
-        box.parcels.append((box.next_number, [Array(array.table, array.data.copy()) for array in parcel]))
+        box.parcels.append((box.next_number, [Array(array.number, array.data.copy()) for array in parcel]))
         box.next_number += 1
         topic.sent[way] = body.number
         self.num_bytes += size

@@ -1,4 +1,4 @@
-"""For geo training: which rows other workers changed since a worker last asked."""
+"""Which rows changed since each worker last asked, by the pushes of the others (geo training)."""
 
 from __future__ import annotations
 

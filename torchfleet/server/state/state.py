@@ -1,4 +1,4 @@
-"""All that a server owns."""
+"""The state of a server: its tables, and what it remembers of clients, meetings and long work."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from torchfleet.server.meeting.mail import Mail
 from torchfleet.server.state.changes import Changes
 from torchfleet.server.state.schedule import Schedule
 from torchfleet.server.state.sessions import Sessions
-from torchfleet.tables.dense_table import DenseTable
+from torchfleet.tables.kinds import make_table
 from torchfleet.tables.rows.memory import physical_bytes
 from torchfleet.tables.settings.clock import Clock
 from torchfleet.tables.settings.spec import TableSpec
-from torchfleet.tables.sparse_table import SparseTable
+from torchfleet.tables.table import Table
 
 MAX_TABLES = 1024
 
-Table = SparseTable | DenseTable
-Reply = list[Array]
+Answer = list[Array]  # the arrays of a reply
 
 
 @dataclass
@@ -34,7 +33,7 @@ class LongRequest:
     """A request that is worked on in slices, or done: who is to be told, and what."""
 
     request: Request
-    result: Reply | FleetError | None = None
+    result: Answer | FleetError | None = None
 
 
 @dataclass
@@ -77,32 +76,31 @@ class State:
     chain: Chain = field(default_factory=Chain)
     clock: Clock = field(default_factory=Clock)
     schedule: Schedule = field(default_factory=Schedule)
-    jobs: deque[Iterator[bool]] = field(default_factory=deque)  # long work, done in slices between requests
+    long_work: deque[Iterator[bool]] = field(default_factory=deque)  # done in slices between requests
     sync_step: dict[int, Request] = field(default_factory=dict)  # this step's pushes so far, by worker
-    finished: list[tuple[Request, Reply | FleetError]] = field(default_factory=list)
+    finished: list[tuple[Request, Answer | FleetError]] = field(default_factory=list)
     num_requests: int = 0
     num_errors: int = 0
     is_stopping: bool = False
     model: str = ""  # the saved model that was loaded
     started: float = field(default_factory=time.monotonic)
 
-    def finish(self, request: Request, result: Reply | FleetError) -> None:
+    def finish(self, request: Request, result: Answer | FleetError) -> None:
         """Answer a request that was told to wait."""
         self.finished.append((request, result))
 
     def add_table(self, spec: TableSpec) -> None:
+        """Make a table, unless there is one of this very description."""
         existing = self.tables.get(spec.number)
         if existing is not None and existing.spec != spec:
             raise TableError(f"table '{existing.spec.name}' exists as {existing.spec}, and was asked for as {spec}")
         if existing is None:
             if len(self.tables) >= MAX_TABLES:
                 raise TableError(f"{MAX_TABLES} tables exist already, which is the limit")
-            if spec.kind == "dense":
-                self.tables[spec.number] = DenseTable(spec, self.max_table_bytes)
-            else:
-                self.tables[spec.number] = SparseTable(spec, self.max_table_bytes, self.clock)
+            self.tables[spec.number] = make_table(spec, self.max_table_bytes, self.clock)
 
     def table(self, number: int) -> Table:
+        """The table that messages call by this number. Raises TableError."""
         found = self.tables.get(number)
         if found is None:
             known = ", ".join(sorted(f"'{table.spec.name}'" for table in self.tables.values())) or "none"

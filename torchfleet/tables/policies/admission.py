@@ -89,7 +89,7 @@ class Admission:
         self.sketch: WindowSketch | None = None
         if spec.entry.window_hours:
             seconds = max(4, round(spec.entry.window_hours * HOUR))
-            self.sketch = WindowSketch(spec.entry.num_blocks, spec.part, spec.num_parts, seconds)
+            self.sketch = WindowSketch(spec.entry.num_blocks, spec.shard, spec.num_shards, seconds)
 
     def check_room(self, num_new: int) -> None:
         """Raise TableError if there is no room to count so many more keys."""

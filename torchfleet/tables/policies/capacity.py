@@ -15,7 +15,7 @@ from torchfleet.tables.rows.keymap import KeyMap, Keys, Rows
 from torchfleet.tables.rows.keyrange import KeyRange
 from torchfleet.tables.rows.row_statistics import Statistics
 from torchfleet.tables.settings.policy import Shrink
-from torchfleet.tables.settings.spec import TableSpec, part_range
+from torchfleet.tables.settings.spec import TableSpec, shard_range
 
 SWEEP = 4096  # rows dropped in one go
 SAMPLE = 1 << 14  # rows whose ticks say how old the oldest are
@@ -25,7 +25,7 @@ NUM_DIGITS = 6  # of 16 bits: two of the tick, four of the hash
 
 
 def row_limit(spec: TableSpec, policy: Shrink, index: KeyMap | KeyRange) -> int | None:
-    """How many rows this part of the table may have; None: as many as there is memory for."""
+    """How many rows this shard of the table may have; None: as many as there is memory for."""
     limits = []
     if policy.max_rows is not None:
         limits.append(policy.max_rows)
@@ -33,12 +33,12 @@ def row_limit(spec: TableSpec, policy: Shrink, index: KeyMap | KeyRange) -> int 
         limits.append(policy.max_bytes // (4 * index.width + MAP_BYTES))
     if not limits:
         return None
-    if min(limits) < spec.num_parts:  # said by all servers alike, so that none of them begins
+    if min(limits) < spec.num_shards:  # said by all servers alike, so that none of them begins
         raise TableError(
             f"table '{spec.name}': max_rows or max_bytes allows {min(limits)} rows, which leaves none for some of the "
-            f"{spec.num_parts} servers; raise it"
+            f"{spec.num_shards} servers; raise it"
         )
-    start, stop = part_range(min(limits), spec.part, spec.num_parts)
+    start, stop = shard_range(min(limits), spec.shard, spec.num_shards)
     return min(stop - start, index.max_rows)
 
 

@@ -1,4 +1,4 @@
-"""How often keys appeared within a sliding window of time, in fixed memory: one server's part of the counters."""
+"""How often keys appeared within a sliding window of time, in fixed memory: one shard of the counters."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class WindowSketch:
     `num_blocks`, a block on the border is held by both neighbours.
     """
 
-    def __init__(self, num_blocks: int, part: int, num_parts: int, window_seconds: int) -> None:
+    def __init__(self, num_blocks: int, shard: int, num_shards: int, window_seconds: int) -> None:
         self._num_blocks = num_blocks
         self._pane_seconds = max(1, window_seconds // NUM_PANES)
-        self.first = part * num_blocks // num_parts
-        self.num = -(-(part + 1) * num_blocks // num_parts) - self.first
+        self.first = shard * num_blocks // num_shards
+        self.num = -(-(shard + 1) * num_blocks // num_shards) - self.first
         words = Memory(BLOCK_BYTES * self.num).array(np.uint32)[: NUM_WORDS * self.num]
         self._words: npt.NDArray[np.uint32] = words.reshape(self.num, NUM_WORDS)
 
@@ -35,7 +35,7 @@ class WindowSketch:
         """Note one appearance of each, in their order; returns their counts in the window, each with this one.
 
         A counter takes 255 appearances per pane, and stays there. `now` is in seconds. A clock that goes back counts
-        as if it had stood still. A key that belongs to another part is a TableError, and nothing has been counted.
+        as if it had stood still. A key that belongs to another shard is a TableError, and nothing has been counted.
         """
         blocks, counts = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
         num_outside = sketch.locate(keys, self._num_blocks, self.first, self.num, blocks)
@@ -45,7 +45,7 @@ class WindowSketch:
         return counts
 
     def blocks(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
-        """A copy of the blocks with the numbers start..stop, which this part must hold; shape (n, 64)."""
+        """A copy of the blocks with the numbers start..stop, which this shard must hold; shape (n, 64)."""
         if not self.first <= start <= stop <= self.first + self.num:
             raise IndexError(f"blocks {start}..{stop} are not all among {self.first}..{self.first + self.num}")
         found: npt.NDArray[np.uint8] = self._words[start - self.first : stop - self.first].copy().view(np.uint8)

@@ -11,14 +11,14 @@ from torchfleet.tables.rows.memory import Memory
 
 
 class KeyRange:
-    """The same contract as KeyMap, for ids id = part, part + num_parts, ... below size; row = id // num_parts."""
+    """The same contract as KeyMap, for ids id = shard, shard + num_shards, ... below size; row = id // num_shards."""
 
     offset = 0
 
-    def __init__(self, num_words: int, max_bytes: int, size: int, part: int, num_parts: int) -> None:
+    def __init__(self, num_words: int, max_bytes: int, size: int, shard: int, num_shards: int) -> None:
         self.width = num_words
-        self._size, self._part, self._num_parts = size, part, num_parts
-        self.num_row_numbers = max(0, -(-(size - part) // num_parts))
+        self._size, self._shard, self._num_shards = size, shard, num_shards
+        self.num_row_numbers = max(0, -(-(size - shard) // num_shards))
         self.max_rows = self.num_row_numbers
         if self.num_row_numbers * num_words * 4 > max_bytes:
             raise TableError(
@@ -62,20 +62,20 @@ class KeyRange:
         largest = int(keys.max())
         if largest >= self._size:
             raise TableError(f"ids must be below the declared size {self._size:,}; found {largest:,}")
-        if self._num_parts > 1 and (keys % np.uint64(self._num_parts) != self._part).any():
+        if self._num_shards > 1 and (keys % np.uint64(self._num_shards) != self._shard).any():
             raise TableError(
-                f"ids of this server leave the remainder {self._part} when divided by {self._num_parts}; found others. "
-                "All clients must use the same list of servers, in the same order."
+                f"ids of this server leave the remainder {self._shard} when divided by {self._num_shards}; found "
+                "others. All clients must use the same list of servers, in the same order."
             )
 
     def find(self, keys: Keys, rows: Rows, num_words: int) -> int:
-        rows[:] = keys // np.uint64(self._num_parts)
+        rows[:] = keys // np.uint64(self._num_shards)
         missing = ~self._in_use[rows]
         rows[missing] = -1
         return int(missing.sum())
 
     def insert_missing(self, keys: Keys, rows: Rows) -> Rows:
-        rows[:] = keys // np.uint64(self._num_parts)
+        rows[:] = keys // np.uint64(self._num_shards)
         fresh = np.flatnonzero(~self._in_use[rows])
         fresh = fresh[np.unique(rows[fresh], return_index=True)[1]]
         self._in_use[rows[fresh]] = True
@@ -83,7 +83,7 @@ class KeyRange:
         return fresh.astype(np.int64)
 
     def erase(self, keys: Keys) -> int:
-        rows = np.unique((keys // np.uint64(self._num_parts)).astype(np.int64))
+        rows = np.unique((keys // np.uint64(self._num_shards)).astype(np.int64))
         num = int(self._in_use[rows].sum())
         self._in_use[rows] = False
         self.num_keys -= num
@@ -91,4 +91,4 @@ class KeyRange:
 
     def alive(self, rows: Rows) -> tuple[Keys, Rows]:
         rows = rows[self._in_use[rows]]
-        return (rows * self._num_parts + self._part).astype(np.uint64), rows
+        return (rows * self._num_shards + self._shard).astype(np.uint64), rows

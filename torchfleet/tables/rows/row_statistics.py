@@ -13,7 +13,7 @@ from torchfleet.kernels.statistics import COLUMNS
 from torchfleet.tables.rows.keymap import KeyMap, Rows
 from torchfleet.tables.rows.keyrange import KeyRange
 from torchfleet.tables.settings.clock import DAY
-from torchfleet.tables.settings.policy import Entry
+from torchfleet.tables.settings.policy import AdmissionEntry
 from torchfleet.tables.settings.spec import TableSpec
 
 Columns = dict[str, npt.NDArray[Any]]  # by name, one value per row
@@ -64,7 +64,7 @@ def is_counted(spec: TableSpec) -> bool:
 class Statistics:
     """The columns `names` behind the first `first` words (the key's included) of the rows of an index."""
 
-    def __init__(self, names: tuple[str, ...], index: KeyMap | KeyRange, first: int, entry: Entry) -> None:
+    def __init__(self, names: tuple[str, ...], index: KeyMap | KeyRange, first: int, entry: AdmissionEntry) -> None:
         self.names = names
         self._index, self._first, self._entry = index, first, entry
         self._words: npt.NDArray[np.uint32] = index.store.view(np.uint32)
@@ -129,7 +129,7 @@ def decay_powers(rate: float) -> npt.NDArray[np.float32]:
     return np.concatenate([[1.0], powers]).astype(np.float32)
 
 
-def expression_values(columns: Columns, now: int, entry: Entry, powers: npt.NDArray[np.float32]) -> Columns:
+def expression_values(columns: Columns, now: int, entry: AdmissionEntry, powers: npt.NDArray[np.float32]) -> Columns:
     """What expressions see of columns as they are kept: shows and clicks decayed, times as days."""
     found: Columns = {name: columns[name] for name in ("count", "delta", "slot") if name in columns}
     if "seen" in columns:

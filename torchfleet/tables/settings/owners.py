@@ -1,4 +1,4 @@
-"""Which part of a table owns a key: the same rule in clients, servers and saved models."""
+"""Which shard of a table owns a key: the same rule in clients, servers and saved models."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torchfleet.kernels import partition
 from torchfleet.tables.settings.spec import TableSpec
 
 
-def owners_of(spec: TableSpec, keys: npt.NDArray[np.uint64], num_parts: int) -> npt.NDArray[np.int32]:
-    """The number of the part that owns each key: by hash, or for declared ids in turn."""
+def owners_of(spec: TableSpec, keys: npt.NDArray[np.uint64], num_shards: int) -> npt.NDArray[np.int32]:
+    """The number of the shard that owns each key: by hash, or for declared ids in turn."""
     owners = np.empty(len(keys), np.int32)
-    if spec.kind == "array":
-        owners[:] = keys % np.uint64(num_parts)
+    if spec.has_size:
+        owners[:] = keys % np.uint64(num_shards)
     else:
-        partition.owners_by_hash(keys, num_parts, owners)
+        partition.owners_by_hash(keys, num_shards, owners)
     return owners

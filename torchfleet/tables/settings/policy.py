@@ -19,7 +19,7 @@ NUM_BLOCKS_STEP = 5040  # divided by every number of servers up to 10, and by ma
 _MAX_DAYS = 36_500.0
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class AdmissionEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """When a key gets a row: when everything that is asked for here holds. The default admits every key at once."""
 
     count: int = 1
@@ -130,17 +130,17 @@ class Shrink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         return frozenset(found)
 
 
-def CountFilterEntry(n: int) -> Entry:
+def CountFilterEntry(n: int) -> AdmissionEntry:
     """A key gets its row at its n-th appearance: a pull for training, counted once per batch."""
     return _made(count=n)
 
 
-def ProbabilityEntry(p: float) -> Entry:
+def ProbabilityEntry(p: float) -> AdmissionEntry:
     """A key is admitted with probability p, decided once and for ever by a hash of the key."""
     return _made(probability=p)
 
 
-def WindowCountEntry(n: int, hours: float = 24.0, max_bytes: int = 64 << 20) -> Entry:
+def WindowCountEntry(n: int, hours: float = 24.0, max_bytes: int = 64 << 20) -> AdmissionEntry:
     """A key gets its row at its n-th appearance within the last `hours`, counted in `max_bytes` of memory in all.
 
     Counters are shared by keys whose hashes meet: a key may be admitted early, and is never admitted late by it.
@@ -156,7 +156,7 @@ def ShowClickEntry(
     show_click_decay_rate: float = 0.98,
     nonclick_weight: float = 0.1,
     click_weight: float = 1.0,
-) -> Entry:
+) -> AdmissionEntry:
     """Keep shows and clicks per row, from the slots of these names; they decay by the rate per day.
 
     score = nonclick_weight * (show - click) + click_weight * click
@@ -170,7 +170,7 @@ def ShowClickEntry(
     )
 
 
-def PredicateEntry(predicate: str) -> Entry:
+def PredicateEntry(predicate: str) -> AdmissionEntry:
     """A key gets its row at the first appearance at which this holds: docs/online.md has the language.
 
     Names: count (appearances, this one included), show, click, score (with ShowClickEntry), age_days (since the first
@@ -180,31 +180,31 @@ def PredicateEntry(predicate: str) -> Entry:
     return _made(predicate=predicate)
 
 
-def combined(entry: Entry | Sequence[Entry] | None) -> Entry:
+def combined(entry: AdmissionEntry | Sequence[AdmissionEntry] | None) -> AdmissionEntry:
     """One entry of several: all of them must admit. Two that set the same thing are an error."""
     if entry is None:
-        return Entry()
-    if isinstance(entry, Entry):
+        return AdmissionEntry()
+    if isinstance(entry, AdmissionEntry):
         return entry
-    if not isinstance(entry, (list, tuple)) or not all(isinstance(one, Entry) for one in entry):
+    if not isinstance(entry, (list, tuple)) or not all(isinstance(condition, AdmissionEntry) for condition in entry):
         raise TableError(
             f"entry: expected fleet.CountFilterEntry(n), another entry, or a list of them; found {entry!r}"
         )
     settings: dict[str, object] = {}
-    for one in entry:
-        for field, value in msgspec.structs.asdict(one).items():
-            if value == getattr(Entry(), field):
+    for condition in entry:
+        for field, value in msgspec.structs.asdict(condition).items():
+            if value == getattr(AdmissionEntry(), field):
                 continue
             before = settings.get(field, value)
             _expect(before == value, f"entry: two of them set {field}, to {before} and to {value}")
             settings[field] = value
-    return msgspec.convert(settings, Entry)
+    return msgspec.convert(settings, AdmissionEntry)
 
 
-def _made(**settings: object) -> Entry:
+def _made(**settings: object) -> AdmissionEntry:
     """With the types checked as well as the values: an entry is declared by users."""
     try:
-        return msgspec.convert(settings, Entry)
+        return msgspec.convert(settings, AdmissionEntry)
     except msgspec.ValidationError as error:
         raise TableError(f"entry: {error}") from None
 

@@ -1,22 +1,35 @@
-"""What a table is: the description that a client sends and a server builds from. Checked when it is made."""
+"""What a table is: the description that a client sends and a server builds from. Checked when it is made.
+
+Two registries name what there is: RULES, the optimizers, and KINDS, the kinds of tables. torchfleet/tables fills them
+whenever it, or anything in it, is imported: tables/rules.py has one line per rule, tables/kinds.py one per kind.
+"""
 
 from __future__ import annotations
 
 import math
 import zlib
-from typing import Literal, get_args
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from torchfleet.errors import TableError
-from torchfleet.tables.settings.policy import Entry, Shrink
+from torchfleet.tables.settings.clock import Clock
+from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
 
 MAX_DIM = 1 << 16
 MAX_FLOAT = 3.4028234663852886e38  # the largest float32
-RuleName = Literal["sgd", "adagrad", "adam"]
 InitializerName = Literal["constant", "uniform", "normal", "truncated_normal"]
 MAX_SIZE = 1 << 48
-MAX_PARTS = 1 << 16
+MAX_SHARDS = 1 << 16
+
+Floats = npt.NDArray[np.float32]
+RULES: dict[str, RowRule] = {}  # by the name that Rule gives
+KINDS: dict[str, TableKind] = {}  # by the name that TableSpec gives
 
 
 def _expect(condition: bool, text: str) -> None:
@@ -31,7 +44,7 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     "every step" at which they could act. `low` and `high` bound sparse weights after each update.
     """
 
-    name: RuleName = "sgd"
+    name: str = "sgd"
     lr: float = 0.01
     eps: float = 1e-10
     beta1: float = 0.9
@@ -46,13 +59,54 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     high: float = math.inf
 
     def __post_init__(self) -> None:
-        _expect(self.name in get_args(RuleName), f"rule.name must be one of {get_args(RuleName)}, found {self.name!r}")
+        _expect(self.name in RULES, f"rule.name must be one of {tuple(RULES)}, found {self.name!r}")
         for field in ("lr", "eps", "lr_decay", "initial_accumulator", "weight_decay"):
             _expect(0 <= getattr(self, field) <= MAX_FLOAT, f"rule.{field} must be >= 0, found {getattr(self, field)}")
         for field in ("beta1", "beta2", "momentum"):
             _expect(0 <= getattr(self, field) < 1, f"rule.{field} must be in [0, 1), found {getattr(self, field)}")
         _expect(self.low < self.high, f"rule.low must be below rule.high, found {self.low} and {self.high}")
         _expect(not self.nesterov or self.momentum > 0, "rule.nesterov needs rule.momentum > 0")
+
+    @property
+    def row_rule(self) -> RowRule:
+        """What applies it."""
+        return RULES[self.name]
+
+
+class RowRule(ABC):
+    """How one optimizer updates values: its formula, and the state that it keeps behind each value.
+
+    A rule is one object without state of its own; `rule` holds the settings of the table at hand.
+    """
+
+    num_states: int  # numbers of state per value of a sparse row
+
+    def num_dense_states(self, rule: Rule) -> int:
+        """Numbers of state per value of a dense block."""
+        return self.num_states
+
+    def initial_state(self, rule: Rule) -> float:
+        """What the state of a new row, and of a new block, is filled with."""
+        return 0.0
+
+    def rate(self, rule: Rule, lr: float, step: int) -> float:
+        """The learning rate of update number `step` (1, 2, ...), where `lr` was asked for."""
+        return lr
+
+    @abstractmethod
+    def apply_to_rows(
+        self, rule: Rule, store: Floats, layout: tuple[int, int], at: Any, grads: Floats, rate: float, step: int
+    ) -> None:
+        """Update the rows numbered `at`, all different, by a gradient each; layout is (width, offset) of the store.
+
+        A row is `width` numbers of the store. From `offset` on it holds its values, and then their state.
+        """
+
+    @abstractmethod
+    def apply_to_block(
+        self, rule: Rule, weights: Floats, states: Floats, grads: Floats, rate: float, step: int
+    ) -> None:
+        """Update a flat block; `states` has one row of len(weights) per number of state."""
 
 
 class Initializer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,33 +128,51 @@ class Initializer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _expect("normal" not in self.name or self.b >= 0, f"{self.name} needs a deviation >= 0, found {self.b}")
 
 
+@dataclass(frozen=True)
+class TableKind:
+    """A kind of table: what clients and saved models must know of it, and what builds it on a server."""
+
+    make: Callable[[TableSpec, int, Clock], Any]  # (spec, max_bytes, clock) → a tables.table.Table
+    has_size: bool  # ids below a declared size, which servers own in turn; else any 64-bit key, by its hash
+    is_dense: bool = False  # one flat block; else rows by key
+
+
+def kind_named(name: str) -> TableKind:
+    """Raises TableError, with the names that are known, if this is not one of them."""
+    kind = KINDS.get(name)
+    if kind is None:
+        raise TableError(f"kind must be one of {tuple(KINDS)}, found {name!r}")
+    return kind
+
+
 class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A table: `sparse` (rows for any 64-bit key), `array` (rows for ids below size), `dense` (a block of size)."""
 
     name: str
-    kind: Literal["sparse", "array", "dense"] = "sparse"
+    kind: str = "sparse"
     dim: int = 1
     size: int = 0
-    rule: Rule = Rule()
+    rule: Rule = msgspec.field(default_factory=Rule)  # not a default: RULES is filled after this file is read
     initializer: Initializer = Initializer()
     seed: int = 0
-    part: int = 0
-    num_parts: int = 1
-    entry: Entry = Entry()
+    shard: int = msgspec.field(default=0, name="part")  # the names under which clients send them
+    num_shards: int = msgspec.field(default=1, name="num_parts")
+    entry: AdmissionEntry = AdmissionEntry()
     shrink: Shrink = Shrink()
 
     def __post_init__(self) -> None:
+        kind = kind_named(self.kind)
         _expect(0 < len(self.name) <= 200, f"a table's name has 1 to 200 characters, found {len(self.name)}")
         _expect(1 <= self.dim <= MAX_DIM, f"dim must be 1 to {MAX_DIM}, found {self.dim}")
         _expect(0 <= self.seed < 1 << 63, f"seed must be 0 to 2^63 - 1, found {self.seed}")
-        _expect(1 <= self.num_parts <= MAX_PARTS, f"num_parts must be 1 to {MAX_PARTS}, found {self.num_parts}")
-        _expect(0 <= self.part < self.num_parts, f"part must be below num_parts, found {self.part}")
+        _expect(1 <= self.num_shards <= MAX_SHARDS, f"num_shards must be 1 to {MAX_SHARDS}, found {self.num_shards}")
+        _expect(0 <= self.shard < self.num_shards, f"shard must be below num_shards, found {self.shard}")
         self._check_policies()
-        if self.kind == "sparse":
-            _expect(self.size == 0, "a sparse table has no size: use kind='array' for a declared number of ids")
-        else:
+        if kind.has_size:
             _expect(1 <= self.size <= MAX_SIZE, f"kind='{self.kind}' needs a size of 1 to 2^48, found {self.size}")
-        if self.kind == "dense":
+        else:
+            _expect(self.size == 0, f"a {self.kind} table has no size: use kind='array' for a declared number of ids")
+        if kind.is_dense:
             _expect(self.dim == 1, f"a dense table is a flat block: dim must be 1, found {self.dim}")
             _expect(math.isinf(self.rule.low) and math.isinf(self.rule.high), "rule.low/high are for sparse tables")
             _expect(self.initializer == Initializer(), "a dense table starts as zeros: set it with set_dense")
@@ -109,8 +181,8 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 _expect(getattr(self.rule, field) == 0, f"rule.{field} is for dense tables; '{self.name}' is sparse")
 
     def _check_policies(self) -> None:
-        if self.kind != "sparse":
-            _expect(self.entry == Entry(), f"entry is for tables of any id; '{self.name}' has a declared size")
+        if self.has_size:
+            _expect(self.entry == AdmissionEntry(), f"entry is for tables of any id; '{self.name}' has a declared size")
             _expect(self.shrink == Shrink(), f"shrink is for tables of any id; '{self.name}' has a declared size")
         if not self.entry.show:
             wanting = sorted((self.entry.names | self.shrink.names) & {"show", "click", "score", "delta"})
@@ -120,18 +192,34 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 "entry=fleet.ShowClickEntry(show, click) to say from which slots",
             )
 
-    def for_part(self, part: int, num_parts: int) -> TableSpec:
-        """The share of this table that one of `num_parts` servers holds."""
-        return msgspec.structs.replace(self, part=part, num_parts=num_parts)
+    def for_shard(self, shard: int, num_shards: int) -> TableSpec:
+        """What one of `num_shards` servers holds of this table."""
+        return msgspec.structs.replace(self, shard=shard, num_shards=num_shards)
 
     @property
     def number(self) -> int:
         return table_number(self.name)
 
     @property
+    def is_dense(self) -> bool:
+        """One flat block; else rows by key."""
+        return KINDS[self.kind].is_dense
+
+    @property
+    def has_size(self) -> bool:
+        """Ids below a declared size; else any 64-bit key."""
+        return KINDS[self.kind].has_size
+
+    @property
+    def num_states(self) -> int:
+        """Numbers of optimizer state behind each value."""
+        row_rule = self.rule.row_rule
+        return row_rule.num_dense_states(self.rule) if self.is_dense else row_rule.num_states
+
+    @property
     def num_elements(self) -> int:
-        """Of a dense table: how many elements this part holds."""
-        start, stop = part_range(self.size, self.part, self.num_parts)
+        """Of a dense table: how many elements this shard holds."""
+        start, stop = shard_range(self.size, self.shard, self.num_shards)
         return stop - start
 
 
@@ -140,6 +228,6 @@ def table_number(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
-def part_range(size: int, part: int, num_parts: int) -> tuple[int, int]:
-    """The elements of a dense table that part number `part` of `num_parts` holds: even cuts."""
-    return size * part // num_parts, size * (part + 1) // num_parts
+def shard_range(size: int, shard: int, num_shards: int) -> tuple[int, int]:
+    """The elements of a dense table that shard number `shard` of `num_shards` holds: even cuts."""
+    return size * shard // num_shards, size * (shard + 1) // num_shards

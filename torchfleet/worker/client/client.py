@@ -14,8 +14,7 @@ from torchfleet.kernels.rows import all_finite
 from torchfleet.net.transport import Channel
 from torchfleet.net.wire import DENSE_BACK, NO_CREATE, SYNC, VERSIONS, Array, Command, pack
 from torchfleet.tables.rows.row_statistics import NUM_PUSHED, is_counted, is_pushed
-from torchfleet.tables.rules import num_states
-from torchfleet.tables.settings.spec import TableSpec, part_range
+from torchfleet.tables.settings.spec import TableSpec, shard_range
 from torchfleet.worker.client.future import Changed, Dense, Future, Pulled
 from torchfleet.worker.client.requests import Requests
 from torchfleet.worker.client.shard import Floats, Keys, Shards, as_keys, shard
@@ -37,7 +36,7 @@ class Client(Requests):
 
     def create_table(self, spec: TableSpec) -> None:
         """Make a table on all servers. Doing it again with the same description does no harm."""
-        parts = [spec.for_part(i, self.num_servers) for i in range(self.num_servers)]
+        parts = [spec.for_shard(i, self.num_servers) for i in range(self.num_servers)]
         self._ask(Command.CREATE_TABLE, [[pack(part)] for part in parts]).result()
         self.attach(spec)
 
@@ -143,7 +142,7 @@ class Client(Requests):
     def pull_dense(self, table: str) -> Future[Floats]:
         """The whole block of a dense table."""
         spec = self._dense_spec(table)
-        ranges = [part_range(spec.size, i, self.num_servers) for i in range(self.num_servers)]
+        ranges = [shard_range(spec.size, i, self.num_servers) for i in range(self.num_servers)]
         arrays = [[Array(spec.number, np.array([0, stop - start], np.uint64))] for start, stop in ranges]
         return self._ask(Command.PULL, arrays, finish=lambda replies: _joined(replies, 0))
 
@@ -162,7 +161,7 @@ class Client(Requests):
     def assign(self, table: str, keys: npt.ArrayLike, values: Floats) -> None:
         """Overwrite rows of a sparse table: their values, or values and state when `values` is that wide."""
         part, rows = self._shard(table, keys), _rows(values)
-        widths = (self._specs[table].dim, self._specs[table].dim * (1 + num_states(self._specs[table].rule)))
+        widths = (self._specs[table].dim, self._specs[table].dim * (1 + self._specs[table].num_states))
         if len(rows) != len(part.keys) or rows.shape[1] not in widths:
             raise TableError(
                 f"table '{table}' expects {len(part.keys)} rows of {widths[0]} values (or {widths[1]} with state), "
@@ -204,7 +203,7 @@ class Client(Requests):
 
     def _shard(self, table: str, keys: npt.ArrayLike) -> Shards:
         spec = self._spec(table)
-        if spec.kind == "dense":
+        if spec.is_dense:
             raise TableError(f"table '{table}' is dense and has no keys: use pull_dense, push_dense and set_dense")
         return shard(spec, as_keys(keys), self.num_servers)
 
@@ -244,7 +243,7 @@ class Client(Requests):
 
     def _dense_spec(self, table: str) -> TableSpec:
         spec = self._spec(table)
-        if spec.kind != "dense":
+        if not spec.is_dense:
             raise TableError(f"table '{table}' has rows and is not dense: use pull, push and assign")
         return spec
 
@@ -257,7 +256,7 @@ class Client(Requests):
             raise TableError(
                 f"NaN or infinity in the values for table '{table}'; nothing was sent. Look for it in the loss."
             )
-        return [flat[slice(*part_range(spec.size, i, self.num_servers))] for i in range(self.num_servers)]
+        return [flat[slice(*shard_range(spec.size, i, self.num_servers))] for i in range(self.num_servers)]
 
 
 def _joined(replies: list[list[Array]], index: int) -> Floats:

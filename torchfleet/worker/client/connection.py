@@ -10,7 +10,7 @@ from typing import Any
 from torchfleet import errors
 from torchfleet.errors import FleetError, ServerError, ServerRestarted, ServerUnreachable, WireError
 from torchfleet.net.transport import Channel
-from torchfleet.net.wire import ERROR, Array, Command, Frame, Message, Role, decode, encode, unpack
+from torchfleet.net.wire import ERROR, Array, Command, Frame, Message, Role, decode_reply, encode, unpack
 
 DEFAULT_WINDOW = 8
 MAX_AHEAD = 1 << 10  # changes above the oldest without an answer; a server remembers four times as many
@@ -137,7 +137,7 @@ class Connection:
 
     def _take(self, frames: Sequence[Frame]) -> None:
         try:
-            reply = decode(frames)
+            reply = decode_reply(frames)
         except WireError:
             return  # not a reply we could use; its request is sent again
         self._heard = self._channel.now()
@@ -145,16 +145,16 @@ class Connection:
         if call is None:
             return  # the answer to a repeat
         del self._calls[call.number]
-        if self._incarnation not in (0, reply.client):
+        if self._incarnation not in (0, reply.incarnation):
             call.error = ServerRestarted(
                 f"{self._name} is another process than before, and what it held is gone. Start the job anew from the "
                 "last checkpoint."
             )
-        elif reply.role == ERROR:
+        elif reply.status == ERROR:
             call.error = self._error(call, reply.arrays)
         else:
             call.reply = reply.arrays
-        self._incarnation = self._incarnation or reply.client
+        self._incarnation = self._incarnation or reply.incarnation
 
     def _error(self, call: Call, arrays: list[Array]) -> FleetError:
         """The server's error, as the class it had there where that is one of ours."""

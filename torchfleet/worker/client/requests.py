@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from torchfleet.checkpoint.manifest import Saved
 from torchfleet.errors import FleetError
+from torchfleet.net import addresses
 from torchfleet.net.keys import KeyFolder
-from torchfleet.net.sockets import SocketChannel
 from torchfleet.net.transport import Channel
 from torchfleet.net.wire import Array, Command, Role, pack, unpack
 from torchfleet.tables.settings.policy import Shrink
@@ -52,10 +52,10 @@ class Requests:
 
     @classmethod
     def connect(cls: type[Own], endpoints: Sequence[str], keys: KeyFolder | None = None, **options: Any) -> Own:
-        """A client of servers at tcp:// or ipc:// addresses."""
+        """A client of servers at addresses that net/addresses.py knows: tcp:// or ipc://."""
         role = options.get("role", Role.FIRST_WORKER)
         names = [f"server {i} ({endpoint})" for i, endpoint in enumerate(endpoints)]
-        return cls([SocketChannel(endpoint, keys, role) for endpoint in endpoints], names=names, **options)
+        return cls([addresses.connect(endpoint, keys, role) for endpoint in endpoints], names=names, **options)
 
     @property
     def num_servers(self) -> int:
@@ -78,7 +78,7 @@ class Requests:
         parts = [pack(body), Array(0, np.frombuffer(data, np.uint8))]
         first = self._connections[0]
         reply = first.wait(first.submit(Command.GATHER, parts, timeout=timeout + self._patience.timeout))
-        return {array.table: array.data.tobytes() for array in reply}
+        return {array.number: array.data.tobytes() for array in reply}
 
     def send(self, topic: str, to: int, number: int, parcel: list[Array]) -> bool:
         """Parcel `number` (1, 2, ...) from this worker to another; False if the server has no room for it now."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from torchfleet.errors import ModelError, TableError
-from torchfleet.tables.settings.policy import Entry, Shrink, combined
+from torchfleet.tables.settings.policy import AdmissionEntry, Shrink, combined
 from torchfleet.tables.settings.spec import Initializer
 from torchfleet.worker.lookup.bags import Bags, joined
 from torchfleet.worker.lookup.initializers import Uniform
@@ -56,7 +56,7 @@ class SparseEmbedding(torch.nn.Module):
         self,
         dim: int,
         name: str | None = None,
-        entry: Entry | Sequence[Entry] | None = None,
+        entry: AdmissionEntry | Sequence[AdmissionEntry] | None = None,
         initializer: Initializer | None = None,
         padding_idx: int | None = None,
         pooling: str = "sum",
@@ -106,15 +106,15 @@ class SparseEmbedding(torch.nn.Module):
 
 
 def _policies(
-    entry: Entry | Sequence[Entry] | None, shrink: Shrink | None, num_embeddings: int | None
-) -> tuple[Entry, Shrink]:
+    entry: AdmissionEntry | Sequence[AdmissionEntry] | None, shrink: Shrink | None, num_embeddings: int | None
+) -> tuple[AdmissionEntry, Shrink]:
     if shrink is not None and not isinstance(shrink, Shrink):
         raise ModelError(f"SparseEmbedding(shrink=...): expected fleet.Shrink(...), found {shrink!r}")
     try:
         policies = combined(entry), shrink or Shrink()
     except TableError as error:
         raise ModelError(f"SparseEmbedding: {error}") from None
-    if num_embeddings is not None and policies != (Entry(), Shrink()):
+    if num_embeddings is not None and policies != (AdmissionEntry(), Shrink()):
         raise ModelError("SparseEmbedding: entry and shrink are for ids without end; leave num_embeddings out")
     return policies
 

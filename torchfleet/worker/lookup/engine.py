@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from torchfleet.kernels.merge import sum_by_key
-from torchfleet.tables.settings.policy import Entry
+from torchfleet.tables.settings.policy import AdmissionEntry
 from torchfleet.worker.client.future import Pulled
 from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.lookup.bags import Bags
@@ -63,7 +63,7 @@ class Engine:
         self,
         source: Source,
         modules: Mapping[str, Sequence[SparseEmbedding]],
-        entries: Mapping[str, Entry] | None = None,
+        entries: Mapping[str, AdmissionEntry] | None = None,
     ) -> None:
         """`entries`: of the tables that keep shows, clicks or slots."""
         self._source, self._modules, self._entries = source, dict(modules), dict(entries or {})

@@ -159,7 +159,7 @@ def make_plan(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_serv
             name = f"dense.{number}"
             while name in embeddings:  # a module's path may look like it
                 name += "'"
-            spec = TableSpec(name, "dense", size=size, rule=_rule(optimizer, group), num_parts=num_servers)
+            spec = TableSpec(name, "dense", size=size, rule=_rule(optimizer, group), num_shards=num_servers)
             plan.dense.append(DenseGroup(spec, [names[id(p)] for p in dense], dense, group))
     for name in embeddings:
         if name not in plan.sparse and not any(module.weight.requires_grad for module in embeddings[name]):
@@ -172,7 +172,7 @@ def make_plan(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_serv
     others: list[torch.Tensor] = [p for p in (*model.parameters(), *model.buffers()) if id(p) not in trained]
     rest = [tensor for tensor in others if tensor.dtype == torch.float32 and tensor.numel()]
     if rest:
-        spec = TableSpec("dense.fixed", "dense", size=sum(p.numel() for p in rest), num_parts=num_servers)
+        spec = TableSpec("dense.fixed", "dense", size=sum(p.numel() for p in rest), num_shards=num_servers)
         plan.fixed.append(DenseGroup(spec, [names[id(p)] for p in rest], rest, {"lr": 0.0}))
     return plan
 
@@ -214,7 +214,7 @@ def _sparse_group(
         rule=rule,
         initializer=first.initializer,
         seed=first.seed,
-        num_parts=num_servers,
+        num_shards=num_servers,
         entry=first.entry,
         shrink=first.shrink,
     )

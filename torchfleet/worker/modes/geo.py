@@ -54,7 +54,7 @@ class Geo(Communicator):
         self._k_steps, self._num_workers = k_steps, num_workers
         self._step_dense = step_dense
         specs = {
-            name: msgspec.structs.replace(group.spec, kind="sparse", size=0, part=0, num_parts=1)
+            name: msgspec.structs.replace(group.spec, kind="sparse", size=0, shard=0, num_shards=1)
             for name, group in plan.sparse.items()
         }
         limit = physical_bytes()
