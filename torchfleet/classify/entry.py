@@ -192,8 +192,8 @@ def _shared_out(samples: Samples, batch_size: int) -> Iterator[tuple[Any, torch.
 
 
 def _first(inputs: Any, num: int) -> Any:
-    return tree_map_only(torch.Tensor, lambda one: one[:num], inputs)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor[:num], inputs)
 
 
 def _to(inputs: Any, device: torch.device) -> Any:
-    return tree_map_only(torch.Tensor, lambda one: one.to(device, non_blocking=True), inputs)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), inputs)
