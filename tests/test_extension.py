@@ -25,8 +25,8 @@ class Recorder(Strategy):
         CALLS.append("convert")
         return model
 
-    def around(self, forward):
-        CALLS.append("around")
+    def wrap_forward(self, forward):
+        CALLS.append("wrap_forward")
 
         def recorded(*args):
             CALLS.append("forward")
@@ -95,7 +95,7 @@ def test_a_new_strategy_is_one_file_and_one_line(ranks: Ranks, tmp_path: Path) -
     (tmp_path / "recorder.py").write_text(STRATEGY)
     (found,) = ranks.run(train_with_a_new_strategy, 1, folder=str(tmp_path))
     assert found["calls"] == [
-        *("convert", "around", "joined sharded=False runner=None", "optimizer of weight, bias"),
+        *("convert", "wrap_forward", "joined sharded=False runner=None", "optimizer of weight, bias"),
         *("begin_forward exchanging=False", "forward", "note_loss", "is_due"),
         *("begin_forward exchanging=True", "forward", "note_loss", "is_due", "before_step", "after_step"),
     ]

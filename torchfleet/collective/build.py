@@ -1,4 +1,4 @@
-"""Which strategies a job has, in the order they act in, and which do not go together."""
+"""The strategies of a job: which there are, the order they act in, and the pairs that exclude each other."""
 
 from __future__ import annotations
 

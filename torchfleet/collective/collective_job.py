@@ -85,7 +85,7 @@ class CollectiveJob:
         model = self._convert(model)
         forward: Forward = model.__call__
         for strategy in self.strategies:
-            forward = strategy.around(forward)
+            forward = strategy.wrap_forward(forward)
         wrapped = WrappedModel(model, forward)
         parallel = self._data_parallel(wrapped)
         runner = self._runner()

@@ -54,10 +54,10 @@ def broadcast(model: torch.nn.Module) -> None:
     """Every rank takes rank 0's parameters and buffers, as DistributedDataParallel does when it is made."""
     own = {id(parameter) for parameter in model.parameters() if is_local(parameter)}
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in own]
-    everybody = dist.group.WORLD
-    assert everybody is not None
+    group = dist.group.WORLD
+    assert group is not None
     for bucket in buckets(tensors):
-        _broadcast_coalesced(everybody, bucket, _BROADCAST_BYTES, 0)
+        _broadcast_coalesced(group, bucket, _BROADCAST_BYTES, 0)
 
 
 def together(loader: Iterable[Any], world: World) -> Iterator[Any]:

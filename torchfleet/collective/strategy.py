@@ -68,7 +68,7 @@ class Strategy:
         """Change the layers of the model, in place where possible. It is on its device already."""
         return model
 
-    def around(self, forward: Forward) -> Forward:
+    def wrap_forward(self, forward: Forward) -> Forward:
         """Wrap the model's forward; what it returns is called on every rank for every forward pass."""
         return forward
 

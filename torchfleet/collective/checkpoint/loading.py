@@ -81,10 +81,10 @@ class CollectiveLoad:
     def __init__(self, storage: Storage, model: torch.nn.Module, world: World | None) -> None:
         self._storage, self._model, self._world = storage, model, world
         self._homes: Pieces = model_pieces(model, world)
-        everybody = exchange(world, self._open())
-        self.manifest = msgspec.json.decode(everybody[0].manifest, type=CollectiveManifest)
+        reports = exchange(world, self._open())
+        self.manifest = msgspec.json.decode(reports[0].manifest, type=CollectiveManifest)
         self._saved = self.manifest.of_kind("model")
-        self._known = {name for opened in everybody for name in opened.names}
+        self._known = {name for opened in reports for name in opened.names}
         self._targets: list[Target] = []
         self._assignments: list[Callable[[], object]] = []
 
@@ -148,20 +148,20 @@ class CollectiveLoad:
 
     def add_strategies(self, strategies: Sequence[Strategy]) -> None:
         for strategy in strategies:
-            alike, each = self._alike(strategy), self._of_ranks(strategy)
-            if alike:
-                self._assignments.append(partial(strategy.load_state, alike))
-            if each:
-                self._assignments.append(partial(_load_means, strategy, each))
+            common, own = self._common_state(strategy), self._rank_state(strategy)
+            if common:
+                self._assignments.append(partial(strategy.load_state, common))
+            if own:
+                self._assignments.append(partial(_load_means, strategy, own))
 
-    def _alike(self, strategy: Strategy) -> dict[str, torch.Tensor]:
+    def _common_state(self, strategy: Strategy) -> dict[str, torch.Tensor]:
         made, present = {}, strategy.state()
         for key, source in _of_field(self.manifest.of_kind("part"), strategy.field):
             made[key] = _empty(source.shape, source, present.get(key))
             self._targets.append(Target(source, piece_of(made[key])))
         return made
 
-    def _of_ranks(self, strategy: Strategy) -> dict[str, torch.Tensor]:
+    def _rank_state(self, strategy: Strategy) -> dict[str, torch.Tensor]:
         """What this rank had, if there were as many ranks; else what all of them had, stacked."""
         assert self._world is not None
         made, present, rank = {}, strategy.rank_state(), self._world.rank

@@ -1,7 +1,7 @@
 """fleet.save: every rank writes a share of what it holds, then the manifest makes it the model.
 
-The ranks exchange which pieces they hold; of a piece that several have, the one that has least to write writes
-it. Messages among ranks, and all that is read back, are JSON and raw numbers: nothing that is loaded can run code.
+The ranks exchange which pieces they hold; of a piece that several have, the one that has least to write writes it.
+Messages among ranks, and all that is read back, are JSON and raw numbers: nothing that is loaded can run code.
 """
 
 from __future__ import annotations
@@ -16,8 +16,15 @@ import torch
 from torchfleet.checkpoint.lock import alone
 from torchfleet.checkpoint.manifest import FILE, as_json, folder_of
 from torchfleet.checkpoint.part_writer import write_file
-from torchfleet.collective.checkpoint import collective_manifest as saved
-from torchfleet.collective.checkpoint.collective_manifest import CollectiveManifest, SavedGroup
+from torchfleet.collective.checkpoint.collective_manifest import (
+    CollectiveManifest,
+    SavedGroup,
+    SavedPiece,
+    SavedTensor,
+    encode,
+    next_number,
+    remove_others,
+)
 from torchfleet.collective.checkpoint.optimizer_states import (
     Names,
     groups_of,
@@ -39,7 +46,7 @@ class Holdings(Report, kw_only=True):
     """What a rank holds, and what it adds to the manifest."""
 
     number: int = 0
-    specs: list[PieceSpec] = msgspec.field(default_factory=list)
+    specs: list[PieceSpec] = msgspec.field(default_factory=list, name="lines")  # its name in the exchanged JSON
     optimizer: str = ""
     groups: list[SavedGroup] = msgspec.field(default_factory=list)
     values: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
@@ -70,20 +77,20 @@ def save(
     try:
         holdings = _collect(own, model, optimizer, strategies, world, names)
         as_json(extra or {}, "fleet.save")
-        holdings.number = saved.next_number(Storage(dirname)) if world.rank == 0 else 0
+        holdings.number = next_number(Storage(dirname)) if world.rank == 0 else 0
     except Exception as error:
         holdings, failed = Holdings(error=error_text(error)), error
-    everybody = exchange(world, holdings, failed)
-    storage, number = Storage(dirname), everybody[0].number
-    plan = assign_writers([holdings.specs for holdings in everybody])
+    held = exchange(world, holdings, failed)
+    storage, number = Storage(dirname), held[0].number
+    plan = assign_writers([holdings.specs for holdings in held])
     progress = Progress("fleet.save") if world.rank == 0 else None
     written = exchange(world, _write(storage, number, plan[world.rank], own, world, progress))
     done = Report()
     if world.rank == 0:
-        tensors = _tensors(plan, written, everybody)
+        tensors = _tensors(plan, written, held)
         settings = strategies[0].settings.differences() if strategies else {}
         kept = [as_json(values, "fleet.save") for values in (settings, extra or {})]
-        done = _commit(storage, _manifest(number, tensors, everybody, *kept))
+        done = _commit(storage, _manifest(number, tensors, held, *kept))
     exchange(world, done)
     if progress is not None:
         progress.end(f"save {number} is in {storage.path}")
@@ -153,19 +160,19 @@ def file_of(rank: int, size: int) -> str:
 
 
 def _tensors(
-    plan: Sequence[Sequence[PieceSpec]], written: Sequence[Written], everybody: Sequence[Holdings]
-) -> list[saved.SavedTensor]:
+    plan: Sequence[Sequence[PieceSpec]], written: Sequence[Written], held: Sequence[Holdings]
+) -> list[SavedTensor]:
     """In the order of the model: every tensor, and where its pieces are."""
-    pieces: dict[Key, list[saved.SavedPiece]] = {}
+    pieces: dict[Key, list[SavedPiece]] = {}
     for rank, specs in enumerate(plan):
         at = written[rank].data_start
         for spec, crc in zip(specs, written[rank].checksums, strict=True):
-            made = saved.SavedPiece(file_of(rank, len(plan)), list(spec.offset), list(spec.shape), at, spec.bytes, crc)
+            made = SavedPiece(file_of(rank, len(plan)), list(spec.offset), list(spec.shape), at, spec.bytes, crc)
             pieces.setdefault((spec.kind, spec.name), []).append(made)
             at += spec.bytes
-    tensors = {(spec.kind, spec.name): spec for holdings in everybody for spec in holdings.specs}
+    tensors = {(spec.kind, spec.name): spec for holdings in held for spec in holdings.specs}
     return [
-        saved.SavedTensor(
+        SavedTensor(
             spec.name, spec.kind, spec.dtype, list(spec.whole), sorted(pieces[key], key=lambda piece: piece.offset)
         )
         for key, spec in tensors.items()
@@ -175,32 +182,32 @@ def _tensors(
 
 def _manifest(
     number: int,
-    tensors: list[saved.SavedTensor],
-    everybody: Sequence[Holdings],
+    tensors: list[SavedTensor],
+    held: Sequence[Holdings],
     settings: dict[str, Any],
     extra: dict[str, Any],
 ) -> CollectiveManifest:
     return CollectiveManifest(
         save=folder_of(number),
         number=number,
-        num_ranks=len(everybody),
+        num_ranks=len(held),
         tensors=tensors,
-        optimizer=everybody[0].optimizer,
-        groups=_united([holdings.groups for holdings in everybody]),
-        values={name: values for holdings in everybody for name, values in holdings.values.items()},
-        tied={name: first for holdings in everybody for name, first in holdings.tied.items()},
+        optimizer=held[0].optimizer,
+        groups=_merged_groups([holdings.groups for holdings in held]),
+        values={name: values for holdings in held for name, values in holdings.values.items()},
+        tied={name: first for holdings in held for name, first in holdings.tied.items()},
         strategy=settings,
         extra=extra,
         time=time.time(),
     )
 
 
-def _united(everybody: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
+def _merged_groups(groups_of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
     """The param groups of all ranks: in a pipeline each has the parameters of its own stage."""
     made = []
-    most = max(len(groups) for groups in everybody)
-    for number, group in enumerate(next(groups for groups in everybody if len(groups) == most)):
-        names = [name for groups in everybody if number < len(groups) for name in groups[number].parameters]
+    most = max(len(groups) for groups in groups_of_ranks)
+    for number, group in enumerate(next(groups for groups in groups_of_ranks if len(groups) == most)):
+        names = [name for groups in groups_of_ranks if number < len(groups) for name in groups[number].parameters]
         made.append(SavedGroup(group.options, list(dict.fromkeys(names))))
     return made
 
@@ -209,8 +216,8 @@ def _commit(storage: Storage, manifest: CollectiveManifest) -> Report:
     """From here on the new model is the model."""
     try:
         with alone(storage):
-            write_file(storage, FILE, [saved.encode(manifest)])
-            saved.remove_others(storage, manifest.save)
+            write_file(storage, FILE, [encode(manifest)])
+            remove_others(storage, manifest.save)
     except Exception as error:
         return Report(error=error_text(error))
     return Report()

@@ -16,9 +16,9 @@ def stack(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """(size, *shape): every rank's."""
     if size == 1:
         return tensor.unsqueeze(0)
-    everybody = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
-    all_gather_single(everybody, tensor.contiguous())
-    return everybody.view(size, *tensor.shape)
+    stacked = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+    all_gather_single(stacked, tensor.contiguous())
+    return stacked.view(size, *tensor.shape)
 
 
 def gather(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:

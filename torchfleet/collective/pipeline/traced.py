@@ -122,7 +122,7 @@ class TracedStage:
                 recompute(modules[name], offload)
 
 
-Value = tuple[int, int]  # of which stage, the how many-th output; stage -1 are the inputs of the model
+Value = tuple[int, int]  # (stage, index of its output); stage -1 stands for the inputs of the model
 
 
 class _Wiring:
@@ -159,7 +159,7 @@ def _without_assertions(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def _keep_buffers_in_backward(module: torch.nn.Module) -> None:
-    """Run in a backward pass, which is to say again, the module changes copies of its buffers (running statistics)."""
+    """When the module runs for the second time, in backward, it changes copies of its buffers (running statistics)."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

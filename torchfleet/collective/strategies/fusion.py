@@ -1,9 +1,9 @@
 """Operator fusion by torch.compile and fused optimizers: the flags of build_strategy.
 
 fuse_elewise_add_act_ops, fuse_bn_act_ops, fuse_bn_add_act_ops and fuse_relu_depthwise_conv name fusions of Paddle's
-graph passes. Here any of them hands the model to torch.compile, which fuses these and all others that it finds; which
-they were is said by rank 0 after the first step, and by `Fusion.report`. Results equal those of the eager model up to
-the order of sums inside a kernel: about 1e-5 of a value in float32, 1e-2 in half precision.
+graph passes. Here any of them hands the model to torch.compile, which fuses these and all others that it finds; rank
+0 prints which after the first step (`Fusion.report`). Results equal those of the eager model up to the order of sums
+inside a kernel: about 1e-5 of a value in float32, 1e-2 in half precision.
 
 fuse_all_optimizer_ops lets the optimizer step with one kernel for many parameters: its own `fused` variant where it has
 one for the device and the parameters, otherwise `foreach`.

@@ -51,7 +51,7 @@ class GradientMerge(Strategy):
         self._num = 0
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Nothing: gradients gathered so far are not saved; save after a step."""
+        """Nothing: gradients accumulated so far are not saved; save after a step."""
         return {}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:

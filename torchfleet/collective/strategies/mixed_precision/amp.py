@@ -65,7 +65,7 @@ class Amp(Strategy):
         if job.runner is not None:
             self._returns_outputs, self._ends_backward = job.runner.is_last, False
 
-    def around(self, forward: Forward) -> Forward:
+    def wrap_forward(self, forward: Forward) -> Forward:
         device = self.world.device.type
 
         def with_amp(*args: Any, **kwargs: Any) -> Any:

@@ -87,7 +87,7 @@ class Sharding(Strategy):
         mesh = self.world.mesh
         return mesh["data", "sharding"] if self.world.degrees["data"] > 1 else mesh["sharding"]
 
-    def around(self, forward: Forward) -> Forward:
+    def wrap_forward(self, forward: Forward) -> Forward:
         if self.stage < 2:
             return forward
 

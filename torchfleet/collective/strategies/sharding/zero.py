@@ -125,9 +125,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def broadcast(shares: Iterable[tuple[int, Sequence[torch.Tensor]]], axis: Axis, segment_bytes: int) -> None:
-    """(place in the axis, tensors): everybody takes the values that the rank at that place has.
+    """(place in the axis, tensors): all ranks take the values that the rank at that place has.
 
-    Small tensors travel together in buckets of up to `segment_bytes`. The shares are alike on all ranks.
+    Small tensors travel together in buckets of up to `segment_bytes`. All ranks pass the same shares.
     """
     under_way: deque[tuple[Any, torch.Tensor, list[torch.Tensor]]] = deque()
     assert axis.group is not None
