@@ -20,7 +20,13 @@ MOST_FILES = 16  # of one folder: what a reader takes in
 
 TABLES = {"tables", "tables/settings", "tables/rows"}
 WORKER = {"worker", "worker/client", "worker/lookup", "worker/modes"}
-CORE = {"collective/world", "collective/local_tensors", "collective/strategy"}
+CORE = {
+    "collective/world",
+    "collective/local_tensors",
+    "collective/buckets",
+    "collective/closures",
+    "collective/strategy",
+}
 
 # Room → the rooms below it that it may import. A new room is one line here, behind everything that it needs.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -63,6 +69,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # collective training
     "collective/world": {"role", "strategy", "errors"},
     "collective/local_tensors": set(),
+    "collective/buckets": {"collective/world"},
+    "collective/closures": set(),
     "collective/outputs": set(),
     "collective/strategy": {"collective/world", "strategy"},
     "collective/gradient_average": {*CORE, "strategy", "errors"},

@@ -29,7 +29,7 @@ def make_model(seed: int = 0, dropout: float = 0.0) -> torch.nn.Module:
 
 
 def batches(num: int, rank: int, size: int, rows: int = BATCH) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's part of `num` batches of `size · rows` rows; the whole for rank -1."""
+    """This rank's share of `num` batches of `size · rows` rows; the whole for rank -1."""
     made = torch.Generator().manual_seed(7)
     whole = [
         (torch.randn(size * rows, 10, generator=made), torch.randint(4, (size * rows,), generator=made))
@@ -47,7 +47,7 @@ def optimizer_of(name: str, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: one.detach().float().clone() for name, one in model.state_dict().items()}
+    return {name: value.detach().float().clone() for name, value in model.state_dict().items()}
 
 
 def train_fleet(optimizer: str = "momentum", num: int = STEPS, **fields: Any) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def train_alone(optimizer: str = "momentum", num: int = STEPS, size: int = 2, me
     stepping = optimizer_of(optimizer, model)
     whole = batches(num, -1, size)
     for start in range(0, num - num % merge, merge):
-        x, y = (torch.cat(parts) for parts in zip(*whole[start : start + merge], strict=True))
+        x, y = (torch.cat(tensors) for tensors in zip(*whole[start : start + merge], strict=True))
         F.cross_entropy(model(x), y).backward()
         stepping.step()
         stepping.zero_grad()
@@ -135,7 +135,7 @@ def test_gradient_merge_equals_a_batch_k_times_as_large(ranks: Ranks, k: int, op
     found = ranks.run(train_fleet, 2, optimizer=optimizer, num=7, **fields)
     # Adam divides by √v, which for gradients near zero multiplies what rounding left
     assert_equal(found[0], train_alone(optimizer, num=7, merge=k), atol=1e-6 if optimizer == "momentum" else 1e-5)
-    assert_equal(found[1], {name: one for name, one in found[0].items() if name != "losses"})
+    assert_equal(found[1], {name: value for name, value in found[0].items() if name != "losses"})
 
 
 def test_gradient_merge_without_avg_sums(ranks: Ranks) -> None:
@@ -169,12 +169,12 @@ def count_messages(**fields: Any) -> dict[str, Any]:
 
 
 def test_gradients_are_fused_and_merged_before_they_travel(ranks: Ranks) -> None:
-    num = sum(one.numel() for one in make_model().parameters())
+    num = sum(parameter.numel() for parameter in make_model().parameters())
     assert ranks.run(count_messages, 2)[0]["calls"] == [num] * 6
     merged = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 3}}
     assert ranks.run(count_messages, 2, **merged)[0]["calls"] == [num] * 2
     alone = ranks.run(count_messages, 2, fuse_all_reduce_ops=False)[0]["calls"]
-    assert sorted(alone[-4:]) == sorted(one.numel() for one in make_model().parameters())
+    assert sorted(alone[-4:]) == sorted(parameter.numel() for parameter in make_model().parameters())
 
 
 # amp
@@ -194,8 +194,8 @@ def train_autocast(dtype: str, scale: float) -> dict[str, Any]:
         with torch.autocast("cpu", getattr(torch, dtype)):
             output = model(x)
         (F.cross_entropy(output, y) * scale).backward()
-        for one in model.parameters():
-            one.grad /= scale
+        for parameter in model.parameters():
+            parameter.grad /= scale
         stepping.step()
         stepping.zero_grad()
     return parameters(model.module)
@@ -233,7 +233,7 @@ def gradients_of_returns(shape: str, scale: float, passes: int) -> dict[str, Any
         output = model(x, y)
         loss = {"object": lambda o: o.loss, "dict": lambda o: o["loss"], "tuple": lambda o: o[0], "tensor": lambda o: o}
         loss[shape](output).backward()
-    return {name: one.grad for name, one in model.named_parameters()}
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("shape", ["object", "dict", "tuple", "tensor"])
@@ -243,14 +243,14 @@ def test_gradients_after_backward_are_of_their_true_size(ranks: Ranks, shape: st
     (plain,) = ranks.run(gradients_of_returns, 1, shape=shape, scale=1.0, passes=passes)
     (scaled,) = ranks.run(gradients_of_returns, 1, shape=shape, scale=256.0, passes=passes)
     assert_equal(scaled, plain, atol=1e-4)
-    assert max(float(one.abs().max()) for one in scaled.values()) > 1e-2
+    assert max(float(gradient.abs().max()) for gradient in scaled.values()) > 1e-2
 
 
 def scale_history(overflows: list[bool], **configs: Any) -> dict[str, Any]:
     fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(amp=True, amp_configs=configs))
     model = fleet.distributed_model(make_model())
     stepping = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    (amp,) = model._parts
+    (amp,) = model._strategies
     scales, moved = [], []
     for overflow in overflows:
         before = model.module[0].weight.detach().clone()
@@ -270,7 +270,7 @@ def test_the_scale_follows_its_configuration_and_overflows_are_skipped(ranks: Ra
     expected = [64, 64, 256, 256, 256, 256, 64, 64, 16, 16, 16, 64]
     for found in ranks.run(scale_history, 2, overflows=overflows, **configs):
         assert found["scales"] == expected
-        assert found["moved"] == [not one for one in overflows]
+        assert found["moved"] == [not overflow for overflow in overflows]
     constant = {"init_loss_scaling": 64.0, "use_dynamic_loss_scaling": False}
     assert ranks.run(scale_history, 1, overflows=overflows, **constant)[0]["scales"] == [64] * len(overflows)
 
@@ -338,9 +338,9 @@ def test_pairs_that_do_not_go_together_name_both() -> None:
     from torchfleet.collective.build import INCOMPATIBLE, check
 
     values = {"nccl_comm_num": 2}
-    for one, other in INCOMPATIBLE:
-        strategy = fleet.DistributedStrategy(**{name: values.get(name, True) for name in (one, other)})
-        with pytest.raises(StrategyError, match=f"(?s){one}.*{other}"):
+    for field, other in INCOMPATIBLE:
+        strategy = fleet.DistributedStrategy(**{name: values.get(name, True) for name in (field, other)})
+        with pytest.raises(StrategyError, match=f"(?s){field}.*{other}"):
             check(strategy)
 
 
@@ -429,7 +429,7 @@ def uneven(lengths: list[int]) -> dict[str, Any]:
     total = fleet.util.all_reduce(num)
     gathered = fleet.util.all_gather({"rank": rank})
     auc = fleet.metrics.sum(torch.tensor([1.0 + rank]))
-    return {"num": num, "total": total, "ranks": [one["rank"] for one in gathered], "sum": float(auc[0])}
+    return {"num": num, "total": total, "ranks": [record["rank"] for record in gathered], "sum": float(auc[0])}
 
 
 def test_ranks_with_unequal_data_end_together(ranks: Ranks) -> None:
@@ -455,8 +455,8 @@ def train_clipped(max_norm: float, kind: str = "momentum", **fields: Any) -> dic
         stepping.zero_grad()
         norms.append(float(stepping.grad_norm))
     whole = {
-        name: (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().float().clone()
-        for name, one in model.named_parameters()
+        name: (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().float().clone()
+        for name, parameter in model.named_parameters()
     }
     return {"norms": norms, **whole}
 
@@ -494,7 +494,9 @@ def test_gradients_are_clipped_by_the_norm_of_all(
     expected = clip_alone(0.05, merge, size=1 if "pipeline" in fields else 2)
     for found in ranks.run(train_clipped, 2, max_norm=0.05, **fields):
         assert found["norms"][merge - 1 :: merge] == pytest.approx(expected["norms"], abs=atol)
-        assert_equal({**expected, **found}, {name: one for name, one in expected.items() if name != "norms"}, atol=atol)
+        assert_equal(
+            {**expected, **found}, {name: value for name, value in expected.items() if name != "norms"}, atol=atol
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Strategies together (C24), on 2 to 4 ranks: each combination trains, and equals a plainer one where it should."""
+"""Strategies together, on 2 to 4 ranks: each combination trains, and equals a plainer one where it should."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_optimizer(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def data(replica: int, num_replicas: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A task that can be learned; every replica has its own part of every batch."""
+    """A task that can be learned; every replica has its own share of every batch."""
     made = torch.Generator().manual_seed(3)
     directions = torch.randn(DIM, CLASSES, generator=made)
     batches = []
@@ -65,8 +65,8 @@ def train(optimizer: str = "momentum", replicas: int = 0, **fields: Any) -> dict
         stepping.zero_grad()
         losses.append(math.nan if loss is None else float(loss))
     whole = {
-        name: (one.full_tensor() if hasattr(one, "full_tensor") else one).detach().float().clone()
-        for name, one in model.named_parameters()
+        name: (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().float().clone()
+        for name, parameter in model.named_parameters()
     }
     fleet.stop_worker()
     return {"losses": losses, "parameters": whole}
@@ -75,9 +75,9 @@ def train(optimizer: str = "momentum", replicas: int = 0, **fields: Any) -> dict
 def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]], atol: float) -> None:
     """Every parameter that any rank has; between them they have all."""
     whole = expected[0]["parameters"]
-    assert {name for one in found for name in one["parameters"]} == set(whole)
-    for one in found:
-        for name, value in one["parameters"].items():
+    assert {name for result in found for name in result["parameters"]} == set(whole)
+    for result in found:
+        for name, value in result["parameters"].items():
             torch.testing.assert_close(
                 value, whole[name], rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
             )
@@ -136,7 +136,7 @@ def test_pipeline_recompute_amp_equals_one_rank(ranks: Ranks, mode: str, amp: di
     # In half precision a gradient of a micro-batch is rounded before it is added
     assert_close(found, expected, 2e-2 if amp else 1e-6)
     assert found[1]["losses"] == pytest.approx(expected[0]["losses"], abs=2e-2 if amp else 1e-5)
-    assert all(math.isnan(one) for one in found[0]["losses"])
+    assert all(math.isnan(loss) for loss in found[0]["losses"])
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

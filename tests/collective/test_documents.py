@@ -49,7 +49,7 @@ def chosen(size: int) -> list[Block]:
 def run_blocks(folder: str) -> dict[str, Any]:
     """One after the other; returns which ran."""
     os.chdir(folder)
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # what compiling does is test_collective_fusion.py's affair, and slow
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # test_fusion.py tests compiling, which is slow
     size = int(os.environ["WORLD_SIZE"])
     if size > 1:
         dist.init_process_group("gloo")  # fleet.init takes it as it is: one meeting for all blocks
@@ -116,8 +116,8 @@ def test_the_readme_lists_the_order_and_what_does_not_go_together() -> None:
     order = " ".join(cells[1] for cells in rows("README.md", "| | field |"))
     assert re.findall(r"`(\w+)`", order) == list(ORDER)
     pairs = {
-        (one.strip("`"), other): reason
-        for one, others, reason in rows("README.md", "| field |")
+        (field.strip("`"), other): reason
+        for field, others, reason in rows("README.md", "| field |")
         for other in re.findall(r"`(\w+)`", others)
     }
     assert pairs == dict(INCOMPATIBLE)
@@ -136,9 +136,14 @@ def test_every_field_and_key_is_among_those_of_paddle() -> None:
 
 
 def test_the_architecture_names_every_file() -> None:
+    """A row names the folder with the first of its files; the others of the row are in the same folder."""
     text = (DOCS.parent / "architecture.md").read_text()
-    files = [file.name for file in Path(collective.__file__).parent.glob("[!_]*.py")]
-    assert [name for name in files if not re.search(rf"`(collective/)?{name}`", text)] == []
+    named = set()
+    for row in re.findall(r"^\| `collective/[^|]*\|", text, re.MULTILINE):
+        first, *others = re.findall(r"`([\w/]+\.py)`", row)
+        named |= {first, *(str(Path(first).with_name(name)) for name in others)}
+    package = Path(collective.__file__).parent
+    assert named == {str(file.relative_to(package.parent)) for file in package.rglob("[!_]*.py")}
 
 
 @pytest.mark.parametrize(

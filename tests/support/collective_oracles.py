@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from torchfleet.collective.collective_job import CollectiveJob
-from torchfleet.collective.strategy import Part
+from torchfleet.collective.strategy import Strategy
 from torchfleet.role import PaddleCloudRoleMaker
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
@@ -24,12 +24,12 @@ def job_of(**fields: Any) -> CollectiveJob:
     return CollectiveJob(info, DistributedStrategy(**fields))
 
 
-def part_of(job: CollectiveJob, kind: type[Part]) -> Any:
-    return next(part for part in job.parts if type(part) is kind)
+def strategy_of(job: CollectiveJob, kind: type[Strategy]) -> Any:
+    return next(strategy for strategy in job.strategies if type(strategy) is kind)
 
 
 def alone(**fields: Any) -> tuple[DistributedStrategy, Any]:
-    """What a part is made of, where it needs neither ranks nor a model."""
+    """What a strategy is made of, where it needs neither ranks nor a model."""
     degrees = {"data": 1, "pipe": 1, "sharding": 1, "model": 1}
     axis = types.SimpleNamespace(rank=0, size=1, group=None)
     world = types.SimpleNamespace(rank=0, size=1, degrees=degrees, device=torch.device("cpu"), axis=lambda name: axis)
@@ -45,7 +45,7 @@ def mlp(seed: int = 0, width: int = 300, dtype: torch.dtype = torch.float32, dee
 
 
 def batches(num: int, rank: int, size: int, rows: int = 8, dtype: torch.dtype = torch.float32) -> list[Batch]:
-    """This rank's part of `num` batches of `size · rows` rows; the whole for rank -1."""
+    """This rank's share of `num` batches of `size · rows` rows; the whole for rank -1."""
     made = torch.Generator().manual_seed(7)
     whole = [
         (torch.randn(size * rows, 64, generator=made, dtype=dtype), torch.randint(4, (size * rows,), generator=made))
@@ -70,7 +70,7 @@ def train(model: Callable[[torch.Tensor], torch.Tensor], optimizer: Any, data: S
 
 
 def values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: one.detach().clone() for name, one in model.state_dict().items()}
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def assert_close(found: Mapping[str, Any], expected: Mapping[str, Any], atol: float) -> None:
@@ -83,7 +83,7 @@ def assert_close(found: Mapping[str, Any], expected: Mapping[str, Any], atol: fl
 def gradients(model: torch.nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
     model.zero_grad()
     F.cross_entropy(model(batch[0]), batch[1]).backward()
-    return {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 # The formulas
@@ -117,8 +117,8 @@ def dgc_training(
 ) -> Iterator[float]:
     """Ranks one after the other; data[rank][step]. Yields after every step the number of values that were sent."""
     num_ranks = len(data)
-    shared = {name: one.detach() for name, one in model.named_parameters()}
-    buffer = {name: torch.zeros_like(one) for name, one in shared.items()}  # of parameters that are exchanged whole
+    shared = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    buffer = {name: torch.zeros_like(parameter) for name, parameter in shared.items()}  # of those exchanged whole
     u: dict[tuple[str, int], torch.Tensor] = {}
     v: dict[tuple[str, int], torch.Tensor] = {}
     for step, sparsity in enumerate(sparsities):
@@ -126,7 +126,7 @@ def dgc_training(
         num_sent = 0
         for name, p in shared.items():
             if sparsity == 0 or p.numel() < 16384:
-                mean = torch.stack([one[name] for one in found]).sum(0) / num_ranks + decay * p
+                mean = torch.stack([of_rank[name] for of_rank in found]).sum(0) / num_ranks + decay * p
                 buffer[name] = momentum * buffer[name] + mean
                 p.sub_(lr * buffer[name])
                 continue
@@ -160,14 +160,14 @@ def local_sgd(
     for step in range(1, len(data[0]) + 1):
         found = [gradients(model, data[rank][step - 1]) for rank, model in enumerate(models)]
         for model, optimizer, own in zip(models, optimizers, found, strict=True):
-            for name, one in model.named_parameters():
+            for name, parameter in model.named_parameters():
                 mean = torch.stack([other[name] for other in found]).mean(0)
-                one.grad = mean if step < begin_step else own[name]
+                parameter.grad = mean if step < begin_step else own[name]
             optimizer.step()
         num_alone += step >= begin_step
         if num_alone == interval:
             num_alone = 0
             for same in zip(*(model.parameters() for model in models), strict=True):
-                mean = torch.stack([one.detach() for one in same]).mean(0)
-                for one in same:
-                    one.data.copy_(mean)
+                mean = torch.stack([parameter.detach() for parameter in same]).mean(0)
+                for parameter in same:
+                    parameter.data.copy_(mean)

@@ -81,7 +81,7 @@ def share(tensor: torch.Tensor, rank: int, size: int) -> torch.Tensor:
 
 
 def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: full(one) for name, one in model.named_parameters()}
+    return {name: full(parameter) for name, parameter in model.named_parameters()}
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

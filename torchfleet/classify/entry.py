@@ -5,8 +5,8 @@
     entry.train()
     print(entry.test())
 
-Run by one process or by `fleetrun --nproc_per_node N`: classes are cut over the ranks, samples too. For a loop of one's
-own there is fleet.nn.MarginSoftmax (docs/collective/classification.md).
+Run by one process or by `fleetrun --nproc_per_node N`: classes are sharded over the ranks, samples too. For a loop of
+one's own there is fleet.nn.MarginSoftmax (docs/collective/classification.md).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Classifier(torch.nn.Module):
 
 
 class Entry(Settings):
-    """Settings (set_class_num, ...: classify_settings.py), then train(), test(), predict(), which all ranks call."""
+    """Settings (set_class_num, ...: settings.py), then train(), test(), predict(), which all ranks call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,12 +73,12 @@ class Entry(Settings):
         return result
 
     def test(self) -> float:
-        """The share of the test dataset whose class is told right."""
+        """The accuracy on the test dataset, over all ranks."""
         self._begin()
         if self.test_samples is None:
             raise FleetError("call set_dataset(train, test) before test(): there are no samples to test with")
         right, total = 0, 0
-        for inputs, labels in _shared_out(self.test_samples, self.batch_size):
+        for inputs, labels in _rank_batches(self.test_samples, self.batch_size):
             classes, _ = self.predict(inputs)
             right += int((classes == labels.to(classes.device)).sum())
             total += len(labels)
@@ -180,7 +180,7 @@ class Entry(Settings):
             print(line, flush=True)
 
 
-def _shared_out(samples: Samples, batch_size: int) -> Iterator[tuple[Any, torch.Tensor]]:
+def _rank_batches(samples: Samples, batch_size: int) -> Iterator[tuple[Any, torch.Tensor]]:
     """This rank's share in as many batches as all ranks have, of which the last may be empty; nobody gets one twice."""
     index, number = fleet.data_shard()
     num: int = len(samples)  # type: ignore[arg-type]
@@ -192,8 +192,8 @@ def _shared_out(samples: Samples, batch_size: int) -> Iterator[tuple[Any, torch.
 
 
 def _first(inputs: Any, num: int) -> Any:
-    return tree_map_only(torch.Tensor, lambda one: one[:num], inputs)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor[:num], inputs)
 
 
 def _to(inputs: Any, device: torch.device) -> Any:
-    return tree_map_only(torch.Tensor, lambda one: one.to(device, non_blocking=True), inputs)
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), inputs)

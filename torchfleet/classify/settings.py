@@ -54,10 +54,10 @@ class Settings:
 
     def set_dataset(self: Own, train: Samples, test: Samples | None = None) -> Own:
         """Datasets of (input, label), the whole of them on every rank, which takes its share."""
-        for name, one in (("train", train), ("test", test)):
-            if one is not None and not (hasattr(one, "__getitem__") and hasattr(one, "__len__")):
+        for name, dataset in (("train", train), ("test", test)):
+            if dataset is not None and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
                 raise FleetError(
-                    f"set_dataset: {name} expects a torch Dataset with a length, found {type(one).__name__}"
+                    f"set_dataset: {name} expects a torch Dataset with a length, found {type(dataset).__name__}"
                 )
         self.train_samples, self.test_samples = train, test
         return self

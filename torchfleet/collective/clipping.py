@@ -1,8 +1,8 @@
-"""Clipping by the norm of all gradients when no rank has all of them (pipeline, tensor_parallel, sharding, classes).
+"""Gradient clipping by the norm of all gradients, when no rank has all of them (pipeline, sharding and others).
 
     total = sqrt(Σ_r Σ_{g on rank r} ‖g‖² / copies(g)),    g ← g · min(1, max_norm / (total + 1e-6))
 
-where copies(g) ranks hold the very same piece of a gradient. One number is exchanged. Where every rank has the whole
+where copies(g) ranks hold the very same shard of a gradient. One number is exchanged. Where every rank has the whole
 model this is torch.nn.utils.clip_grad_norm_, which sees the gradients of one rank alone. Source: Pascanu et al. 2013.
 """
 
@@ -24,11 +24,11 @@ def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float, wo
     """Clip in place, between backward and step; returns the norm there was. All ranks call it together."""
     if not max_norm > 0:
         raise FleetError(f"clip_grad_norm: max_norm must be positive, found {max_norm}")
-    own = [one for one in parameters if one.grad is not None]
+    own = [parameter for parameter in parameters if parameter.grad is not None]
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for parameter in own:
         norm = torch.linalg.vector_norm(_gradient(parameter), dtype=torch.float32).double()
-        total += norm.square() * _num_pieces(parameter, world) / world.size
+        total += norm.square() * _num_shards(parameter, world) / world.size
     if world.size > 1:
         dist.all_reduce(total)
     total = total.sqrt().float()
@@ -40,14 +40,14 @@ def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float, wo
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's piece."""
+    """This rank's shard."""
     gradient = parameter.grad
     assert gradient is not None
     return local(gradient)
 
 
-def _num_pieces(parameter: torch.Tensor, world: World) -> int:
-    """Into how many pieces it is cut, each on equally many ranks; a stage of a pipeline is a piece of the model."""
+def _num_shards(parameter: torch.Tensor, world: World) -> int:
+    """Into how many shards it is cut, each on equally many ranks; a stage of a pipeline is a shard of the model."""
     if hasattr(parameter, "fleet_piece"):
         return int(parameter.fleet_piece[2])
     num = world.degrees["pipe"]

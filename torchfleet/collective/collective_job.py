@@ -1,4 +1,4 @@
-"""One rank's part in a collective job: what fleet.py's functions act on."""
+"""A rank's side of a collective job: model, optimizer and strategies, as fleet.py's functions use them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from torchfleet.collective.build import build, check
 from torchfleet.collective.collective_model import CollectiveModel
 from torchfleet.collective.collective_optimizer import CollectiveOptimizer
-from torchfleet.collective.data_parallel import Chained, broadcast, data_parallel, together
-from torchfleet.collective.strategy import Part
+from torchfleet.collective.data_parallel import WrappedModel, broadcast, data_parallel, together
+from torchfleet.collective.local_tensors import is_local
+from torchfleet.collective.strategy import Forward, JobView, Runner, Strategy
 from torchfleet.collective.world import World, begun
 from torchfleet.errors import FleetError, ModelError, StrategyError
 from torchfleet.monitor.status import StatusFile
@@ -23,25 +25,25 @@ from torchfleet.strategy.distributed_strategy import DistributedStrategy
 class CollectiveJob:
     """Model, optimizer and strategies of a rank. The ranks meet when the strategy is known."""
 
-    def __init__(self, info: RoleInfo, strategy: DistributedStrategy | None) -> None:
+    def __init__(self, info: RoleInfo, settings: DistributedStrategy | None) -> None:
         self.info = begun.info = info
         self.model: CollectiveModel | None = None
         self.optimizer: CollectiveOptimizer | None = None
-        self._strategy: DistributedStrategy | None = None
+        self._settings: DistributedStrategy | None = None
         self._world: World | None = None
-        self.parts: list[Part] = []
+        self.strategies: list[Strategy] = []
         self._reported: dict[str, float] = {}
         self._status = StatusFile(info.status_file, self._status_now)
         self._started = time.monotonic()
-        if strategy is not None:
-            self.use(strategy, "fleet.init")
+        if settings is not None:
+            self.use(settings, "fleet.init")
             self._begin()
 
-    def use(self, strategy: DistributedStrategy | None, user: str) -> None:
+    def use(self, settings: DistributedStrategy | None, user: str) -> None:
         """The strategy may be given to init, distributed_model or distributed_optimizer; late, or another: an error."""
-        if strategy is None or strategy == self._strategy:
+        if settings is None or settings == self._settings:
             return
-        if self._strategy is not None:
+        if self._settings is not None:
             raise StrategyError(
                 f"{user} got another strategy than was given before: give one, to fleet.init, and leave it out here"
             )
@@ -50,24 +52,24 @@ class CollectiveJob:
                 f"{user} got a strategy, but the model is distributed already, without one: give it to fleet.init or "
                 "fleet.distributed_model"
             )
-        check(strategy)
-        strategy.lock(user)
-        self._strategy = strategy
+        check(settings)
+        settings.lock(user)
+        self._settings = settings
 
     def _begin(self) -> None:
         if self._world is None:
-            strategy = self.strategy
-            torch.backends.cudnn.benchmark = strategy.cudnn_exhaustive_search
-            if strategy.execution_strategy.num_threads:
-                torch.set_num_threads(strategy.execution_strategy.num_threads)
-            self._world = World(self.info, strategy)
+            settings = self.settings
+            torch.backends.cudnn.benchmark = settings.cudnn_exhaustive_search
+            if settings.execution_strategy.num_threads:
+                torch.set_num_threads(settings.execution_strategy.num_threads)
+            self._world = World(self.info, settings)
 
     @property
-    def strategy(self) -> DistributedStrategy:
-        if self._strategy is None:
+    def settings(self) -> DistributedStrategy:
+        if self._settings is None:
             self.use(DistributedStrategy(), "fleet.distributed_model")
-        assert self._strategy is not None
-        return self._strategy
+        assert self._settings is not None
+        return self._settings
 
     @property
     def world(self) -> World:
@@ -78,72 +80,80 @@ class CollectiveJob:
     def distribute_model(self, model: torch.nn.Module) -> CollectiveModel:
         if self.model is not None:
             raise ModelError("fleet.distributed_model was called before: a job has one model")
-        world = self.world
-        self.parts = build(self.strategy, world)
-        self._check_own(model)
-        model = model.to(world.device)
-        is_cut = any(part.owns_gradients for part in self.parts)
-        if is_cut and world.size > 1:
-            broadcast(model)
-        for part in self.parts:
-            model = part.convert(model)
-        forward: Any = model.__call__
-        for part in self.parts:
-            forward = part.around(forward)
-        chained = Chained(model, forward)
-        parallel = None
-        has_common = any(one.requires_grad and not getattr(one, "fleet_local", False) for one in model.parameters())
-        is_wanted = world.size > 1 or any(type(part).attach is not Part.attach for part in self.parts)
-        if not is_cut and has_common and is_wanted:
-            parallel = data_parallel(chained, self.strategy, world)
-            for part in self.parts:
-                part.attach(parallel)
-        for part in self.parts:
-            part.build(model, forward)
-        pipeline: Any = next((part for part in self.parts if part.field == "pipeline"), None)
-        self._tell_amp(model, is_cut, pipeline)
-        self.model = CollectiveModel(chained, self.parts, parallel, pipeline)
-        if any(type(part).note_loss is not Part.note_loss for part in self.parts):
+        self.strategies = build(self.settings, self.world)
+        self._refuse_local_parameters(model)
+        model = self._convert(model)
+        forward: Forward = model.__call__
+        for strategy in self.strategies:
+            forward = strategy.wrap_forward(forward)
+        wrapped = WrappedModel(model, forward)
+        parallel = self._data_parallel(wrapped)
+        runner = self._runner()
+        has_local = any(is_local(parameter) for parameter in model.parameters())
+        view = JobView(model, forward, has_local or self._owns_gradients, runner)
+        for strategy in self.strategies:
+            strategy.joined(view)
+        self.model = CollectiveModel(wrapped, self.strategies, parallel, runner)
+        if any(strategy.wants_loss for strategy in self.strategies):
             self.model.on_loss = self._note_loss
         return self.model
 
-    def _check_own(self, model: torch.nn.Module) -> None:
-        """Layers that are cut over all ranks by themselves count on data parallelism for the rest of the model."""
-        own = next((name for name, one in model.named_parameters() if getattr(one, "fleet_local", False)), None)
-        for field in ("pipeline", "tensor_parallel", "localsgd", "adaptive_localsgd"):
-            if own is not None and getattr(self.strategy, field):
+    @property
+    def _owns_gradients(self) -> bool:
+        return any(strategy.owns_gradients for strategy in self.strategies)
+
+    def _refuse_local_parameters(self, model: torch.nn.Module) -> None:
+        """Layers that are sharded over all ranks by themselves count on data parallelism for the rest of the model."""
+        name = next((name for name, parameter in model.named_parameters() if is_local(parameter)), None)
+        for strategy in self.strategies:
+            if name is not None and not strategy.accepts_local_parameters:
                 raise ModelError(
-                    f"'{own}' is cut over all ranks by its layer (MarginSoftmax), which cannot be used together with "
-                    f"{field}=True. Leave one of them out."
+                    f"'{name}' is cut over all ranks by its layer (MarginSoftmax), which cannot be used together with "
+                    f"{strategy.field}=True. Leave one of them out."
                 )
 
-    def _tell_amp(self, model: torch.nn.Module, is_cut: bool, pipeline: Any) -> None:
-        amp: Any = next((part for part in self.parts if part.field == "amp"), None)
-        if amp is None:
-            return
-        amp.is_cut = is_cut or any(getattr(one, "fleet_local", False) for one in model.parameters())
-        if pipeline is not None:
-            amp.is_last, amp.ends_backward = pipeline.is_last, False
+    def _convert(self, model: torch.nn.Module) -> torch.nn.Module:
+        model = model.to(self.world.device)
+        if self._owns_gradients and self.world.size > 1:
+            broadcast(model)  # before it is sharded; DistributedDataParallel does it otherwise
+        for strategy in self.strategies:
+            model = strategy.convert(model)
+        return model
+
+    def _data_parallel(self, wrapped: WrappedModel) -> DistributedDataParallel | None:
+        is_wanted = self.world.size > 1 or any(strategy.registers_hook for strategy in self.strategies)
+        trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+        if self._owns_gradients or not is_wanted or all(is_local(parameter) for parameter in trained):
+            return None
+        parallel = data_parallel(wrapped, self.settings, self.world)
+        for strategy in self.strategies:
+            strategy.attach(parallel)
+        return parallel
+
+    def _runner(self) -> Runner | None:
+        runners = [runner for strategy in self.strategies if (runner := strategy.runner()) is not None]
+        assert len(runners) <= 1, "two strategies run batches"
+        return runners[0] if runners else None
 
     def distribute_optimizer(self, optimizer: torch.optim.Optimizer) -> CollectiveOptimizer:
         if self.model is None:
             raise ModelError("call fleet.distributed_model(model) before fleet.distributed_optimizer")
         if self.optimizer is not None:
             raise ModelError("fleet.distributed_optimizer was called before: a job has one optimizer")
-        self.names: dict[torch.Tensor, str] = {one: name for name, one in self.model.named_parameters()}
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        self.names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._check_parameters(parameters)
         inner = optimizer
-        for part in self.parts:
-            inner = part.optimizer(inner, self.names)
-        self.optimizer = CollectiveOptimizer(optimizer, inner, self.parts, parameters, self.world)
+        for strategy in self.strategies:
+            inner = strategy.optimizer(inner, self.names)
+        self.optimizer = CollectiveOptimizer(optimizer, inner, self.strategies, parameters, self.world)
         self.optimizer.after_step = self._status.write
         if self.info.worker_index == 0:
             print(self.describe(), flush=True)
         return self.optimizer
 
     def _check_parameters(self, parameters: list[torch.nn.Parameter]) -> None:
-        strange = sum(one not in self.names for one in parameters)
+        strange = sum(parameter not in self.names for parameter in parameters)
         if strange:
             raise ModelError(
                 f"{strange} of the optimizer's {len(parameters)} parameters do not belong to the distributed model: "
@@ -157,9 +167,9 @@ class CollectiveJob:
         lines = [f"collective training on {world.size} rank{'s' * (world.size > 1)} ({world.device.type})"]
         if axes:
             lines[0] += f": {axes}"
-        for part in self.parts:
-            keys = ", ".join(f"{key} {value}" for key, value in part.configs.items())
-            lines.append(f"  {part.field}" + (f": {keys}" if keys else ""))
+        for strategy in self.strategies:
+            keys = ", ".join(f"{key} {value}" for key, value in strategy.configs.items())
+            lines.append(f"  {strategy.field}" + (f": {keys}" if keys else ""))
         return "\n".join(lines)
 
     def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
@@ -172,8 +182,8 @@ class CollectiveJob:
         self._status.write()
 
     def _note_loss(self, loss: float | torch.Tensor) -> None:
-        for part in self.parts:
-            part.note_loss(loss)
+        for strategy in self.strategies:
+            strategy.note_loss(loss)
 
     def stop(self) -> None:
         self._status.write(now=True)
@@ -198,17 +208,17 @@ class CollectiveJob:
         from torchfleet.collective.checkpoint.saving import save
 
         model, optimizer = self._trained()
-        for part in self.parts:
-            part.before_save()
-        return save(dirname, model.module, optimizer.inner, self.parts, self.world, extra, self.names)
+        for strategy in self.strategies:
+            strategy.before_save()
+        return save(dirname, model.module, optimizer.inner, self.strategies, self.world, extra, self.names)
 
     def load(self, dirname: str) -> dict[str, Any]:
         from torchfleet.collective.checkpoint.loading import load
 
         model, optimizer = self._trained()
-        extra = load(dirname, model.module, optimizer.inner, self.parts, self.world, self.names)
-        for part in self.parts:
-            part.after_load()
+        extra = load(dirname, model.module, optimizer.inner, self.strategies, self.world, self.names)
+        for strategy in self.strategies:
+            strategy.after_load()
         return extra
 
     def _trained(self) -> tuple[CollectiveModel, CollectiveOptimizer]:

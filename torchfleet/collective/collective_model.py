@@ -1,4 +1,4 @@
-"""What stands where the user's model stood."""
+"""The module that fleet.distributed_model returns: it wraps the user's model and runs it under the strategies."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from torchfleet.collective.data_parallel import Chained
+from torchfleet.collective.data_parallel import WrappedModel
 from torchfleet.collective.outputs import tensors
-from torchfleet.collective.strategy import Part
-
-LossFn = Callable[[Any, Any], torch.Tensor]
+from torchfleet.collective.strategy import LossFn, Runner, Strategy
 
 
 class CollectiveModel(torch.nn.Module):
@@ -22,35 +20,34 @@ class CollectiveModel(torch.nn.Module):
     """
 
     def __init__(
-        self, chained: Chained, parts: Sequence[Part], parallel: DistributedDataParallel | None, pipeline: Any = None
+        self,
+        wrapped: WrappedModel,
+        strategies: Sequence[Strategy],
+        parallel: DistributedDataParallel | None,
+        runner: Runner | None,
     ) -> None:
         super().__init__()
-        self.module = chained.module
+        self.module = wrapped.module
         # Not registered: parameters would be listed twice, and once more with prefixes.
         self.__dict__["_parallel"] = parallel
-        self.__dict__["_called"] = parallel or chained
-        self._parts, self._pipeline = tuple(parts), pipeline
+        self.__dict__["_called"] = parallel or wrapped
+        self._strategies, self._runner = tuple(strategies), runner
         self.num_samples = 0
-        self.on_loss: Callable[[torch.Tensor], object] | None = (
-            None  # who wants to know the loss, if the model returns it
-        )
+        self.on_loss: Callable[[torch.Tensor], object] | None = None  # called with the loss, if the model returns it
         self.train(self.module.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._pipeline is not None:
-            raise RuntimeError(
-                "under pipeline=True the stages run together: use model.train_batch(inputs, target, loss_fn) to train "
-                "and model.eval_batch(inputs) to predict"
-            )
+        if self._runner is not None:
+            raise RuntimeError(self._runner.refusal)
         if not torch.is_grad_enabled():
             return self._called(*args, **kwargs)
         self._begin()
         self._count(args, kwargs)
         outputs = self._called(*args, **kwargs)
         if self.on_loss is not None:
-            for one in tensors(outputs):
-                if one.dim() == 0 and one.requires_grad:
-                    self.on_loss(one.detach())
+            for tensor in tensors(outputs):
+                if tensor.dim() == 0 and tensor.requires_grad:
+                    self.on_loss(tensor.detach())
                     break
         return outputs
 
@@ -60,17 +57,17 @@ class CollectiveModel(torch.nn.Module):
         `inputs` is what the model is called with: a tensor, or a tuple of them. `loss_fn(output, target)` returns a
         mean over samples.
         """
-        if self._pipeline is not None:
+        if self._runner is not None:
             self._begin()
             self._count((inputs,), {})
-            for part in self._parts:
-                part.begin_backward()
-            loss = self._pipeline.train_batch(inputs, target, loss_fn)
-            for part in self._parts:
-                part.end_backward()
+            for strategy in self._strategies:
+                strategy.begin_backward()
+            loss = self._runner.train_batch(inputs, target, loss_fn)
+            for strategy in self._strategies:
+                strategy.end_backward()
             if self.on_loss is not None and loss is not None:
                 self.on_loss(loss.detach())
-            return loss  # type: ignore[no-any-return]
+            return loss
         loss = loss_fn(self(*_arguments(inputs)), target)
         if self.on_loss is not None:
             self.on_loss(loss.detach())
@@ -80,20 +77,20 @@ class CollectiveModel(torch.nn.Module):
     @torch.no_grad()
     def eval_batch(self, inputs: Any) -> Any:
         """The outputs for one batch without gradients; in a pipeline on the last stage, None elsewhere."""
-        if self._pipeline is not None:
-            return self._pipeline.eval_batch(inputs)
+        if self._runner is not None:
+            return self._runner.eval_batch(inputs)
         return self(*_arguments(inputs))
 
     def _begin(self) -> None:
-        answers = [part.exchanges() for part in self._parts]
+        answers = [strategy.exchanges() for strategy in self._strategies]
         exchanging = all(answers)
         if self._parallel is not None:
             self._parallel.require_backward_grad_sync = exchanging
-        for part in self._parts:
-            part.begin_forward(exchanging)
+        for strategy in self._strategies:
+            strategy.begin_forward(exchanging)
 
     def _count(self, args: Any, kwargs: Any) -> None:
-        first = next((one for one in tensors([args, kwargs]) if one.dim()), None)
+        first = next((tensor for tensor in tensors([args, kwargs]) if tensor.dim()), None)
         self.num_samples += 0 if first is None else first.shape[0]
 
     # Names are the user's

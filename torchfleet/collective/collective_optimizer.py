@@ -1,4 +1,4 @@
-"""What stands where the user's optimizer stood."""
+"""The optimizer that fleet.distributed_optimizer returns: it steps the user's optimizer under the strategies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from torchfleet.collective.clipping import clip_grad_norm
-from torchfleet.collective.strategy import Part
+from torchfleet.collective.closures import run_closure
+from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import FleetError, ModelError
 
@@ -25,7 +26,7 @@ class CollectiveOptimizer(torch.optim.Optimizer):
         self,
         user: torch.optim.Optimizer,
         inner: torch.optim.Optimizer,
-        parts: Sequence[Part],
+        strategies: Sequence[Strategy],
         parameters: Sequence[torch.nn.Parameter],
         world: World,
     ) -> None:
@@ -34,7 +35,7 @@ class CollectiveOptimizer(torch.optim.Optimizer):
         for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             setattr(user, hooks, OrderedDict())  # they are ours now, and would be called twice
         self._patch_step_function()  # what torch does for its own classes when they are made: hooks are called
-        self._user, self.inner, self._parts = user, inner, tuple(parts)
+        self._user, self.inner, self._strategies = user, inner, tuple(strategies)
         self._parameters = parameters  # the model's; an optimizer of float32 copies has others
         self._world, self.grad_norm = world, torch.zeros(())
         self._max_norm: float | None = None
@@ -51,21 +52,18 @@ class CollectiveOptimizer(torch.optim.Optimizer):
         self.inner.state = value
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         self._user._opt_called = True  # type: ignore[attr-defined]  # what a scheduler made before looks at
-        answers = [part.is_due() for part in self._parts]
+        answers = [strategy.is_due() for strategy in self._strategies]
         self._is_gathering = not all(answers)
         if self._is_gathering:
             return loss
-        answers = [part.before_step() for part in self._parts]
+        answers = [strategy.before_step() for strategy in self._strategies]
         if all(answers):
             self._clip()
             self.inner.step()
-        for part in reversed(self._parts):
-            part.after_step()
+        for strategy in reversed(self._strategies):
+            strategy.after_step()
         self.num_steps += 1
         self.after_step()
         return loss
@@ -82,7 +80,7 @@ class CollectiveOptimizer(torch.optim.Optimizer):
 
     def _clip(self) -> None:
         if self._max_norm is not None:
-            parameters = [one for group in self.param_groups for one in group["params"]]
+            parameters = [parameter for group in self.param_groups for parameter in group["params"]]
             self.grad_norm = clip_grad_norm(parameters, self._max_norm, self._world)
             self._max_norm = None
 

@@ -1,4 +1,4 @@
-"""Data parallelism (C1, C2): every rank computes on its own batch; gradients are averaged while backward still runs.
+"""Data parallelism: every rank computes on its own batch; gradients are averaged while backward still runs.
 
 `fuse_all_reduce_ops` and `fuse_grad_size_in_MB` say how gradients are put together into buckets, each exchanged by one
 all-reduce as soon as all its gradients are there (Li et al. 2020, PyTorch Distributed). The work is done by torch's
@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.nn.parallel import DistributedDataParallel
 
+from torchfleet.collective.buckets import buckets
+from torchfleet.collective.local_tensors import is_local
 from torchfleet.collective.strategy import Forward
 from torchfleet.collective.world import World
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
@@ -24,45 +26,38 @@ _ALONE_MB = 1e-6  # a bucket of about a byte: every gradient travels by itself
 _BROADCAST_BYTES = 32 << 20
 
 
-class Chained(torch.nn.Module):
-    """The model, called through what the strategies have put around its forward."""
+class WrappedModel(torch.nn.Module):
+    """The model, called through the forwards that the strategies have wrapped around its own."""
 
     def __init__(self, module: torch.nn.Module, forward: Forward) -> None:
         super().__init__()
         self.module = module
-        self._chain = forward
+        self._wrapped_forward = forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._chain(*args, **kwargs)
+        return self._wrapped_forward(*args, **kwargs)
 
 
-def data_parallel(chained: Chained, strategy: DistributedStrategy, world: World) -> DistributedDataParallel:
+def data_parallel(wrapped: WrappedModel, settings: DistributedStrategy, world: World) -> DistributedDataParallel:
     """All ranks start from rank 0's parameters. Parameters marked `fleet_local` are each rank's own."""
-    own = [name for name, parameter in chained.named_parameters() if getattr(parameter, "fleet_local", False)]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(chained, own)  # type: ignore[no-untyped-call]
+    own = [name for name, parameter in wrapped.named_parameters() if is_local(parameter)]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(wrapped, own)  # type: ignore[no-untyped-call]
     return DistributedDataParallel(
-        chained,
+        wrapped,
         device_ids=[world.local_rank] if world.device.type == "cuda" else None,
-        bucket_cap_mb=strategy.fuse_grad_size_in_MB if strategy.fuse_all_reduce_ops else _ALONE_MB,
-        find_unused_parameters=strategy.find_unused_parameters,
+        bucket_cap_mb=settings.fuse_grad_size_in_MB if settings.fuse_all_reduce_ops else _ALONE_MB,
+        find_unused_parameters=settings.find_unused_parameters,
     )
 
 
 def broadcast(model: torch.nn.Module) -> None:
     """Every rank takes rank 0's parameters and buffers, as DistributedDataParallel does when it is made."""
-    own = {id(parameter) for parameter in model.parameters() if getattr(parameter, "fleet_local", False)}
-    tensors = [one.detach() for one in (*model.parameters(), *model.buffers()) if id(one) not in own]
-    everybody = dist.group.WORLD
-    assert everybody is not None
-    for same in _by_kind(tensors):
-        _broadcast_coalesced(everybody, same, _BROADCAST_BYTES, 0)
-
-
-def _by_kind(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    kinds: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault(tensor.dtype, []).append(tensor)
-    yield from kinds.values()
+    own = {id(parameter) for parameter in model.parameters() if is_local(parameter)}
+    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in own]
+    group = dist.group.WORLD
+    assert group is not None
+    for bucket in buckets(tensors):
+        _broadcast_coalesced(group, bucket, _BROADCAST_BYTES, 0)
 
 
 def together(loader: Iterable[Any], world: World) -> Iterator[Any]:

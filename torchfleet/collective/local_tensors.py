@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor that is cut over ranks."""
+"""This rank's shards of tensors that are sharded over ranks, and parameters that are each rank's own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import torch
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that is cut over ranks; any other tensor itself. It shares its memory."""
+    """This rank's shard of a DTensor; any other tensor itself. Detached; it shares the memory of `tensor`."""
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def is_local(parameter: torch.Tensor) -> bool:
+    """Whether the parameter is each rank's own (marked `fleet_local` by its layer) and never exchanged."""
+    return bool(getattr(parameter, "fleet_local", False))

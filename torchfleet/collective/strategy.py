@@ -1,9 +1,9 @@
-"""What a strategy may do to a job: the places at which it is called, all of which do nothing unless it says more."""
+"""The base class of collective strategies: what a strategy declares, and the hooks a job calls it by."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -12,20 +12,55 @@ from torchfleet.collective.world import World
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 Forward = Callable[..., Any]
+LossFn = Callable[[Any, Any], torch.Tensor]  # of (output, target): a mean over samples
 
 
-class Part:
+class Runner(Protocol):
+    """Runs whole batches when the model cannot be called by itself, because its layers are on several ranks."""
+
+    @property
+    def refusal(self) -> str:
+        """The error of calling the model directly."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank computes the outputs of the model."""
+
+    def train_batch(self, inputs: Any, target: Any, loss_fn: LossFn) -> torch.Tensor | None:
+        """Forward and backward of one batch; the loss where `is_last`, None elsewhere."""
+
+    def eval_batch(self, inputs: Any) -> Any:
+        """The outputs for one batch where `is_last`, None elsewhere."""
+
+
+class JobView(NamedTuple):
+    """What a strategy learns about the job and, through it, about the other strategies."""
+
+    model: torch.nn.Module  # converted by all strategies
+    forward: Forward  # what calling the model runs: its forward inside those of all strategies
+    is_sharded: bool  # ranks hold different parameters, so that one rank's gradients may overflow and another's not
+    runner: Runner | None
+
+
+class Strategy:
     """One strategy, switched on by one field of DistributedStrategy. build.py lists them in the order they act in.
 
-    field    its name in DistributedStrategy; `configs` is that of f"{field}_configs", defaults filled in
+    Subclasses set the declarations that apply to them and override the hooks they need; every hook does nothing by
+    default. A declaration may also be set per instance, in `__init__`.
+
+    field     the field's name; `configs` are the values of f"{field}_configs", defaults filled in
+    settings  the whole DistributedStrategy
     """
 
     field = ""
-    owns_gradients = False  # this part exchanges them itself; there is no DistributedDataParallel then
+    owns_gradients = False  # exchanges gradients itself; the job then has no DistributedDataParallel
+    registers_hook = False  # `attach` registers a communication hook: one rank alone has DistributedDataParallel too
+    accepts_local_parameters = True  # the model may have parameters marked `fleet_local`, which are each rank's own
+    wants_loss = False  # `note_loss` is to be called for every batch
 
-    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
-        self.strategy, self.world = strategy, world
-        self.configs: Mapping[str, Any] = getattr(strategy, f"{self.field}_configs", {})
+    def __init__(self, settings: DistributedStrategy, world: World) -> None:
+        self.settings, self.world = settings, world
+        self.configs: Mapping[str, Any] = getattr(settings, f"{self.field}_configs", {})
 
     # The model, once, in fleet.distributed_model
 
@@ -33,24 +68,32 @@ class Part:
         """Change the layers of the model, in place where possible. It is on its device already."""
         return model
 
-    def around(self, forward: Forward) -> Forward:
-        """What runs in the place of the model's forward; called on every rank for every forward."""
+    def wrap_forward(self, forward: Forward) -> Forward:
+        """Wrap the model's forward; what it returns is called on every rank for every forward pass."""
         return forward
 
-    def build(self, model: torch.nn.Module, forward: Forward) -> None:
-        """All parts have converted the model; `forward` is what calling it does."""
-
     def attach(self, parallel: DistributedDataParallel) -> None:
-        """Register how gradients are exchanged (at most one part does)."""
+        """Register how buckets of gradients are exchanged. At most one strategy of a job does."""
+
+    def runner(self) -> Runner | None:
+        """What runs batches in the place of the model's forward. At most one strategy of a job has one."""
+        return None
+
+    def joined(self, job: JobView) -> None:
+        """All strategies have converted the model. Called from the first strategy to the last."""
 
     # The optimizer, once, in fleet.distributed_optimizer
 
     def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
         """The optimizer that steps in the place of `inner`; it must keep `inner.param_groups`, the very list.
 
-        Names of parameters are those of the user's model, without anybody's prefix.
+        `names` are those of the user's model, without any wrapper's prefix.
         """
         return inner
+
+    def owns_state(self, parameter: torch.Tensor) -> bool:
+        """Whether this rank keeps the optimizer's state of this parameter of the optimizer, or its shard of it."""
+        return True
 
     # Every step
 
@@ -58,47 +101,47 @@ class Part:
         """A forward pass is about to run; `exchanging`: its backward pass is to exchange gradients."""
 
     def exchanges(self) -> bool:
-        """Whether the gradients of the backward pass that is about to come are exchanged among the ranks."""
+        """Whether the coming backward pass exchanges its gradients among the ranks."""
         return True
 
     def begin_backward(self) -> None:
-        """The backward passes of a pipeline are about to begin. Elsewhere a part must notice by itself."""
+        """The backward passes of a runner's batch are about to begin. Without a runner this is not called."""
 
     def end_backward(self) -> None:
-        """The backward passes of a pipeline are over, and gradients are complete."""
+        """The backward passes of a runner's batch are over, and gradients are complete."""
 
     def is_due(self) -> bool:
-        """Whether optimizer.step() steps this time, or goes on gathering; called once per optimizer.step()."""
+        """Whether optimizer.step() steps this time, or goes on accumulating; called once per optimizer.step()."""
         return True
 
     def before_step(self) -> bool:
-        """Gradients are there, exchanged. False: skip this step (zero_grad still clears the gradients)."""
+        """Gradients are complete and exchanged. False: skip this step (zero_grad still clears the gradients)."""
         return True
 
     def after_step(self) -> None:
-        """The parameters have changed, or the step was skipped. Called from the last part of the list to the first."""
+        """The parameters have changed, or the step was skipped. Called from the last strategy to the first."""
 
     def note_loss(self, loss: float | torch.Tensor) -> None:
-        """The loss of the last batch, where it is known: the model returned it, or fleet.report(loss=...) said it."""
+        """The loss of the last batch: what the model or a runner returned, or fleet.report(loss=...) was given."""
 
-    # Kept with the model by fleet.save
+    # Checkpoints
 
     def before_save(self) -> None:
-        """The model is about to be saved: what `state` says equal on all ranks, and the parameters, must be."""
+        """The model is about to be saved: parameters, and what `state` returns, must be equal on all ranks."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """Tensors that are equal on all ranks: counters, scales."""
         return {}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """What `state` gave; missing names keep what they are."""
+        """What `state` returned; missing names keep their present values."""
 
     def rank_state(self) -> dict[str, torch.Tensor]:
         """Tensors of this rank alone (residuals)."""
         return {}
 
     def load_rank_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """What `rank_state` gave; saved by another number of ranks, the mean over them."""
+        """What `rank_state` returned; if another number of ranks saved it, the mean over them."""
 
     def after_load(self) -> None:
-        """Model, optimizer and the parts' own states have been loaded."""
+        """Model, optimizer and the states of all strategies have been loaded."""

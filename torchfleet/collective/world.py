@@ -88,7 +88,7 @@ class World:
         brought = [torch.zeros_like(own) for _ in range(self.size)]
         if longest:
             dist.all_gather(brought, own, group=self.control)
-        return [one[: int(length)].numpy().tobytes() for one, length in zip(brought, lengths, strict=True)]
+        return [message[: int(length)].numpy().tobytes() for message, length in zip(brought, lengths, strict=True)]
 
     def axis(self, name: str) -> Axis:
         """One of AXES."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from torchfleet.collective.checkpoint.collective_manifest import Manifest, Tensor, num_elements, read
+from torchfleet.collective.checkpoint.collective_manifest import CollectiveManifest, SavedTensor, num_elements, read
 from torchfleet.collective.checkpoint.single_file import export
 from torchfleet.collective.checkpoint.tensor_files import Reader, check_files
 from torchfleet.commands.drawing import print_table, time_text
@@ -33,7 +33,7 @@ def export_collective(dirname: str, path: str) -> None:
     print(f"{export(dirname, path):,} tensors in {path}")
 
 
-def _check(storage: Storage, manifest: Manifest) -> int:
+def _check(storage: Storage, manifest: CollectiveManifest) -> int:
     progress = Progress("fleet inspect")
     with Reader(storage, manifest) as reader:
         num = check_files(reader, manifest, progress.show)
@@ -41,7 +41,7 @@ def _check(storage: Storage, manifest: Manifest) -> int:
     return num
 
 
-def _describe(storage: Storage, manifest: Manifest) -> dict[str, Any]:
+def _describe(storage: Storage, manifest: CollectiveManifest) -> dict[str, Any]:
     return {
         "path": storage.path,
         "save": manifest.save,
@@ -60,7 +60,7 @@ def _describe(storage: Storage, manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _describe_tensor(tensor: Tensor) -> dict[str, Any]:
+def _describe_tensor(tensor: SavedTensor) -> dict[str, Any]:
     return {
         "name": tensor.name,
         "dtype": tensor.dtype,

@@ -20,7 +20,7 @@ from torchfleet.collective.checkpoint.loading import load, load_parameters
 from torchfleet.collective.checkpoint.pieces import model_pieces, piece_of
 from torchfleet.collective.checkpoint.saving import save
 from torchfleet.collective.checkpoint.tensor_files import box
-from torchfleet.collective.strategy import Part
+from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.commands import command
 from torchfleet.errors import CheckpointError
@@ -117,7 +117,7 @@ def uninterrupted() -> dict[str, torch.Tensor]:
 def test_the_same_job_goes_on_to_the_bit(ranks: Ranks, saved: list[dict[str, Any]], folder: str) -> None:
     names = [*SAVED, "half"]
     for found, expected in zip(
-        ranks.run(resume, 2, folder=folder, pairs=[[one, one] for one in names]), saved, strict=True
+        ranks.run(resume, 2, folder=folder, pairs=[[name, name] for name in names]), saved, strict=True
     ):
         for name in names:
             for key, value in of_case(expected, name).items():
@@ -127,7 +127,7 @@ def test_the_same_job_goes_on_to_the_bit(ranks: Ranks, saved: list[dict[str, Any
 @pytest.mark.parametrize(
     ("size", "pairs"),
     [
-        (1, [[one, "plain"] for one in SAVED]),
+        (1, [[name, "plain"] for name in SAVED]),
         (3, [["stage 3", "stage 1"], ["stage 1", "stage 3"], ["plain", "stage 2"]]),
         (4, [["stage 3", "pairs"], ["stage 2", "plain"], ["plain", "stage 1"]]),
     ],
@@ -150,7 +150,7 @@ def test_other_numbers_of_ranks_and_other_strategies_go_on(
 # Under a pipeline, and what strategies keep for themselves
 
 
-class Counting(Part):
+class Counting(Strategy):
     """A strategy with a number that all ranks have, and others of each rank's own."""
 
     field = "counting"
@@ -208,16 +208,16 @@ def world_of(**fields: Any) -> World:
 
 def fill(model: torch.nn.Module, value: float) -> torch.nn.Module:
     with torch.no_grad():
-        for one in model.parameters():
-            one.fill_(value)
+        for parameter in model.parameters():
+            parameter.fill_(value)
     return model
 
 
 def adam_after_a_step(model: torch.nn.Module) -> torch.optim.Adam:
     """Two groups, the first without parameters, as in stages of a pipeline."""
     optimizer = torch.optim.Adam([{"params": [], "lr": 0.3}, {"params": list(model.parameters())}])
-    for one in model.parameters():
-        one.grad = one.detach() + 1
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() + 1
     optimizer.step()
     return optimizer
 
@@ -228,7 +228,7 @@ def save_others(folder: str) -> dict[str, Any]:
     save(f"{folder}/stages", stages, adam_after_a_step(stages), [Counting(world)], world)
     classes = Classes(world.rank, world.size)
     save(f"{folder}/classes", classes, adam_after_a_step(classes), [], world)
-    return {"bytes": sum(one.numel() for one in classes.parameters())}
+    return {"bytes": sum(parameter.numel() for parameter in classes.parameters())}
 
 
 def load_others(folder: str) -> dict[str, Any]:
@@ -247,8 +247,8 @@ def load_stages(folder: str, world: World, to: str = "") -> dict[str, Any]:
     if to:
         save(to, stages, optimizer, [], world)
     made = {**stages.state_dict(), **counting.kept, "lr": torch.tensor(optimizer.param_groups[0]["lr"])}
-    for name, one in stages.named_parameters():
-        made[f"{name} exp_avg"] = optimizer.state[one]["exp_avg"]
+    for name, parameter in stages.named_parameters():
+        made[f"{name} exp_avg"] = optimizer.state[parameter]["exp_avg"]
     return made
 
 
@@ -260,10 +260,10 @@ def check_classes(folder: str, world: World) -> None:
         torch.optim.Adam([{"params": []}, {"params": list(classes.parameters())}]),
     )
     load(folder, classes, optimizer, [], world)
-    for one, other in zip(classes.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(one, other)
-        assert torch.equal(optimizer.state[one]["exp_avg_sq"], adam.state[other]["exp_avg_sq"])
-        assert optimizer.state[one]["step"].equal(torch.tensor(1.0))
+    for parameter, other in zip(classes.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter, other)
+        assert torch.equal(optimizer.state[parameter]["exp_avg_sq"], adam.state[other]["exp_avg_sq"])
+        assert optimizer.state[parameter]["step"].equal(torch.tensor(1.0))
 
 
 @pytest.fixture(scope="module")
@@ -279,7 +279,7 @@ def test_stages_of_a_pipeline_are_put_together_and_taken_apart(others: list[list
     expected = Tied()
     adam = adam_after_a_step(expected)
     for everybody in others:
-        found = {name.split(" ", 1)[1]: value for one in everybody for name, value in one.items()}
+        found = {name.split(" ", 1)[1]: value for result in everybody for name, value in result.items()}
         for name, value in expected.named_parameters():
             assert torch.equal(found[name], value), name
             assert torch.equal(found[f"{name} exp_avg"], adam.state[value]["exp_avg"])
@@ -339,7 +339,7 @@ def test_a_pipeline_goes_on_and_is_a_plain_model_elsewhere(ranks: Ranks, folder:
         optimizer.step()
         optimizer.zero_grad()
     for name, value in whole(model).items():
-        found = next(one[f"once {name}"] for one in everybody if f"once {name}" in one)
+        found = next(result[f"once {name}"] for result in everybody if f"once {name}" in result)
         torch.testing.assert_close(found, value, **CLOSE)
 
 
@@ -454,7 +454,7 @@ def pieces_of_meshes() -> dict[str, Any]:
 
 
 def test_pieces_lie_where_torch_puts_them(ranks: Ranks) -> None:
-    assert sum(one["num"] for one in ranks.run(pieces_of_meshes, 4)) == (48 + 35 + 15 + 2) * (1 + 1 + 2 + 4)
+    assert sum(result["num"] for result in ranks.run(pieces_of_meshes, 4)) == (48 + 35 + 15 + 2) * (1 + 1 + 2 + 4)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process is what is wanted
@@ -502,5 +502,5 @@ def test_inspect_tells_of_a_saved_model(
     told = json.loads(capsys.readouterr().out)
     assert told["extra"]["step"] == 2
     assert told["strategy"]["sharding"] is True
-    head = next(one for one in told["tensors"] if one["name"] == "head.weight")
+    head = next(tensor for tensor in told["tensors"] if tensor["name"] == "head.weight")
     assert (head["shape"], head["pieces"], head["bytes"]) == ([3, 7], 2, 84)

@@ -13,7 +13,7 @@ from support.sharded_models import Net, Tied
 
 from torchfleet.collective.checkpoint.collective_manifest import read
 from torchfleet.collective.checkpoint.loading import load, load_parameters
-from torchfleet.collective.checkpoint.planning import Line, shared_out
+from torchfleet.collective.checkpoint.planning import PieceSpec, assign_writers
 from torchfleet.collective.checkpoint.saving import save
 from torchfleet.collective.checkpoint.single_file import export
 from torchfleet.commands import command
@@ -78,10 +78,10 @@ def test_the_state_of_every_optimizer_comes_back(name: str, tmp_path: Path) -> N
     save(str(tmp_path), model, optimizer, [], ALONE)
     groups = [*empty.param_groups]
     load(str(tmp_path), other, empty, [], None)
-    assert all(one is group for one, group in zip(empty.param_groups, groups, strict=True))
+    assert all(present is group for present, group in zip(empty.param_groups, groups, strict=True))
     model.zero_grad()
-    for one, step in ((model, optimizer), (other, empty)):
-        one(torch.ones(2, 4)).square().sum().backward()
+    for trained, step in ((model, optimizer), (other, empty)):
+        trained(torch.ones(2, 4)).square().sum().backward()
         step.step()
     for mine, its in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(mine, its)
@@ -200,17 +200,19 @@ def test_optimizers_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 def test_pieces_that_do_not_fit_together_are_no_save() -> None:
-    def line(name: str, whole: tuple[int, ...], offset: int, length: int, dtype: str = "F32") -> Line:
-        return Line("model", name, dtype, whole, (offset,), (length,))
+    def spec(name: str, whole: tuple[int, ...], offset: int, length: int, dtype: str = "F32") -> PieceSpec:
+        return PieceSpec("model", name, dtype, whole, (offset,), (length,))
 
-    plan = shared_out([[line("a", (9,), 0, 5), line("b", (4,), 0, 4)], [line("a", (9,), 5, 4), line("b", (4,), 0, 4)]])
-    assert [sorted(one.name for one in lines) for lines in plan] == [["a"], ["a", "b"]]  # who has less writes b
+    plan = assign_writers(
+        [[spec("a", (9,), 0, 5), spec("b", (4,), 0, 4)], [spec("a", (9,), 5, 4), spec("b", (4,), 0, 4)]]
+    )
+    assert [sorted(piece.name for piece in specs) for specs in plan] == [["a"], ["a", "b"]]  # who has less writes b
     with pytest.raises(CheckpointError, match="'a' has 9 elements, and the pieces that the ranks hold have 5"):
-        shared_out([[line("a", (9,), 0, 5)], []])
+        assign_writers([[spec("a", (9,), 0, 5)], []])
     with pytest.raises(CheckpointError, match=r"'a' is F32 \(9,\) on one rank, and F32 \(8,\) on rank 1"):
-        shared_out([[line("a", (9,), 0, 9)], [line("a", (8,), 0, 8)]])
+        assign_writers([[spec("a", (9,), 0, 9)], [spec("a", (8,), 0, 8)]])
     with pytest.raises(CheckpointError, match=r"would both be 'optimizer\.a'"):
-        shared_out([[line("optimizer.a", (1,), 0, 1), Line("optimizer", "a", "F32", (1,), (0,), (1,))]])
+        assign_writers([[spec("optimizer.a", (1,), 0, 1), PieceSpec("optimizer", "a", "F32", (1,), (0,), (1,))]])
 
 
 def test_kinds_of_tensors_and_tied_ones_are_exported(tmp_path: Path) -> None:
@@ -241,7 +243,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
 def test_mistakes_on_the_command_line_are_named(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = saved_net(tmp_path)
     arguments, message = WRONG[what]
-    assert command.main([one.format(model=folder) for one in arguments]) == 1
+    assert command.main([argument.format(model=folder) for argument in arguments]) == 1
     assert message in capsys.readouterr().err
     assert read(Storage(folder)).number == 1
 

@@ -68,7 +68,7 @@ def step(settings: dict[str, Any], strategy: dict[str, Any], steps: int = 1) -> 
     share = shares(dist.get_world_size())[dist.get_rank()]
     result: dict[str, Any] = {}
     for index in range(steps):
-        inputs, labels = (one[share] for one in data(index))
+        inputs, labels = (tensor[share] for tensor in data(index))
         loss = model(inputs, labels)
         loss.backward()
         result[f"loss.{index}"] = float(loss.detach())
@@ -81,7 +81,7 @@ def step(settings: dict[str, Any], strategy: dict[str, Any], steps: int = 1) -> 
         classes=classes, scores=scores, weight=model.module.loss.weight, backbone=model.module.backbone.weight
     )
     fleet.stop_worker()
-    return {name: one.detach() if isinstance(one, torch.Tensor) else one for name, one in result.items()}
+    return {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in result.items()}
 
 
 def alone(settings: dict[str, Any], steps: int = 1) -> dict[str, Any]:
@@ -112,14 +112,14 @@ def same(found: list[dict[str, Any]], expected: dict[str, Any], tolerance: float
     """Losses and backbone are equal on all ranks; their pieces of the rest, one after the other, make the whole."""
     for name, value in expected.items():
         if name.startswith("loss"):
-            for one in found:
-                assert one[name] == pytest.approx(value, rel=tolerance, abs=10 * tolerance)
-            assert len({one[name] for one in found}) == 1
+            for result in found:
+                assert result[name] == pytest.approx(value, rel=tolerance, abs=10 * tolerance)
+            assert len({result[name] for result in found}) == 1
         elif name.startswith("backbone"):
-            for one in found:
-                torch.testing.assert_close(one[name], value, rtol=tolerance, atol=tolerance)
+            for result in found:
+                torch.testing.assert_close(result[name], value, rtol=tolerance, atol=tolerance)
         else:
-            whole = torch.cat([one[name] for one in found])
+            whole = torch.cat([result[name] for result in found])
             torch.testing.assert_close(whole, value, rtol=tolerance, atol=tolerance)
 
 
@@ -149,7 +149,7 @@ def test_two_ranks_equal_one(ranks: Ranks, settings: dict[str, Any]) -> None:
 
 def test_uneven_classes_and_a_rank_without_samples(ranks: Ranks) -> None:
     found = ranks.run(step, 3, settings=SETTINGS[0], strategy={})
-    assert [len(one["weight"]) for one in found] == [4, 4, 2]
+    assert [len(result["weight"]) for result in found] == [4, 4, 2]
     same(found, alone(SETTINGS[0]))
 
 
@@ -159,8 +159,8 @@ def test_gathered_over_batches(ranks: Ranks) -> None:
     found = ranks.run(step, 2, settings=SETTINGS[0], strategy=merged)
     expected = alone(SETTINGS[0])
     before = Classifier(**SETTINGS[0])
-    assert torch.equal(torch.cat([one["weight"] for one in found]), before.loss.weight)  # no step so far
-    torch.testing.assert_close(torch.cat([one["weight.grad"] for one in found]), expected["weight.grad"])
+    assert torch.equal(torch.cat([result["weight"] for result in found]), before.loss.weight)  # no step so far
+    torch.testing.assert_close(torch.cat([result["weight.grad"] for result in found]), expected["weight.grad"])
 
 
 def few_classes() -> dict[str, Any]:
@@ -180,12 +180,12 @@ def few_classes() -> dict[str, Any]:
 
 def test_more_ranks_than_classes(ranks: Ranks) -> None:
     found = ranks.run(few_classes, 4)
-    assert [one["own"] for one in found] == [1, 1, 1, 0]
+    assert [result["own"] for result in found] == [1, 1, 1, 0]
     expected = formula(torch.eye(DIM)[:3], torch.tensor([0, 1, 2]), torch.eye(DIM)[:3], 8.0, 1.0, 0.5, 0.0)
-    for one in found:
-        assert one["loss"] == pytest.approx(float(expected), rel=1e-6)
-        assert one["classes"].tolist() == [0, 1, 2]
-        torch.testing.assert_close(one["scores"], torch.ones(3))
+    for result in found:
+        assert result["loss"] == pytest.approx(float(expected), rel=1e-6)
+        assert result["classes"].tolist() == [0, 1, 2]
+        torch.testing.assert_close(result["scores"], torch.ones(3))
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
@@ -209,11 +209,11 @@ def test_first_values_do_not_depend_on_the_number_of_ranks(monkeypatch: pytest.M
     whole = MarginSoftmax(5000, 2).weight
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 7)
-    parts = []
+    shards = []
     for rank in range(7):
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        parts.append(MarginSoftmax(5000, 2).weight)
-    assert torch.equal(torch.cat(parts), whole)
+        shards.append(MarginSoftmax(5000, 2).weight)
+    assert torch.equal(torch.cat(shards), whole)
     assert float(whole.detach().std()) == pytest.approx(0.01, rel=0.05)
     assert not torch.equal(MarginSoftmax(5000, 2, seed=1).weight, whole)
     assert len(torch.unique(whole.detach().view(torch.int32), dim=0)) == 5000
@@ -260,4 +260,4 @@ def test_features_on_top_of_their_class_have_finite_gradients() -> None:
     layer = MarginSoftmax(CLASSES, DIM)
     features = layer.weight.detach()[:3].clone().requires_grad_()
     layer(features, torch.arange(3)).backward()
-    assert all(math.isfinite(float(one)) for one in features.grad.flatten())
+    assert all(math.isfinite(float(gradient)) for gradient in features.grad.flatten())

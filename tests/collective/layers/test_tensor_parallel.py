@@ -72,11 +72,17 @@ def train(settings: dict[str, Any], inner: int = 8, steps: int = 3, clip: float 
         if clip:
             losses[f"norm.{step}"] = float(optimizer.grad_norm)
         optimizer.zero_grad()
-    own = sum(one.to_local().numel() if hasattr(one, "to_local") else one.numel() for one in model.parameters())
-    state = {key: one.full_tensor() if hasattr(one, "full_tensor") else one for key, one in model.state_dict().items()}
-    shapes = {f"shape.{name}": str(tuple(one.shape)) for name, one in model.named_parameters()}
+    own = sum(
+        parameter.to_local().numel() if hasattr(parameter, "to_local") else parameter.numel()
+        for parameter in model.parameters()
+    )
+    state = {
+        key: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for key, value in model.state_dict().items()
+    }
+    shapes = {f"shape.{name}": str(tuple(parameter.shape)) for name, parameter in model.named_parameters()}
     fleet.stop_worker()
-    return {**losses, **shapes, **{f"state.{name}": one for name, one in state.items()}, "own": own}
+    return {**losses, **shapes, **{f"state.{name}": value for name, value in state.items()}, "own": own}
 
 
 def alone(inner: int = 8, replicas: int = 1, steps: int = 3, merged: int = 1, clip: float = 0.0) -> dict[str, Any]:
@@ -96,8 +102,8 @@ def alone(inner: int = 8, replicas: int = 1, steps: int = 3, merged: int = 1, cl
                 losses[f"norm.{step}"] = float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
             optimizer.step()
             optimizer.zero_grad()
-    shapes = {f"shape.{name}": str(tuple(one.shape)) for name, one in model.named_parameters()}
-    return {**losses, **shapes, **{f"state.{name}": one for name, one in model.state_dict().items()}}
+    shapes = {f"shape.{name}": str(tuple(parameter.shape)) for name, parameter in model.named_parameters()}
+    return {**losses, **shapes, **{f"state.{name}": value for name, value in model.state_dict().items()}}
 
 
 def same(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-6) -> None:
@@ -122,23 +128,25 @@ def test_layers_in_one_process_are_torchs() -> None:
     assert torch.equal(parallel(batch(0)[0]), dense(batch(0)[0]))
 
 
-@pytest.mark.parametrize(("size", "inner"), [(2, 8), (2, 7), (3, 5)])  # 7 and 5 cannot be cut into equal parts
+@pytest.mark.parametrize(("size", "inner"), [(2, 8), (2, 7), (3, 5)])  # 7 and 5 cannot be cut into equal shards
 def test_parallel_layers_equal_dense_ones(ranks: Ranks, size: int, inner: int) -> None:
     expected = alone(inner)
     for found in ranks.run(train, size, settings=configs(size), inner=inner):
         same(found, expected)
 
 
-def test_every_rank_has_its_part_alone(ranks: Ranks) -> None:
-    whole = sum(one.numel() for one in made().parameters())
-    cut = sum(one.numel() for name, one in made().named_parameters() if "norm" not in name and name != "down.bias")
+def test_every_rank_has_its_shards_alone(ranks: Ranks) -> None:
+    whole = sum(parameter.numel() for parameter in made().parameters())
+    cut = sum(
+        parameter.numel() for name, parameter in made().named_parameters() if "norm" not in name and name != "down.bias"
+    )
     results = ranks.run(train, 2, settings=configs(2), inner=8, steps=0)
     assert sum(found["own"] for found in results) == whole * 2 - cut
 
 
 @pytest.mark.parametrize("extra", ["data", "merged", "clipped", "sharded"])
 def test_parallel_layers_compose(ranks: Ranks, extra: str) -> None:
-    """2 × 2 ranks: gradients averaged over two batches, gathered over two steps, clipped by the norm of all parts."""
+    """2 × 2 ranks: gradients averaged over two batches, gathered over two steps, clipped by the norm of all shards."""
     settings: dict[str, Any] = configs(2)
     if extra == "merged":
         settings |= {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
@@ -198,7 +206,10 @@ def train_in_pipeline() -> dict[str, Any]:
         optimizer.clip_grad_norm_(0.05)
         optimizer.step()
         optimizer.zero_grad()
-    state = {key: one.full_tensor() if hasattr(one, "full_tensor") else one for key, one in model.state_dict().items()}
+    state = {
+        key: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for key, value in model.state_dict().items()
+    }
     fleet.stop_worker()
     return {**state, "norm": float(optimizer.grad_norm)}
 

@@ -120,13 +120,13 @@ def train(kind: str, settings: dict[str, Any], steps: int = 3, offset: int = 0, 
         optimizer.zero_grad()
     model.eval()
     predicted = model.eval_batch(batch(kind, 100, 5)[0])
-    state = {f"state.{name}": one for name, one in model.state_dict().items()}
+    state = {f"state.{name}": value for name, value in model.state_dict().items()}
     fleet.stop_worker()
     return {**losses, **state, **({} if predicted is None else {"predicted": flat(predicted)})}
 
 
 def flat(outputs: Any) -> torch.Tensor:
-    return torch.cat([one.flatten() for one in (outputs if isinstance(outputs, tuple) else [outputs])])
+    return torch.cat([output.flatten() for output in (outputs if isinstance(outputs, tuple) else [outputs])])
 
 
 def alone(
@@ -142,8 +142,12 @@ def alone(
             return model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
     for step in range(steps):
-        parts = [one for replica in range(replicas) for one in cut_batch(batch(kind, step + 10 * replica), num)]
-        losses = [loss_of(call(inputs), target) for inputs, target in parts]
+        micro_batches = [
+            micro_batch
+            for replica in range(replicas)
+            for micro_batch in cut_batch(batch(kind, step + 10 * replica), num)
+        ]
+        losses = [loss_of(call(inputs), target) for inputs, target in micro_batches]
         result[f"loss.{step}"] = float(torch.stack(losses[:num]).detach().mean())
         (torch.stack(losses).mean() / merged).backward()
         if (step + 1) % merged == 0:
@@ -152,7 +156,7 @@ def alone(
     model.eval()
     with torch.no_grad():
         result["predicted"] = flat(call(batch(kind, 100, 5)[0]))
-    return {**result, **{f"state.{name}": one for name, one in model.state_dict().items()}}
+    return {**result, **{f"state.{name}": value for name, value in model.state_dict().items()}}
 
 
 def same(pipeline: list[dict[str, Any]], expected: dict[str, Any], **tolerance: float) -> None:
@@ -237,7 +241,7 @@ def frozen_first_stage() -> dict[str, Any]:
     parameters = list(model.parameters())
     for size in (8, 16, 8):  # another size of batch, and the first again
         model.train_batch(*batch("chain", size, size), loss_of)
-    gradients = [one.grad for one in parameters if one.grad is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     fleet.stop_worker()
     return {"num": len(gradients), "gradient": flat(tuple(gradients)) if gradients else torch.zeros(0)}
 
@@ -249,7 +253,7 @@ def test_a_frozen_stage_and_batches_of_other_sizes(ranks: Ranks) -> None:
         inputs, target = batch("chain", size, size)
         loss_of(model(inputs), target).backward()
     assert first["num"] == 0
-    expected = flat(tuple(one.grad for one in model.head.parameters()))
+    expected = flat(tuple(parameter.grad for parameter in model.head.parameters()))
     torch.testing.assert_close(second["gradient"], expected, **EXACT)
 
 
@@ -265,15 +269,15 @@ def test_a_sequential_is_cut_evenly() -> None:
     assert stages.starts(Chain(), [], 1) == []
 
 
-@pytest.mark.parametrize("num_parts", [1, 2, 3, 5])
-def test_the_even_cut_is_the_best(num_parts: int) -> None:
-    sizes = [int(one) for one in torch.randint(0, 50, (9,), generator=torch.Generator().manual_seed(num_parts))]
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+def test_the_even_cut_is_the_best(num_stages: int) -> None:
+    sizes = [int(size) for size in torch.randint(0, 50, (9,), generator=torch.Generator().manual_seed(num_stages))]
 
     def largest(cuts: tuple[int, ...]) -> int:
         return max(sum(sizes[start:end]) for start, end in zip((0, *cuts), (*cuts, 9), strict=True))
 
-    best = min(largest(cuts) for cuts in combinations(range(1, 9), num_parts - 1))
-    assert largest(tuple(stages._even_cut(sizes, num_parts))) == best
+    best = min(largest(cuts) for cuts in combinations(range(1, 9), num_stages - 1))
+    assert largest(tuple(stages._even_cut(sizes, num_stages))) == best
 
 
 def test_guards_nest_and_the_inner_one_counts() -> None:

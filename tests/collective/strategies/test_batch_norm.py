@@ -29,8 +29,8 @@ ROWS = ([3, 5], [6, 1], [4, 0], [2, 3, 4])
 def layer(kind: str, options: dict[str, Any]) -> nn.Module:
     torch.manual_seed(1)
     made = getattr(nn, kind)(6, **{"eps": 1e-4, **options})
-    for one in made.parameters():
-        nn.init.normal_(one)
+    for parameter in made.parameters():
+        nn.init.normal_(parameter)
     return made
 
 
@@ -46,7 +46,7 @@ def run(model: Any, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
     outputs = model(inputs)
     model.zero_grad()
     (outputs * inputs.detach().cos()).sum().backward()
-    found = {f"gradient.{name}": one.grad for name, one in model.named_parameters()}
+    found = {f"gradient.{name}": parameter.grad for name, parameter in model.named_parameters()}
     return {"outputs": outputs.detach(), "inputs": inputs.grad, **found}
 
 
@@ -55,9 +55,9 @@ def run_on_ranks(rows: list[int]) -> dict[str, Any]:
     job = job_of(sync_batch_norm=True)
     results: dict[str, Any] = {}
     for name, case in CASES.items():
-        part = SyncBatchNorm(job.strategy, job.world)
+        strategy = SyncBatchNorm(job.settings, job.world)
         plain = layer(case["kind"], case.get("options", {}))
-        holder = part.convert(nn.Sequential(plain))  # not DistributedDataParallel: gradients are this rank's own
+        holder = strategy.convert(nn.Sequential(plain))  # not DistributedDataParallel: gradients are this rank's own
         assert type(holder[0]) is JointBatchNorm
         assert list(holder.state_dict()) == [f"0.{key}" for key in plain.state_dict()]
         for step in range(2):
@@ -80,18 +80,18 @@ def test_ranks_equal_one_rank_with_all_samples(ranks: Ranks, rows: list[int]) ->
             inputs = samples(rows, case["shape"], case.get("shift", 0.0), step)
             expected = run(plain, torch.cat(inputs))
             for key in ("outputs", "inputs"):
-                joined = torch.cat([one[f"{name}.{step}.{key}"] for one in found])
+                joined = torch.cat([result[f"{name}.{step}.{key}"] for result in found])
                 torch.testing.assert_close(joined, expected[key], **close, msg=lambda text, n=name: f"{n}: {text}")
             for key in expected.keys() - {"outputs", "inputs"}:
-                summed = torch.stack([one[f"{name}.{step}.{key}"] for one in found]).sum(0)
+                summed = torch.stack([result[f"{name}.{step}.{key}"] for result in found]).sum(0)
                 torch.testing.assert_close(summed, expected[key], **close, msg=lambda text, n=name: f"{n}: {text}")
-        for one in found:
+        for result in found:
             for key, value in values(plain).items():
-                torch.testing.assert_close(one[f"{name}.{key}"], value, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(result[f"{name}.{key}"], value, rtol=1e-5, atol=1e-5)
         plain.eval()
-        for rank, one in enumerate(found):
+        for rank, result in enumerate(found):
             if rows[rank] > 1:
-                torch.testing.assert_close(one[f"{name}.evaluated"], plain(inputs[rank]).detach(), **close)
+                torch.testing.assert_close(result[f"{name}.evaluated"], plain(inputs[rank]).detach(), **close)
 
 
 def train_on_ranks() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from support.collective_oracles import (
     dgc_training,
     job_of,
     mlp,
-    part_of,
+    strategy_of,
     train,
     values,
 )
@@ -186,8 +186,8 @@ def test_with_amp_in_bfloat16_training_goes_the_same_way(ranks: Ranks, pure: boo
     first, second = ranks.run(train_on_ranks, 2, dtype="float32", dgc=True, dgc_configs=RAMP, **amp)
     assert_close(first, second, atol=0)
     expected = oracle(2, dtype=torch.float32)
-    distance = torch.cat([(first[name].float() - one).flatten() for name, one in expected.items()]).norm()
-    moved = torch.cat([(one - values(mlp(deep=True))[name]).flatten() for name, one in expected.items()]).norm()
+    distance = torch.cat([(first[name].float() - value).flatten() for name, value in expected.items()]).norm()
+    moved = torch.cat([(value - values(mlp(deep=True))[name]).flatten() for name, value in expected.items()]).norm()
     assert distance < 0.5 * moved  # other values are chosen, in the same direction
 
 
@@ -203,7 +203,7 @@ def train_part(steps: slice, saved: Any, begin: int) -> Any:
     job = job_of(dgc=True, dgc_configs={"rampup_begin_step": begin, "sparsity": [0.9]})
     model = job.distribute_model(mlp(dtype=torch.float64))
     optimizer = job.distribute_optimizer(torch.optim.SGD(model.parameters(), **OPTIONS))
-    dgc = part_of(job, DeepGradientCompression)
+    dgc = strategy_of(job, DeepGradientCompression)
     if saved:
         model.load_state_dict(saved[0])
         optimizer.load_state_dict(saved[1])
@@ -236,7 +236,7 @@ def train_images(format: str) -> dict[str, Any]:
     made = torch.Generator().manual_seed(job.world.rank)
     images = torch.randn(4, 48, 3, 3, dtype=torch.float64, generator=made)
     train(model, optimizer, [(images[i : i + 1], torch.tensor([i])) for i in range(4)])
-    return {name: one.contiguous() for name, one in values(model).items()}
+    return {name: value.contiguous() for name, value in values(model).items()}
 
 
 def train_both_layouts() -> dict[str, Any]:
@@ -319,6 +319,6 @@ def test_contradictions_are_found(fields: dict[str, Any], said: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"momentum": 0.9, "nesterov": True}, {"momentum": 0.9, "dampening": 0.1}])
 def test_only_plain_momentum_sgd_will_do(options: dict[str, Any]) -> None:
     model = mlp()
-    part = DeepGradientCompression(*alone(dgc=True))
+    strategy = DeepGradientCompression(*alone(dgc=True))
     with pytest.raises(StrategyError, match="dgc"):
-        part.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, **options), {})
+        strategy.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, **options), {})

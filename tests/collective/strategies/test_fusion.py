@@ -20,7 +20,7 @@ from torchfleet.strategy.fields import BuildStrategy
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
 
-def part(rank: int = 0, flags: tuple[str, ...] = COMPILING[:1], **fields: Any) -> Fusion:
+def fusion_of(rank: int = 0, flags: tuple[str, ...] = COMPILING[:1], **fields: Any) -> Fusion:
     strategy = DistributedStrategy(build_strategy=BuildStrategy(**dict.fromkeys(flags, True)), **fields)
     return Fusion(strategy, SimpleNamespace(device=torch.device("cpu"), rank=rank))  # type: ignore[arg-type]
 
@@ -61,7 +61,7 @@ def test_a_compiled_model_trains_like_the_eager_one_and_says_what_was_fused(
     monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # no processes that outlive the test
     torch.manual_seed(0)
     model = Broken()
-    fusion = part()
+    fusion = fusion_of()
     compiled = fusion.convert(copy.deepcopy(model))
     assert list(compiled.state_dict()) == list(model.state_dict())
     assert losses(compiled) == pytest.approx(losses(model), rel=1e-5)
@@ -79,12 +79,12 @@ def test_a_compiled_model_trains_like_the_eager_one_and_says_what_was_fused(
 
 @pytest.mark.parametrize("flag", COMPILING)
 def test_any_of_the_flags_compiles(flag: str):
-    assert part(flags=(flag,)).compiled_for == [flag]
+    assert fusion_of(flags=(flag,)).compiled_for == [flag]
 
 
 def test_without_them_the_model_is_left_alone():
     model = nn.Linear(2, 2)
-    fusion = part(flags=("fuse_all_optimizer_ops",))
+    fusion = fusion_of(flags=("fuse_all_optimizer_ops",))
     assert fusion.convert(model)._compiled_call_impl is None
     fusion.after_step()
     assert fusion.report() == ""
@@ -99,7 +99,7 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         StrategyError, match=r"C\+\+ compiler, and there is no (g\+\+|no-such-compiler) on.*apt install"
     ):
-        part()
+        fusion_of()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
 )
 def test_what_does_not_go_together_is_refused(flags: tuple[str, ...], fields: dict[str, Any], match: str):
     with pytest.raises(StrategyError, match=match):
-        part(flags=flags, **fields)
+        fusion_of(flags=flags, **fields)
 
 
 # Optimizers
@@ -136,7 +136,7 @@ def test_what_does_not_go_together_is_refused(flags: tuple[str, ...], fields: di
 )
 def test_an_optimizer_steps_by_its_fused_or_list_kernels(kind: Any, options: dict[str, Any], expected: str):
     """Within 1e-6 of a value: the same formulas, with multiplications and additions contracted."""
-    fusion, found = part(flags=("fuse_all_optimizer_ops",)), []
+    fusion, found = fusion_of(flags=("fuse_all_optimizer_ops",)), []
     for is_fused in (True, False):
         parameter = nn.Parameter(torch.linspace(-1, 1, 10))
         optimizer = kind([parameter], lr=0.1, **options)
@@ -153,7 +153,7 @@ def test_an_optimizer_steps_by_its_fused_or_list_kernels(kind: Any, options: dic
 def test_a_state_saved_without_fusion_is_loaded_into_a_fused_optimizer():
     parameter = nn.Parameter(torch.ones(3))
     plain, fused = torch.optim.Adam([parameter]), torch.optim.Adam([parameter])
-    fusion = part(flags=("fuse_all_optimizer_ops",))
+    fusion = fusion_of(flags=("fuse_all_optimizer_ops",))
     fusion.optimizer(fused, {})
     parameter.grad = torch.ones(3)
     plain.step()
@@ -175,7 +175,7 @@ def test_a_sequential_is_compiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo passes over frames that are torch.nn's own, as the forward of a Sequential is."""
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda call: real(call, backend="eager"))  # what is compiled, not by whom
-    fusion = part()
+    fusion = fusion_of()
     model = fusion.convert(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()))
     x = torch.randn(2, 4)
     torch.testing.assert_close(model(x), torch.relu(model[0](x)), rtol=0, atol=1e-6)

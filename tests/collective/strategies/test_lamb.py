@@ -18,8 +18,8 @@ OPTIONS: dict[str, Any] = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6}
 
 def lamb_of(model: torch.nn.Module, inner: Any = None) -> torch.optim.Optimizer:
     inner = inner or torch.optim.Adam(model.parameters(), **OPTIONS)
-    part = Lamb(*alone(lamb=True, lamb_configs=CONFIGS))
-    return part.optimizer(inner, {one: name for name, one in model.named_parameters()})
+    strategy = Lamb(*alone(lamb=True, lamb_configs=CONFIGS))
+    return strategy.optimizer(inner, {parameter: name for name, parameter in model.named_parameters()})
 
 
 def plain_training(model: torch.nn.Module, data: list[Any]) -> dict[str, torch.Tensor]:
@@ -27,12 +27,12 @@ def plain_training(model: torch.nn.Module, data: list[Any]) -> dict[str, torch.T
     states: dict[str, Any] = {}
     for step, batch in enumerate(data, start=1):
         found = gradients(model, batch)
-        for name, one in model.named_parameters():
+        for name, parameter in model.named_parameters():
             decay = 0.0 if "bias" in name or "2." in name else 0.1
             m, v = states.get(name, (0.0, 0.0))
-            p, m, v = lamb_step(one.detach().double(), found[name].double(), m, v, step, decay=decay, **OPTIONS)
+            p, m, v = lamb_step(parameter.detach().double(), found[name].double(), m, v, step, decay=decay, **OPTIONS)
             states[name] = m, v
-            one.data.copy_(p)
+            parameter.data.copy_(p)
     return values(model)
 
 

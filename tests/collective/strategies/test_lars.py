@@ -22,8 +22,8 @@ LR, MOMENTUM = 0.5, 0.9
 
 def lars_of(model: torch.nn.Module, inner: Any = None, **configs: Any) -> torch.optim.Optimizer:
     inner = inner or torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
-    part = Lars(*alone(lars=True, lars_configs={**CONFIGS, **configs}))
-    return part.optimizer(inner, {one: name for name, one in model.named_parameters()})
+    strategy = Lars(*alone(lars=True, lars_configs={**CONFIGS, **configs}))
+    return strategy.optimizer(inner, {parameter: name for name, parameter in model.named_parameters()})
 
 
 def plain_training(model: torch.nn.Module, data: list[Any]) -> dict[str, torch.Tensor]:
@@ -31,15 +31,15 @@ def plain_training(model: torch.nn.Module, data: list[Any]) -> dict[str, torch.T
     speeds: dict[str, Any] = {}
     for batch in data:
         found = gradients(model, batch)
-        for name, one in model.named_parameters():
-            p, g, v = one.detach().double(), found[name].double(), speeds.get(name, 0.0)
+        for name, parameter in model.named_parameters():
+            p, g, v = parameter.detach().double(), found[name].double(), speeds.get(name, 0.0)
             if "bias" in name:
                 v = MOMENTUM * v + LR * g
                 p = p - v
             else:
                 p, v = lars_step(p, g, v, LR, MOMENTUM, 0.02, 0.01, 1e-9)
             speeds[name] = v
-            one.data.copy_(p)
+            parameter.data.copy_(p)
     return values(model)
 
 
@@ -153,7 +153,7 @@ def train_cut(name: str) -> dict[str, Any]:
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: one.full_tensor() for name, one in model.state_dict().items()}
+    return {name: value.full_tensor() for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("name", ["lars", "lamb"])

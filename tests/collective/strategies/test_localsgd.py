@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.collective_oracles import alone, assert_close, batches, job_of, local_sgd, mlp, part_of, train, values
+from support.collective_oracles import alone, assert_close, batches, job_of, local_sgd, mlp, strategy_of, train, values
 from support.ranks import Ranks
 from torch.nn import functional as F
 
@@ -58,8 +58,8 @@ def test_averaging_after_every_step_equals_data_parallelism(ranks: Ranks) -> Non
 def test_ranks_train_alone_in_between(ranks: Ranks, size: int, begin_step: int, k_steps: int) -> None:
     found = ranks.run(train_on_ranks, size, **configs(begin_step, k_steps), fuse_grad_size_in_MB=1)
     expected = oracle(size, begin_step, k_steps)
-    for one, other in zip(found, expected, strict=True):
-        assert_close(one, other, atol=1e-6)
+    for result, other in zip(found, expected, strict=True):
+        assert_close(result, other, atol=1e-6)
     apart = (STEPS - begin_step + 1) % k_steps
     assert torch.equal(found[0]["0.weight"], found[1]["0.weight"]) == (apart == 0)
 
@@ -74,19 +74,19 @@ def test_merged_batches_count_as_one_step(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("field", ["localsgd", "adaptive_localsgd"])
 def test_only_sgd_will_do(field: str) -> None:
-    part = (LocalSGD if field == "localsgd" else AdaptiveLocalSGD)(*alone(**{field: True}))
+    strategy = (LocalSGD if field == "localsgd" else AdaptiveLocalSGD)(*alone(**{field: True}))
     with pytest.raises(StrategyError, match=rf"{field}=True needs a torch.optim.SGD, found Adam"):
-        part.optimizer(torch.optim.Adam(mlp().parameters()), {})
+        strategy.optimizer(torch.optim.Adam(mlp().parameters()), {})
 
 
-def counting(part: LocalSGD, inner: torch.optim.Optimizer | None = None) -> list[int]:
-    """Steps, from 1, after which a part without ranks averaged, of 12."""
-    part.optimizer(inner or torch.optim.SGD(mlp().parameters(), lr=0.1), {})
-    averaged, average = [], part.average
-    part.average = lambda: (averaged.append(step), average())  # type: ignore[assignment, method-assign]
+def counting(strategy: LocalSGD, inner: torch.optim.Optimizer | None = None) -> list[int]:
+    """Steps, from 1, after which a strategy without ranks averaged, of 12."""
+    strategy.optimizer(inner or torch.optim.SGD(mlp().parameters(), lr=0.1), {})
+    averaged, average = [], strategy.average
+    strategy.average = lambda: (averaged.append(step), average())  # type: ignore[assignment, method-assign]
     for step in range(1, 13):
-        assert part.exchanges() == (step < part.configs["begin_step"])
-        part.after_step()
+        assert strategy.exchanges() == (step < strategy.configs["begin_step"])
+        strategy.after_step()
     return averaged
 
 
@@ -97,9 +97,9 @@ def test_the_interval_is_counted_from_the_begin_step() -> None:
 
 
 def test_counters_are_saved() -> None:
-    part, again = LocalSGD(*alone(**configs(1, 8))), LocalSGD(*alone(**configs(1, 8)))
-    counting(part)
-    again.load_state(part.state())
+    strategy, again = LocalSGD(*alone(**configs(1, 8))), LocalSGD(*alone(**configs(1, 8)))
+    counting(strategy)
+    again.load_state(strategy.state())
     assert counting(again) == [4, 12]
 
 
@@ -150,7 +150,7 @@ def train_adaptive(told: bool) -> dict[str, Any]:
 
     model = job.distribute_model(Model())
     optimizer = job.distribute_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    part = part_of(job, AdaptiveLocalSGD)
+    strategy = strategy_of(job, AdaptiveLocalSGD)
     intervals = []
     for step in range(6):
         loss = model((4.0 + 8.0 * job.world.rank) * (1.0 if step < 2 else 0.25)).sum()
@@ -160,8 +160,8 @@ def train_adaptive(told: bool) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         optimizer.param_groups[0]["lr"] = 0.1 if step < 3 else 0.025
-        intervals.append(part.interval)
-    return {"intervals": intervals, **{name: one.item() for name, one in part.state().items()}}
+        intervals.append(strategy.interval)
+    return {"intervals": intervals, **{name: value.item() for name, value in strategy.state().items()}}
 
 
 @pytest.mark.parametrize("told", [False, True])
@@ -180,25 +180,25 @@ def test_without_a_loss_there_is_an_error_that_says_what_to_do() -> None:
 
 
 def test_a_rate_of_zero_is_no_first_rate() -> None:
-    part = AdaptiveLocalSGD(*alone(adaptive_localsgd=True))
+    strategy = AdaptiveLocalSGD(*alone(adaptive_localsgd=True))
     inner = torch.optim.SGD(mlp().parameters(), lr=0.0)
-    part.optimizer(inner, {})
+    strategy.optimizer(inner, {})
     for lr, loss in ((0.0, 9.0), (0.1, 4.0), (0.1, 16.0)):
         inner.param_groups[0]["lr"] = lr
-        part.note_loss(torch.tensor(loss))
-        part.after_step()
-    assert (part.interval, part.state()["first_loss"], part.state()["first_lr"]) == (2, 4.0, 0.1)
+        strategy.note_loss(torch.tensor(loss))
+        strategy.after_step()
+    assert (strategy.interval, strategy.state()["first_loss"], strategy.state()["first_lr"]) == (2, 4.0, 0.1)
 
 
 def test_an_adapted_interval_is_saved() -> None:
-    part, again = (AdaptiveLocalSGD(*alone(adaptive_localsgd=True)) for _ in range(2))
+    strategy, again = (AdaptiveLocalSGD(*alone(adaptive_localsgd=True)) for _ in range(2))
     inner = torch.optim.SGD(mlp().parameters(), lr=0.1)
-    part.optimizer(inner, {})
+    strategy.optimizer(inner, {})
     for loss in (1.0, 9.0):
-        part.note_loss(loss)
-        part.after_step()
-    assert part.interval == 3
-    again.load_state(part.state())
+        strategy.note_loss(loss)
+        strategy.after_step()
+    assert strategy.interval == 3
+    again.load_state(strategy.state())
     again.optimizer(inner, {})
     assert again.interval == 3
     for loss in (2.0, 3.0, 25.0):
@@ -227,7 +227,7 @@ def train_to_the_end() -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-        intervals.append(part_of(job, AdaptiveLocalSGD).interval)
+        intervals.append(strategy_of(job, AdaptiveLocalSGD).interval)
     return {"losses": losses, "intervals": intervals}
 
 
@@ -239,15 +239,15 @@ def momenta_before_and_after_a_save() -> dict[str, Any]:
     del kept
     optimizer = job.distribute_optimizer(torch.optim.SGD(model.parameters(), **OPTIONS))
     train(model, optimizer, batches(3, job.world.rank, job.world.size))
-    before = [optimizer.state[one]["momentum_buffer"].clone() for one in model.parameters()]
+    before = [optimizer.state[parameter]["momentum_buffer"].clone() for parameter in model.parameters()]
     if job.world.rank == 1:  # as after steps that amp has skipped
         del optimizer.state[model.module[0].bias]
         before[1].zero_()
-    part_of(job, LocalSGD).before_save()
-    after = [optimizer.state[one]["momentum_buffer"] for one in model.parameters()]
+    strategy_of(job, LocalSGD).before_save()
+    after = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
     return {
-        "before": torch.cat([one.flatten() for one in before]),
-        "after": torch.cat([one.flatten() for one in after]),
+        "before": torch.cat([momentum.flatten() for momentum in before]),
+        "after": torch.cat([momentum.flatten() for momentum in after]),
     }
 
 

@@ -67,11 +67,11 @@ def made(checkpoints: list[str] | None = None, offload: bool = False) -> Net:
     torch.manual_seed(1)
     net = Net()
     if checkpoints is not None:
-        part(checkpoints, offload).convert(net)
+        recompute_of(checkpoints, offload).convert(net)
     return net
 
 
-def part(checkpoints: list[str], offload: bool = False) -> Recompute:
+def recompute_of(checkpoints: list[str], offload: bool = False) -> Recompute:
     configs = {"checkpoints": checkpoints, "enable_offload": offload}
     strategy = DistributedStrategy(recompute=True, recompute_configs=configs)
     return Recompute(strategy, SimpleNamespace(device=CPU))  # type: ignore[arg-type]
@@ -86,7 +86,7 @@ def trained(net: nn.Module, called: Callable[..., torch.Tensor] | None = None, s
         (called or net)(torch.randn(6, 4, generator=generator)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return {name: one.detach().clone() for name, one in net.state_dict().items()}
+    return {name: value.detach().clone() for name, value in net.state_dict().items()}
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -112,8 +112,8 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
 )
 def test_patterns_name_modules(patterns: list[str], expected: list[str]):
     net = Net()
-    names = {id(one): name for name, one in net.named_modules()}
-    assert [names[id(one)] for one in chosen(net, patterns)] == expected
+    names = {id(module): name for name, module in net.named_modules()}
+    assert [names[id(module)] for module in chosen(net, patterns)] == expected
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_module_with_two_names_is_wrapped_once():
 
 def test_without_names_it_says_what_to_give():
     with pytest.raises(StrategyError, match=r"checkpoints.*found \[\].*encoder\.layer\.\*"):
-        part([])
+        recompute_of([])
 
 
 # Training is the same
@@ -173,7 +173,7 @@ def test_fewer_activations_are_kept():
 
 def kept_bytes(net: nn.Module) -> int:
     """Of what the graph of a forward pass keeps alive, apart from parameters."""
-    own = {one.data_ptr() for one in (*net.parameters(), *net.buffers())}
+    own = {tensor.data_ptr() for tensor in (*net.parameters(), *net.buffers())}
     sizes: list[int] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -251,13 +251,13 @@ class Watched(Offload):
         self._note("in", kept)
 
     def _note(self, what: str, kept: Any) -> None:
-        number = next(i for i, one in enumerate(self._all) if one() is kept)
+        number = next(i for i, ref in enumerate(self._all) if ref() is kept)
         self.order.append((what, number))
         self.most = max(self.most, self.num_on_device)
 
     @property
     def num_on_device(self) -> int:
-        return sum(one.on_device is not None for one in (ref() for ref in self._all) if one is not None)
+        return sum(kept.on_device is not None for kept in (ref() for ref in self._all) if kept is not None)
 
     @property
     def num_alive(self) -> int:
@@ -291,7 +291,7 @@ def test_between_forward_and_backward_only_host_copies_are_left():
     for block in net:
         block.register_forward_pre_hook(lambda _, args: alive.append(weakref.ref(args[0])))
     output = net(torch.randn(3, 4, requires_grad=True))
-    assert [one() is not None for one in alive[1:]] == [False] * 5, "tensors of the forward pass itself are gone"
+    assert [ref() is not None for ref in alive[1:]] == [False] * 5, "tensors of the forward pass itself are gone"
     assert watched.num_on_device == offload_module.NUM_LEAVING
     assert watched.num_alive == 6
     del output
@@ -391,10 +391,10 @@ def test_nothing_is_used_before_its_copy_was_waited_for(monkeypatch: pytest.Monk
         for _ in range(2):
             y: torch.Tensor = x
             for block in net:
-                y = block(y[:, 1:4])  # a part of a tensor, with gaps
+                y = block(y[:, 1:4])  # a slice of a tensor, with gaps
             y.square().sum().backward()
-        gradients.append([x.grad, *(one.grad for one in net.parameters())])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+        gradients.append([x.grad, *(parameter.grad for parameter in net.parameters())])
+    assert all(torch.equal(gradient, other) for gradient, other in zip(*gradients, strict=True))
 
 
 def test_a_transposed_input_keeps_its_layout():
@@ -427,8 +427,8 @@ def test_on_a_gpu_results_are_equal_and_memory_falls():
             torch.cuda.reset_peak_memory_stats()
             net(x).square().mean().backward()
         peaks.append(torch.cuda.max_memory_allocated())
-        results.append([one.grad.clone() for one in net.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+        results.append([parameter.grad.clone() for parameter in net.parameters()])
+    assert all(torch.equal(gradient, other) for gradient, other in zip(*results, strict=True))
     assert peaks[0] - peaks[1] > 10 * 16384 * 1024 * 4, "of 16 inputs at least ten are not there"
 
 
@@ -457,8 +457,8 @@ def under_ddp_and_fsdp() -> dict[str, Any]:
                     for layer in net.encoder.layer:
                         fully_shard(layer)
                     fully_shard(net)
-                for name, one in trained(net, called).items():
-                    found[f"{kind} {how} {name}"] = one.full_tensor() if hasattr(one, "full_tensor") else one
+                for name, value in trained(net, called).items():
+                    found[f"{kind} {how} {name}"] = value.full_tensor() if hasattr(value, "full_tensor") else value
     return found
 
 
@@ -466,12 +466,12 @@ def test_replicated_and_sharded_training_is_bit_equal(ranks: Ranks):
     for found in ranks.run(under_ddp_and_fsdp, 2):
         for kind in ("ddp", "fsdp"):
             plain, *others = (
-                {name.removeprefix(start): one for name, one in found.items() if name.startswith(start)}
+                {name.removeprefix(start): value for name, value in found.items() if name.startswith(start)}
                 for start in (f"{kind} plain ", f"{kind} recompute ", f"{kind} offload ")
             )
             assert len(plain) == len(Net().state_dict())
-            for one in others:
-                assert_equal(one, plain)
+            for result in others:
+                assert_equal(result, plain)
 
 
 def in_a_pipeline(offload: bool) -> dict[str, Any]:
@@ -488,7 +488,7 @@ def in_a_pipeline(offload: bool) -> dict[str, Any]:
             schedule = Schedule1F1B(stage, 4, loss_fn=lambda output, target: (output - target).square().mean())
             x = torch.randn(8, 4, generator=torch.Generator().manual_seed(2))
             schedule.step(x) if rank == 0 else schedule.step(target=torch.ones(8, 4))
-            gradients.append(torch.cat([one.grad.flatten() for one in net.parameters()]))
+            gradients.append(torch.cat([parameter.grad.flatten() for parameter in net.parameters()]))
         return {"plain": gradients[0], "again": gradients[1], "left": watched.num_alive}
 
 

@@ -66,11 +66,11 @@ def train_one(name: str, optimizer: str, fields: dict[str, Any], num: int = 3, c
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         stepping.step()
         stepping.zero_grad()
-    states = [local(one) for state in stepping.state.values() for one in state.values() if one.dim()]
+    states = [local(value) for state in stepping.state.values() for value in state.values() if value.dim()]
     return {
         **whole(model),
-        "state_bytes": sum(one.nbytes for one in states),
-        "local_bytes": sum(local(one).nbytes for one in model.parameters()),
+        "state_bytes": sum(state.nbytes for state in states),
+        "local_bytes": sum(local(parameter).nbytes for parameter in model.parameters()),
     }
 
 
@@ -84,7 +84,9 @@ def assert_trained(found: dict[str, Any], expected: dict[str, torch.Tensor]) -> 
 def on_two(ranks: Ranks) -> list[dict[str, Any]]:
     """Every stage with every optimizer, and data parallelism."""
     cases = [
-        {"name": f"{stage} {one}", "optimizer": one, "fields": sharded(stage)} for one in OPTIMIZERS for stage in STAGES
+        {"name": f"{stage} {kind}", "optimizer": kind, "fields": sharded(stage)}
+        for kind in OPTIMIZERS
+        for stage in STAGES
     ]
     merged = {"name": "merged", "optimizer": "momentum", "fields": sharded(3, segment_broadcast_MB=32.0)}
     return ranks.run(train, 2, cases=[*cases, merged, {"name": "plain", "optimizer": "adam", "fields": {}}])
@@ -93,7 +95,7 @@ def on_two(ranks: Ranks) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def on_four(ranks: Ranks) -> list[dict[str, Any]]:
     """One group of four, and two groups of two with clipped gradients."""
-    one = [{"name": f"{stage} adam", "optimizer": "adam", "fields": sharded(stage)} for stage in (1, 3)]
+    in_one_axis = [{"name": f"{stage} adam", "optimizer": "adam", "fields": sharded(stage)} for stage in (1, 3)]
     two = [
         {
             "name": f"{stage} hybrid",
@@ -103,7 +105,7 @@ def on_four(ranks: Ranks) -> list[dict[str, Any]]:
         }
         for stage in STAGES
     ]
-    return ranks.run(train, 4, cases=one + two)
+    return ranks.run(train, 4, cases=in_one_axis + two)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -138,15 +140,15 @@ def test_groups_of_two_are_replicated(on_four: list[dict[str, Any]], stage: int)
 
 
 def test_memory_falls_as_the_group_grows(on_two: list[dict[str, Any]], on_four: list[dict[str, Any]]) -> None:
-    total = sum(one.nbytes for one in alone("adam", num=0).values())
+    total = sum(value.nbytes for value in alone("adam", num=0).values())
     for everybody in (on_two, on_four):
         size = len(everybody)
         dealt = [of_case(found, "1 adam")["state_bytes"] for found in everybody]
         assert sum(dealt) == 2 * total  # Adam has two states; nothing is kept twice
         assert max(dealt) < 1.5 * 2 * total / size  # whole parameters are dealt out, and the largest is large
-        for one in (of_case(found, "3 adam") for found in everybody):
-            assert one["local_bytes"] < 1.3 * total / size  # of seven rows four ranks have two, two, two, one
-            assert one["state_bytes"] == 2 * one["local_bytes"]
+        for result in (of_case(found, "3 adam") for found in everybody):
+            assert result["local_bytes"] < 1.3 * total / size  # of seven rows four ranks have two, two, two, one
+            assert result["state_bytes"] == 2 * result["local_bytes"]
 
 
 def merge_and_evaluate() -> dict[str, Any]:
@@ -159,13 +161,15 @@ def merge_and_evaluate() -> dict[str, Any]:
         stepping = job.distribute_optimizer(OPTIMIZERS["momentum"](model.parameters()))
         for x, y in batches(3, 8):
             for half in range(2):
-                some = [share(share(one, half, 2), job.world.rank, 2) for one in (x, y)]
+                some = [share(share(tensor, half, 2), job.world.rank, 2) for tensor in (x, y)]
                 torch.nn.functional.mse_loss(model(some[0]), some[1]).backward()
-                exchanged = [one.grad is not None for one in model.parameters()]
+                exchanged = [parameter.grad is not None for parameter in model.parameters()]
                 assert all(exchanged) if half or stage == 1 else not any(exchanged)  # until then they are whole, inside
                 with torch.no_grad():
                     model(x)
-                assert all(hasattr(one, "placements") == (stage > 1) for one in model.parameters())  # let go again
+                assert all(
+                    hasattr(parameter, "placements") == (stage > 1) for parameter in model.parameters()
+                )  # let go again
                 stepping.step()
                 stepping.zero_grad()
         made.update({f"{stage} {name}": value for name, value in whole(model).items()})
@@ -222,7 +226,7 @@ def half_precision_by(stage: int) -> dict[str, Any]:
         stepping.step()
         stepping.zero_grad()
         losses.append(loss.detach())
-    kinds = {str(one.dtype) for one in model.parameters()}
+    kinds = {str(parameter.dtype) for parameter in model.parameters()}
     return {"losses": torch.stack(losses), "kinds": " ".join(sorted(kinds))}
 
 
@@ -263,24 +267,24 @@ def tensor_parallel_by(stage: int) -> dict[str, Any]:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     configs = {"tensor_parallel": True, "tensor_parallel_configs": {"tensor_parallel_degree": 2}}
-    strategy = DistributedStrategy(**configs, **sharded(stage))
-    world = World(PaddleCloudRoleMaker(is_collective=True).read(), strategy)
+    settings = DistributedStrategy(**configs, **sharded(stage))
+    world = World(PaddleCloudRoleMaker(is_collective=True).read(), settings)
     torch.manual_seed(0)
     model: Any = Net(8)
     for block in model.blocks:
         parallelize_module(block.inner, world.mesh["model"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    part = Sharding(strategy, world)
-    model = part.convert(model)
+    strategy = Sharding(settings, world)
+    model = strategy.convert(model)
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    stepping = part.optimizer(inner, {one: name for name, one in model.named_parameters()})
+    stepping = strategy.optimizer(inner, {parameter: name for name, parameter in model.named_parameters()})
     axis = world.axis("sharding")
     for x, y in batches(2, 8, 8):
-        part.begin_forward(True)
+        strategy.begin_forward(True)
         torch.nn.functional.mse_loss(model(share(x, axis.rank, 2)), share(y, axis.rank, 2)).backward()
         if stage == 1:
-            for one in model.parameters():
-                torch.distributed.all_reduce(local(one.grad), torch.distributed.ReduceOp.SUM, axis.group)
-                local(one.grad).div_(2)
+            for parameter in model.parameters():
+                torch.distributed.all_reduce(local(parameter.grad), torch.distributed.ReduceOp.SUM, axis.group)
+                local(parameter.grad).div_(2)
         stepping.step()
         stepping.zero_grad()
     return whole(model)
@@ -379,7 +383,7 @@ def names_of(model: torch.nn.Module, max_bytes: float) -> list[list[str]]:
 
 def test_neighbours_are_gathered_together_up_to_the_size() -> None:
     model = Net(8)
-    block = sum(one.numel() * 4 for one in model.blocks[0].parameters())
+    block = sum(parameter.numel() * 4 for parameter in model.blocks[0].parameters())
     assert names_of(model, 3 * block) == [["blocks.0", "blocks.1", "blocks.2"], [""]]
     assert names_of(model, 2 * block) == [["blocks.0", "blocks.1"], ["blocks.2"], [""]]
     assert names_of(model, block) == [["blocks.0"], ["blocks.1"], ["blocks.2"], [""]]
@@ -422,7 +426,7 @@ def test_parameters_are_dealt_out_evenly_and_alike_on_all_ranks() -> None:
     shares = []
     for rank in range(2):
         stepping = ShardedOptimizer(torch.optim.SGD(params, lr=0.1), Axis(rank, 2, None), 100)
-        shares.append([len(one) for one in params if stepping.owns(one)])
+        shares.append([len(parameter) for parameter in params if stepping.owns(parameter)])
     assert shares == [[5, 2, 1], [3, 3, 2]]
     assert len(stepping.param_groups[0]["params"]) == 6  # for schedulers and zero_grad
 

@@ -1,4 +1,7 @@
-"""What a saved collective model consists of: every tensor, the pieces it was cut into, and where they are. No torch."""
+"""The manifest of a saved collective model: every tensor, its pieces, and the files they are in. No torch.
+
+A piece is a box of a whole tensor (offset and shape): what one rank wrote of it.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,12 @@ _FOLDER = re.compile(r"save-[0-9]{1,18}")  # other folders are not ours
 # model      a parameter or persistent buffer, by its name
 # master     the copy in higher precision that the optimizer has of a parameter
 # optimizer  a state of a parameter, as "parameter.key"
-# part       a tensor of a strategy that all ranks had alike, as "field.key"
-# rank       a tensor of a strategy that each rank had for itself, one behind the other
+# part       a tensor of a strategy that is equal on all ranks, as "field.key"
+# rank       a tensor of a strategy that differs from rank to rank, stacked along a first dimension
 Kind = Literal["model", "master", "optimizer", "part", "rank"]
 
 
-class Piece(msgspec.Struct, frozen=True):
+class SavedPiece(msgspec.Struct, frozen=True):
     """A box of a tensor: bytes start … start + number of bytes of a file."""
 
     file: str
@@ -38,32 +41,32 @@ class Piece(msgspec.Struct, frozen=True):
     crc32: int
 
 
-class Tensor(msgspec.Struct, frozen=True):
+class SavedTensor(msgspec.Struct, frozen=True):
     name: str
     kind: Kind
     dtype: str  # as safetensors has it
     shape: list[int]
-    pieces: list[Piece]
+    pieces: list[SavedPiece]
 
     @property
     def bytes(self) -> int:
         return sum(piece.bytes for piece in self.pieces)
 
 
-class Group(msgspec.Struct):
+class SavedGroup(msgspec.Struct):
     """A param group: its options (learning rate, ...), and the names of its parameters."""
 
     options: dict[str, Any]
     parameters: list[str]
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class CollectiveManifest(msgspec.Struct, frozen=True):
     save: str  # the folder with the files
     number: int
     num_ranks: int
-    tensors: list[Tensor]
+    tensors: list[SavedTensor]
     optimizer: str  # its class; "": none was saved
-    groups: list[Group]
+    groups: list[SavedGroup]
     values: dict[str, dict[str, Any]]  # parameter → states that are no tensors
     tied: dict[str, str]  # other names of parameters → the name that they are saved by
     strategy: dict[str, Any]  # settings that were not the default, for the reader
@@ -72,7 +75,7 @@ class Manifest(msgspec.Struct, frozen=True):
     format: str = FORMAT
     version: int = VERSION
 
-    def of_kind(self, kind: Kind) -> dict[str, Tensor]:
+    def of_kind(self, kind: Kind) -> dict[str, SavedTensor]:
         return {tensor.name: tensor for tensor in self.tensors if tensor.kind == kind}
 
 
@@ -85,12 +88,12 @@ def is_collective(dirname: str) -> bool:
     return _head(_body(Storage(dirname))).format == FORMAT
 
 
-def encode(manifest: Manifest) -> bytes:
+def encode(manifest: CollectiveManifest) -> bytes:
     body = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     return b'{"checksum": %d, "manifest":\n%s}\n' % (zlib.crc32(body), body)
 
 
-def read(storage: Storage) -> Manifest:
+def read(storage: Storage) -> CollectiveManifest:
     """Raises CheckpointError if there is no complete model, or one of parameter servers, or a damaged manifest."""
     body, place = _body(storage), storage.place(FILE)
     found = _head(body)
@@ -100,7 +103,7 @@ def read(storage: Storage) -> Manifest:
             "servers is loaded by a job that has some."
         )
     try:
-        manifest = msgspec.json.decode(body, type=Manifest)
+        manifest = msgspec.json.decode(body, type=CollectiveManifest)
     except msgspec.DecodeError as error:
         raise CheckpointError(f"{place} is not a manifest of this version: {error}") from None
     if manifest.version != VERSION:

@@ -1,4 +1,4 @@
-"""From the pieces of a save to the pieces of this rank: what overlaps is read and copied."""
+"""Resharding: what saved pieces and this rank's pieces have in common is read and copied."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from torchfleet.collective.checkpoint.collective_manifest import Tensor, num_elements
-from torchfleet.collective.checkpoint.pieces import DTYPES, Piece
+from torchfleet.collective.checkpoint.collective_manifest import SavedTensor, num_elements
+from torchfleet.collective.checkpoint.pieces import DTYPES, HeldPiece
 from torchfleet.collective.checkpoint.tensor_files import Reader, overlap
 from torchfleet.errors import CheckpointError
 from torchfleet.monitor.progress import Progress
@@ -17,8 +17,8 @@ from torchfleet.monitor.progress import Progress
 class Target(NamedTuple):
     """A piece of this rank, and the saved tensor that goes there."""
 
-    source: Tensor
-    piece: Piece
+    source: SavedTensor
+    piece: HeldPiece
 
 
 def fill(reader: Reader, targets: Sequence[Target], progress: Progress | None) -> None:
@@ -26,17 +26,17 @@ def fill(reader: Reader, targets: Sequence[Target], progress: Progress | None) -
     jobs = []
     for source, piece in targets:
         num = 0
-        for one in source.pieces:
-            common = overlap(piece.offset, tuple(piece.tensor.shape), one.offset, one.shape)
+        for saved in source.pieces:
+            common = overlap(piece.offset, tuple(piece.tensor.shape), saved.offset, saved.shape)
             if common is not None:
-                jobs.append((source, one, piece, *common))
+                jobs.append((source, saved, piece, *common))
                 num += num_elements([some.stop - some.start for some in common[0]])
         if num != piece.tensor.numel():
             raise CheckpointError(f"'{source.name}': {num:,} of {piece.tensor.numel():,} elements were saved")
-    total, done = sum(one.bytes for _, one, *_ in jobs), 0
-    for source, one, piece, here, there in sorted(jobs, key=lambda job: (job[1].file, job[1].start)):
-        data = torch.frombuffer(reader.read(source, one), dtype=DTYPES[source.dtype]).view(one.shape)
+    total, done = sum(saved.bytes for _, saved, *_ in jobs), 0
+    for source, saved, piece, here, there in sorted(jobs, key=lambda job: (job[1].file, job[1].start)):
+        data = torch.frombuffer(reader.read(source, saved), dtype=DTYPES[source.dtype]).view(saved.shape)
         piece.tensor[here].copy_(data[there])
-        done += one.bytes
+        done += saved.bytes
         if progress is not None:
             progress.show(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB for this rank")

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from torchfleet.collective.checkpoint import collective_manifest as saved
-from torchfleet.collective.checkpoint.collective_manifest import Manifest, Tensor
+from torchfleet.collective.checkpoint.collective_manifest import CollectiveManifest, SavedTensor
 from torchfleet.collective.checkpoint.filling import Target, fill
 from torchfleet.collective.checkpoint.optimizer_states import (
     Names,
@@ -23,18 +23,17 @@ from torchfleet.collective.checkpoint.optimizer_states import (
     set_options,
     states_by_parameter,
 )
-from torchfleet.collective.checkpoint.pieces import DTYPES, Piece, Pieces, model_pieces, piece_of, tied
-from torchfleet.collective.checkpoint.planning import Said, say, told
+from torchfleet.collective.checkpoint.pieces import DTYPES, HeldPiece, Pieces, model_pieces, piece_of, tied
+from torchfleet.collective.checkpoint.planning import Report, error_text, exchange
 from torchfleet.collective.checkpoint.tensor_files import Reader
-from torchfleet.collective.strategies.sharding.sharding import Sharding
-from torchfleet.collective.strategy import Part
+from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import CheckpointError
 from torchfleet.monitor.progress import Progress
 from torchfleet.storage import Storage
 
 
-class Opened(Said, kw_only=True):
+class Opened(Report, kw_only=True):
     """The manifest, as the first rank has read it, and which tensors each rank's model has."""
 
     manifest: str = ""
@@ -45,7 +44,7 @@ def load(
     dirname: str,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    parts: Sequence[Part],
+    strategies: Sequence[Strategy],
     world: World | None,
     names: Names | None = None,
 ) -> dict[str, Any]:
@@ -56,18 +55,18 @@ def load(
     when the model was saved keep what they have. Nothing is changed if the model does not fit. If a file is damaged,
     some parameters may have been read already: load another save.
     """
-    loading = Loading(Storage(dirname), model, world)
-    said, failed = Said(), None
+    loading = CollectiveLoad(Storage(dirname), model, world)
+    report, failed = Report(), None
     try:
         loading.check()
         if optimizer is not None:
-            loading.add_optimizer(optimizer, names_of(model, names), parts)
-        loading.add_parts(parts)
+            loading.add_optimizer(optimizer, names_of(model, names), strategies)
+        loading.add_strategies(strategies)
     except Exception as error:
-        said, failed = Said(error=told(error)), error
-    say(world, said, failed)
-    say(world, loading.read())
-    loading.give()
+        report, failed = Report(error=error_text(error)), error
+    exchange(world, report, failed)
+    exchange(world, loading.read())
+    loading.assign()
     return loading.manifest.extra
 
 
@@ -76,18 +75,18 @@ def load_parameters(dirname: str, module: torch.nn.Module) -> dict[str, Any]:
     return load(dirname, module, None, (), None)
 
 
-class Loading:
-    """One save into what this rank has: first all is checked, then parameters are read, then the others get theirs."""
+class CollectiveLoad:
+    """A save on its way into this rank's tensors: `check` and `add_...` first, then `read`, then `assign`."""
 
     def __init__(self, storage: Storage, model: torch.nn.Module, world: World | None) -> None:
         self._storage, self._model, self._world = storage, model, world
         self._homes: Pieces = model_pieces(model, world)
-        everybody = say(world, self._open())
-        self.manifest = msgspec.json.decode(everybody[0].manifest, type=Manifest)
+        reports = exchange(world, self._open())
+        self.manifest = msgspec.json.decode(reports[0].manifest, type=CollectiveManifest)
         self._saved = self.manifest.of_kind("model")
-        self._known = {name for one in everybody for name in one.names}
+        self._known = {name for opened in reports for name in opened.names}
         self._targets: list[Target] = []
-        self._owed: list[Callable[[], object]] = []
+        self._assignments: list[Callable[[], object]] = []
 
     def _open(self) -> Opened:
         names = [*self._homes, *tied(self._model)]
@@ -96,7 +95,7 @@ class Loading:
         try:
             manifest = saved.read(self._storage)
         except Exception as error:
-            return Opened(error=told(error))
+            return Opened(error=error_text(error))
         return Opened(manifest=msgspec.json.encode(manifest).decode(), names=names)
 
     def check(self) -> None:
@@ -124,87 +123,86 @@ class Loading:
         """A tied parameter was saved by one of its names; in a pipeline, whose stages each have their own, by both."""
         return name if name in self._saved else self.manifest.tied.get(name, name)
 
-    def add_optimizer(self, optimizer: torch.optim.Optimizer, names: Names, parts: Sequence[Part]) -> None:
+    def add_optimizer(self, optimizer: torch.optim.Optimizer, names: Names, strategies: Sequence[Strategy]) -> None:
         """Options of the groups, states by parameter, and the optimizer's copies of parameters."""
         kind, kept = type(innermost(optimizer)).__name__, self.manifest.optimizer
         is_same, parameters = kind == kept, list(optimized(optimizer, names))
         if is_same:
             check_groups(optimizer, names, self.manifest.groups, self._saved_name)
-            self._owed.append(partial(set_options, optimizer, self.manifest.groups))
+            self._assignments.append(partial(set_options, optimizer, self.manifest.groups))
         elif self._is_first:
-            self._owed.append(partial(_tell_of_new_state, kept or "no optimizer", kind))
+            self._assignments.append(partial(_print_new_state, kept or "no optimizer", kind))
         states = states_by_parameter(self.manifest) if is_same else {}
         masters, own = self.manifest.of_kind("master"), set(self._model.parameters())
-        owned = [part.owns for part in parts if isinstance(part, Sharding)]
         made: dict[torch.Tensor, dict[str, Any]] = {}
         for parameter, name, group in parameters:
             home, there = self._homes[name], self._saved_name(name)
             if parameter not in own:
                 source = masters.get(there) or self._saved[there]
                 self._targets.append(Target(source, home.like(parameter)))
-            if is_same and all(owns(parameter) for owns in owned):
+            if is_same and all(strategy.owns_state(parameter) for strategy in strategies):
                 made[parameter], pieces = new_state(parameter, home, states.get(there, {}), group)
                 made[parameter].update(self.manifest.values.get(there, {}))
                 self._targets += [Target(states[there][key], piece) for key, piece in pieces.items()]
-        self._owed.append(partial(_replace_state, optimizer, made))
+        self._assignments.append(partial(_replace_state, optimizer, made))
 
-    def add_parts(self, parts: Sequence[Part]) -> None:
-        for part in parts:
-            alike, each = self._alike(part), self._of_ranks(part)
-            if alike:
-                self._owed.append(partial(part.load_state, alike))
-            if each:
-                self._owed.append(partial(_give_means, part, each))
+    def add_strategies(self, strategies: Sequence[Strategy]) -> None:
+        for strategy in strategies:
+            common, own = self._common_state(strategy), self._rank_state(strategy)
+            if common:
+                self._assignments.append(partial(strategy.load_state, common))
+            if own:
+                self._assignments.append(partial(_load_means, strategy, own))
 
-    def _alike(self, part: Part) -> dict[str, torch.Tensor]:
-        made, present = {}, part.state()
-        for key, source in _of_field(self.manifest.of_kind("part"), part.field):
+    def _common_state(self, strategy: Strategy) -> dict[str, torch.Tensor]:
+        made, present = {}, strategy.state()
+        for key, source in _of_field(self.manifest.of_kind("part"), strategy.field):
             made[key] = _empty(source.shape, source, present.get(key))
             self._targets.append(Target(source, piece_of(made[key])))
         return made
 
-    def _of_ranks(self, part: Part) -> dict[str, torch.Tensor]:
-        """What this rank had, if there were as many ranks; else what all of them had, one behind the other."""
+    def _rank_state(self, strategy: Strategy) -> dict[str, torch.Tensor]:
+        """What this rank had, if there were as many ranks; else what all of them had, stacked."""
         assert self._world is not None
-        made, present, rank = {}, part.rank_state(), self._world.rank
-        for key, source in _of_field(self.manifest.of_kind("rank"), part.field):
+        made, present, rank = {}, strategy.rank_state(), self._world.rank
+        for key, source in _of_field(self.manifest.of_kind("rank"), strategy.field):
             ranks = [piece.offset[0] for piece in source.pieces]
             if self.manifest.num_ranks == self._world.size and rank in ranks:
                 ranks = [rank]
             made[key] = _empty([len(ranks), *source.shape[1:]], source, present.get(key))
-            for i, one in enumerate(ranks):
-                offset = (one, *[0] * (len(source.shape) - 1))
-                self._targets.append(Target(source, Piece(made[key][i : i + 1], tuple(source.shape), offset)))
+            for i, saved_rank in enumerate(ranks):
+                offset = (saved_rank, *[0] * (len(source.shape) - 1))
+                self._targets.append(Target(source, HeldPiece(made[key][i : i + 1], tuple(source.shape), offset)))
         return made
 
-    def read(self) -> Said:
+    def read(self) -> Report:
         """Fill all that was added: the model's own tensors, and new ones for the optimizer and the strategies."""
         progress = Progress("fleet.load") if self._is_first else None
         try:
             with torch.no_grad(), Reader(self._storage, self.manifest) as reader:
                 fill(reader, self._targets, progress)
         except Exception as error:
-            return Said(error=told(error))
+            return Report(error=error_text(error))
         if progress is not None:
             progress.end(f"save {self.manifest.number} of {self._storage.path}")
-        return Said()
+        return Report()
 
-    def give(self) -> None:
-        """What was read goes to whom it belongs."""
-        for one in self._owed:
-            one()
+    def assign(self) -> None:
+        """Give what was read to the optimizer and the strategies."""
+        for assign in self._assignments:
+            assign()
 
     @property
     def _is_first(self) -> bool:
         return self._world is None or self._world.rank == 0
 
 
-def _empty(shape: Sequence[int], source: Tensor, like: torch.Tensor | None) -> torch.Tensor:
+def _empty(shape: Sequence[int], source: SavedTensor, like: torch.Tensor | None) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=DTYPES[source.dtype], device=None if like is None else like.device)
 
 
-def _of_field(tensors: Mapping[str, Tensor], field: str) -> list[tuple[str, Tensor]]:
-    return [(name[len(field) + 1 :], one) for name, one in tensors.items() if name.startswith(f"{field}.")]
+def _of_field(tensors: Mapping[str, SavedTensor], field: str) -> list[tuple[str, SavedTensor]]:
+    return [(name[len(field) + 1 :], tensor) for name, tensor in tensors.items() if name.startswith(f"{field}.")]
 
 
 def _replace_state(optimizer: torch.optim.Optimizer, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
@@ -215,8 +213,8 @@ def _replace_state(optimizer: torch.optim.Optimizer, states: Mapping[torch.Tenso
                 optimizer.state[parameter] = states[parameter]
 
 
-def _give_means(part: Part, states: Mapping[str, torch.Tensor]) -> None:
-    part.load_rank_state({key: _mean(state) for key, state in states.items()})
+def _load_means(strategy: Strategy, states: Mapping[str, torch.Tensor]) -> None:
+    strategy.load_rank_state({key: _mean(state) for key, state in states.items()})
 
 
 def _mean(states: torch.Tensor) -> torch.Tensor:
@@ -227,7 +225,7 @@ def _mean(states: torch.Tensor) -> torch.Tensor:
     return (mean if states.is_floating_point() else mean.round()).to(states.dtype)
 
 
-def _tell_of_new_state(kept: str, kind: str) -> None:
+def _print_new_state(kept: str, kind: str) -> None:
     print(
         f"the model was saved by {kept}, and is now trained by {kind}: parameters are loaded, the optimizer's state "
         "starts anew",

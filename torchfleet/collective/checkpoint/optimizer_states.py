@@ -1,4 +1,4 @@
-"""The optimizer's state, by the names of parameters: what this rank holds of it, and how it is made again."""
+"""Optimizer state by the names of parameters: the pieces that this rank holds, and new state to load into."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from torchfleet.collective.checkpoint.collective_manifest import Group, Manifest, Tensor
-from torchfleet.collective.checkpoint.pieces import DTYPES, Piece, Pieces, piece_of
+from torchfleet.collective.checkpoint.collective_manifest import CollectiveManifest, SavedGroup, SavedTensor
+from torchfleet.collective.checkpoint.pieces import DTYPES, HeldPiece, Pieces, piece_of
 from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer
 from torchfleet.errors import CheckpointError
 
@@ -21,7 +21,7 @@ Names = Mapping[torch.Tensor, str]
 
 def names_of(model: torch.nn.Module, given: Names | None) -> Names:
     """Of the optimizer's parameters; if they are not given, they are those of the model."""
-    return {one: name for name, one in model.named_parameters()} if given is None else given
+    return {parameter: name for name, parameter in model.named_parameters()} if given is None else given
 
 
 def optimizer_pieces(optimizer: torch.optim.Optimizer, names: Names, homes: Pieces) -> tuple[Pieces, dict[str, Any]]:
@@ -42,8 +42,8 @@ def optimizer_pieces(optimizer: torch.optim.Optimizer, names: Names, homes: Piec
 def master_pieces(optimizer: torch.optim.Optimizer, names: Names, homes: Pieces, model: torch.nn.Module) -> Pieces:
     """Copies that the optimizer has of parameters and steps on in their place."""
     own = set(model.parameters())
-    masters = [(one, name) for one, name, _ in optimized(optimizer, names) if one not in own]
-    return {name: _like(f"the optimizer's copy of '{name}'", one, homes[name]) for one, name in masters}
+    masters = [(parameter, name) for parameter, name, _ in optimized(optimizer, names) if parameter not in own]
+    return {name: _like(f"the optimizer's copy of '{name}'", parameter, homes[name]) for parameter, name in masters}
 
 
 def optimized(optimizer: torch.optim.Optimizer, names: Names) -> Iterator[tuple[torch.Tensor, str, dict[str, Any]]]:
@@ -57,12 +57,12 @@ def optimized(optimizer: torch.optim.Optimizer, names: Names) -> Iterator[tuple[
             yield parameter, names[parameter], group
 
 
-def _like(what: str, value: torch.Tensor, home: Piece) -> Piece:
+def _like(what: str, value: torch.Tensor, home: HeldPiece) -> HeldPiece:
     """A tensor that belongs to a parameter is cut as that is, or is a number that all ranks have alike."""
     if hasattr(value, "placements"):
         return piece_of(value)
     if value.shape == home.tensor.shape:
-        return Piece(value.detach(), home.shape, home.offset)
+        return HeldPiece(value.detach(), home.shape, home.offset)
     if home.is_whole or value.numel() == 1:
         return piece_of(value)
     raise CheckpointError(
@@ -71,11 +71,11 @@ def _like(what: str, value: torch.Tensor, home: Piece) -> Piece:
     )
 
 
-def groups_of(optimizer: torch.optim.Optimizer, names: Names) -> list[Group]:
+def groups_of(optimizer: torch.optim.Optimizer, names: Names) -> list[SavedGroup]:
     made = []
     for group in optimizer.param_groups:
         options = {key: _plain(key, value) for key, value in group.items() if key not in _IMPLEMENTATION}
-        made.append(Group(options, [names[one] for one in group["params"]]))
+        made.append(SavedGroup(options, [names[parameter] for parameter in group["params"]]))
     return made
 
 
@@ -85,7 +85,7 @@ def _plain(key: str, value: Any) -> Any:
     if _is_plain(value):
         return value
     if isinstance(value, (list, tuple)):
-        return [_plain(key, one) for one in value]
+        return [_plain(key, item) for item in value]
     raise CheckpointError(f"option '{key}'={value!r} of a param group: expected numbers, which must be finite, or text")
 
 
@@ -96,16 +96,16 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_groups(
-    optimizer: torch.optim.Optimizer, names: Names, kept: Sequence[Group], saved_name: Callable[[str], str]
+    optimizer: torch.optim.Optimizer, names: Names, kept: Sequence[SavedGroup], saved_name: Callable[[str], str]
 ) -> None:
-    """The groups must be those that were saved; a rank may have a part of their parameters."""
+    """The groups must be those that were saved; a rank may have some of their parameters."""
     if len(optimizer.param_groups) != len(kept):
         raise CheckpointError(
             f"the optimizer has {len(optimizer.param_groups)} param groups, and {len(kept)} were saved"
         )
     homes = {name: number for number, group in enumerate(kept) for name in group.parameters}
     for number, group in enumerate(optimizer.param_groups):
-        for name in (names[one] for one in group["params"]):
+        for name in (names[parameter] for parameter in group["params"]):
             there = homes.get(saved_name(name), homes.get(name))
             if there is not None and there != number:
                 raise CheckpointError(
@@ -113,7 +113,7 @@ def check_groups(
                 )
 
 
-def set_options(optimizer: torch.optim.Optimizer, kept: Sequence[Group]) -> None:
+def set_options(optimizer: torch.optim.Optimizer, kept: Sequence[SavedGroup]) -> None:
     """Into the very dictionaries, and the very tensor where an option is one: schedulers and graphs hold them."""
     for group, saved in zip(optimizer.param_groups, kept, strict=True):
         for key, value in saved.options.items():
@@ -131,8 +131,8 @@ def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
-def states_by_parameter(manifest: Manifest) -> dict[str, dict[str, Tensor]]:
-    found: dict[str, dict[str, Tensor]] = {}
+def states_by_parameter(manifest: CollectiveManifest) -> dict[str, dict[str, SavedTensor]]:
+    found: dict[str, dict[str, SavedTensor]] = {}
     for name, tensor in manifest.of_kind("optimizer").items():
         parameter, _, key = name.rpartition(".")
         found.setdefault(parameter, {})[key] = tensor
@@ -140,7 +140,7 @@ def states_by_parameter(manifest: Manifest) -> dict[str, dict[str, Tensor]]:
 
 
 def new_state(
-    parameter: torch.Tensor, home: Piece, sources: Mapping[str, Tensor], group: Mapping[str, Any]
+    parameter: torch.Tensor, home: HeldPiece, sources: Mapping[str, SavedTensor], group: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Pieces]:
     """(a state for the optimizer, still empty; where each of `sources` goes)."""
     counts_on_device = group.get("fused") or group.get("capturable")  # as torch's optimizers do

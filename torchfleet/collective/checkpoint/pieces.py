@@ -1,4 +1,4 @@
-"""What this rank holds of a model: pieces of whole tensors, by the names that the user's model gives them."""
+"""The pieces of a model's tensors that this rank holds, by the names of the user's model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 import torch
 
-from torchfleet.collective.checkpoint.planning import Key, Line, Said, say, told
+from torchfleet.collective.checkpoint.planning import Key, PieceSpec, Report, error_text, exchange
 from torchfleet.collective.local_tensors import local
 from torchfleet.collective.strategies.sharding.sharding import sharded_modules
-from torchfleet.collective.strategy import Part
+from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import CheckpointError
 
@@ -26,7 +26,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Piece:
+class HeldPiece:
     """A box of a whole tensor; `tensor` shares its memory with what it was taken from."""
 
     tensor: torch.Tensor
@@ -37,22 +37,22 @@ class Piece:
     def is_whole(self) -> bool:
         return tuple(self.tensor.shape) == self.shape
 
-    def like(self, tensor: torch.Tensor) -> Piece:
+    def like(self, tensor: torch.Tensor) -> HeldPiece:
         """`tensor` holds the same box."""
-        return Piece(local(tensor), self.shape, self.offset)
+        return HeldPiece(local(tensor), self.shape, self.offset)
 
-    def line(self, key: Key) -> Line:
+    def spec(self, key: Key) -> PieceSpec:
         dtype = _NAMES.get(self.tensor.dtype)
         if dtype is None:
             known = ", ".join(map(str, _NAMES))
             raise CheckpointError(f"'{key[1]}' is of type {self.tensor.dtype}, which cannot be saved; {known} can")
-        return Line(*key, dtype, self.shape, self.offset, tuple(self.tensor.shape))
+        return PieceSpec(*key, dtype, self.shape, self.offset, tuple(self.tensor.shape))
 
 
-Pieces = dict[str, Piece]
+Pieces = dict[str, HeldPiece]
 
 
-class Cuts(Said, kw_only=True):
+class Cuts(Report, kw_only=True):
     """Of parameters cut over the ranks by themselves: which piece of how many this rank has, and its length."""
 
     pieces: dict[str, tuple[int, int, int]] = msgspec.field(default_factory=dict)
@@ -65,7 +65,7 @@ def named(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = dict(model.named_parameters())
     saved = model.state_dict(keep_vars=True)
     aliases = set(tied(model))
-    buffers = {name: one for name, one in model.named_buffers() if name in saved}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     strange = sorted(set(saved) - set(found) - set(buffers) - aliases)
     if strange:
         raise CheckpointError(f"'{strange[0]}' of the model's state_dict is no parameter or buffer: it cannot be saved")
@@ -76,8 +76,8 @@ def tied(model: torch.nn.Module) -> dict[str, str]:
     """Other names of parameters and buffers → the first."""
     firsts: dict[torch.Tensor, str] = {}
     others = {}
-    for name, one in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        first = firsts.setdefault(one, name)
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        first = firsts.setdefault(tensor, name)
         if first != name:
             others[name] = first
     return others
@@ -92,24 +92,24 @@ def model_pieces(model: torch.nn.Module, world: World | None) -> Pieces:
     failed = None
     try:
         every = named(model)
-        cuts = {name: one.fleet_piece for name, one in every.items() if hasattr(one, "fleet_piece")}
-        made = {name: piece_of(one) for name, one in every.items() if name not in cuts}
+        cuts = {name: tensor.fleet_piece for name, tensor in every.items() if hasattr(tensor, "fleet_piece")}
+        made = {name: piece_of(tensor) for name, tensor in every.items() if name not in cuts}
         own = Cuts(pieces={name: (cut[1], cut[2], every[name].shape[cut[0]]) for name, cut in cuts.items()})
     except Exception as error:
-        own, failed = Cuts(error=told(error)), error
-    lengths = _lengths(say(world, own, failed))
+        own, failed = Cuts(error=error_text(error)), error
+    lengths = _lengths(exchange(world, own, failed))
     for name, (dim, index, _) in cuts.items():
         shape, offset = list(every[name].shape), [0] * every[name].dim()
         shape[dim], offset[dim] = sum(lengths[name]), sum(lengths[name][:index])
-        made[name] = Piece(local(every[name]), tuple(shape), tuple(offset))
+        made[name] = HeldPiece(local(every[name]), tuple(shape), tuple(offset))
     return {name: made[name] for name in every}
 
 
-def _lengths(everybody: Sequence[Cuts]) -> dict[str, list[int]]:
+def _lengths(reports: Sequence[Cuts]) -> dict[str, list[int]]:
     """Of the pieces of each such parameter, in their order."""
     found: dict[str, dict[int, int]] = {}
-    for one in everybody:
-        for name, (index, count, length) in one.pieces.items():
+    for report in reports:
+        for name, (index, count, length) in report.pieces.items():
             found.setdefault(name, dict.fromkeys(range(count), -1))[index] = length
     for name, lengths in found.items():
         if missing := [index for index, length in lengths.items() if length < 0]:
@@ -117,12 +117,15 @@ def _lengths(everybody: Sequence[Cuts]) -> dict[str, list[int]]:
     return {name: list(lengths.values()) for name, lengths in found.items()}
 
 
-def piece_of(tensor: Any) -> Piece:
-    """Of a DTensor this rank's part; any other tensor is whole."""
+def piece_of(tensor: Any) -> HeldPiece:
+    """Of a DTensor this rank's shard; any other tensor is whole."""
     if not hasattr(tensor, "placements"):
-        return Piece(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
+        return HeldPiece(tensor.detach(), tuple(tensor.shape), (0,) * tensor.dim())
     mesh, offset, shape = tensor.device_mesh, [0] * tensor.dim(), list(tensor.shape)
-    cuts = [(one, *place) for one, *place in zip(tensor.placements, mesh.get_coordinate(), mesh.shape, strict=True)]
+    cuts = [
+        (placement, *place)
+        for placement, *place in zip(tensor.placements, mesh.get_coordinate(), mesh.shape, strict=True)
+    ]
     # Cut from the first dimension of the mesh to the last; a strided one cuts what those behind it have left.
     strided = [cut for cut in cuts if hasattr(cut[0], "split_factor")]
     plain = [cut for cut in cuts if hasattr(cut[0], "dim") and not hasattr(cut[0], "split_factor")]
@@ -137,20 +140,20 @@ def piece_of(tensor: Any) -> Piece:
             f"a tensor of shape {tuple(tensor.shape)} cut as {tensor.placements}: expected a piece of shape "
             f"{tuple(shape)}, found {tuple(mine.shape)}"
         )
-    return Piece(mine, tuple(tensor.shape), tuple(offset))
+    return HeldPiece(mine, tuple(tensor.shape), tuple(offset))
 
 
-# The strategies' own
+# States of strategies
 
 
-def part_pieces(parts: Sequence[Part], world: World) -> dict[Key, Piece]:
-    """Tensors that all ranks have alike, and those of this rank, which is a slice of one behind the other."""
-    made: dict[Key, Piece] = {}
-    for part in parts:
-        for key, value in part.state().items():
-            made["part", f"{part.field}.{key}"] = piece_of(value)
-        for key, value in part.rank_state().items():
+def strategy_pieces(strategies: Sequence[Strategy], world: World) -> dict[Key, HeldPiece]:
+    """Tensors that are equal on all ranks, and those of this rank alone, stacked along a first dimension of ranks."""
+    made: dict[Key, HeldPiece] = {}
+    for strategy in strategies:
+        for key, value in strategy.state().items():
+            made["part", f"{strategy.field}.{key}"] = piece_of(value)
+        for key, value in strategy.rank_state().items():
             shape = (world.size, *value.shape)
             offset = (world.rank, *[0] * value.dim())
-            made["rank", f"{part.field}.{key}"] = Piece(value.detach().unsqueeze(0), shape, offset)
+            made["rank", f"{strategy.field}.{key}"] = HeldPiece(value.detach().unsqueeze(0), shape, offset)
     return made

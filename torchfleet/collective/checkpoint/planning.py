@@ -1,4 +1,4 @@
-"""What the ranks tell each other when they save or load: JSON, and errors that concern all of them."""
+"""Agreement among ranks about a save or load: reports as JSON, errors raised on all of them, who writes which piece."""
 
 from __future__ import annotations
 
@@ -12,37 +12,40 @@ from torchfleet.collective.checkpoint.tensor_files import ITEM_BYTES, file_key
 from torchfleet.collective.world import World
 from torchfleet.errors import CheckpointError, FleetError
 
-Message = TypeVar("Message", bound="Said")
+AnyReport = TypeVar("AnyReport", bound="Report")
 Key = tuple[Kind, str]
 
 
-class Said(msgspec.Struct, kw_only=True):
-    """A message of one rank to all."""
+class Report(msgspec.Struct, kw_only=True):
+    """What one rank sends to all. `error`: what went wrong there, if anything."""
 
     error: str = ""
 
 
-def say(world: World | None, message: Message, cause: Exception | None = None) -> list[Message]:
-    """What every rank said, in their order. If it was an error, it is raised on all of them; `cause` is this rank's."""
-    kind = type(message)
+def exchange(world: World | None, report: AnyReport, cause: Exception | None = None) -> list[AnyReport]:
+    """The reports of all ranks, in their order. An error in one of them is raised on all; `cause` is this rank's own.
+
+    Without `world` the process is by itself. All ranks call it together.
+    """
+    kind = type(report)
     if world is None or world.size == 1:
-        everybody = [message]
+        reports = [report]
     else:
-        everybody = [msgspec.json.decode(one, type=kind) for one in world.gather(msgspec.json.encode(message))]
-    for rank, one in enumerate(everybody):
-        if one.error:
-            where = f"rank {rank}: " if len(everybody) > 1 else ""
-            raise CheckpointError(f"{where}{one.error}") from cause
-    return everybody
+        reports = [msgspec.json.decode(data, type=kind) for data in world.gather(msgspec.json.encode(report))]
+    for rank, received in enumerate(reports):
+        if received.error:
+            where = f"rank {rank}: " if len(reports) > 1 else ""
+            raise CheckpointError(f"{where}{received.error}") from cause
+    return reports
 
 
-def told(error: Exception) -> str:
-    """What the other ranks are told of it."""
+def error_text(error: Exception) -> str:
+    """The error as the other ranks see it."""
     return str(error) if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
 
 
-class Line(msgspec.Struct, frozen=True, array_like=True):
-    """A piece that a rank holds."""
+class PieceSpec(msgspec.Struct, frozen=True, array_like=True):
+    """A piece that a rank holds, without its values: of which tensor, and which box of it."""
 
     kind: Kind
     name: str
@@ -56,37 +59,37 @@ class Line(msgspec.Struct, frozen=True, array_like=True):
         return num_elements(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def shared_out(held: Sequence[Sequence[Line]]) -> list[list[Line]]:
+def assign_writers(held: Sequence[Sequence[PieceSpec]]) -> list[list[PieceSpec]]:
     """Which pieces each rank writes: every piece once, the largest first, each to the holder with least to write.
 
     Raises CheckpointError if the ranks hold tensors of one name that do not fit together, or not all of one.
     """
-    holders: dict[Line, list[int]] = {}
-    wholes: dict[Key, Line] = {}
-    for rank, lines in enumerate(held):
-        for line in lines:
-            first = wholes.setdefault((line.kind, line.name), line)
-            if (first.whole, first.dtype) != (line.whole, line.dtype):
+    holders: dict[PieceSpec, list[int]] = {}
+    tensors: dict[Key, PieceSpec] = {}
+    for rank, specs in enumerate(held):
+        for spec in specs:
+            first = tensors.setdefault((spec.kind, spec.name), spec)
+            if (first.whole, first.dtype) != (spec.whole, spec.dtype):
                 raise CheckpointError(
-                    f"'{line.name}' is {first.dtype} {first.whole} on one rank, and {line.dtype} {line.whole} on rank "
+                    f"'{spec.name}' is {first.dtype} {first.whole} on one rank, and {spec.dtype} {spec.whole} on rank "
                     f"{rank}"
                 )
-            if line.bytes or not num_elements(line.whole):
-                holders.setdefault(line, []).append(rank)
-    _check_names(wholes)
-    _check_all_there(holders, wholes)
+            if spec.bytes or not num_elements(spec.whole):
+                holders.setdefault(spec, []).append(rank)
+    _check_names(tensors)
+    _check_all_there(holders, tensors)
     loads = [0] * len(held)
-    plan: list[list[Line]] = [[] for _ in held]
-    for line in sorted(holders, key=lambda one: one.bytes, reverse=True):
-        writer = min(holders[line], key=lambda rank: (loads[rank], rank))
-        loads[writer] += line.bytes
-        plan[writer].append(line)
+    plan: list[list[PieceSpec]] = [[] for _ in held]
+    for spec in sorted(holders, key=lambda spec: spec.bytes, reverse=True):
+        writer = min(holders[spec], key=lambda rank: (loads[rank], rank))
+        loads[writer] += spec.bytes
+        plan[writer].append(spec)
     return plan
 
 
-def _check_names(wholes: Mapping[Key, Line]) -> None:
+def _check_names(tensors: Mapping[Key, PieceSpec]) -> None:
     owners: dict[str, str] = {}
-    for kind, name in wholes:
+    for kind, name in tensors:
         other = owners.setdefault(file_key(kind, name), kind)
         if other != kind:
             raise CheckpointError(
@@ -94,12 +97,12 @@ def _check_names(wholes: Mapping[Key, Line]) -> None:
             )
 
 
-def _check_all_there(holders: Mapping[Line, Any], wholes: Mapping[Key, Line]) -> None:
-    found = dict.fromkeys(wholes, 0)
-    for line in holders:
-        found[line.kind, line.name] += num_elements(line.shape)
-    for (kind, name), line in wholes.items():
-        expected = num_elements(line.whole)
+def _check_all_there(holders: Mapping[PieceSpec, Any], tensors: Mapping[Key, PieceSpec]) -> None:
+    found = dict.fromkeys(tensors, 0)
+    for spec in holders:
+        found[spec.kind, spec.name] += num_elements(spec.shape)
+    for (kind, name), spec in tensors.items():
+        expected = num_elements(spec.whole)
         if kind != "rank" and found[kind, name] != expected:  # of those a rank may have none
             raise CheckpointError(
                 f"'{name}' has {expected:,} elements, and the pieces that the ranks hold have {found[kind, name]:,}"

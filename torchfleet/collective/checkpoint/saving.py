@@ -1,7 +1,7 @@
 """fleet.save: every rank writes a share of what it holds, then the manifest makes it the model.
 
-The ranks tell each other which pieces they hold; of a piece that several have, the one that has least to write writes
-it. Messages among ranks, and all that is read back, are JSON and raw numbers: nothing that is loaded can run code.
+The ranks exchange which pieces they hold; of a piece that several have, the one that has least to write writes it.
+Messages among ranks, and all that is read back, are JSON and raw numbers: nothing that is loaded can run code.
 """
 
 from __future__ import annotations
@@ -16,8 +16,15 @@ import torch
 from torchfleet.checkpoint.lock import alone
 from torchfleet.checkpoint.manifest import FILE, as_json, folder_of
 from torchfleet.checkpoint.part_writer import write_file
-from torchfleet.collective.checkpoint import collective_manifest as saved
-from torchfleet.collective.checkpoint.collective_manifest import Group, Manifest
+from torchfleet.collective.checkpoint.collective_manifest import (
+    CollectiveManifest,
+    SavedGroup,
+    SavedPiece,
+    SavedTensor,
+    encode,
+    next_number,
+    remove_others,
+)
 from torchfleet.collective.checkpoint.optimizer_states import (
     Names,
     groups_of,
@@ -26,27 +33,27 @@ from torchfleet.collective.checkpoint.optimizer_states import (
     names_of,
     optimizer_pieces,
 )
-from torchfleet.collective.checkpoint.pieces import Piece, model_pieces, part_pieces, tied
-from torchfleet.collective.checkpoint.planning import Key, Line, Said, say, shared_out, told
+from torchfleet.collective.checkpoint.pieces import HeldPiece, model_pieces, strategy_pieces, tied
+from torchfleet.collective.checkpoint.planning import Key, PieceSpec, Report, assign_writers, error_text, exchange
 from torchfleet.collective.checkpoint.tensor_files import Buffers, Bytes, entries_of, file_key, header, offsets_metadata
-from torchfleet.collective.strategy import Part
+from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.monitor.progress import Progress
 from torchfleet.storage import Storage
 
 
-class Begun(Said, kw_only=True):
-    """What a rank would write, and into the manifest."""
+class Holdings(Report, kw_only=True):
+    """What a rank holds, and what it adds to the manifest."""
 
     number: int = 0
-    lines: list[Line] = msgspec.field(default_factory=list)
+    specs: list[PieceSpec] = msgspec.field(default_factory=list, name="lines")  # its name in the exchanged JSON
     optimizer: str = ""
-    groups: list[Group] = msgspec.field(default_factory=list)
+    groups: list[SavedGroup] = msgspec.field(default_factory=list)
     values: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     tied: dict[str, str] = msgspec.field(default_factory=dict)
 
 
-class Written(Said, kw_only=True):
+class Written(Report, kw_only=True):
     data_start: int = 0  # where in the file the first tensor begins
     checksums: list[int] = msgspec.field(default_factory=list)
 
@@ -55,7 +62,7 @@ def save(
     dirname: str,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    parts: Sequence[Part],
+    strategies: Sequence[Strategy],
     world: World,
     extra: Mapping[str, Any] | None = None,
     names: Names | None = None,
@@ -65,69 +72,69 @@ def save(
     `names`: of the optimizer's parameters, if they are not the model's own. An error, on whichever rank, is raised on
     all of them, and leaves the model that was saved there before, as does being killed.
     """
-    own: dict[Key, Piece] = {("model", name): piece for name, piece in model_pieces(model, world).items()}
+    own: dict[Key, HeldPiece] = {("model", name): piece for name, piece in model_pieces(model, world).items()}
     failed = None
     try:
-        begun = _begin(own, model, optimizer, parts, world, names)
+        holdings = _collect(own, model, optimizer, strategies, world, names)
         as_json(extra or {}, "fleet.save")
-        begun.number = saved.next_number(Storage(dirname)) if world.rank == 0 else 0
+        holdings.number = next_number(Storage(dirname)) if world.rank == 0 else 0
     except Exception as error:
-        begun, failed = Begun(error=told(error)), error
-    everybody = say(world, begun, failed)
-    storage, number = Storage(dirname), everybody[0].number
-    plan = shared_out([one.lines for one in everybody])
+        holdings, failed = Holdings(error=error_text(error)), error
+    held = exchange(world, holdings, failed)
+    storage, number = Storage(dirname), held[0].number
+    plan = assign_writers([holdings.specs for holdings in held])
     progress = Progress("fleet.save") if world.rank == 0 else None
-    written = say(world, _write(storage, number, plan[world.rank], own, world, progress))
-    done = Said()
+    written = exchange(world, _write(storage, number, plan[world.rank], own, world, progress))
+    done = Report()
     if world.rank == 0:
-        tensors = _tensors(plan, written, everybody)
-        settings = parts[0].strategy.differences() if parts else {}
-        kept = [as_json(one, "fleet.save") for one in (settings, extra or {})]
-        done = _commit(storage, _manifest(number, tensors, everybody, *kept))
-    say(world, done)
+        tensors = _tensors(plan, written, held)
+        settings = strategies[0].settings.differences() if strategies else {}
+        kept = [as_json(values, "fleet.save") for values in (settings, extra or {})]
+        done = _commit(storage, _manifest(number, tensors, held, *kept))
+    exchange(world, done)
     if progress is not None:
         progress.end(f"save {number} is in {storage.path}")
     return number
 
 
-def _begin(
-    own: dict[Key, Piece],
+def _collect(
+    own: dict[Key, HeldPiece],
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,
-    parts: Sequence[Part],
+    strategies: Sequence[Strategy],
     world: World,
     names: Names | None,
-) -> Begun:
+) -> Holdings:
     """Adds to `own`, the model's, all else that this rank holds."""
-    begun = Begun(tied=tied(model))
+    holdings = Holdings(tied=tied(model))
     if optimizer is not None:
         homes = {name: piece for (_, name), piece in own.items()}
         known = names_of(model, names)
-        states, begun.values = optimizer_pieces(optimizer, known, homes)
+        states, holdings.values = optimizer_pieces(optimizer, known, homes)
         own.update({("optimizer", name): piece for name, piece in states.items()})
         copies = master_pieces(optimizer, known, homes, model)
         own.update({("master", name): piece for name, piece in copies.items()})
-        begun.optimizer, begun.groups = type(innermost(optimizer)).__name__, groups_of(optimizer, known)
-    own.update(part_pieces(parts, world))
-    begun.lines = [piece.line(key) for key, piece in own.items()]
-    return begun
+        holdings.optimizer, holdings.groups = type(innermost(optimizer)).__name__, groups_of(optimizer, known)
+    own.update(strategy_pieces(strategies, world))
+    holdings.specs = [piece.spec(key) for key, piece in own.items()]
+    return holdings
 
 
 def _write(
     storage: Storage,
     number: int,
-    lines: Sequence[Line],
-    own: Mapping[Key, Piece],
+    specs: Sequence[PieceSpec],
+    own: Mapping[Key, HeldPiece],
     world: World,
     progress: Progress | None,
 ) -> Written:
     """This rank's file."""
-    if not lines:
+    if not specs:
         return Written()
-    keys = [file_key(line.kind, line.name) for line in lines]
-    entries = entries_of([(key, one.dtype, one.shape, one.bytes) for key, one in zip(keys, lines, strict=True)])
-    head = header(entries, offsets_metadata({key: list(one.offset) for key, one in zip(keys, lines, strict=True)}))
-    total, done = sum(line.bytes for line in lines), 0
+    keys = [file_key(spec.kind, spec.name) for spec in specs]
+    entries = entries_of([(key, spec.dtype, spec.shape, spec.bytes) for key, spec in zip(keys, specs, strict=True)])
+    head = header(entries, offsets_metadata({key: list(spec.offset) for key, spec in zip(keys, specs, strict=True)}))
+    total, done = sum(spec.bytes for spec in specs), 0
 
     def show(num: int) -> None:
         nonlocal done
@@ -135,11 +142,11 @@ def _write(
         if progress is not None:
             progress.show(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB of rank 0")
 
-    buffers = Buffers(head, [_maker(own[line.kind, line.name].tensor) for line in lines], show)
+    buffers = Buffers(head, [_maker(own[spec.kind, spec.name].tensor) for spec in specs], show)
     try:
         write_file(storage, f"{folder_of(number)}/{file_of(world.rank, world.size)}", buffers)
     except Exception as error:
-        return Written(error=told(error))
+        return Written(error=error_text(error))
     return Written(data_start=len(head), checksums=buffers.checksums)
 
 
@@ -153,64 +160,64 @@ def file_of(rank: int, size: int) -> str:
 
 
 def _tensors(
-    plan: Sequence[Sequence[Line]], written: Sequence[Written], everybody: Sequence[Begun]
-) -> list[saved.Tensor]:
+    plan: Sequence[Sequence[PieceSpec]], written: Sequence[Written], held: Sequence[Holdings]
+) -> list[SavedTensor]:
     """In the order of the model: every tensor, and where its pieces are."""
-    pieces: dict[Key, list[saved.Piece]] = {}
-    for rank, lines in enumerate(plan):
+    pieces: dict[Key, list[SavedPiece]] = {}
+    for rank, specs in enumerate(plan):
         at = written[rank].data_start
-        for line, crc in zip(lines, written[rank].checksums, strict=True):
-            made = saved.Piece(file_of(rank, len(plan)), list(line.offset), list(line.shape), at, line.bytes, crc)
-            pieces.setdefault((line.kind, line.name), []).append(made)
-            at += line.bytes
-    wholes = {(line.kind, line.name): line for one in everybody for line in one.lines}
+        for spec, crc in zip(specs, written[rank].checksums, strict=True):
+            made = SavedPiece(file_of(rank, len(plan)), list(spec.offset), list(spec.shape), at, spec.bytes, crc)
+            pieces.setdefault((spec.kind, spec.name), []).append(made)
+            at += spec.bytes
+    tensors = {(spec.kind, spec.name): spec for holdings in held for spec in holdings.specs}
     return [
-        saved.Tensor(
-            line.name, line.kind, line.dtype, list(line.whole), sorted(pieces[key], key=lambda one: one.offset)
+        SavedTensor(
+            spec.name, spec.kind, spec.dtype, list(spec.whole), sorted(pieces[key], key=lambda piece: piece.offset)
         )
-        for key, line in wholes.items()
+        for key, spec in tensors.items()
         if key in pieces
     ]
 
 
 def _manifest(
     number: int,
-    tensors: list[saved.Tensor],
-    everybody: Sequence[Begun],
+    tensors: list[SavedTensor],
+    held: Sequence[Holdings],
     settings: dict[str, Any],
     extra: dict[str, Any],
-) -> Manifest:
-    return Manifest(
+) -> CollectiveManifest:
+    return CollectiveManifest(
         save=folder_of(number),
         number=number,
-        num_ranks=len(everybody),
+        num_ranks=len(held),
         tensors=tensors,
-        optimizer=everybody[0].optimizer,
-        groups=_united([one.groups for one in everybody]),
-        values={name: values for one in everybody for name, values in one.values.items()},
-        tied={name: first for one in everybody for name, first in one.tied.items()},
+        optimizer=held[0].optimizer,
+        groups=_merged_groups([holdings.groups for holdings in held]),
+        values={name: values for holdings in held for name, values in holdings.values.items()},
+        tied={name: first for holdings in held for name, first in holdings.tied.items()},
         strategy=settings,
         extra=extra,
         time=time.time(),
     )
 
 
-def _united(everybody: Sequence[Sequence[Group]]) -> list[Group]:
+def _merged_groups(groups_of_ranks: Sequence[Sequence[SavedGroup]]) -> list[SavedGroup]:
     """The param groups of all ranks: in a pipeline each has the parameters of its own stage."""
     made = []
-    most = max(len(groups) for groups in everybody)
-    for number, group in enumerate(next(groups for groups in everybody if len(groups) == most)):
-        names = [name for groups in everybody if number < len(groups) for name in groups[number].parameters]
-        made.append(Group(group.options, list(dict.fromkeys(names))))
+    most = max(len(groups) for groups in groups_of_ranks)
+    for number, group in enumerate(next(groups for groups in groups_of_ranks if len(groups) == most)):
+        names = [name for groups in groups_of_ranks if number < len(groups) for name in groups[number].parameters]
+        made.append(SavedGroup(group.options, list(dict.fromkeys(names))))
     return made
 
 
-def _commit(storage: Storage, manifest: Manifest) -> Said:
+def _commit(storage: Storage, manifest: CollectiveManifest) -> Report:
     """From here on the new model is the model."""
     try:
         with alone(storage):
-            write_file(storage, FILE, [saved.encode(manifest)])
-            saved.remove_others(storage, manifest.save)
+            write_file(storage, FILE, [encode(manifest)])
+            remove_others(storage, manifest.save)
     except Exception as error:
-        return Said(error=told(error))
-    return Said()
+        return Report(error=error_text(error))
+    return Report()

@@ -1,4 +1,4 @@
-"""A saved collective model as one safetensors file, for other programs. No torch; a tensor at a time in memory."""
+"""Export of a saved collective model to one safetensors file, for other programs. No torch; one tensor in memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torchfleet.checkpoint.part_writer import write_file
 from torchfleet.collective.checkpoint import collective_manifest as saved
-from torchfleet.collective.checkpoint.collective_manifest import Tensor
+from torchfleet.collective.checkpoint.collective_manifest import SavedTensor
 from torchfleet.collective.checkpoint.tensor_files import Buffers, Bytes, Reader, entries_of, header
 from torchfleet.monitor.progress import Progress
 from torchfleet.storage import Storage
@@ -22,9 +22,9 @@ def export(dirname: str, path: str) -> int:
     storage = Storage(dirname)
     manifest = saved.read(storage)
     tensors = list(manifest.of_kind("model").values())
-    entries = entries_of([(one.name, one.dtype, one.shape, one.bytes) for one in tensors])
+    entries = entries_of([(tensor.name, tensor.dtype, tensor.shape, tensor.bytes) for tensor in tensors])
     folder, name = os.path.split(path)
-    progress, done, total = Progress("fleet export"), 0, sum(one.bytes for one in tensors)
+    progress, done, total = Progress("fleet export"), 0, sum(tensor.bytes for tensor in tensors)
 
     def show(num: int) -> None:
         nonlocal done
@@ -32,12 +32,12 @@ def export(dirname: str, path: str) -> int:
         progress.show(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
 
     with Reader(storage, manifest) as reader:
-        makers = [_maker(reader, one) for one in tensors]
+        makers = [_maker(reader, tensor) for tensor in tensors]
         buffers = Buffers(header(entries, {"format": "pt", **manifest.tied}), makers, show)
         write_file(Storage(folder or "."), name, buffers)
     progress.end(f"{total / 1e6:,.0f} MB in {path}")
     return len(tensors)
 
 
-def _maker(reader: Reader, tensor: Tensor) -> Callable[[], Bytes]:
+def _maker(reader: Reader, tensor: SavedTensor) -> Callable[[], Bytes]:
     return lambda: reader.whole(tensor)

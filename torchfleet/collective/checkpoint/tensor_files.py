@@ -1,7 +1,7 @@
-"""Files of tensors: safetensors, written tensor by tensor, read piece by piece, each with a checksum. No torch.
+"""safetensors files, written tensor by tensor and read piece by piece, each with a checksum. No torch.
 
-The header of a file also says where in the whole tensor each piece begins, as torch.distributed.checkpoint says it: its
-HuggingFaceStorageReader reads the folder of a save as it is.
+The header of a file also has where in the whole tensor each piece begins, as torch.distributed.checkpoint
+writes it: its HuggingFaceStorageReader reads the folder of a save as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.checkpoint.part_file import TensorEntry
-from torchfleet.collective.checkpoint.collective_manifest import Kind, Manifest, Piece, Tensor
+from torchfleet.collective.checkpoint.collective_manifest import CollectiveManifest, Kind, SavedPiece, SavedTensor
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
 
@@ -79,7 +79,7 @@ def offsets_metadata(offsets: dict[str, list[int]]) -> dict[str, str]:
 class Reader:
     """Pieces of one save. Whatever is missing, cut off or changed by a single bit is named."""
 
-    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+    def __init__(self, storage: Storage, manifest: CollectiveManifest) -> None:
         self._storage, self._folder = storage, manifest.save
         self._name = ""
         self._file: Any = None
@@ -91,7 +91,7 @@ class Reader:
         if self._file is not None:
             self._file.close()
 
-    def read(self, tensor: Tensor, piece: Piece) -> bytearray:
+    def read(self, tensor: SavedTensor, piece: SavedPiece) -> bytearray:
         """The bytes of a piece, in memory of their own."""
         place = self._storage.place(f"{self._folder}/{piece.file}")
         data = self._bytes(piece, place)
@@ -106,7 +106,7 @@ class Reader:
             )
         return data
 
-    def whole(self, tensor: Tensor) -> Bytes:
+    def whole(self, tensor: SavedTensor) -> Bytes:
         """All of a tensor; its pieces put together."""
         if len(tensor.pieces) == 1 and tensor.pieces[0].shape == tensor.shape:
             return np.frombuffer(self.read(tensor, tensor.pieces[0]), np.uint8)
@@ -117,7 +117,7 @@ class Reader:
             made[box(piece.offset, piece.shape)] = data
         return made.reshape(-1).view(np.uint8)
 
-    def _bytes(self, piece: Piece, place: str) -> bytearray:
+    def _bytes(self, piece: SavedPiece, place: str) -> bytearray:
         try:
             file = self._open(piece.file, place)
             file.seek(piece.start)
@@ -162,7 +162,7 @@ def overlap(
     return tuple(own), tuple(others)
 
 
-def check_files(reader: Reader, manifest: Manifest, show: Callable[[str], None]) -> int:
+def check_files(reader: Reader, manifest: CollectiveManifest, show: Callable[[str], None]) -> int:
     """Read every piece and compare its checksum; returns how many there are."""
     num = 0
     for tensor, piece in in_file_order(manifest.tensors):
@@ -172,6 +172,6 @@ def check_files(reader: Reader, manifest: Manifest, show: Callable[[str], None])
     return num
 
 
-def in_file_order(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, Piece]]:
+def in_file_order(tensors: Sequence[SavedTensor]) -> Iterator[tuple[SavedTensor, SavedPiece]]:
     every = [(tensor, piece) for tensor in tensors for piece in tensor.pieces]
-    yield from sorted(every, key=lambda one: (one[1].file, one[1].start))
+    yield from sorted(every, key=lambda pair: (pair[1].file, pair[1].start))

@@ -1,1 +1,1 @@
-"""Layers that are cut over ranks."""
+"""Layers sharded over ranks, and the collective operations they use."""

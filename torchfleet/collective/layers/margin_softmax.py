@@ -1,4 +1,4 @@
-"""Large-scale classification (C18): the last layer cut by classes over the ranks, softmax with a margin on the parts.
+"""Large-scale classification: the last layer sharded by classes over the ranks, softmax with a margin on the shards.
 
     model.loss = fleet.nn.MarginSoftmax(num_classes=1_000_000, dim=512)
     loss = model.loss(features, labels)           # the mean over the batches of all ranks, the same number on each
@@ -14,7 +14,7 @@ back to where the features came from. A process without a group of ranks compute
 loss_type  "arcface": m2 = 0.5   (Deng et al. 2019, ArcFace);   "cosface": m3 = 0.35   (Wang et al. 2018, CosFace);
            "softmax": z = x·w, no scale and no margin
 Composes with data parallelism and what acts on it (amp, recompute, gradient_merge, sharding, lars, lamb): the weights
-are each rank's own and take no part in the exchange of gradients (lars and lamb take the norm of a rank's part). Not
+are each rank's own and take no part in the exchange of gradients (lars and lamb take the norm of a rank's shard). Not
 with pipeline, tensor_parallel, dgc or localsgd. First values do not depend on the number of ranks.
 """
 
@@ -75,7 +75,7 @@ class MarginSoftmax(torch.nn.Module):
         with torch.autocast(features.device.type, enabled=False):
             sizes = self._batch_sizes(features)
             labels = gather(labels.long(), sizes)
-            whole: torch.Tensor = _Gathered.apply(features.float(), sizes)  # type: ignore[no-untyped-call]
+            whole: torch.Tensor = _GatheredFeatures.apply(features.float(), sizes)  # type: ignore[no-untyped-call]
             products = self._products(whole)
             loss: torch.Tensor = _Loss.apply(products, labels, self)  # type: ignore[no-untyped-call]
             return loss
@@ -106,7 +106,7 @@ class MarginSoftmax(torch.nn.Module):
     def _batch_sizes(self, features: torch.Tensor) -> list[int]:
         if self.size == 1:
             return [len(features)]
-        return [int(one) for one in stack(torch.tensor([len(features)], device=features.device), self.size).flatten()]
+        return [int(size) for size in stack(torch.tensor([len(features)], device=features.device), self.size).flatten()]
 
     def margin(self, cosine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """z_y / s of the own class's cosine, and its slope."""
@@ -164,11 +164,11 @@ class _Loss(torch.autograd.Function):
         return shares * (gradient * ctx.factor), None, None
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredFeatures(torch.autograd.Function):
     """All ranks' features; backward sums the gradients of all classes and takes those of this rank's features.
 
     They are multiplied by the number of ranks: DistributedDataParallel divides the backbone's gradients by it, and they
-    are parts of one mean already.
+    are shares of one mean already.
     """
 
     @staticmethod
@@ -186,7 +186,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _own_labels(labels: torch.Tensor, layer: MarginSoftmax, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples whose class is this rank's, and the places of their classes in its part."""
+    """Samples whose class is this rank's, and the places of their classes in its shard."""
     if bool(((labels < 0) | (labels >= layer.num_classes)).any()):
         raise DataError(
             f"MarginSoftmax: labels must be from 0 to {layer.num_classes - 1}, found {int(labels.min())} to "
@@ -208,7 +208,8 @@ def _checked(
         raise ModelError(f"MarginSoftmax: loss_type must be one of {', '.join(_MARGINS)}, found {loss_type!r}")
     if loss_type == "softmax" and given != (None, None, None):
         raise ModelError(f"MarginSoftmax: loss_type 'softmax' has no margins, found m1, m2, m3 = {given}")
-    m1, m2, m3 = (usual if one is None else float(one) for one, usual in zip(given, _MARGINS[loss_type], strict=True))
+    pairs = zip(given, _MARGINS[loss_type], strict=True)
+    m1, m2, m3 = (usual if margin is None else float(margin) for margin, usual in pairs)
     return m1, m2, m3
 
 
@@ -221,7 +222,7 @@ def _ranks() -> tuple[int, int]:
 
 
 def _range(num: int, rank: int, size: int) -> tuple[int, int]:
-    """A rank's classes: as torch.chunk and DTensor cut, the last parts may be shorter or empty."""
+    """A rank's classes: as torch.chunk and DTensor cut, the last shards may be shorter or empty."""
     each = math.ceil(num / size)
     return min(num, each * rank), min(num, each * (rank + 1))
 

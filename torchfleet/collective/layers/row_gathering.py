@@ -1,4 +1,4 @@
-"""Rows of all ranks together, when ranks have different numbers of them."""
+"""All-gather and reduce-scatter of rows, when ranks have different numbers of them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def stack(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """(size, *shape): every rank's."""
     if size == 1:
         return tensor.unsqueeze(0)
-    everybody = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
-    all_gather_single(everybody, tensor.contiguous())
-    return everybody.view(size, *tensor.shape)
+    stacked = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+    all_gather_single(stacked, tensor.contiguous())
+    return stacked.view(size, *tensor.shape)
 
 
 def gather(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
@@ -28,23 +28,23 @@ def gather(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     padded = tensor.new_zeros((max(sizes), *tensor.shape[1:]))
     padded[: len(tensor)] = tensor
     every = stack(padded, len(sizes))
-    return torch.cat([part[:size] for part, size in zip(every, sizes, strict=True)])
+    return torch.cat([rows[:size] for rows, size in zip(every, sizes, strict=True)])
 
 
 def scattered_sum(tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    """Of tensors like what `gather` returns, one on each rank: the sum of this rank's part."""
+    """Of tensors like what `gather` returns, one on each rank: the sum of this rank's rows."""
     rank = dist.get_rank()
     if dist.get_backend() == "gloo":  # which cannot scatter sums in all versions
         tensor = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(tensor)
-        return _parts(tensor, sizes)[rank]
+        return _split_rows(tensor, sizes)[rank]
     padded = tensor.new_zeros((len(sizes), max(sizes), *tensor.shape[1:]))
-    for place, part in zip(padded, _parts(tensor, sizes), strict=True):
-        place[: len(part)] = part
+    for place, rows in zip(padded, _split_rows(tensor, sizes), strict=True):
+        place[: len(rows)] = rows
     own = torch.empty_like(padded[0])
     reduce_scatter_single(own, padded.flatten(0, 1))
     return own[: sizes[rank]]
 
 
-def _parts(tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+def _split_rows(tensor: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     return list(tensor.split(sizes))  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""Between tensors that are equal on all ranks of a group and tensors of which each rank has a part.
+"""Differentiable conversions between replicated and sharded tensors.
 
 In pairs, each the other's backward: `copied` (nothing forward, a sum backward) and `summed`; `split` and `gathered`.
-Parts are those of torch.chunk along the last dimension: the last ones may be shorter, or empty.
+Shards are those of torch.chunk along the last dimension: the last ones may be shorter, or empty.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Group = dist.ProcessGroup
 Gradients = tuple[torch.Tensor | None, ...]
 
 
-def own_part(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a parameter that is cut over ranks; of another, itself."""
+def own_shard(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a parameter that is sharded over ranks; of another, itself."""
     if not isinstance(parameter, DTensor):
         return parameter
-    return _OwnPart.apply(parameter)  # type: ignore[no-any-return,no-untyped-call]
+    return _OwnShard.apply(parameter)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def copied(x: torch.Tensor, group: Group) -> torch.Tensor:
@@ -32,30 +32,30 @@ def copied(x: torch.Tensor, group: Group) -> torch.Tensor:
     return _Copied.apply(x, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def summed(part: torch.Tensor, group: Group) -> torch.Tensor:
+def summed(shard: torch.Tensor, group: Group) -> torch.Tensor:
     """The sum of the ranks' tensors; backward hands the gradient to each."""
-    return _Summed.apply(part, group)  # type: ignore[no-any-return,no-untyped-call]
+    return _Summed.apply(shard, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def split(x: torch.Tensor, group: Group) -> torch.Tensor:
-    """This rank's part of the last dimension; backward gathers."""
+    """This rank's shard of the last dimension; backward gathers."""
     return _Split.apply(x, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def gathered(part: torch.Tensor, size: int, group: Group) -> torch.Tensor:
-    """The last dimension, of `size`, from the ranks' parts; backward takes this rank's part."""
-    return _Gathered.apply(part, size, group)  # type: ignore[no-any-return,no-untyped-call]
+def gathered(shard: torch.Tensor, size: int, group: Group) -> torch.Tensor:
+    """The last dimension, of `size`, from the ranks' shards; backward takes this rank's shard."""
+    return _GatheredShards.apply(shard, size, group)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _OwnPart(torch.autograd.Function):
+class _OwnShard(torch.autograd.Function):
     """DTensor.to_local, with a gradient laid out as the parameter is: any other is copied, by old torch as a whole."""
 
     @staticmethod
     def forward(ctx: Any, parameter: DTensor) -> torch.Tensor:
         ctx.cut = parameter.device_mesh, parameter.placements
         ctx.whole = {"shape": parameter.shape, "stride": parameter.stride()}
-        part = parameter.to_local()
-        return part.view_as(part)
+        shard = parameter.to_local()
+        return shard.view_as(shard)
 
     @staticmethod
     @once_differentiable
@@ -77,8 +77,8 @@ class _Copied(torch.autograd.Function):
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: Group) -> torch.Tensor:
-        return _sum(part, group)
+    def forward(ctx: Any, shard: torch.Tensor, group: Group) -> torch.Tensor:
+        return _sum(shard, group)
 
     @staticmethod
     @once_differentiable
@@ -98,11 +98,11 @@ class _Split(torch.autograd.Function):
         return _gather(gradient, ctx.size, ctx.group), None
 
 
-class _Gathered(torch.autograd.Function):
+class _GatheredShards(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, size: int, group: Group) -> torch.Tensor:
+    def forward(ctx: Any, shard: torch.Tensor, size: int, group: Group) -> torch.Tensor:
         ctx.group = group
-        return _gather(part, size, group)
+        return _gather(shard, size, group)
 
     @staticmethod
     @once_differentiable
@@ -122,10 +122,10 @@ def _own(x: torch.Tensor, group: Group) -> torch.Tensor:
     return x[..., start : start + width].contiguous()
 
 
-def _gather(part: torch.Tensor, size: int, group: Group) -> torch.Tensor:
-    """Parts travel as long as the longest of them."""
+def _gather(shard: torch.Tensor, size: int, group: Group) -> torch.Tensor:
+    """Shards travel as long as the longest of them."""
     width = math.ceil(size / group.size())
-    padded = torch.nn.functional.pad(part, (0, width - part.shape[-1])).contiguous()
+    padded = torch.nn.functional.pad(shard, (0, width - shard.shape[-1])).contiguous()
     every = padded.new_empty((group.size() * padded.numel(),))
     all_gather_single(every, padded.view(-1), group=group)
     return torch.cat(list(every.view(group.size(), *padded.shape)), -1)[..., :size].contiguous()

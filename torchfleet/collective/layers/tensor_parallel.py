@@ -1,13 +1,13 @@
-"""Tensor parallelism (C17): single layers cut over ranks, which then compute one batch together.
+"""Tensor parallelism: linear layers and embeddings sharded over ranks, which compute one batch together.
 
     strategy = fleet.DistributedStrategy(tensor_parallel=True, tensor_parallel_configs={"tensor_parallel_degree": 2})
     self.up = fleet.nn.ColumnParallelLinear(d, 4 * d, gather_output=False)
     self.down = fleet.nn.RowParallelLinear(4 * d, d, input_is_parallel=True)
 
-With W = [W_1; W_2] by rows (outputs) a column-parallel layer computes y = [x·W_1ᵀ, x·W_2ᵀ], each rank its part; with
+With W = [W_1; W_2] by rows (outputs) a column-parallel layer computes y = [x·W_1ᵀ, x·W_2ᵀ], each rank its shard; with
 W = [W_1, W_2] by columns (inputs) a row-parallel layer computes y = x_1·W_1ᵀ + x_2·W_2ᵀ, summed by an all-reduce. A
 pair of them, a function of single numbers in between, costs one all-reduce forward and one backward. An embedding is
-cut by rows, and the ranks' parts (zeros for ids of others) are summed.
+cut by rows, and the ranks' rows (zeros for ids of others) are summed.
 
 Before fleet.distributed_model the layers are torch's own, with the same first values, and a model runs in one process.
 Then their parameters become DTensors, which have the size of the whole for checkpoints, clipping and sharding. Sizes
@@ -36,15 +36,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from torchfleet.collective.gradient_average import GradientAverage
-from torchfleet.collective.layers.shards import copied, gathered, own_part, split, summed
-from torchfleet.collective.strategy import Forward, Part
+from torchfleet.collective.layers.shards import copied, gathered, own_shard, split, summed
+from torchfleet.collective.strategy import JobView, Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import ModelError, StrategyError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 
 class ColumnParallelLinear(torch.nn.Linear):
-    """torch.nn.Linear, its outputs cut over ranks; `gather_output=False` leaves each rank its own part of them."""
+    """torch.nn.Linear, its outputs cut over ranks; `gather_output=False` leaves each rank its own shard of them."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, gather_output: bool = True) -> None:
         super().__init__(in_features, out_features, bias)
@@ -59,12 +59,12 @@ class ColumnParallelLinear(torch.nn.Linear):
         if self._mesh is None:
             return super().forward(x)
         group = self._mesh.get_group()
-        part = F.linear(copied(x, group), own_part(self.weight), _bias(self))
-        return gathered(part, self.out_features, group) if self.gather_output else part
+        shard = F.linear(copied(x, group), own_shard(self.weight), _bias(self))
+        return gathered(shard, self.out_features, group) if self.gather_output else shard
 
 
 class RowParallelLinear(torch.nn.Linear):
-    """torch.nn.Linear, its inputs cut over ranks; `input_is_parallel`: they are already, each rank has its part."""
+    """torch.nn.Linear, its inputs cut over ranks; `input_is_parallel`: they are already, each rank has its shard."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, input_is_parallel: bool = False) -> None:
         super().__init__(in_features, out_features, bias)
@@ -79,8 +79,8 @@ class RowParallelLinear(torch.nn.Linear):
         if self._mesh is None:
             return super().forward(x)
         group = self._mesh.get_group()
-        part = x if self.input_is_parallel else split(x, group)
-        whole = summed(F.linear(part, own_part(self.weight)), group)
+        shard = x if self.input_is_parallel else split(x, group)
+        whole = summed(F.linear(shard, own_shard(self.weight)), group)
         bias = _bias(self)
         return whole if bias is None else whole + bias
 
@@ -112,21 +112,22 @@ class VocabParallelEmbedding(torch.nn.Embedding):
         is_own = is_above & is_below
         padding = self.padding_idx
         own_padding = None if padding is None or not self._first <= padding < self._past else padding - self._first
-        rows = F.embedding(torch.where(is_own, ids - self._first, 0), own_part(self.weight), own_padding)
+        rows = F.embedding(torch.where(is_own, ids - self._first, 0), own_shard(self.weight), own_padding)
         return summed(rows.masked_fill(~is_own.unsqueeze(-1), 0), self._mesh.get_group())
 
 
 LAYERS = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 
 
-class TensorParallel(Part):
+class TensorParallel(Strategy):
     field = "tensor_parallel"
+    accepts_local_parameters = False
 
-    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
-        super().__init__(strategy, world)
+    def __init__(self, settings: DistributedStrategy, world: World) -> None:
+        super().__init__(settings, world)
         self._degree = world.axis("model").size
         self.owns_gradients = self._degree > 1
-        self._average = GradientAverage(strategy, world)
+        self._average = GradientAverage(settings, world)
         self._exchanging = True
         self._is_ending = False  # the backward pass that runs has an exchange waiting at its end
 
@@ -144,10 +145,10 @@ class TensorParallel(Part):
             layer.cut(self.world.mesh["model"])
         return model
 
-    def build(self, model: torch.nn.Module, forward: Forward) -> None:
-        self._model = model
-        if self.owns_gradients and self._average.is_needed and not self.strategy.pipeline:  # which averages itself
-            for parameter in model.parameters():
+    def joined(self, job: JobView) -> None:
+        self._model = job.model
+        if self.owns_gradients and self._average.is_needed and job.runner is None:  # which averages itself
+            for parameter in job.model.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
@@ -166,7 +167,7 @@ class TensorParallel(Part):
     def optimizer(self, inner: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> torch.optim.Optimizer:
         """torch's functions for many tensors take those of one kind: where they mix, each is stepped on by itself."""
         for group in inner.param_groups:
-            kinds = {_kind(one) for one in group["params"]}
+            kinds = {_kind(parameter) for parameter in group["params"]}
             if len(kinds) == 1:
                 continue
             if group.get("fused"):
@@ -187,9 +188,9 @@ def _cut_parameters(layer: torch.nn.Module, mesh: DeviceMesh, placements: Mappin
     for name, placement in placements.items():
         whole = layer._parameters[name]
         if whole is not None:
-            part = distribute_tensor(whole.detach(), mesh, [placement])
-            layer._parameters[name] = torch.nn.Parameter(part, whole.requires_grad)
+            sharded = distribute_tensor(whole.detach(), mesh, [placement])
+            layer._parameters[name] = torch.nn.Parameter(sharded, whole.requires_grad)
 
 
 def _bias(layer: torch.nn.Linear) -> torch.Tensor | None:
-    return None if layer._parameters["bias"] is None else own_part(layer.bias)
+    return None if layer._parameters["bias"] is None else own_shard(layer.bias)

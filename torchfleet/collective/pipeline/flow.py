@@ -1,4 +1,4 @@
-"""How micro-batches flow through the stages of a pipeline: in which order, and what crosses from rank to rank.
+"""Pipeline schedules: in which order a stage computes its micro-batches, and the tensors it sends and receives.
 
 torch.distributed.pipelining has schedules too. They are not used: over gloo those of torch 2.6 and 2.7 lose tensors,
 those of 2.9 to 2.11 cannot begin, and they learn shapes from pickles.
@@ -61,8 +61,8 @@ def order(mode: str, rank: int, size: int, num: int, has_loss: bool) -> Iterator
             yield True, index + ahead
 
 
-class Way:
-    """The way of batches of one shape through this rank's stage: `call` computes it for one micro-batch."""
+class Schedule:
+    """What this rank's stage does with batches of one shape: `call` computes the stage for one micro-batch."""
 
     def __init__(
         self,
@@ -91,8 +91,8 @@ class Way:
 
     def _forward(self, index: int, batches: MicroBatches) -> None:
         received = self._exchange(self._incoming, -1)
-        for one in received:
-            one.requires_grad_(batches.has_loss and one.is_floating_point())
+        for tensor in received:
+            tensor.requires_grad_(batches.has_loss and tensor.is_floating_point())
         outputs = self._call(received, batches.next_inputs())
         if self._is_last:
             if batches.has_loss:
@@ -102,7 +102,7 @@ class Way:
             return
         sent = as_tuple(outputs)
         self._check(sent)
-        self._sends = [self._op(dist.isend, one.detach(), 1) for one in sent]
+        self._sends = [self._op(dist.isend, tensor.detach(), 1) for tensor in sent]
         if batches.has_loss:
             self._kept[index] = received, sent
 
@@ -112,26 +112,30 @@ class Way:
         if self._is_last:
             gradients = [None]
         else:
-            outputs = tuple(one for one in outputs if one.is_floating_point())
+            outputs = tuple(output for output in outputs if output.is_floating_point())
         pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
         if pairs:
-            torch.autograd.backward([one for one, _ in pairs], [gradient for _, gradient in pairs])
-        back = [torch.zeros_like(one) if one.grad is None else one.grad for one in received if one.is_floating_point()]
-        self._sends = [self._op(dist.isend, one, -1) for one in back]
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        back = [
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for tensor in received
+            if tensor.is_floating_point()
+        ]
+        self._sends = [self._op(dist.isend, gradient, -1) for gradient in back]
 
     def _check(self, outputs: tuple[Any, ...]) -> None:
-        found = [shape_of(one) for one in outputs]
+        found = [shape_of(output) for output in outputs]
         if found != list(self._outgoing):
             raise ModelError(
-                f"pipeline: stage {self._axis.rank} returned {[tuple(one.sizes) for one in self._outgoing]} for one "
-                f"micro-batch and {[tuple(one.sizes) for one in found]} for another of the same shape"
+                f"pipeline: stage {self._axis.rank} returned {[tuple(shape.sizes) for shape in self._outgoing]} for "
+                f"one micro-batch and {[tuple(shape.sizes) for shape in found]} for another of the same shape"
             )
 
     def _exchange(self, shapes: Sequence[Shape], step: int) -> list[torch.Tensor]:
         """Send what is waiting, and receive from the stage before (-1) or after (1). Posted as one: no stage waits for
         another that waits for it."""
         received = [shape.empty(self._device) for shape in shapes]
-        operations = [*self._sends, *(self._op(dist.irecv, one, step) for one in received)]
+        operations = [*self._sends, *(self._op(dist.irecv, tensor, step) for tensor in received)]
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
@@ -161,8 +165,8 @@ def neighbour(axis: Axis, step: int) -> int:
 # What crosses, found out with one micro-batch
 
 
-def announce(tensors: Sequence[torch.Tensor], axis: Axis, device: torch.device) -> None:
-    """Tell the next stage what will come, and send it once. No pickles: sizes and types are numbers."""
+def send_described(tensors: Sequence[torch.Tensor], axis: Axis, device: torch.device) -> None:
+    """Send the shapes of tensors to the next stage, and the tensors once. No pickles: sizes and types are numbers."""
     numbers: list[int] = [len(tensors)]
     for shape in map(shape_of, tensors):
         numbers += [_DTYPES.index(shape.dtype), len(shape.sizes), *shape.sizes]
@@ -173,8 +177,8 @@ def announce(tensors: Sequence[torch.Tensor], axis: Axis, device: torch.device) 
         dist.send(_wire(tensor), to, axis.group)
 
 
-def hear(axis: Axis, device: torch.device) -> tuple[list[Shape], list[torch.Tensor]]:
-    """What the stage before announces, and the tensors themselves."""
+def recv_described(axis: Axis, device: torch.device) -> tuple[list[Shape], list[torch.Tensor]]:
+    """The shapes that the stage before sends, and the tensors themselves."""
     source = neighbour(axis, -1)
     length = torch.empty(1, dtype=torch.int64, device=device)
     dist.recv(length, source, axis.group)

@@ -1,27 +1,25 @@
-"""A batch in micro-batches, as they go into a pipeline and as losses or outputs come out of it."""
+"""A batch split into the micro-batches of a pipeline, and their losses or outputs put together again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from torchfleet.collective.strategy import LossFn
 from torchfleet.errors import ModelError, StrategyError
-
-LossFn = Callable[[Any, Any], torch.Tensor]
 
 
 class MicroBatches:
-    """`num` equal parts of a batch, taken in order, on the device; the losses or outputs of them.
+    """`num` micro-batches of equal size, taken in order, on the device; the losses or outputs of them.
 
     `inputs`: a tensor, a tuple or list of arguments, or a dict of keyword arguments.
     """
 
     def __init__(self, inputs: Any, target: Any, num: int, loss_fn: LossFn | None, device: torch.device) -> None:
         self.num, self._loss_fn, self._device = num, loss_fn, device
-        self.inputs = [_arguments(part) for part in cut_batch(inputs, num)]
+        self.inputs = [_arguments(micro_batch) for micro_batch in cut_batch(inputs, num)]
         self._targets = cut_batch(target, num)
         self._num_called = 0
         self.losses: list[torch.Tensor] = []
@@ -47,18 +45,18 @@ class MicroBatches:
 
     def joined(self) -> Any:
         """The outputs of all micro-batches, along their first dimension, in the structure that the model gives them."""
-        flat = [tree_flatten(one)[0] for one in self.outputs]
+        flat = [tree_flatten(output)[0] for output in self.outputs]
         structure = tree_flatten(self.outputs[0])[1]
-        return tree_unflatten([_join(parts) for parts in zip(*flat, strict=True)], structure)
+        return tree_unflatten([_join(leaves) for leaves in zip(*flat, strict=True)], structure)
 
-    def _here(self, part: Any) -> Any:
-        return tree_map_only(torch.Tensor, lambda one: one.to(self._device, non_blocking=True), part)
+    def _here(self, micro_batch: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(self._device, non_blocking=True), micro_batch)
 
 
-def _join(parts: tuple[Any, ...]) -> Any:
-    if not isinstance(parts[0], torch.Tensor):
-        return parts[0]
-    return torch.cat(parts) if parts[0].dim() else torch.stack(parts)
+def _join(leaves: tuple[Any, ...]) -> Any:
+    if not isinstance(leaves[0], torch.Tensor):
+        return leaves[0]
+    return torch.cat(leaves) if leaves[0].dim() else torch.stack(leaves)
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -106,14 +104,14 @@ def batch_size_of(*trees: Any) -> int:
 
 
 def cut_batch(tree: Any, num: int) -> list[Any]:
-    """`num` equal parts of every tensor in it along the first dimension; everything else is in all parts."""
+    """`num` micro-batches: every tensor split along the first dimension; everything else is in all of them."""
     leaves, structure = tree_flatten(tree)
-    parts = [leaf.chunk(num) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * num for leaf in leaves]
-    return [tree_unflatten([part[index] for part in parts], structure) for index in range(num)]
+    chunks = [leaf.chunk(num) if isinstance(leaf, torch.Tensor) and leaf.dim() else [leaf] * num for leaf in leaves]
+    return [tree_unflatten([of_leaf[index] for of_leaf in chunks], structure) for index in range(num)]
 
 
 def signature(tree: Any) -> tuple[Any, ...]:
-    """Equal for batches that can go the same way: structure, shapes and types."""
+    """Equal for batches that can have the same schedule: structure, shapes and types."""
     leaves, structure = tree_flatten(tree)
     kinds = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
     return (str(structure), *kinds)

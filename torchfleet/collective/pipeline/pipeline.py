@@ -1,4 +1,4 @@
-"""Pipeline (C16): the layers of a model in stages on different ranks, through which micro-batches flow.
+"""Pipeline parallelism: the layers of a model in stages on different ranks, through which micro-batches flow.
 
     strategy = fleet.DistributedStrategy(pipeline=True, pipeline_configs={"accumulate_steps": 8})
     loss = model.train_batch(inputs, target, loss_fn)      # the mean over the batch on the last stage, None elsewhere
@@ -12,7 +12,7 @@ and equal those of the whole batch if the loss is a mean over samples (batch nor
 time steps p - 1 are idle on each of p ranks. `schedule_mode`: "F-then-B" runs all forwards first, "1F1B" begins
 backward as soon as it can and keeps activations of at most p micro-batches instead of n.
 
-Every rank of a pipeline reads the same batch: a sampler needs num_replicas = data × sharding degrees. Stages are said
+Every rank of a pipeline reads the same batch: a sampler needs num_replicas = data × sharding degrees. Stages are given
 by `fleet.device_guard` or `stages`; a Sequential without is cut evenly (stages.py). A Sequential is cut as it is, any
 other model is traced by torch.export for each shape of micro-batch (traced.py), and then returns its outputs as a
 tensor or a flat tuple. After the cut a rank has the parameters of its own stage alone, by the names they had.
@@ -38,9 +38,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchfleet.collective.gradient_average import GradientAverage
 from torchfleet.collective.pipeline import stages
-from torchfleet.collective.pipeline.flow import Shape, Way, announce, as_tuple, hear, shape_of
+from torchfleet.collective.pipeline.flow import Schedule, Shape, as_tuple, recv_described, send_described, shape_of
 from torchfleet.collective.pipeline.micro_batches import (
-    LossFn,
     MicroBatches,
     batch_size_of,
     num_micro_batches,
@@ -49,24 +48,29 @@ from torchfleet.collective.pipeline.micro_batches import (
 from torchfleet.collective.pipeline.traced import TracedStage, Tracer
 from torchfleet.collective.strategies.recomputation.offload import Offload
 from torchfleet.collective.strategies.recomputation.recompute import chosen
-from torchfleet.collective.strategy import Forward, Part
+from torchfleet.collective.strategy import JobView, LossFn, Runner, Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import StrategyError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
-_NUM_KEPT = 8  # shapes of batches whose way, and trace, is kept
+_NUM_KEPT = 8  # shapes of batches whose schedule, and trace, is kept
 
 
-class Pipeline(Part):
+class Pipeline(Strategy):
     field = "pipeline"
     owns_gradients = True
+    accepts_local_parameters = False
+    refusal = (
+        "under pipeline=True the stages run together: use model.train_batch(inputs, target, loss_fn) to train "
+        "and model.eval_batch(inputs) to predict"
+    )
 
-    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
-        super().__init__(strategy, world)
+    def __init__(self, settings: DistributedStrategy, world: World) -> None:
+        super().__init__(settings, world)
         self._axis = world.axis("pipe")
-        self._average = GradientAverage(strategy, world)
+        self._average = GradientAverage(settings, world)
         self._exchanging = True
-        self._ways: OrderedDict[Any, Way] = OrderedDict()
+        self._schedules: OrderedDict[Any, Schedule] = OrderedDict()
         self._tracer: Tracer | None = None
         self._recomputed: list[str] = []
 
@@ -89,25 +93,28 @@ class Pipeline(Part):
             stages.drop_modules(model, [name for name in stages.chain(model) if name in others])
             return model
         self._refuse_sharding(model)
-        if self.strategy.recompute:
-            again = {id(one) for one in chosen(model, self.strategy.recompute_configs["checkpoints"])}
-            self._recomputed = [name for name, one in model.named_modules() if id(one) in again]
+        if self.settings.recompute:
+            again = {id(module) for module in chosen(model, self.settings.recompute_configs["checkpoints"])}
+            self._recomputed = [name for name, module in model.named_modules() if id(module) in again]
         self._tracer, self._buffers = Tracer(model, first), dict(model.named_buffers())
         stages.drop_tensors(model, others)
         model.forward = self._run_traced
         return model
 
     def _refuse_sharding(self, model: torch.nn.Module) -> None:
-        stage = self.strategy.sharding_configs["stage"]
-        if self.strategy.sharding and stage > 1:
+        stage = self.settings.sharding_configs["stage"]
+        if self.settings.sharding and stage > 1:
             raise StrategyError(
                 f"pipeline and sharding (stage {stage}): a {type(model).__name__} is traced, which cannot be done with "
                 "parameters that are gathered when modules are called: use sharding_configs={'stage': 1}, or make the "
                 "model a torch.nn.Sequential"
             )
 
-    def build(self, model: torch.nn.Module, forward: Forward) -> None:
-        self._model, self._forward = model, forward
+    def runner(self) -> Runner:
+        return self
+
+    def joined(self, job: JobView) -> None:
+        self._model, self._forward = job.model, job.forward
         if self._axis.size > 1:  # before neighbours talk in pairs, all ranks of the group must have met
             dist.all_reduce(torch.zeros(1, device=self.world.device), group=self._axis.group)
 
@@ -129,7 +136,7 @@ class Pipeline(Part):
             for _ in range(num):
                 batches.loss(self._call(None, (), batches.next_inputs())).backward()  # type: ignore[no-untyped-call]
         else:
-            self._way(batches).run(batches)
+            self._schedule(batches).run(batches)
         if self._exchanging:
             self._average(self._model.parameters())
         return torch.stack(batches.losses).mean() if self.is_last else None
@@ -145,7 +152,7 @@ class Pipeline(Part):
         if self._axis.size == 1:
             batches.outputs = [self._call(None, (), batches.next_inputs()) for _ in range(num)]
         else:
-            self._way(batches).run(batches)
+            self._schedule(batches).run(batches)
         return batches.joined() if self.is_last else None
 
     def _call(self, traced: TracedStage | None, received: Sequence[torch.Tensor], inputs: Any) -> Any:
@@ -162,26 +169,28 @@ class Pipeline(Part):
         """The model's forward, around which the other strategies are."""
         return self._traced.module(*args)
 
-    # The way of batches of one shape
+    # The schedule of batches of one shape
 
-    def _way(self, batches: MicroBatches) -> Way:
+    def _schedule(self, batches: MicroBatches) -> Schedule:
         """Found when the first such batch comes, and kept."""
         inputs = batches.inputs[0]
         key = (batches.has_loss, self._model.training, batches.num, signature(inputs))
-        if key not in self._ways:
+        if key not in self._schedules:
             traced = None if self._tracer is None else self._trace(self._tracer, *inputs)
             call = partial(self._call, traced)
             crossing = self._explore(call, inputs)
-            self._ways[key] = Way(call, crossing, self._axis, self.world.device, self.configs["schedule_mode"])
-            if len(self._ways) > _NUM_KEPT:
-                self._ways.popitem(last=False)
-        self._ways.move_to_end(key)
-        return self._ways[key]
+            self._schedules[key] = Schedule(
+                call, crossing, self._axis, self.world.device, self.configs["schedule_mode"]
+            )
+            if len(self._schedules) > _NUM_KEPT:
+                self._schedules.popitem(last=False)
+        self._schedules.move_to_end(key)
+        return self._schedules[key]
 
     def _trace(self, tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedStage:
         traced = tracer.trace(args, kwargs, self._model.training, self._axis.rank)
         traced.adopt(self._model, self._buffers)
-        is_offloaded = self.strategy.recompute_configs["enable_offload"]
+        is_offloaded = self.settings.recompute_configs["enable_offload"]
         traced.recompute(self._recomputed, Offload(self.world.device) if is_offloaded else None)
         return traced
 
@@ -191,19 +200,19 @@ class Pipeline(Part):
         received: list[torch.Tensor] = []
         device = self.world.device
         if self._axis.rank:
-            incoming, received = hear(self._axis, device)
+            incoming, received = recv_described(self._axis, device)
         if self.is_last:
             return incoming, []
         with torch.no_grad(), _unchanged(self._model, device):
-            outputs = as_tuple(call(received, tree_map_only(torch.Tensor, lambda one: one.to(device), inputs)))
-        announce(outputs, self._axis, device)
-        return incoming, [shape_of(one) for one in outputs]
+            outputs = as_tuple(call(received, tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)))
+        send_described(outputs, self._axis, device)
+        return incoming, [shape_of(output) for output in outputs]
 
 
 @contextlib.contextmanager
 def _unchanged(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """Buffers (running statistics) and random numbers are afterwards what they are now."""
-    buffers = [(one, one.clone()) for one in model.buffers()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
     with torch.no_grad():

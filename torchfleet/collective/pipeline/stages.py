@@ -1,7 +1,7 @@
-"""Where a model is cut into the stages of a pipeline, and the cut itself.
+"""Partition of a model into the stages of a pipeline.
 
-Said by the user, with `fleet.device_guard` while the model is made or with pipeline_configs["stages"]; a Sequential for
-which nothing is said is cut so that the largest stage has as few parameters as can be.
+Given by the user, with `fleet.device_guard` while the model is made or with pipeline_configs["stages"]; a Sequential
+for which nothing is given is cut so that the largest stage has as few parameters as can be.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _on_module(parent: torch.nn.Module, name: str, module: torch.nn.Module | Non
 
 def _on_parameter(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
     """The first thing that a module gets: it is being made in here. Otherwise it is an older one that gets more."""
-    if not any(one is not None for one in module._parameters.values()) and not module._modules:
+    if not any(known is not None for known in module._parameters.values()) and not module._modules:
         vars(module).setdefault(_STAGE, _guards[-1])
 
 
@@ -75,17 +75,17 @@ def _is_sequential(module: torch.nn.Module) -> bool:
     )
 
 
-def starts(model: torch.nn.Module, said: Sequence[str], num_stages: int) -> list[str]:
+def starts(model: torch.nn.Module, given: Sequence[str], num_stages: int) -> list[str]:
     """Names of the modules with which the second, third, ... of `num_stages` stages begins."""
     guarded = _guarded_starts(model)
-    if said and guarded:
+    if given and guarded:
         raise StrategyError(
             "pipeline_configs['stages'] and device_guard both say where the stages of the pipeline begin: use one"
         )
-    if not said and not guarded:
+    if not given and not guarded:
         return _even_starts(model, num_stages)
-    found = _checked_names(model, said) if said else guarded
-    where = "pipeline_configs['stages']" if said else "device_guard"
+    found = _checked_names(model, given) if given else guarded
+    where = "pipeline_configs['stages']" if given else "device_guard"
     if len(found) != num_stages - 1:
         raise StrategyError(
             f"{where} makes {len(found) + 1} stages ({', '.join(found)} begin the later ones), and the pipeline has "
@@ -94,19 +94,19 @@ def starts(model: torch.nn.Module, said: Sequence[str], num_stages: int) -> list
     return found
 
 
-def _checked_names(model: torch.nn.Module, said: Sequence[str]) -> list[str]:
+def _checked_names(model: torch.nn.Module, given: Sequence[str]) -> list[str]:
     known = [name for name, _ in model.named_modules() if name]
-    for name in said:
+    for name in given:
         if name not in known:
             raise StrategyError(
                 f"pipeline_configs['stages']: the model has no module {name!r}; it has {', '.join(known[:20])}"
                 + (" and more" if len(known) > 20 else "")
             )
-    if sorted(said, key=known.index) != list(said) or len(set(said)) != len(said):
+    if sorted(given, key=known.index) != list(given) or len(set(given)) != len(given):
         raise StrategyError(
-            f"pipeline_configs['stages']={list(said)}: give the modules once each, in the order the model has them"
+            f"pipeline_configs['stages']={list(given)}: give the modules once each, in the order the model has them"
         )
-    return list(said)
+    return list(given)
 
 
 def _guarded_starts(model: torch.nn.Module) -> list[str]:
@@ -133,22 +133,22 @@ def _even_starts(model: torch.nn.Module, num_stages: int) -> list[str]:
         )
     if len(names) < num_stages:
         raise StrategyError(f"pipeline: {len(names)} modules in a row cannot be cut into {num_stages} stages")
-    sizes = [sum(one.numel() for one in model.get_submodule(name).parameters()) for name in names]
+    sizes = [sum(parameter.numel() for parameter in model.get_submodule(name).parameters()) for name in names]
     return [names[first] for first in _even_cut(sizes, num_stages)]
 
 
-def _even_cut(sizes: Sequence[int], num_parts: int) -> list[int]:
-    """Where the second, third, ... part begins, so that the largest sum of a part is as small as can be."""
+def _even_cut(sizes: Sequence[int], num_stages: int) -> list[int]:
+    """Where the second, third, ... stage begins, so that the largest sum of a stage is as small as can be."""
     num = len(sizes)
     before = [0]
     for size in sizes:
         before.append(before[-1] + size)
-    # best[i]: the largest part, and minus the cuts, of the first i sizes in as many parts as the loop has come to. Of
+    # best[i]: the largest stage, and minus the cuts, of the first i sizes in as many stages as the loop has come to. Of
     # cuts that are as good the last is taken: what has no parameters stays with what it follows.
     best: list[tuple[int, list[int]]] = [(total, []) for total in before]
-    for part in range(1, num_parts):
-        for i in range(num, part, -1):  # from the end: best[j] is still that of one part less
-            best[i] = min((max(best[j][0], before[i] - before[j]), [*best[j][1], -j]) for j in range(part, i))
+    for stage in range(1, num_stages):
+        for i in range(num, stage, -1):  # from the end: best[j] is still that of one stage less
+            best[i] = min((max(best[j][0], before[i] - before[j]), [*best[j][1], -j]) for j in range(stage, i))
     return [-cut for cut in best[num][1]]
 
 
@@ -169,7 +169,7 @@ def is_cut_in_chain(model: torch.nn.Module, first: Sequence[str]) -> bool:
 
 
 def refuse_shared(model: torch.nn.Module, stages: dict[str, int]) -> None:
-    """A parameter that two stages use would be two parameters, each with a part of the gradient."""
+    """A parameter that two stages use would be two parameters, each with a share of the gradient."""
     seen: dict[torch.Tensor, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         other = seen.setdefault(parameter, name)

@@ -31,19 +31,21 @@ class Tracer:
     def __init__(self, model: torch.nn.Module, starts: Sequence[str]) -> None:
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         tensors = [*model.parameters(), *model.buffers()]
-        if any(hasattr(one, "to_local") for one in tensors):
+        if any(hasattr(tensor, "to_local") for tensor in tensors):
             raise ModelError(
                 f"pipeline and tensor_parallel: a {type(model).__name__} is traced, which cannot be done with layers "
                 "that are cut over ranks: make the model a torch.nn.Sequential"
             )
-        self._model = copy.deepcopy(model, {id(one): self._mode.from_tensor(one) for one in tensors})
+        self._model = copy.deepcopy(model, {id(tensor): self._mode.from_tensor(tensor) for tensor in tensors})
         self._tensors = [*self._model.parameters(), *self._model.buffers()]
         self._split: dict[str, Any] = dict.fromkeys(starts, SplitPoint.BEGINNING)
         self._stage_of = stage_of_modules(model, starts)
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, index: int) -> TracedStage:
         """Stage `index` for inputs like these. Its parameters have no memory until `adopt` gives it some."""
-        model = copy.deepcopy(self._model, {id(one): one for one in self._tensors})  # in which the cuts are marked
+        model = copy.deepcopy(
+            self._model, {id(tensor): tensor for tensor in self._tensors}
+        )  # in which the cuts are marked
         model.train(training)
         args, named = tree_map_only(torch.Tensor, self._mode.from_tensor, (args, dict(kwargs)))
         try:
@@ -107,8 +109,8 @@ class TracedStage:
     def outgoing(self, received: Sequence[torch.Tensor], inputs: Sequence[Any], outputs: Any) -> tuple[Any, ...]:
         """What crosses the cut after it; after the last stage: what the model returns, flat."""
         values = dict(zip(self._incoming, received, strict=True))
-        values.update({(self._index, place): one for place, one in enumerate(as_tuple(outputs))})
-        values.update({(-1, place): one for place, one in enumerate(inputs)})
+        values.update({(self._index, place): output for place, output in enumerate(as_tuple(outputs))})
+        values.update({(-1, place): value for place, value in enumerate(inputs)})
         return tuple(values[key] for key in self._outgoing)
 
     def recompute(self, names: Iterable[str], offload: Offload | None) -> None:
@@ -120,7 +122,7 @@ class TracedStage:
                 recompute(modules[name], offload)
 
 
-Value = tuple[int, int]  # of which stage, the how many-th output; stage -1 are the inputs of the model
+Value = tuple[int, int]  # (stage, index of its output); stage -1 stands for the inputs of the model
 
 
 class _Wiring:
@@ -157,20 +159,22 @@ def _without_assertions(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def _keep_buffers_in_backward(module: torch.nn.Module) -> None:
-    """Run in a backward pass, which is to say again, the module changes copies of its buffers (running statistics)."""
+    """When the module runs for the second time, in backward, it changes copies of its buffers (running statistics)."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch._C._current_graph_task_id() == -1:
             return inner(*args, **kwargs)
-        kept = [(one, dict(one._buffers)) for one in module.modules() if one._buffers]
-        for one, buffers in kept:
-            one._buffers.update({name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()})
+        kept = [(inside, dict(inside._buffers)) for inside in module.modules() if inside._buffers]
+        for inside, buffers in kept:
+            inside._buffers.update(
+                {name: None if buffer is None else buffer.clone() for name, buffer in buffers.items()}
+            )
         try:
             return inner(*args, **kwargs)
         finally:
-            for one, buffers in kept:
-                one._buffers.update(buffers)
+            for inside, buffers in kept:
+                inside._buffers.update(buffers)
 
     module.forward = forward
 

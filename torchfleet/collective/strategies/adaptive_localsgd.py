@@ -1,4 +1,4 @@
-"""Adaptive local SGD (C14): local SGD whose interval shrinks as the loss falls.
+"""Adaptive local SGD: local SGD whose interval shrinks as the loss falls.
 
     interval = ⌈ √(lr_0 · loss_t / (lr_t · loss_0)) · init_k_steps ⌉, between 1 and 16
 
@@ -29,11 +29,12 @@ LONGEST = 16
 
 class AdaptiveLocalSGD(LocalSGD):
     field = "adaptive_localsgd"
+    wants_loss = True
 
-    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
-        super().__init__(strategy, world)
+    def __init__(self, settings: DistributedStrategy, world: World) -> None:
+        super().__init__(settings, world)
         self._loss: float | torch.Tensor | None = None  # the last one of this rank
-        self._own_first: float | torch.Tensor | None = None  # this rank's part of loss_0
+        self._own_first: float | torch.Tensor | None = None  # this rank's share of loss_0
         self._first_loss = self._first_lr = math.nan
 
     def _first_interval(self) -> int:

@@ -1,4 +1,4 @@
-"""Batch norm over the samples of all ranks (C19, sync_batch_norm), as if one rank had the whole batch.
+"""Batch norm over the samples of all ranks (sync_batch_norm), as if one rank had the whole batch.
 
     mean = Σ x / n        var = Σ (x - mean)² / n        sums and n over all ranks, which may have different numbers
 
@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from torchfleet.collective.strategy import Part
+from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import AXES, World
 from torchfleet.errors import ModelError
 
 _KINDS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 
 
-class SyncBatchNorm(Part):
+class SyncBatchNorm(Strategy):
     field = "sync_batch_norm"
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:

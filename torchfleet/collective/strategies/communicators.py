@@ -1,4 +1,4 @@
-"""Several communicators used in turn (C4), so that the exchange of one bucket of gradients overlaps that of the next.
+"""Several communicators used in turn, so that the exchange of one bucket of gradients overlaps that of the next.
 
 A communicator is a process group of all ranks: with NCCL a stream of its own, with gloo connections and threads of its
 own. Bucket i of the job uses communicator i mod `nccl_comm_num`. `sync_nccl_allreduce`=True: before a communicator
@@ -15,16 +15,17 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torchfleet.collective.strategy import Part
+from torchfleet.collective.strategy import Strategy
 
 
-class Communicators(Part):
+class Communicators(Strategy):
     field = "nccl_comm_num"
+    registers_hook = True
 
     def attach(self, parallel: DistributedDataParallel) -> None:
         if self.world.size == 1:
             return
-        self._groups = [dist.new_group() for _ in range(self.strategy.nccl_comm_num)]
+        self._groups = [dist.new_group() for _ in range(self.settings.nccl_comm_num)]
         self._last: list[dist.Work | None] = [None] * len(self._groups)
         self._num_buckets = 0
         parallel.register_comm_hook(None, lambda _, bucket: self._exchange(bucket.buffer()))
@@ -34,7 +35,7 @@ class Communicators(Part):
         turn = self._num_buckets % len(self._groups)
         self._num_buckets += 1
         last = self._last[turn]
-        if last is not None and self.strategy.sync_nccl_allreduce:
+        if last is not None and self.settings.sync_nccl_allreduce:
             last.wait()
         gradients.div_(self.world.size)
         work = dist.all_reduce(gradients, group=self._groups[turn], async_op=True)

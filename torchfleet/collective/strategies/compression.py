@@ -1,4 +1,4 @@
-"""What deep gradient compression does to one parameter: choose the largest values, keep the others for later."""
+"""Selection of the largest values of a gradient, and the residuals that are kept for later (dgc.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deep gradient compression (C12): only the largest gradients are exchanged, the others wait until they are large.
+"""Deep gradient compression: only the largest gradients are exchanged, the others wait until they are large.
 
 For every parameter of 16384 values or more, on each rank, with momentum m, weight decay λ and N ranks:
 
@@ -29,9 +29,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from torchfleet.collective.closures import run_closure
 from torchfleet.collective.strategies.compression import Residual, flat, num_sent
 from torchfleet.collective.strategies.layerwise.layerwise import check_inner, check_momentum
-from torchfleet.collective.strategy import Part
+from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import FleetError, StrategyError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
@@ -40,15 +41,16 @@ WHOLE_BELOW = 16384  # values; compressing fewer saves nothing
 _PLAIN = {"nesterov": False, "dampening": 0, "maximize": False, "differentiable": False}
 
 
-class DeepGradientCompression(Part):
+class DeepGradientCompression(Strategy):
     field = "dgc"
+    registers_hook = True
 
-    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
-        super().__init__(strategy, world)
-        _check(strategy)
-        merge = strategy.gradient_merge_configs
+    def __init__(self, settings: DistributedStrategy, world: World) -> None:
+        super().__init__(settings, world)
+        _check(settings)
+        merge = settings.gradient_merge_configs
         # Gradients come here as sums over that many batches, and are divided later.
-        self._num_merged: int = merge["k_steps"] if strategy.gradient_merge and merge["avg"] else 1
+        self._num_merged: int = merge["k_steps"] if settings.gradient_merge and merge["avg"] else 1
         self._num_steps = 0
         self._residuals: dict[str, Residual] = {}
         self._compressed: set[str] = set()  # whose gradients of this step were exchanged as a few values
@@ -68,7 +70,9 @@ class DeepGradientCompression(Part):
         check_inner(self.field, inner, torch.optim.SGD, _PLAIN)
         check_momentum(self.field, inner)
         self._names = names
-        self._stepped = {names[one]: (one, group) for group in inner.param_groups for one in group["params"]}
+        self._stepped = {
+            names[parameter]: (parameter, group) for group in inner.param_groups for parameter in group["params"]
+        }
         self._optimizer = DgcMomentum(inner, lambda: (self._stepped[name] for name in self._compressed))
         return self._optimizer
 
@@ -133,7 +137,7 @@ class DeepGradientCompression(Part):
     def _gather(
         self, buffer: torch.Tensor, whole: list[torch.Tensor], values: torch.Tensor, places: torch.Tensor
     ) -> torch.futures.Future[torch.Tensor]:
-        """The mean over ranks into `buffer`: of `whole`, parts of it, as it is; elsewhere of every rank's values."""
+        """The mean over ranks into `buffer`: of `whole`, views of it, as they are; elsewhere of every rank's values."""
         size = self.world.size
         word = torch.int64 if values.dtype == torch.float64 else torch.int32
         packed = torch.cat([values.view(word), places.to(word)])
@@ -150,7 +154,7 @@ class DeepGradientCompression(Part):
                 first.wait()
             buffer.zero_()
             if whole:
-                means = summed.split([one.numel() for one in whole])  # type: ignore[no-untyped-call]
+                means = summed.split([gradient.numel() for gradient in whole])  # type: ignore[no-untyped-call]
                 torch._foreach_copy_(whole, means)
             for row in received:  # rank by rank: a sum in another order on another rank would let them drift apart
                 theirs, where = row.split(values.numel())
@@ -198,11 +202,8 @@ class DgcMomentum(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        hidden = [(one, one.grad) for one, _ in self._compressed() if one.grad is not None]
+        loss = run_closure(closure)
+        hidden = [(parameter, parameter.grad) for parameter, _ in self._compressed() if parameter.grad is not None]
         for parameter, group in self._compressed():
             if parameter.grad is not None:
                 parameter.add_(parameter.grad, alpha=-float(group["lr"]))
@@ -218,16 +219,16 @@ def sparsity_at(step: int, num_steps: int, values: Sequence[float]) -> float:
     return 0.0 if step < 0 else float(values[min(step * len(values) // num_steps, len(values) - 1)])
 
 
-def _check(strategy: DistributedStrategy) -> None:
-    values = strategy.dgc_configs["sparsity"]
-    is_valid = values and all(isinstance(one, (int, float)) and 0 <= one < 1 for one in values)
+def _check(settings: DistributedStrategy) -> None:
+    values = settings.dgc_configs["sparsity"]
+    is_valid = values and all(isinstance(share, (int, float)) and 0 <= share < 1 for share in values)
     if not is_valid or sorted(values) != values:
         raise StrategyError(
             f"dgc_configs['sparsity'] expects shares from 0 to below 1 that do not fall, found {values!r}; "
             "[0.75, 0.9375, 0.984, 0.996, 0.999], say"
         )
-    amp = strategy.amp_configs
-    if strategy.amp and amp["dtype"] == "float16" and not amp["use_pure_bf16"]:
+    amp = settings.amp_configs
+    if settings.amp and amp["dtype"] == "float16" and not amp["use_pure_bf16"]:
         raise StrategyError(
             "dgc and amp in float16 cannot be used together: a gradient that overflows would stay in what is not sent "
             "yet. Use amp_configs={'dtype': 'bfloat16'}, or leave one of them out."

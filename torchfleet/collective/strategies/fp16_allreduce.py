@@ -1,4 +1,4 @@
-"""Gradients cross the wire in half precision (C6), at half the bytes.
+"""All-reduce of gradients in half precision, at half the bytes.
 
     mean = Σ_ranks float16(g) / N, back in the gradients' own type
 
@@ -13,11 +13,12 @@ from __future__ import annotations
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from torchfleet.collective.strategy import Part
+from torchfleet.collective.strategy import Strategy
 
 
-class Fp16AllReduce(Part):
+class Fp16AllReduce(Strategy):
     field = "fp16_allreduce"
+    registers_hook = True
 
     def attach(self, parallel: DistributedDataParallel) -> None:
         if self.world.size > 1:  # one rank sends nothing

@@ -1,9 +1,9 @@
-"""Operator fusion (C3): the flags of build_strategy.
+"""Operator fusion by torch.compile and fused optimizers: the flags of build_strategy.
 
 fuse_elewise_add_act_ops, fuse_bn_act_ops, fuse_bn_add_act_ops and fuse_relu_depthwise_conv name fusions of Paddle's
-graph passes. Here any of them hands the model to torch.compile, which fuses these and all others that it finds; which
-they were is said by rank 0 after the first step, and by `Fusion.report`. Results equal those of the eager model up to
-the order of sums inside a kernel: about 1e-5 of a value in float32, 1e-2 in half precision.
+graph passes. Here any of them hands the model to torch.compile, which fuses these and all others that it finds; rank
+0 prints which after the first step (`Fusion.report`). Results equal those of the eager model up to the order of sums
+inside a kernel: about 1e-5 of a value in float32, 1e-2 in half precision.
 
 fuse_all_optimizer_ops lets the optimizer step with one kernel for many parameters: its own `fused` variant where it has
 one for the device and the parameters, otherwise `foreach`.
@@ -29,21 +29,20 @@ from typing import Any
 import torch
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from torchfleet.collective.strategy import Part
+from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import ModelError, StrategyError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 COMPILING = ("fuse_elewise_add_act_ops", "fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_relu_depthwise_conv")
-_OWN_RULES = ("lars", "lamb", "dgc")
 
 
-class Fusion(Part):
+class Fusion(Strategy):
     field = "build_strategy"
 
-    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
-        super().__init__(strategy, world)
-        flags = strategy.build_strategy
+    def __init__(self, settings: DistributedStrategy, world: World) -> None:
+        super().__init__(settings, world)
+        flags = settings.build_strategy
         self.configs = {name: value for name, value in vars(flags).items() if value}
         self.compiled_for = [name for name in COMPILING if getattr(flags, name)]
         self._fuses_optimizer = bool(flags.fuse_all_optimizer_ops)
@@ -51,14 +50,10 @@ class Fusion(Part):
         self._is_reported = not self.compiled_for
         self._optimizer = ""
         if self.compiled_for:
-            _check_pairs(strategy, f"build_strategy.{self.compiled_for[0]}")
+            _check_pairs(settings, f"build_strategy.{self.compiled_for[0]}")
             _check_compiler(world.device, f"build_strategy.{self.compiled_for[0]}")
-        rule = next((name for name in _OWN_RULES if getattr(strategy, name)), None)
-        if self._fuses_optimizer and rule:
-            raise StrategyError(
-                f"build_strategy.fuse_all_optimizer_ops and {rule} cannot be used together: {rule} does not step with "
-                "the optimizer's own kernels. Leave one of them out."
-            )
+        if self._fuses_optimizer:
+            _check_rule(settings)
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         if self.compiled_for:
@@ -103,16 +98,26 @@ def _compile(model: torch.nn.Module) -> None:
     model._compiled_call_impl = torch.compile(call)
 
 
-def _check_pairs(strategy: DistributedStrategy, flag: str) -> None:
-    if strategy.pipeline:
+def _check_pairs(settings: DistributedStrategy, flag: str) -> None:
+    if settings.pipeline:
         raise StrategyError(
             f"{flag} and pipeline cannot be used together: a pipeline takes the model apart, and it is compiled whole. "
             "Leave one of them out."
         )
-    if strategy.recompute and strategy.recompute_configs["enable_offload"]:
+    if settings.recompute and settings.recompute_configs["enable_offload"]:
         raise StrategyError(
             f"{flag} and recompute_configs['enable_offload'] cannot be used together: a compiled model decides itself "
             "what it keeps where. Leave one of them out."
+        )
+
+
+def _check_rule(settings: DistributedStrategy) -> None:
+    own_rules = {"lars": settings.lars, "lamb": settings.lamb, "dgc": settings.dgc}
+    rule = next((name for name, is_on in own_rules.items() if is_on), None)
+    if rule is not None:
+        raise StrategyError(
+            f"build_strategy.fuse_all_optimizer_ops and {rule} cannot be used together: {rule} does not step with "
+            "the optimizer's own kernels. Leave one of them out."
         )
 
 
@@ -158,7 +163,11 @@ def _is_fusible(optimizer: torch.optim.Optimizer) -> bool:
     if isinstance(optimizer, torch.optim.Adagrad):
         kinds = ["cpu"]
     groups = optimizer.param_groups
-    fits = all(one.device.type in kinds and one.is_floating_point() for group in groups for one in group["params"])
+    fits = all(
+        parameter.device.type in kinds and parameter.is_floating_point()
+        for group in groups
+        for parameter in group["params"]
+    )
     return fits and not any(group.get("differentiable") for group in groups)
 
 

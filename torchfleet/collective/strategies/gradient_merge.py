@@ -1,4 +1,4 @@
-"""Gradient merge (C9): gradients of k batches are gathered before they are exchanged and the parameters step once.
+"""Gradient accumulation: gradients of k batches are summed before they are exchanged and the parameters step once.
 
     g = (1/k) · Σ_{i=1..k} g_i        (avg=True; the sum otherwise)
 
@@ -15,18 +15,18 @@ from collections.abc import Mapping
 import torch
 
 from torchfleet.collective.local_tensors import local
-from torchfleet.collective.strategy import Part
+from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 
-class GradientMerge(Part):
+class GradientMerge(Strategy):
     field = "gradient_merge"
 
-    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
-        super().__init__(strategy, world)
+    def __init__(self, settings: DistributedStrategy, world: World) -> None:
+        super().__init__(settings, world)
         self._k: int = self.configs["k_steps"]
-        self._num = 0  # batches gathered
+        self._num = 0  # batches accumulated
 
     def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
         self._groups = inner.param_groups
@@ -41,8 +41,8 @@ class GradientMerge(Part):
 
     def before_step(self) -> bool:
         if self.configs["avg"] and self._k > 1:
-            every = [one for group in self._groups for one in group["params"]]
-            gradients = [local(one.grad) for one in every if one.grad is not None]
+            every = [parameter for group in self._groups for parameter in group["params"]]
+            gradients = [local(parameter.grad) for parameter in every if parameter.grad is not None]
             if gradients:
                 torch._foreach_mul_(gradients, 1.0 / self._k)
         return True
@@ -51,7 +51,7 @@ class GradientMerge(Part):
         self._num = 0
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Nothing: gradients gathered so far are not saved; save after a step."""
+        """Nothing: gradients accumulated so far are not saved; save after a step."""
         return {}
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:

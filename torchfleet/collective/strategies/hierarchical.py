@@ -1,4 +1,4 @@
-"""Hierarchical all-reduce (C5): gradients are summed inside a node, then among nodes, then spread inside the node.
+"""Hierarchical all-reduce: gradients are summed inside a node, then among nodes, then spread inside the node.
 
     reduce to the first rank of each group of `hierarchical_allreduce_inter_nranks` neighbours
     all-reduce among these leaders
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torchfleet.collective.strategy import Part
+from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import StrategyError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
@@ -32,12 +32,13 @@ from torchfleet.strategy.distributed_strategy import DistributedStrategy
 Future = torch.futures.Future
 
 
-class HierarchicalAllReduce(Part):
+class HierarchicalAllReduce(Strategy):
     field = "use_hierarchical_allreduce"
+    registers_hook = True
 
-    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
-        super().__init__(strategy, world)
-        self._node_size: int = strategy.hierarchical_allreduce_inter_nranks
+    def __init__(self, settings: DistributedStrategy, world: World) -> None:
+        super().__init__(settings, world)
+        self._node_size: int = settings.hierarchical_allreduce_inter_nranks
         if world.size % self._node_size:
             raise StrategyError(
                 f"hierarchical_allreduce_inter_nranks={self._node_size} does not divide the {world.size} ranks there "
@@ -86,7 +87,7 @@ class _Stream:
         return future
 
 
-class _Order(NamedTuple):
+class _Pending(NamedTuple):
     gradients: torch.Tensor
     future: Future[torch.Tensor]
 
@@ -96,18 +97,18 @@ class _Thread:
 
     def __init__(self, levels: Levels) -> None:
         self._levels = levels
-        self._orders: queue.SimpleQueue[_Order] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[_Pending] = queue.SimpleQueue()
         # A daemon: waiting for a rank that died must not keep this process from ending.
         threading.Thread(target=self._work, name="hierarchical_allreduce", daemon=True).start()
 
     def begin(self, gradients: torch.Tensor) -> Future[torch.Tensor]:
-        order = _Order(gradients, Future())
-        self._orders.put(order)
-        return order.future
+        pending = _Pending(gradients, Future())
+        self._waiting.put(pending)
+        return pending.future
 
     def _work(self) -> None:
         while True:
-            gradients, future = self._orders.get()
+            gradients, future = self._waiting.get()
             try:
                 self._levels.average(gradients)
             except Exception as error:

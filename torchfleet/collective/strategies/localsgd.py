@@ -1,4 +1,4 @@
-"""Local SGD (C13): ranks train alone and average their parameters every k steps.
+"""Local SGD: ranks train alone and average their parameters every k steps.
 
     steps 1 … begin_step - 1     gradients are averaged in every step, as in plain data parallelism
     from step begin_step on      p_i = SGD(p_i, g_i) on each rank i by itself; after every k_steps-th of these steps
@@ -6,7 +6,7 @@
 
 k_steps = 1 equals data parallelism: SGD is linear in gradients and momentum, so that the mean of steps is the step of
 the mean; momentum buffers are never exchanged, and their mean is what the one buffer of data parallelism would be.
-Therefore the optimizer must be torch.optim.SGD. Parameters are exchanged, in flat pieces of fuse_grad_size_in_MB;
+Therefore the optimizer must be torch.optim.SGD. Parameters are exchanged, in flat buckets of fuse_grad_size_in_MB;
 buffers, as running statistics, stay each rank's own (sync_batch_norm makes them common). fleet.save averages too,
 momentum included, so that what is saved is one model.
 
@@ -20,21 +20,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 
-from torchfleet.collective.strategy import Part
+from torchfleet.collective.buckets import average
+from torchfleet.collective.local_tensors import is_local
+from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import StrategyError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 
-class LocalSGD(Part):
+class LocalSGD(Strategy):
     field = "localsgd"
+    accepts_local_parameters = False
 
-    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
-        super().__init__(strategy, world)
+    def __init__(self, settings: DistributedStrategy, world: World) -> None:
+        super().__init__(settings, world)
         self._axis = world.axis("data")
-        self._piece_bytes = strategy.fuse_grad_size_in_MB << 20
+        self._bucket_bytes = settings.fuse_grad_size_in_MB << 20
         self._num_steps = 0  # of the job
         self._num_alone = 0  # since the parameters were last equal on all ranks
         self.interval = self._first_interval()
@@ -49,9 +51,9 @@ class LocalSGD(Part):
                 f"ranks have trained alone is meant for SGD. Use it, or leave {self.field} out."
             )
         self._groups, self._inner = inner.param_groups, inner
-        apart = {name for one, name in names.items() if getattr(one, "fleet_local", False)}
+        apart = {name for parameter, name in names.items() if is_local(parameter)}
         # By name: an optimizer may step on copies in float32, which have no mark.
-        self._common = dict.fromkeys(one for one, name in names.items() if name not in apart)  # in order
+        self._common = dict.fromkeys(parameter for parameter, name in names.items() if name not in apart)  # in order
         return inner
 
     @property
@@ -74,25 +76,18 @@ class LocalSGD(Part):
         self._num_alone = 0
         if self._axis.group is None:
             return
-        self._average(self._parameters())
-
-    def _average(self, tensors: Iterator[torch.Tensor]) -> None:
-        for piece in _pieces(tensors, self._piece_bytes):
-            flat = torch.cat([one.reshape(-1) for one in piece]).div_(self._axis.size)
-            dist.all_reduce(flat, group=self._axis.group)
-            means = flat.split([one.numel() for one in piece])  # type: ignore[no-untyped-call]
-            torch._foreach_copy_(piece, [mean.view_as(one) for mean, one in zip(means, piece, strict=True)])
+        average(self._parameters(), [self._axis], self._bucket_bytes)
 
     def _parameters(self) -> Iterator[torch.Tensor]:
-        """Those that are the same on all ranks in data parallelism (all but parts of layers cut over the ranks)."""
+        """Those that are the same on all ranks in data parallelism (all but those of layers sharded over the ranks)."""
         for group in self._groups:
-            yield from (one.detach() for one in group["params"] if one in self._common)
+            yield from (parameter.detach() for parameter in group["params"] if parameter in self._common)
 
     def before_save(self) -> None:
         """A saved model is one model: saving is an averaging, of momentum too, also for the training that goes on."""
         if self._axis.group is not None and self._num_steps >= self.configs["begin_step"]:
             LocalSGD.average(self)  # without finding a new interval
-            self._average(self._momenta())
+            average(self._momenta(), [self._axis], self._bucket_bytes)
 
     def _momenta(self) -> Iterator[torch.Tensor]:
         """In the order of the groups, and all of them: zeros where this rank has none yet (amp skipped its steps)."""
@@ -110,15 +105,3 @@ class LocalSGD(Part):
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         self._num_steps = int(state.get("num_steps", self._num_steps))
         self._num_alone = int(state.get("num_alone", self._num_alone))
-
-
-def _pieces(tensors: Iterator[torch.Tensor], num_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one type each, together up to `num_bytes`, in the same way on all ranks."""
-    open_pieces: dict[torch.dtype, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        piece = open_pieces.setdefault(tensor.dtype, [])
-        if piece and sum(one.nbytes for one in piece) + tensor.nbytes > num_bytes:
-            yield open_pieces.pop(tensor.dtype)
-            piece = open_pieces.setdefault(tensor.dtype, [])
-        piece.append(tensor)
-    yield from open_pieces.values()

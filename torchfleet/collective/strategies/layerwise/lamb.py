@@ -1,4 +1,4 @@
-"""LAMB (C11): Adam whose steps are, layer by layer, as long as the weights: for very large batches.
+"""LAMB: Adam whose steps are, layer by layer, as long as the weights: for very large batches.
 
     m = β1 · m + (1 - β1) · g            m̂ = m / (1 - β1^t)
     v = β2 · v + (1 - β2) · g²           v̂ = v / (1 - β2^t)
@@ -20,15 +20,15 @@ from typing import Any
 
 import torch
 
+from torchfleet.collective.local_tensors import local
 from torchfleet.collective.strategies.layerwise.layerwise import (
-    Replacing,
+    ReplacingOptimizer,
     check_inner,
     is_excluded,
-    local,
     local_gradient,
     norms,
 )
-from torchfleet.collective.strategy import Part
+from torchfleet.collective.strategy import Strategy
 
 _PLAIN = {
     "weight_decay": 0,
@@ -40,7 +40,7 @@ _PLAIN = {
 }
 
 
-class Lamb(Part):
+class Lamb(Strategy):
     field = "lamb"
 
     def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
@@ -49,7 +49,7 @@ class Lamb(Part):
         return LambAdam(inner, self.configs["lamb_weight_decay"], excluded)
 
 
-class LambAdam(Replacing):
+class LambAdam(ReplacingOptimizer):
     """The rule. State, as Adam's: exp_avg, exp_avg_sq, step."""
 
     def __init__(self, inner: torch.optim.Optimizer, decay: float, excluded: Callable[[torch.Tensor], bool]) -> None:
@@ -59,9 +59,9 @@ class LambAdam(Replacing):
     def step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         if not parameters:
             return
-        weights = [local(one) for one in parameters]
+        weights = [local(parameter) for parameter in parameters]
         moves = self._adam(group, parameters)
-        decayed = [index for index, one in enumerate(parameters) if not self._excluded(one)]
+        decayed = [index for index, parameter in enumerate(parameters) if not self._excluded(parameter)]
         if decayed and self._decay:
             torch._foreach_add_([moves[i] for i in decayed], [weights[i] for i in decayed], alpha=self._decay)
         rates = group["lr"] * _ratios(norms(weights, parameters), norms(moves, parameters))
@@ -69,14 +69,14 @@ class LambAdam(Replacing):
         torch._foreach_sub_(weights, moves)
 
     def _adam(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """m̂ / (√v̂ + eps) of this rank's parts, new tensors."""
+        """m̂ / (√v̂ + eps) of this rank's shards, new tensors."""
         first_beta, second_beta = group["betas"]
-        directions = [local_gradient(one) for one in parameters]
-        means, squares = self.part_of_state(parameters, "exp_avg"), self.part_of_state(parameters, "exp_avg_sq")
+        directions = [local_gradient(parameter) for parameter in parameters]
+        means, squares = self.local_state(parameters, "exp_avg"), self.local_state(parameters, "exp_avg_sq")
         torch._foreach_lerp_(means, directions, 1 - first_beta)
         torch._foreach_mul_(squares, second_beta)
         torch._foreach_addcmul_(squares, directions, directions, value=1 - second_beta)
-        steps = [self._count(one) for one in parameters]
+        steps = [self._count(parameter) for parameter in parameters]
         below = torch._foreach_sqrt(squares)
         torch._foreach_div_(below, [(1 - second_beta**step) ** 0.5 for step in steps])
         torch._foreach_add_(below, group["eps"])

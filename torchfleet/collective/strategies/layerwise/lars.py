@@ -1,4 +1,4 @@
-"""LARS (C10): momentum SGD whose step size follows, layer by layer, how large the weights are beside their gradients.
+"""LARS: momentum SGD whose step size follows, layer by layer, how large the weights are beside their gradients.
 
     local_lr = lr · coeff · ‖p‖ / (‖g‖ + wd · ‖p‖ + eps)      where ‖p‖ > 0 and ‖g‖ > 0; else lr
     v = momentum · v + local_lr · (g + wd · p)
@@ -19,23 +19,23 @@ from typing import Any
 
 import torch
 
+from torchfleet.collective.local_tensors import local
 from torchfleet.collective.strategies.layerwise.layerwise import (
-    Replacing,
+    ReplacingOptimizer,
     check_inner,
     check_momentum,
     is_excluded,
-    local,
     local_gradient,
     norms,
 )
-from torchfleet.collective.strategy import Part
+from torchfleet.collective.strategy import Strategy
 from torchfleet.errors import StrategyError
 
 Pushes = list[torch.Tensor] | tuple[torch.Tensor, ...]
 _PLAIN = {"nesterov": False, "dampening": 0, "weight_decay": 0, "maximize": False, "differentiable": False}
 
 
-class Lars(Part):
+class Lars(Strategy):
     field = "lars"
 
     def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
@@ -49,7 +49,7 @@ class Lars(Part):
         return LarsMomentum(inner, self.configs, is_excluded(names, self.configs["exclude_from_weight_decay"]))
 
 
-class LarsMomentum(Replacing):
+class LarsMomentum(ReplacingOptimizer):
     """The rule. State: momentum_buffer, the v above."""
 
     def __init__(
@@ -62,16 +62,17 @@ class LarsMomentum(Replacing):
         self._excluded = excluded
 
     def step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        scaled = [one for one in parameters if not self._excluded(one)]
+        scaled = [parameter for parameter in parameters if not self._excluded(parameter)]
         if scaled:
-            weights, directions = [local(one) for one in scaled], [local_gradient(one) for one in scaled]
+            weights = [local(parameter) for parameter in scaled]
+            directions = [local_gradient(parameter) for parameter in scaled]
             rates = self._rates(group["lr"], norms(weights, scaled), norms(directions, scaled))
             pushes = torch._foreach_add(directions, weights, alpha=self._decay)
             torch._foreach_mul_(pushes, rates.unbind())
             self._move(group, scaled, pushes)
-        plain = [one for one in parameters if self._excluded(one)]
+        plain = [parameter for parameter in parameters if self._excluded(parameter)]
         if plain:
-            self._move(group, plain, [local_gradient(one) * group["lr"] for one in plain])
+            self._move(group, plain, [local_gradient(parameter) * group["lr"] for parameter in plain])
 
     def _rates(self, lr: Any, of_weights: torch.Tensor, of_gradients: torch.Tensor) -> torch.Tensor:
         """Each one's local_lr, on the device, from the norms."""
@@ -79,7 +80,7 @@ class LarsMomentum(Replacing):
         return torch.where((of_weights > 0) & (of_gradients > 0), rates, lr)
 
     def _move(self, group: dict[str, Any], parameters: list[torch.Tensor], pushes: Pushes) -> None:
-        velocities = self.part_of_state(parameters, "momentum_buffer")
+        velocities = self.local_state(parameters, "momentum_buffer")
         torch._foreach_mul_(velocities, group["momentum"])
         torch._foreach_add_(velocities, pushes)
-        torch._foreach_sub_([local(one) for one in parameters], velocities)
+        torch._foreach_sub_([local(parameter) for parameter in parameters], velocities)

@@ -1,4 +1,4 @@
-"""Optimizers with a step size per layer: how they replace the user's, and the norms of whole tensors they need."""
+"""Base of optimizers with a step size per layer (LARS, LAMB), and the norms of sharded tensors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torchfleet.collective.closures import run_closure
+from torchfleet.collective.local_tensors import local
 from torchfleet.errors import FleetError, StrategyError
 
 
@@ -37,16 +39,16 @@ def check_momentum(field: str, inner: torch.optim.Optimizer) -> None:
         raise StrategyError(f"{field}=True needs torch.optim.SGD with momentum, found momentum=0: set it, 0.9 say")
 
 
-def is_excluded(names: Mapping[torch.Tensor, str], parts_of_names: Sequence[Any]) -> Callable[[torch.Tensor], bool]:
+def is_excluded(names: Mapping[torch.Tensor, str], fragments: Sequence[Any]) -> Callable[[torch.Tensor], bool]:
     """Tells whether a parameter's name contains one of `exclude_from_weight_decay`."""
-    if not all(isinstance(part, str) and part for part in parts_of_names):
-        raise StrategyError(f"exclude_from_weight_decay expects parts of names of parameters, found {parts_of_names!r}")
-    excluded = {parameter for parameter, name in names.items() if any(part in name for part in parts_of_names)}
+    if not all(isinstance(fragment, str) and fragment for fragment in fragments):
+        raise StrategyError(f"exclude_from_weight_decay expects parts of names of parameters, found {fragments!r}")
+    excluded = {parameter for parameter, name in names.items() if any(fragment in name for fragment in fragments)}
     return excluded.__contains__
 
 
-class Replacing(torch.optim.Optimizer):
-    """Steps in the place of `inner` on the very same groups, so that whoever changes a learning rate there is heard."""
+class ReplacingOptimizer(torch.optim.Optimizer):
+    """Steps in the place of `inner` on the very same groups, so that a scheduler of either changes both."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)
@@ -54,33 +56,25 @@ class Replacing(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         for group in self.param_groups:
-            self.step_group(group, [one for one in group["params"] if one.grad is not None])
+            self.step_group(group, [parameter for parameter in group["params"] if parameter.grad is not None])
         return loss
 
     def step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         """One step of the group's parameters that have gradients."""
         raise NotImplementedError
 
-    def part_of_state(self, parameters: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
+    def local_state(self, parameters: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
         """The tensors of that name in the parameters' states, zeros at first: what this rank holds of them."""
-        for one in parameters:
-            if name not in self.state[one]:
-                self.state[one][name] = torch.zeros_like(one)
-        return [local(self.state[one][name]) for one in parameters]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor, the same memory; all of it unless it is cut over ranks (DTensor)."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for parameter in parameters:
+            if name not in self.state[parameter]:
+                self.state[parameter][name] = torch.zeros_like(parameter)
+        return [local(self.state[parameter][name]) for parameter in parameters]
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's part of the gradient, cut as the parameter is."""
+    """This rank's shard of the gradient, sharded as the parameter is."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse:
@@ -90,21 +84,21 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
     return local(gradient)
 
 
-def norms(parts: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norms of whole tensors of which this rank has `parts`, cut as `parameters` are; a vector, not waited for.
+def norms(shards: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norms of whole tensors whose `shards` this rank has, sharded as `parameters` are; a vector, not waited for.
 
-    The squares of the parts are summed over the ranks that hold them, all tensors' at once: these ranks come here
+    The squares of the shards are summed over the ranks that hold them, all tensors' at once: these ranks come here
     together. In float32, or float64 if one of them is.
     """
-    kind = torch.float64 if any(one.dtype == torch.float64 for one in parts) else torch.float32
-    found = torch.stack([torch.linalg.vector_norm(one, dtype=kind) for one in parts])
+    kind = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
+    found = torch.stack([torch.linalg.vector_norm(shard, dtype=kind) for shard in shards])
     cuts: dict[tuple[DeviceMesh, int], list[int]] = {}
-    for index, one in enumerate(parameters):
-        if not isinstance(one, DTensor):
+    for index, parameter in enumerate(parameters):
+        if not isinstance(parameter, DTensor):
             continue
-        for dim, placement in enumerate(one.placements):
+        for dim, placement in enumerate(parameter.placements):
             if placement.is_shard():
-                cuts.setdefault((one.device_mesh, dim), []).append(index)
+                cuts.setdefault((parameter.device_mesh, dim), []).append(index)
     if not cuts:
         return found
     squares = found.square()

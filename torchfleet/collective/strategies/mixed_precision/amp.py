@@ -1,4 +1,4 @@
-"""Mixed precision (C7): matrix products in half precision, sums and parameters in float32.
+"""Mixed precision: matrix products in half precision, sums and parameters in float32.
 
 The model runs under torch.autocast; custom_white_list and custom_black_list change what it does for single functions.
 In float16 the loss is scaled (loss_scaling.py): gradients of the model's outputs are multiplied by the scale, and when
@@ -25,7 +25,7 @@ from torchfleet.collective.local_tensors import local
 from torchfleet.collective.outputs import map_tensors
 from torchfleet.collective.strategies.mixed_precision.loss_scaling import LossScaling
 from torchfleet.collective.strategies.mixed_precision.op_lists import OpLists
-from torchfleet.collective.strategy import Forward, Part
+from torchfleet.collective.strategy import Forward, JobView, Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import StrategyError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
@@ -35,18 +35,18 @@ _SCALING = ("init_loss_scaling", "incr_every_n_steps", "decr_every_n_nan_or_inf"
             "use_dynamic_loss_scaling")  # fmt: skip
 
 
-class Amp(Part):
+class Amp(Strategy):
     field = "amp"
 
-    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
-        super().__init__(strategy, world)
+    def __init__(self, settings: DistributedStrategy, world: World) -> None:
+        super().__init__(settings, world)
         self.dtype, self.is_pure = _precision(self.configs)
         white, black = self.configs["custom_white_list"], self.configs["custom_black_list"]
         self._lists = OpLists(white, black, world.device.type, self.dtype) if white or black else None
         self.scaling = LossScaling(self.configs, world.device) if self.dtype == torch.float16 else None
-        self.is_cut = False  # ranks hold different parts of the model, so that one may overflow and another not
-        self.is_last = True  # the outputs are those of the whole model (not of a stage before the last)
-        self.ends_backward = True  # here; a pipeline says itself when its many backward passes are over
+        self._is_sharded = False  # one rank's gradients may overflow and another's not
+        self._returns_outputs = True  # forward returns the model's outputs, not those of a stage before the last
+        self._ends_backward = True  # a runner tells when its many backward passes are over
         self._is_scaled = False  # the gradients, right now
         self._is_ending = False
         self._pairs: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []  # of the model, of the optimizer
@@ -60,10 +60,12 @@ class Amp(Part):
                     _cast_own(module, self.dtype)
         return model
 
-    def build(self, model: torch.nn.Module, forward: Forward) -> None:
-        self._model = model
+    def joined(self, job: JobView) -> None:
+        self._model, self._is_sharded = job.model, job.is_sharded
+        if job.runner is not None:
+            self._returns_outputs, self._ends_backward = job.runner.is_last, False
 
-    def around(self, forward: Forward) -> Forward:
+    def wrap_forward(self, forward: Forward) -> Forward:
         device = self.world.device.type
 
         def with_amp(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +80,7 @@ class Amp(Part):
         return with_amp
 
     def _scaled(self, outputs: Any) -> Any:
-        if self.scaling is None or not torch.is_grad_enabled() or not self.is_last:
+        if self.scaling is None or not torch.is_grad_enabled() or not self._returns_outputs:
             return outputs
         return map_tensors(self._scale_gradient_of, outputs)
 
@@ -92,7 +94,7 @@ class Amp(Part):
 
     def _scale(self, gradient: torch.Tensor) -> torch.Tensor:
         assert self.scaling is not None
-        if self.ends_backward and not self._is_ending:
+        if self._ends_backward and not self._is_ending:
             self._is_ending = True
             self.begin_backward()
             # Behind what torch itself has to do at the end of a backward pass, which is queued when this one runs.
@@ -104,7 +106,7 @@ class Amp(Part):
         self._is_ending = self._is_scaled = False  # also after a backward pass that was broken off
 
     def begin_backward(self) -> None:
-        """Gradients of earlier passes that are being gathered must have the scale of those to come."""
+        """Gradients of earlier passes that are being accumulated must have the scale of those to come."""
         if self.scaling is not None and not self._is_scaled:
             gradients = self._gradients()
             if gradients and not self.is_pure:
@@ -119,7 +121,7 @@ class Amp(Part):
         self._is_scaled = False
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [local(one.grad) for one in self._model.parameters() if one.grad is not None]
+        return [local(parameter.grad) for parameter in self._model.parameters() if parameter.grad is not None]
 
     # The optimizer
 
@@ -129,7 +131,7 @@ class Amp(Part):
         if inner.state:
             raise StrategyError("amp with pure parameters: the optimizer has made steps already; make a new one")
         for group in inner.param_groups:
-            group["params"] = [self._master(one, names) for one in group["params"]]
+            group["params"] = [self._master(parameter, names) for parameter in group["params"]]
         return inner
 
     def _master(self, parameter: torch.nn.Parameter, names: dict[torch.Tensor, str]) -> torch.nn.Parameter:
@@ -149,9 +151,9 @@ class Amp(Part):
         if self.scaling is None:
             return True
         if self.is_pure:
-            gradients = [local(one.grad) for one in self._stepped() if one.grad is not None]
+            gradients = [local(parameter.grad) for parameter in self._stepped() if parameter.grad is not None]
             self.scaling.unscale(gradients, self.scaling.value)
-        if self.is_cut and self.world.size > 1:
+        if self._is_sharded and self.world.size > 1:
             dist.all_reduce(self.scaling.overflow, dist.ReduceOp.MAX)
         return self.scaling.update()
 

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling (C7; Micikevicius et al. 2018): small gradients survive float16 because the loss is scaled up.
+"""Dynamic loss scaling (Micikevicius et al. 2018): small gradients survive float16 because the loss is scaled up.
 
     overflow:  bad += 1, good = 0;  at decr_every_n_nan_or_inf:  scale = max(1, scale · decr_ratio), bad = 0
     else:      good += 1, bad = 0;  at incr_every_n_steps:       scale = scale · incr_ratio,         good = 0
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from torchfleet.collective.buckets import buckets
+
 
 class LossScaling:
     """The scale, and what the gradients of the steps so far mean for it."""
@@ -27,12 +29,9 @@ class LossScaling:
 
     def unscale(self, gradients: Sequence[torch.Tensor], scale: float) -> None:
         """Divide in place, and remember if any of them is not finite."""
-        by_kind: dict[torch.dtype, list[torch.Tensor]] = {}
-        for gradient in gradients:
-            by_kind.setdefault(gradient.dtype, []).append(gradient)
         self._factor.fill_(1.0 / scale)
-        for same in by_kind.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(same, self._overflow, self._factor)
+        for bucket in buckets(gradients):
+            torch._amp_foreach_non_finite_check_and_unscale_(bucket, self._overflow, self._factor)
 
     @property
     def overflow(self) -> torch.Tensor:

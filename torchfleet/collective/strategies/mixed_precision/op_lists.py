@@ -49,7 +49,10 @@ class OpLists(TorchFunctionMode):
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
     kinds = (torch.float32, torch.float16, torch.bfloat16)
-    return tree_map(lambda one: one.to(dtype) if isinstance(one, torch.Tensor) and one.dtype in kinds else one, values)
+    return tree_map(
+        lambda tensor: tensor.to(dtype) if isinstance(tensor, torch.Tensor) and tensor.dtype in kinds else tensor,
+        values,
+    )
 
 
 def _names(option: str, names: Sequence[str]) -> set[str]:

@@ -1,4 +1,4 @@
-"""What recomputation keeps, in host memory: inputs of recomputed modules leave the GPU between forward and backward.
+"""Activation offloading: inputs of recomputed modules leave the GPU between forward and backward.
 
 Forward: the input of a block is copied out on a stream of its own while the block computes. The GPU's copy is dropped
 when two further blocks have begun; the compute stream waits for the outgoing copy first, in case it is late. Backward:
@@ -34,7 +34,7 @@ class _Kept:
     def __init__(self, tensor: torch.Tensor, block: _Block) -> None:
         self.block = block
         self.form = torch.empty_like(tensor, device="meta")
-        if self.form.stride() != tensor.stride():  # a part of a larger one, or expanded
+        if self.form.stride() != tensor.stride():  # a slice of a larger one, or expanded
             tensor = tensor.contiguous()
         self.on_device: torch.Tensor | None = tensor.detach()
         self.version = tensor._version
@@ -63,7 +63,7 @@ class _Block:
     @property
     def inputs(self) -> list[_Kept]:
         """Those that are still needed."""
-        return [kept for kept in (one() for one in self._inputs) if kept is not None]
+        return [kept for kept in (ref() for ref in self._inputs) if kept is not None]
 
     @property
     def before(self) -> _Block | None:
@@ -104,8 +104,8 @@ class Offload:
         self._copy_out(kept)
         while len(self._leaving) > NUM_LEAVING:
             left = self._leaving.popleft()()
-            for one in left.inputs if left is not None else ():
-                self._release(one)
+            for leaving in left.inputs if left is not None else ():
+                self._release(leaving)
         return kept
 
     def _unpack(self, kept: _Kept | torch.Tensor) -> torch.Tensor:
@@ -117,20 +117,20 @@ class Offload:
         tensor = kept.on_device
         assert tensor is not None
         self._release(kept)
-        self._coming = [one for one in self._coming if one is not kept]
+        self._coming = [coming for coming in self._coming if coming is not kept]
         if kept.block.before is not None:
             self._prefetch(kept.block.before, kept.block)
         return tensor
 
     def _prefetch(self, block: _Block, current: _Block) -> None:
         """What was brought for other blocks than these goes: it can be had again."""
-        for one in self._coming:
-            if one.block not in (block, current):
-                self._release(one)
-        self._coming = [one for one in self._coming if one.on_device is not None]
-        for one in block.inputs:
-            if one.on_device is None:
-                self._bring(one)
+        for coming in self._coming:
+            if coming.block not in (block, current):
+                self._release(coming)
+        self._coming = [coming for coming in self._coming if coming.on_device is not None]
+        for needed in block.inputs:
+            if needed.on_device is None:
+                self._bring(needed)
 
     def _bring(self, kept: _Kept) -> None:
         kept.on_device = torch.empty_like(kept.form, device=self._device)
@@ -148,7 +148,7 @@ class Offload:
     def _copy_out(self, kept: _Kept) -> None:
         assert kept.on_device is not None
         pieces = _pieces(kept.on_device)
-        kept.host = [torch.empty_like(one, device="cpu", pin_memory=self._side is not None) for one in pieces]
+        kept.host = [torch.empty_like(piece, device="cpu", pin_memory=self._side is not None) for piece in pieces]
         kept.event = self._copy(kept.host, pieces)
 
     def _copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> torch.cuda.Event | None:

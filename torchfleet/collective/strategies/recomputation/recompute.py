@@ -1,4 +1,4 @@
-"""Recomputation (C8): of the modules named in `checkpoints` only the inputs are kept; backward runs them forward again.
+"""Recomputation: of the modules named in `checkpoints` only the inputs are kept; backward runs them forward again.
 
 With n modules of equal size the activations of n inputs and of one module are in memory, instead of those of n modules,
 for one more forward pass: about a third more computation. Random numbers are those of the first run, so that dropout
@@ -7,8 +7,8 @@ are changed by the first run only. With `enable_offload` the inputs live in host
 
     recompute_configs={"checkpoints": ["encoder.layer.*"], "enable_offload": True}
 
-`*` stands for one component of a module's name, or a part of one, `**` for any number of components, none included. A
-module inside one that is recomputed is not recomputed once more by itself.
+`*` stands for one component of a module's name, or a fragment of one, `**` for any number of components, none included.
+A module inside one that is recomputed is not recomputed once more by itself.
 
 Source: Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost; the work is done by torch.utils.checkpoint.
 Composes with every strategy; `enable_offload` not with build_strategy's fusion. A module whose forward changes other
@@ -33,17 +33,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from torchfleet.collective.strategies.recomputation.offload import Offload
-from torchfleet.collective.strategy import Part
+from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import ModelError, StrategyError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 
-class Recompute(Part):
+class Recompute(Strategy):
     field = "recompute"
 
-    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
-        super().__init__(strategy, world)
+    def __init__(self, settings: DistributedStrategy, world: World) -> None:
+        super().__init__(settings, world)
         self._patterns: list[str] = self.configs["checkpoints"]
         wrong = [pattern for pattern in self._patterns if not isinstance(pattern, str) or not pattern]
         if wrong or not self._patterns:
@@ -99,7 +99,11 @@ def _contexts(module: torch.nn.Module) -> Callable[[], tuple[Context, Context]]:
     """Around the first run: nothing. Around the second: the first one's function modes, statistics that are lost."""
     active = _function_modes()  # type: ignore[no-untyped-call]
     modes = [mode for mode in active if not isinstance(mode, DeviceContext)]  # which checkpoint sees to itself
-    norms = [one for one in module.modules() if isinstance(one, _NormBase) and one.training and one.track_running_stats]
+    norms = [
+        inside
+        for inside in module.modules()
+        if isinstance(inside, _NormBase) and inside.training and inside.track_running_stats
+    ]
     return lambda: (contextlib.nullcontext(), _Again(modes, norms))
 
 
@@ -115,7 +119,9 @@ class _Again(Context):
             self._entered.enter_context(mode)
         for norm in self._norms:
             self._entered.callback(norm._buffers.update, dict(norm._buffers))
-            norm._buffers.update({name: one if one is None else one.clone() for name, one in norm._buffers.items()})
+            norm._buffers.update(
+                {name: buffer if buffer is None else buffer.clone() for name, buffer in norm._buffers.items()}
+            )
 
     def __exit__(self, *_: object) -> None:
         self._entered.close()
@@ -126,7 +132,7 @@ class _Again(Context):
 
 def chosen(model: torch.nn.Module, patterns: Iterable[str]) -> list[torch.nn.Module]:
     """The modules that the patterns name, each once, none of them inside another."""
-    modules = {name: one for name, one in model.named_modules(remove_duplicate=False) if name}
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
     matched: set[str] = set()
     for pattern in patterns:
         names = [name for name in modules if _regex(pattern).fullmatch("." + name)]
@@ -140,18 +146,20 @@ def chosen(model: torch.nn.Module, patterns: Iterable[str]) -> list[torch.nn.Mod
             )
         matched.update(runs)
     outer = [modules[name] for name in modules if name in matched and not _is_inside(name, matched)]
-    inside = {id(child) for one in outer for child in one.modules() if child is not one}
-    return list({id(one): one for one in outer if id(one) not in inside}.values())  # a module may have several names
+    inside = {id(child) for module in outer for child in module.modules() if child is not module}
+    return list(
+        {id(module): module for module in outer if id(module) not in inside}.values()
+    )  # a module may have several names
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
     """Of a name with a dot before it, so that every component has one."""
-    parts = (r"(?:\.[^.]+)*" if part == "**" else r"\." + _component(part) for part in pattern.split("."))
-    return re.compile("".join(parts))
+    regexes = (r"(?:\.[^.]+)*" if name == "**" else r"\." + _component(name) for name in pattern.split("."))
+    return re.compile("".join(regexes))
 
 
-def _component(part: str) -> str:
-    return "[^.]+" if part == "*" else re.escape(part).replace(r"\*", "[^.]*")
+def _component(name: str) -> str:
+    return "[^.]+" if name == "*" else re.escape(name).replace(r"\*", "[^.]*")
 
 
 def _has_forward(module: torch.nn.Module) -> bool:
@@ -162,8 +170,8 @@ def _has_forward(module: torch.nn.Module) -> bool:
 
 
 def _is_inside(name: str, matched: set[str]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[:length]) in matched for length in range(1, len(parts)))
+    components = name.split(".")
+    return any(".".join(components[:length]) in matched for length in range(1, len(components)))
 
 
 def _nothing(pattern: str, names: list[str]) -> str:

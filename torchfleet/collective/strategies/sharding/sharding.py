@@ -1,4 +1,4 @@
-"""Sharding (C15): parameters, gradients and optimizer state cut over the ranks of a group.
+"""Sharding (ZeRO): parameters, gradients and optimizer state cut over the ranks of a group.
 
 With Ψ parameters, N ranks in a group and K bytes of optimizer state per parameter (12 for Adam in mixed precision), a
 rank holds in bytes, beside activations, for parameters and gradients of b bytes each:
@@ -26,20 +26,20 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from torchfleet.collective.local_tensors import local
+from torchfleet.collective.local_tensors import is_local, local
 from torchfleet.collective.strategies.sharding.units import Units
 from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer, broadcast
-from torchfleet.collective.strategy import Forward, Part
+from torchfleet.collective.strategy import Forward, Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import ModelError, StrategyError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 
-class Sharding(Part):
+class Sharding(Strategy):
     field = "sharding"
 
-    def __init__(self, strategy: DistributedStrategy, world: World) -> None:
-        super().__init__(strategy, world)
+    def __init__(self, settings: DistributedStrategy, world: World) -> None:
+        super().__init__(settings, world)
         self._axis = world.axis("sharding")
         self.stage: int = self.configs["stage"] if self._axis.size > 1 else 0  # alone there is nothing to cut
         self.owns_gradients = self.stage > 1
@@ -48,8 +48,7 @@ class Sharding(Part):
         self._units: list[FSDPModule] = []
         self._optimizer: ShardedOptimizer | None = None
 
-    def owns(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank keeps the optimizer's state of this parameter of the optimizer, or its part of it."""
+    def owns_state(self, parameter: torch.Tensor) -> bool:
         return self._optimizer is None or self._optimizer.owns(parameter)
 
     # Stage 1
@@ -57,8 +56,9 @@ class Sharding(Part):
     def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
         if self.stage != 1:
             return inner
-        apart = {name for one, name in names.items() if getattr(one, "fleet_local", False)}
-        others = [one for one, name in names.items() if name in apart]  # copies in float32 have the name, not the mark
+        apart = {name for parameter, name in names.items() if is_local(parameter)}
+        # By name: copies in float32 have the name, not the mark.
+        others = [parameter for parameter, name in names.items() if name in apart]
         self._optimizer = ShardedOptimizer(inner, self._axis, self._segment_bytes, others)
         return self._optimizer
 
@@ -68,13 +68,13 @@ class Sharding(Part):
         if self.stage < 2:
             return model
         self._model = model
-        for name, one in model.named_parameters():
-            if not one.dim():
+        for name, parameter in model.named_parameters():
+            if not parameter.dim():
                 raise ModelError(
                     f"sharding (stage {self.stage}) cannot cut '{name}', a single number: give it the shape (1,), or "
                     "use sharding_configs={'stage': 1}"
                 )
-        own = {one for one in model.parameters() if getattr(one, "fleet_local", False)}
+        own = {parameter for parameter in model.parameters() if is_local(parameter)}
         settings: dict[str, Any] = {"mesh": self._mesh(), **_leaving_out(own)}
         for unit in list(Units(model, self._segment_bytes, tuple(own)).find()):
             # The model's own remainder is needed first thing in backward: it stays, as torch does it too.
@@ -87,7 +87,7 @@ class Sharding(Part):
         mesh = self.world.mesh
         return mesh["data", "sharding"] if self.world.degrees["data"] > 1 else mesh["sharding"]
 
-    def around(self, forward: Forward) -> Forward:
+    def wrap_forward(self, forward: Forward) -> Forward:
         if self.stage < 2:
             return forward
 
@@ -122,7 +122,7 @@ class Sharding(Part):
 
 
 def sharded_modules(model: torch.nn.Module) -> list[FSDPModule]:
-    """Those whose parameters are gathered and let go; `reshard` of each leaves this rank its own part of them."""
+    """Those whose parameters are gathered and let go; `reshard` of each leaves this rank its own shards of them."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

@@ -50,31 +50,35 @@ class Units:
         return any(self._uses[parameter] > number for parameter, number in _uses(module).items())
 
     def _own_bytes(self, module: torch.nn.Module) -> int:
-        return sum(one.numel() * one.element_size() for one in module.parameters() if one not in self._left_out)
+        return sum(
+            parameter.numel() * parameter.element_size()
+            for parameter in module.parameters()
+            if parameter not in self._left_out
+        )
 
     def _one_type_each(self, unit: list[torch.nn.Module]) -> Iterator[list[torch.nn.Module]]:
         """Modules of another type than what is around them (norms in float32 in a model of half precision) apart."""
-        types = {module: kind for one in unit for module in one.modules() if (kind := self._type(module))}
+        types = {module: kind for member in unit for module in member.modules() if (kind := self._type(module))}
         if len(set(types.values())) <= 1:
             yield self._take(unit)
             return
-        for one in unit:
-            inside = [module for module in one.modules() if module in types]
+        for member in unit:
+            inside = [module for module in member.modules() if module in types]
             sizes: Counter[torch.dtype] = Counter()
             for module in inside:
                 sizes[types[module]] += self._own_bytes(module)
             if not sizes:
                 continue
-            around = types.get(one) or sizes.most_common(1)[0][0]
+            around = types.get(member) or sizes.most_common(1)[0][0]
             for kind in sizes:
                 if kind != around:
                     yield self._take([module for module in inside if types[module] == kind])
-            yield self._take([one])
+            yield self._take([member])
 
     def _type(self, module: torch.nn.Module) -> torch.dtype | None:
         """That of the module's very own parameters, as far as they are in no unit yet."""
-        free = [one for one in module.parameters(recurse=False) if one not in self._taken]
-        kinds = {one.dtype for one in free}
+        free = [parameter for parameter in module.parameters(recurse=False) if parameter not in self._taken]
+        kinds = {parameter.dtype for parameter in free}
         if len(kinds) > 1:
             raise ModelError(
                 f"sharding: a {type(module).__name__} has parameters of types {', '.join(sorted(map(str, kinds)))}; "
@@ -83,13 +87,13 @@ class Units:
         return kinds.pop() if kinds else None
 
     def _take(self, unit: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        self._taken.update(one for module in unit for one in module.parameters())
+        self._taken.update(parameter for module in unit for parameter in module.parameters())
         return unit
 
 
 def _uses(module: torch.nn.Module) -> Counter[torch.Tensor]:
     """How many modules have each parameter; a module that stands at two places counts twice."""
-    return Counter(one for _, one in module.named_parameters(remove_duplicate=False))
+    return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def _is_called(module: torch.nn.Module) -> bool:

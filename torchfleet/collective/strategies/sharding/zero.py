@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from torchfleet.collective.buckets import buckets
+from torchfleet.collective.closures import run_closure
 from torchfleet.collective.local_tensors import local
 from torchfleet.collective.world import Axis
 from torchfleet.errors import ModelError
@@ -65,14 +67,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._owners[parameter] == self._axis.rank
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = run_closure(closure)
         self._deal()
         self._step_own()
         with torch.no_grad():
-            self._spread()
+            self._broadcast_own()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -90,7 +89,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _deal(self) -> None:
         """Parameters without an owner get one: the largest first, each goes to who has least. Alike on all ranks."""
-        new = [one for group in self.inner.param_groups for one in group["params"] if one not in self._owners]
+        new = [
+            parameter
+            for group in self.inner.param_groups
+            for parameter in group["params"]
+            if parameter not in self._owners
+        ]
         for parameter in sorted(new, key=torch.Tensor.numel, reverse=True):  # sorting keeps the order of equal ones
             owner = self._loads.index(min(self._loads))
             self._owners[parameter] = owner
@@ -101,7 +105,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         whole = [group["params"] for group in groups]
         try:
             for group in groups:
-                group["params"] = [one for one in group["params"] if self._owners[one] == self._axis.rank]
+                group["params"] = [
+                    parameter for parameter in group["params"] if self._owners[parameter] == self._axis.rank
+                ]
             self.inner.param_groups[:] = [group for group in groups if group["params"]]
             self.inner.step()
         finally:
@@ -109,47 +115,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
 
-    def _spread(self) -> None:
+    def _broadcast_own(self) -> None:
         shares: list[list[torch.Tensor]] = [[] for _ in range(self._axis.size)]
         for group in self.inner.param_groups:
-            for one in group["params"]:
-                if one.requires_grad and one not in self._apart:
-                    shares[self._owners[one]].append(local(one))
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter not in self._apart:
+                    shares[self._owners[parameter]].append(local(parameter))
         broadcast(enumerate(shares), self._axis, self._segment_bytes)
 
 
 def broadcast(shares: Iterable[tuple[int, Sequence[torch.Tensor]]], axis: Axis, segment_bytes: int) -> None:
-    """(place in the axis, tensors): everybody takes the values that the rank at that place has.
+    """(place in the axis, tensors): all ranks take the values that the rank at that place has.
 
-    Small tensors travel together in buffers of about `segment_bytes`. The shares are alike on all ranks.
+    Small tensors travel together in buckets of up to `segment_bytes`. All ranks pass the same shares.
     """
     under_way: deque[tuple[Any, torch.Tensor, list[torch.Tensor]]] = deque()
     assert axis.group is not None
     for source, tensors in shares:
-        for some in _segments(tensors, segment_bytes):
-            flat = _flat(some, source == axis.rank)
+        for bucket in buckets((tensor for tensor in tensors if tensor.numel()), segment_bytes):
+            flat = _flat(bucket, source == axis.rank)
             work = dist.broadcast(flat, dist.get_global_rank(axis.group, source), axis.group, async_op=True)
-            under_way.append((work, flat, [] if source == axis.rank else some))
+            under_way.append((work, flat, [] if source == axis.rank else bucket))
             if len(under_way) > _UNDER_WAY:
                 _take(*under_way.popleft())
     while under_way:
         _take(*under_way.popleft())
-
-
-def _segments(tensors: Sequence[torch.Tensor], segment_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one kind each, in their order; a segment may be larger by less than its last tensor."""
-    open_ones: dict[torch.dtype, list[torch.Tensor]] = {}
-    sizes: dict[torch.dtype, int] = {}
-    for tensor in tensors:
-        if not tensor.numel():
-            continue
-        some = open_ones.setdefault(tensor.dtype, [])
-        some.append(tensor)
-        sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.nbytes
-        if sizes[tensor.dtype] >= segment_bytes:
-            yield open_ones.pop(tensor.dtype)
-            sizes[tensor.dtype] = 0
-    yield from open_ones.values()
 
 
 def _flat(tensors: list[torch.Tensor], is_source: bool) -> torch.Tensor:
