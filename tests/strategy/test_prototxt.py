@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchfleet.errors import StrategyError
+from torchfleet.strategy.collective_fields import CONFIGS, FIELDS
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.strategy.fields import CONFIGS, FIELDS
 from torchfleet.strategy.paddle_fields import ABSENT
 from torchfleet.strategy.prototxt import load
 from torchfleet.strategy.textformat import Word, parse

@@ -13,27 +13,25 @@ torchfleet.DistributedStrategy(**fields) takes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from torchfleet.errors import StrategyError
-from torchfleet.strategy.fields import ALIASES, CONFIGS, FIELDS, BuildStrategy, ExecutionStrategy, Key
+from torchfleet.strategy.collective_fields import ALIASES, CONFIGS, FIELDS, OBJECTS
+from torchfleet.strategy.fields import Key, ListKey, fields_of
 from torchfleet.strategy.paddle_fields import ABSENT, DIFFERENT, LEFT, RENAMED, WITHOUT_SWITCH
+from torchfleet.strategy.server_fields import AsyncConfigs
 from torchfleet.strategy.textformat import Message, Word, parse
 
-_KNOWN: dict[str, dict[str, Key]] = {
+_KNOWN: dict[str, Mapping[str, Key[Any]]] = {
     "": FIELDS,
     **{f"{name}_configs": keys for name, keys in CONFIGS.items()},
-    "build_strategy": BuildStrategy._KEYS,
-    "execution_strategy": ExecutionStrategy._KEYS,
-    "a_sync_configs": {
-        **dict.fromkeys(("k_steps", "max_merge_var_num", "send_queue_size", "thread_pool_size"), Key(0)),
-        **dict.fromkeys(("min_send_grad_num_before_recv", "send_wait_times"), Key(0)),
-        **dict.fromkeys(("independent_recv_thread", "launch_barrier"), Key(False)),
-        "heter_worker_device_guard": Key("cpu"),
-    },
+    **OBJECTS,
+    # Paddle has no half_async.
+    "a_sync_configs": {name: key for name, key in fields_of(AsyncConfigs).items() if name != "half_async"},
 }
 _MESSAGES = {name for name in (*_KNOWN, *ABSENT, *WITHOUT_SWITCH) if name}
 _DEGREES = {"tensor_parallel": "mp_degree", "pipeline": "pp_degree", "sharding": "sharding_degree"}
@@ -119,29 +117,27 @@ def _refuse_unless_default(name: str, defaults: tuple[Any, ...], reason: str, va
         raise StrategyError(f"{name}={value!r} cannot be had: {reason}. Leave it out, or at {defaults[0]!r}.")
 
 
-def _one(name: str, values: list[Any]) -> Any:
+def _single(name: str, values: list[Any]) -> Any:
     if len(values) > 1:
         raise StrategyError(f"{name} stands {len(values)} times; it has one value")
     return values[0]
 
 
 def _message(name: str, values: list[Any]) -> Message:
-    value = _one(name, values)
+    value = _single(name, values)
     if not isinstance(value, dict):
         raise StrategyError(f"{name} expects fields in braces, `{name} {{ ... }}`, found {value!r}")
     return value
 
 
-def _value(name: str, key: Key, values: list[Any]) -> Any:
+def _value(name: str, key: Key[Any], values: list[Any]) -> Any:
     """Of the kind of the default: the text alone tells neither 1 from true nor one element from a list."""
-    if isinstance(key.default, tuple):
-        element = key.default[0] if key.default else 0 if name.endswith("checkpoint_shape") else ""
-        return [_scalar(name, element, value) for value in values]
-    return _scalar(name, key.default, _one(name, values))
+    if isinstance(key, ListKey):
+        return [_scalar(name, key.element, value) for value in values]
+    return _scalar(name, type(key.default), _single(name, values))
 
 
-def _scalar(name: str, like: Any, value: Any) -> Any:
-    kind = type(like)
+def _scalar(name: str, kind: type, value: Any) -> Any:
     if kind is bool and (isinstance(value, Word) or type(value) is int) and str(value) in _BOOLEANS:
         return _BOOLEANS[str(value)]
     if kind is float and isinstance(value, (int, float)):
