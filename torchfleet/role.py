@@ -252,11 +252,11 @@ def _process_settings(found: Mapping[str, str]) -> dict[str, Any]:
 
 def _endpoints(text: str, source: str) -> tuple[str, ...]:
     """Addresses `host:port`, separated by commas. An error names `source`, the variable or argument they come from."""
-    parts = tuple(part.strip() for part in text.split(",") if part.strip())
-    for part in parts:
-        host, colon, port = part.rpartition(":")
+    addresses = tuple(address.strip() for address in text.split(",") if address.strip())
+    for address in addresses:
+        host, colon, port = address.rpartition(":")
         if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16):
-            raise RoleError(f"{source}: an address must be host:port, found {part!r} in {text!r}")
-    if len(set(parts)) != len(parts):
+            raise RoleError(f"{source}: an address must be host:port, found {address!r} in {text!r}")
+    if len(set(addresses)) != len(addresses):
         raise RoleError(f"{source}: an address appears twice in {text!r}")
-    return parts
+    return addresses

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchfleet.strategy.configs import Configs, ConfigsField
+from torchfleet.strategy.configs import Configs, ConfigsField, aliases_of
 from torchfleet.strategy.execution import BuildStrategy, ExecutionStrategy, ObjectField
 from torchfleet.strategy.fields import Field, Fields, Key, ListKey, Switch, fields_of
 
@@ -159,7 +159,7 @@ _CLASSES = {
 }
 # Strategy → keys of its dictionary, and → other names of these keys.
 CONFIGS: dict[str, Mapping[str, Key[Any]]] = {name: fields_of(configs) for name, configs in _CLASSES.items()}
-ALIASES: dict[str, Mapping[str, str]] = {name: configs._ALIASES for name, configs in _CLASSES.items()}
+ALIASES: dict[str, Mapping[str, str]] = {name: aliases_of(configs) for name, configs in _CLASSES.items()}
 # Fields that have a single value.
 FIELDS: dict[str, Key[Any]] = {
     name: field for name, field in _ALL.items() if not isinstance(field, (ConfigsField, ObjectField))

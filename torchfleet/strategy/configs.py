@@ -105,3 +105,8 @@ class ConfigsField(Field[OwnConfigs]):
         if not isinstance(value, Mapping):
             raise StrategyError(f"{where} expects a dictionary, found {value!r}")
         return self.configs(value)
+
+
+def aliases_of(configs: type[Configs]) -> Mapping[str, str]:
+    """Other names of keys → the keys."""
+    return configs._ALIASES

@@ -22,11 +22,14 @@ _ORDER = (*fields_of(ServerFields), *_COLLECTIVE)  # of files and of what is pri
 
 
 class DistributedStrategy(ServerFields, CollectiveFields):
-    """Settings of a job; fields by attribute or keyword. Nothing is accepted and ignored.
+    """Settings of a job, set by attribute or keyword. Nothing is accepted and ignored.
+
+    A dictionary is assigned whole, `strategy.amp_configs = {"incr_ratio": 4.0}`; keys that are not given have their
+    default. It is read by `strategy.amp_configs.incr_ratio` or `strategy.amp_configs["incr_ratio"]`.
 
     Of a parameter-server job:
     a_sync            False: sync. True: async, or geo if a_sync_configs["k_steps"] > 0.
-    a_sync_configs    a dictionary; keys that are not given keep their default. docs/modes/README.md explains each.
+    a_sync_configs    a dictionary; docs/modes/README.md explains each key.
     rpc_retry_times   how often a request without an answer is sent again (3)
     rpc_timeout       seconds until a server without an answer is given up and named (30)
     sync_timeout      seconds that a worker waits for the others in sync mode and at barriers (1800)

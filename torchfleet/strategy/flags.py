@@ -29,7 +29,7 @@ HELP = {name: field.help for name, field in fields_of(CollectiveFields).items() 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags for all collective fields; a wrong value ends the script with what was expected."""
+    """Add flags for all collective fields. A wrong value ends the script with a text that says what was expected."""
     group = parser.add_argument_group(
         "strategy",
         "How ranks work together. KEY=VALUE,... may also be a JSON object; in a list, the elements after the first "
@@ -66,7 +66,7 @@ def strategy_of(options: argparse.Namespace) -> DistributedStrategy:
         if value is not None:
             setattr(strategy, name, value)
         if value is False and name in CONFIGS:
-            setattr(strategy, f"{name}_configs", {})  # those of a file, which would now be without their switch
+            setattr(strategy, f"{name}_configs", {})  # a file's settings of a strategy that the flag turns off
     for name in _DICTIONARIES:
         given = getattr(options, name)
         if given is None:
@@ -108,7 +108,7 @@ def _dictionary(name: str) -> Any:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """As DistributedStrategy checks it, while the command line is read."""
+    """The value, if DistributedStrategy accepts it; otherwise an error that argparse prints."""
     try:
         DistributedStrategy(**{name: value})
     except StrategyError as error:
@@ -130,8 +130,8 @@ def _pairs(name: str, text: str) -> dict[str, Any]:
     """`key=value,...`; a word alone is a further element of the list before it, or a flag that is switched on."""
     given: dict[str, Any] = {}
     last = ""
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        word, equals, value = (part.strip() for part in item.partition("="))
+    for item in filter(None, (piece.strip() for piece in text.split(","))):
+        word, equals, value = (piece.strip() for piece in item.partition("="))
         if not equals and last and isinstance(key := _key(name, last), ListKey):
             given[last].append(_converted(f"{name}['{last}']", key.element, word))
             continue
