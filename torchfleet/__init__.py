@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from torchfleet.infer import DistributedInfer, load_inference_model
     from torchfleet.role import PaddleCloudRoleMaker, UserDefinedRoleMaker
     from torchfleet.strategy.distributed_strategy import DistributedStrategy
-    from torchfleet.strategy.fields import BuildStrategy, ExecutionStrategy
+    from torchfleet.strategy.execution import BuildStrategy, ExecutionStrategy
     from torchfleet.tables.settings.policy import (
         CountFilterEntry,
         PredicateEntry,
@@ -139,12 +139,12 @@ __all__ = [
 
 _MODULES = ("data", "metrics", "nn", "online", "util")
 _ELSEWHERE = {
-    "BuildStrategy": "strategy.fields",
+    "BuildStrategy": "strategy.execution",
     "CountFilterEntry": "tables.settings.policy",
     "CriteoFormat": "data.reading.criteo",
     "DistributedInfer": "infer",
     "DistributedStrategy": "strategy.distributed_strategy",
-    "ExecutionStrategy": "strategy.fields",
+    "ExecutionStrategy": "strategy.execution",
     "FetchHandler": "fetch",
     "FleetError": "errors",
     "InMemoryDataset": "datasets",

@@ -1,4 +1,8 @@
-"""Who this process is. The only reader of the environment."""
+"""The role of this process in its job: worker or server, its index, and the addresses of all others.
+
+No other module reads roles from the environment. Variables about something else are read where they are used, such as
+FLEET_DEVICE in collective/world.py.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ WORKER, SERVER = "worker", "server"
 
 @dataclass(frozen=True)
 class RoleInfo:
-    """The answer: role, index, and where everybody is. Without servers: one local worker."""
+    """The role, the index and the addresses of all processes. Without servers: one local worker."""
 
     role: str = WORKER
     worker_index: int = 0
@@ -34,7 +38,7 @@ class RoleInfo:
 
     @property
     def is_local(self) -> bool:
-        """One process, servers within."""
+        """Whether one process does everything, with the servers inside it."""
         return not self.server_endpoints and not self.is_collective
 
     @property
@@ -68,7 +72,7 @@ class PaddleCloudRoleMaker:
         common = {
             "key_dir": found.get("FLEET_KEY_DIR"),
             "insecure": found.get("FLEET_INSECURE", "0") == "1",
-            **_habits(found),
+            **_process_settings(found),
         }
         if self._is_collective:
             return self._collective(common)
@@ -146,7 +150,7 @@ class PaddleCloudRoleMaker:
         return known[value.upper()]
 
     def _refuse_fleet_without_role(self) -> None:
-        """Addresses of servers mean a fleet; to train alone then would be a silent mistake."""
+        """Addresses of servers without a role are an error: to train alone then would be a silent mistake."""
         for name, missing in (
             ("FLEET_SERVER_ENDPOINTS", "FLEET_ROLE"),
             ("PADDLE_PSERVERS_IP_PORT_LIST", "TRAINING_ROLE"),
@@ -166,7 +170,7 @@ class PaddleCloudRoleMaker:
         role = "FLEET_ROLE" if "FLEET_ROLE" in self._environment else "TRAINING_ROLE"
         if self._is_collective:
             known = ("WORLD_SIZE", "RANK", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID")
-            role = next(one for one in known if self._environment.get(one))
+            role = next(name for name in known if self._environment.get(name))
         raise RoleError(
             f"{role} is set, but {' (or '.join(names)}{')' * (len(names) - 1)} is missing. Set it, or start "
             "with fleetrun."
@@ -231,11 +235,11 @@ class UserDefinedRoleMaker:
         )
 
     def read(self) -> RoleInfo:
-        return replace(self._info, **_habits(os.environ))
+        return replace(self._info, **_process_settings(os.environ))
 
 
-def _habits(found: Mapping[str, str]) -> dict[str, Any]:
-    """What the environment says about a process, whoever gave it its role."""
+def _process_settings(found: Mapping[str, str]) -> dict[str, Any]:
+    """Settings of a process that come from the environment even if its role was set in code."""
     threads = found.get("CPU_NUM", "0")
     if not (threads.isascii() and threads.isdigit()):
         raise RoleError(f"CPU_NUM must be a number of threads, found {threads!r}")
@@ -247,12 +251,12 @@ def _habits(found: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _endpoints(text: str, source: str) -> tuple[str, ...]:
-    """`host:port` parts; anything else is named, with the variable or argument it stands in."""
-    parts = tuple(part.strip() for part in text.split(",") if part.strip())
-    for part in parts:
-        host, colon, port = part.rpartition(":")
+    """Addresses `host:port`, separated by commas. An error names `source`, the variable or argument they come from."""
+    addresses = tuple(address.strip() for address in text.split(",") if address.strip())
+    for address in addresses:
+        host, colon, port = address.rpartition(":")
         if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16):
-            raise RoleError(f"{source}: an address must be host:port, found {part!r} in {text!r}")
-    if len(set(parts)) != len(parts):
+            raise RoleError(f"{source}: an address must be host:port, found {address!r} in {text!r}")
+    if len(set(addresses)) != len(addresses):
         raise RoleError(f"{source}: an address appears twice in {text!r}")
-    return parts
+    return addresses

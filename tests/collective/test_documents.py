@@ -14,8 +14,7 @@ from support.ranks import Ranks
 
 from torchfleet import collective
 from torchfleet.collective.build import INCOMPATIBLE, ORDER
-from torchfleet.strategy.checks import defaults
-from torchfleet.strategy.fields import CONFIGS, FIELDS, BuildStrategy, ExecutionStrategy
+from torchfleet.strategy.collective_fields import CONFIGS, FIELDS, OBJECTS
 
 DOCS = ROOT / "docs" / "collective"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -88,18 +87,20 @@ def told(page: str, head: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", sorted(set(CONFIGS) - {"adaptive_localsgd", "hybrid"}))
 def test_tables_of_keys_are_complete_and_right(name: str) -> None:
-    keys = {key: str(value) for key, value in defaults(CONFIGS[name]).items()}
+    keys = {key: str(value.default) for key, value in CONFIGS[name].items()}
     assert told(f"{name}.md", f"`{name}_configs`") == keys
 
 
 def test_other_tables_are_complete_and_right() -> None:
     for name, page in (("adaptive_localsgd", "localsgd.md"), ("hybrid", "tensor_parallel.md")):
-        keys = {key: str(value) for key, value in defaults(CONFIGS[name]).items()}
+        keys = {key: str(value.default) for key, value in CONFIGS[name].items()}
         assert told(page, f"`{name}_configs`") == keys
-    for flags, page in ((BuildStrategy, "fusion.md"), (ExecutionStrategy, "other_fields.md")):
-        kind = "flag" if flags is BuildStrategy else "field"
-        keys = {key: str(value.default) for key, value in flags._KEYS.items()}
-        assert told(page, f"{kind} of `fleet.{flags.__name__}`") == keys
+    for name, page, head in (
+        ("build_strategy", "fusion.md", "flag of `fleet.BuildStrategy`"),
+        ("execution_strategy", "other_fields.md", "field of `fleet.ExecutionStrategy`"),
+    ):
+        keys = {key: str(value.default) for key, value in OBJECTS[name].items()}
+        assert told(page, head) == keys
 
 
 def test_every_field_has_its_default_in_a_table_or_a_page_of_its_own() -> None:
@@ -128,9 +129,7 @@ def test_every_field_and_key_is_among_those_of_paddle() -> None:
     text = (DOCS.parent / "paddle.md").read_text()
     names = {
         *FIELDS,
-        *BuildStrategy._KEYS,
-        *ExecutionStrategy._KEYS,
-        *(key for keys in CONFIGS.values() for key in keys),
+        *(key for keys in (*OBJECTS.values(), *CONFIGS.values()) for key in keys),
     }
     assert [name for name in sorted(names) if not re.search(rf"\b{name}\b", text)] == []
 

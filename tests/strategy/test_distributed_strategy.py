@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchfleet.errors import StrategyError
-from torchfleet.strategy.distributed_strategy import A_SYNC_DEFAULTS, DistributedStrategy
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.worker.client.connection import Patience
 
-# As the specification lists them: P5, P17, P19 of parameter_server.md and C2–C19 of collective.md.
+# The fields and keys that Paddle documents, all of which a script may set or must be told about.
 A_SYNC_CONFIGS = {
     "k_steps",
     "max_merge_var_num",
@@ -100,10 +100,10 @@ def settings() -> st.SearchStrategy[dict[str, Any]]:
 
 class TestFields:
     @pytest.mark.parametrize("name", [*DEFAULTS, "a_sync_configs", *COLLECTIVE, *NEVER])
-    def test_every_field_of_the_specification_exists(self, name: str) -> None:
+    def test_every_documented_field_exists(self, name: str) -> None:
         getattr(DistributedStrategy(), name)
 
-    def test_every_key_of_a_sync_configs_of_the_specification_exists(self) -> None:
+    def test_every_documented_key_of_a_sync_configs_exists(self) -> None:
         assert set(DistributedStrategy().a_sync_configs) >= A_SYNC_CONFIGS
 
     @pytest.mark.parametrize(("name", "value"), DEFAULTS.items())
@@ -119,7 +119,18 @@ class TestFields:
 
     def test_keys_that_are_not_given_keep_their_default(self) -> None:
         strategy = DistributedStrategy(a_sync_configs={"send_queue_size": 3})
-        assert strategy.a_sync_configs == {**A_SYNC_DEFAULTS, "send_queue_size": 3}
+        assert strategy.a_sync_configs == {
+            "k_steps": 0,
+            "half_async": False,
+            "max_merge_var_num": 1,
+            "send_queue_size": 3,
+            "independent_recv_thread": False,
+            "min_send_grad_num_before_recv": 1,
+            "thread_pool_size": 1,
+            "send_wait_times": 1,
+            "launch_barrier": True,
+            "heter_worker_device_guard": "cpu",
+        }
 
     def test_a_whole_number_of_seconds_is_accepted(self) -> None:
         assert DistributedStrategy(rpc_timeout=7).rpc_timeout == 7.0
@@ -190,12 +201,12 @@ class TestRefusals:
     @pytest.mark.parametrize("name", ["rpc_timeout", "sync_timeout"])
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
     def test_a_time_out_that_is_none_is_refused(self, name: str, value: float) -> None:
-        """Every wait has a time-out (P19)."""
+        """Every wait has a time-out."""
         with pytest.raises(StrategyError, match=f"{name}.*{value}"):
             DistributedStrategy(**{name: value})
 
     def test_a_time_out_that_servers_refuse_is_refused_before_they_start(self) -> None:
-        """A server takes no barrier of more than a week (server/commands.py, MAX_BARRIER_SECONDS)."""
+        """A server takes no barrier of more than a week (MAX_BARRIER_SECONDS)."""
         with pytest.raises(StrategyError, match=r"sync_timeout.*691200"):
             DistributedStrategy(sync_timeout=8 * 24 * 3600.0)
 
@@ -396,10 +407,12 @@ class TestCopies:
     def test_the_dictionary_that_was_read_cannot_be_changed(self) -> None:
         """A write into a copy would be lost without a word, a write into the original would not be checked."""
         strategy = DistributedStrategy()
-        with pytest.raises(TypeError):
+        with pytest.raises(
+            StrategyError, match=r"strategy\.a_sync_configs = \{\*\*strategy\.a_sync_configs, 'k_steps'"
+        ):
             strategy.a_sync_configs["k_steps"] = 5
         assert strategy.a_sync_configs["k_steps"] == 0
-        assert DistributedStrategy().a_sync_configs == A_SYNC_DEFAULTS
+        assert DistributedStrategy().a_sync_configs["k_steps"] == 0
 
     def test_changing_the_dictionary_that_was_given_changes_nothing(self) -> None:
         given_configs = {"k_steps": 5}
@@ -415,7 +428,7 @@ class TestCopies:
 
     @pytest.mark.parametrize(
         "twin_of",
-        [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))],
+        [copy.copy, copy.deepcopy, lambda strategy: pickle.loads(pickle.dumps(strategy))],
         ids=["copy", "deepcopy", "pickle"],
     )
     def test_a_copy_is_equal_and_changes_alone(self, twin_of: Any) -> None:
@@ -445,11 +458,11 @@ class TestPrinting:
 class TestEquality:
     @given(settings(), settings())
     def test_strategies_are_equal_exactly_if_their_settings_are(
-        self, one: dict[str, Any], other: dict[str, Any]
+        self, fields: dict[str, Any], other_fields: dict[str, Any]
     ) -> None:
-        first, second = DistributedStrategy(**one), DistributedStrategy(**other)
+        first, second = DistributedStrategy(**fields), DistributedStrategy(**other_fields)
         assert (first == second) == (repr(first) == repr(second))
-        assert first == DistributedStrategy(**one)
+        assert first == DistributedStrategy(**fields)
 
     def test_use_does_not_matter_to_equality(self) -> None:
         used = DistributedStrategy()
@@ -478,6 +491,17 @@ class TestYaml:
     def test_only_what_differs_from_the_defaults_is_saved(self, tmp_path: Path) -> None:
         DistributedStrategy(rpc_retry_times=4).save_to_yaml(tmp_path / "strategy.yaml")
         assert (tmp_path / "strategy.yaml").read_text() == "rpc_retry_times: 4\n"
+
+    def test_switches_are_saved_before_dictionaries(self, tmp_path: Path) -> None:
+        configs: dict[str, Any] = {
+            "lamb_configs": {"lamb_weight_decay": 0.5},
+            "build_strategy": {"memory_optimize": False},
+        }
+        DistributedStrategy(lamb=True, sync_batch_norm=True, a_sync=True, **configs).save_to_yaml(tmp_path / "it.yaml")
+        assert (tmp_path / "it.yaml").read_text() == (
+            "a_sync: true\nlamb: true\nsync_batch_norm: true\nlamb_configs:\n  lamb_weight_decay: 0.5\n"
+            "  exclude_from_weight_decay: []\n"
+        )
 
     def test_a_used_strategy_can_be_saved_and_is_loaded_unused(self, tmp_path: Path) -> None:
         strategy = DistributedStrategy()

@@ -10,8 +10,8 @@ import pytest
 
 from torchfleet import options
 from torchfleet.errors import StrategyError
+from torchfleet.strategy.collective_fields import CONFIGS, FIELDS, OBJECTS, SWITCHES
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.strategy.fields import CONFIGS, FIELDS, SWITCHES, BuildStrategy, ExecutionStrategy
 
 
 def parser() -> argparse.ArgumentParser:
@@ -21,7 +21,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def strategy(*arguments: object) -> DistributedStrategy:
-    return options.strategy_of(parser().parse_args([str(one) for one in arguments]))
+    return options.strategy_of(parser().parse_args([str(argument) for argument in arguments]))
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -43,9 +43,9 @@ class TestFlags:
 
     def test_every_field_has_a_flag_with_a_help_that_teaches(self) -> None:
         text = " ".join(parser().format_help().split())
-        for name in (*FIELDS, *(f"{name}_configs" for name in CONFIGS), "build_strategy", "execution_strategy"):
+        for name in (*FIELDS, *(f"{name}_configs" for name in CONFIGS), *OBJECTS):
             assert f"--{name}" in text
-        for name, keys in {**CONFIGS, "build": BuildStrategy._KEYS, "execution": ExecutionStrategy._KEYS}.items():
+        for name, keys in {**CONFIGS, **OBJECTS}.items():
             for key, value in keys.items():
                 assert value.only or f"{key}=" in text, (name, key)
         for name, key in FIELDS.items():

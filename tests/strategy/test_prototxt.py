@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchfleet.errors import StrategyError
+from torchfleet.strategy.collective_fields import CONFIGS, FIELDS
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.strategy.fields import CONFIGS, FIELDS
 from torchfleet.strategy.paddle_fields import ABSENT
 from torchfleet.strategy.prototxt import load
 from torchfleet.strategy.textformat import Word, parse
 
-# All fields with the values that Paddle 2.6 has without being told, as protobuf prints them.
+# All fields at the defaults of Paddle 2.6, as protobuf prints them.
 DEFAULTS = """
 mode: COLLECTIVE
 amp: false
@@ -185,7 +185,7 @@ class TestTextFormat:
 
 
 class TestStrategy:
-    def test_all_that_paddle_has_without_being_told_is_our_default(self, loaded: Any) -> None:
+    def test_defaults_of_paddle_are_our_defaults(self, loaded: Any) -> None:
         assert loaded(DEFAULTS) == DistributedStrategy()
 
     def test_older_defaults_are_accepted_too(self, loaded: Any) -> None:

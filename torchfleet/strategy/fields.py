@@ -1,164 +1,176 @@
-"""The fields of collective strategies: names, defaults, limits. docs/collective/ explains each."""
+"""The mechanism of settings: a declared field has a type, a default and limits, and checks each value that is set.
+
+    class LarsConfigs(Configs, name="lars_configs"):
+        lars_coeff = Key(0.001, at_least=0.0)
+
+    class CollectiveFields(Fields):
+        lars = Switch("layer-wise learning rates for large batches")
+        lars_configs = ConfigsField(LarsConfigs)
+
+Keys and fields are descriptors, so editors and type checkers know that `strategy.lars` is a bool and that
+`strategy.lars_configs.lars_coeff` is a float.
+"""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, TypeVar, overload
 
-from torchfleet.errors import StrategyError
+from torchfleet.errors import StrategyError, UnknownFieldError
 
+Value = TypeVar("Value")
+Element = TypeVar("Element")
+OwnKey = TypeVar("OwnKey", bound="Key[Any]")
 
-class Key(NamedTuple):
-    """A key of a `<name>_configs` dictionary, or a field by itself."""
-
-    default: Any
-    at_least: float | None = None
-    at_most: float | None = None
-    choices: tuple[Any, ...] = ()
-    only: str = ""  # the reason, if the default is the only value that can be had
+_NUMBERS: dict[type, tuple[type, ...]] = {int: (int,), float: (int, float)}
 
 
-SWITCHES = (
-    "amp", "recompute", "gradient_merge", "lars", "lamb", "dgc", "localsgd", "adaptive_localsgd", "sharding",
-    "pipeline", "tensor_parallel", "fp16_allreduce", "use_hierarchical_allreduce", "sync_batch_norm",
-    "find_unused_parameters", "cudnn_exhaustive_search",
-)  # fmt: skip
+class Key(Generic[Value]):
+    """A key of a dictionary of settings. It is read as an attribute and cannot be set: Configs is read-only.
 
-_DDP = "torch's DistributedDataParallel cuts its buckets by bytes alone: use fuse_grad_size_in_MB"
-FIELDS: dict[str, Key] = {
-    **{name: Key(False) for name in SWITCHES},
-    "fuse_all_reduce_ops": Key(True),
-    "fuse_grad_size_in_MB": Key(32, at_least=1),
-    "fuse_grad_size_in_num": Key(8, only=_DDP),
-    "last_comm_group_size_MB": Key(1.0, only=_DDP),
-    "nccl_comm_num": Key(1, at_least=1, at_most=16),
-    "sync_nccl_allreduce": Key(True),
-    "hierarchical_allreduce_inter_nranks": Key(1, at_least=1),
-    "cudnn_batchnorm_spatial_persistent": Key(False, only="torch chooses the batch norm kernel itself"),
-    "conv_workspace_size_limit": Key(512, only="torch has no limit of its own for cuDNN's workspace"),
-}
+    default    also tells the type of the values; a whole number is accepted for a float
+    choices    the values there are; (): all
+    only       the reason, if the default is the only value that can be had
+    help       what a command line says about it
+    """
 
-CONFIGS: dict[str, dict[str, Key]] = {
-    "amp": {
-        "init_loss_scaling": Key(32768.0, at_least=1e-30),
-        "incr_every_n_steps": Key(1000, at_least=1),
-        "decr_every_n_nan_or_inf": Key(2, at_least=1),
-        "incr_ratio": Key(2.0, at_least=1.0),
-        "decr_ratio": Key(0.5, at_least=1e-6, at_most=1.0),
-        "use_dynamic_loss_scaling": Key(True),
-        "custom_white_list": Key(()),
-        "custom_black_list": Key(()),
-        "use_pure_fp16": Key(False),
-        "use_pure_bf16": Key(False),
-        "dtype": Key("float16", choices=("float16", "bfloat16")),
-    },
-    "recompute": {
-        "checkpoints": Key(()),
-        "enable_offload": Key(False),
-        "checkpoint_shape": Key((), only="shapes are seen when the model runs"),
-    },
-    "gradient_merge": {"k_steps": Key(1, at_least=1), "avg": Key(True)},
-    "lars": {
-        "lars_coeff": Key(0.001, at_least=0.0),
-        "lars_weight_decay": Key(0.0005, at_least=0.0),
-        "epsilon": Key(0.0, at_least=0.0),
-        "exclude_from_weight_decay": Key(()),
-    },
-    "lamb": {"lamb_weight_decay": Key(0.01, at_least=0.0), "exclude_from_weight_decay": Key(())},
-    "dgc": {
-        "rampup_begin_step": Key(0, at_least=0),
-        "rampup_step": Key(1, at_least=1),
-        "sparsity": Key((0.999,)),
-        "local_grad_clip_norm": Key(0.0, at_least=0.0),
-    },
-    "localsgd": {"k_steps": Key(1, at_least=1), "begin_step": Key(1, at_least=1)},
-    "adaptive_localsgd": {"init_k_steps": Key(1, at_least=1, at_most=16), "begin_step": Key(1, at_least=1)},
-    "sharding": {
-        "stage": Key(1, choices=(1, 2, 3)),
-        "sharding_degree": Key(0, at_least=0),  # 0: all ranks
-        "hybrid_dp": Key(False),
-        "segment_broadcast_MB": Key(32.0, at_least=0.0),
-    },
-    "pipeline": {
-        "accumulate_steps": Key(1, at_least=1),
-        "micro_batch_size": Key(0, at_least=0),  # 0: what accumulate_steps makes of the batch
-        "schedule_mode": Key("1F1B", choices=("1F1B", "F-then-B")),
-        "stages": Key(()),  # names of the modules at which the second, third, ... stage begins
-    },
-    "tensor_parallel": {"tensor_parallel_degree": Key(1, at_least=1)},
-    "hybrid": {
-        "dp_degree": Key(0, at_least=0),  # 0: what the other degrees leave
-        "mp_degree": Key(1, at_least=1),
-        "pp_degree": Key(1, at_least=1),
-        "sharding_degree": Key(1, at_least=1),
-    },
-}
+    def __init__(
+        self,
+        default: Value,
+        help: str = "",
+        *,
+        at_least: float | None = None,
+        at_most: float | None = None,
+        choices: tuple[Value, ...] = (),
+        only: str = "",
+    ) -> None:
+        self.name, self.default, self.help = "", default, help
+        self.at_least, self.at_most, self.choices, self.only = at_least, at_most, choices, only
 
-# Other names for the same key, as Paddle's documents have them.
-ALIASES: dict[str, dict[str, str]] = {
-    "sharding": {"fuse_broadcast_MB": "segment_broadcast_MB", "sharding_group_size": "sharding_degree"},
-    "pipeline": {"micro_batch": "accumulate_steps"},
-}
+    def __set_name__(self, owner: type[Fields], name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self: OwnKey, instance: None, owner: type[Fields]) -> OwnKey: ...
+
+    @overload
+    def __get__(self, instance: Fields, owner: type[Fields]) -> Value: ...
+
+    def __get__(self, instance: Fields | None, owner: type[Fields]) -> Any:
+        return self if instance is None else vars(instance)[self.name]
+
+    def __set__(self, instance: Fields, value: NoReturn) -> None:
+        instance._assign(self.name, value)
+
+    def initial(self) -> Value:
+        """The default, as a value that its owner may keep."""
+        return self.default
+
+    def checked(self, where: str, value: Any) -> Value:
+        """The value as it is kept; a wrong one is an error that begins with `where`."""
+        kept = self._of_type(where, value)
+        if self.only and kept != self.default:
+            raise StrategyError(f"{where}={kept!r} cannot be had: {self.only}. Leave it at {self.default!r}.")
+        if self.choices and kept not in self.choices:
+            raise StrategyError(f"{where} must be one of {', '.join(map(repr, self.choices))}, found {kept!r}")
+        if isinstance(kept, float) and not math.isfinite(kept):
+            raise StrategyError(f"{where} must be a finite number, found {kept!r}")
+        if self.at_least is not None and kept < self.at_least:
+            raise StrategyError(f"{where} must be at least {self.at_least:g}, found {kept!r}")
+        if self.at_most is not None and kept > self.at_most:
+            raise StrategyError(f"{where} must be at most {self.at_most:g}, found {kept!r}")
+        return kept  # type: ignore[no-any-return]
+
+    def _of_type(self, where: str, value: Any) -> Any:
+        expected = type(self.default)
+        if isinstance(value, _NUMBERS.get(expected, ())) and not isinstance(value, bool):
+            return expected(value)  # type: ignore[call-arg]
+        if type(value) is not expected:
+            raise StrategyError(f"{where} expects a {expected.__name__}, found {value!r}")
+        return value
 
 
-class _Flags:
-    """Fields by keyword or attribute; an unknown one is an error that lists the known."""
+class ListKey(Key[list[Element]]):
+    """A key whose value is a list. The strategy that uses it checks its elements."""
 
-    _KEYS: ClassVar[dict[str, Key]] = {}
+    def __init__(self, element: type[Element], default: Sequence[Element] = (), *, only: str = "") -> None:
+        super().__init__(list(default), only=only)
+        self.element = element
 
-    def __init__(self, **fields: Any) -> None:
-        for name, key in self._KEYS.items():
-            object.__setattr__(self, name, key.default)
+    def initial(self) -> list[Element]:
+        return list(self.default)
+
+    def _of_type(self, where: str, value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            raise StrategyError(f"{where} expects a list, found {value!r}")
+        return list(value)
+
+
+class Field(Key[Value]):
+    """A field that can be set, and is checked then."""
+
+    def __set__(self, instance: Fields, value: Value) -> None:
+        instance._assign(self.name, value)
+
+
+class Switch(Field[bool]):
+    """A field that turns something on; `help` says what."""
+
+    def __init__(self, help: str) -> None:
+        super().__init__(False, help)
+
+
+class Fields:
+    """An object whose public attributes are the fields that its class declares, in `_FIELDS`.
+
+    Values are in the object's own dictionary, under the names of the fields. An unknown name is an error that lists the
+    known ones.
+    """
+
+    _FIELDS: ClassVar[Mapping[str, Key[Any]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        declared = {name: value for name, value in vars(cls).items() if isinstance(value, Key)}
+        inherited = [base._FIELDS for base in cls.__bases__ if issubclass(base, Fields)]
+        cls._FIELDS = {name: key for keys in (*inherited, declared) for name, key in keys.items()}
+
+    def __init__(self, /, **fields: Any) -> None:
+        vars(self).update({name: key.initial() for name, key in self._FIELDS.items()})
         for name, value in fields.items():
+            if name not in self._FIELDS:
+                raise StrategyError(self._unknown(name))
             setattr(self, name, value)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        where = type(self).__name__
-        if name not in self._KEYS:
-            raise StrategyError(f"{where} has no field '{name}'; it has {', '.join(self._KEYS)}")
-        key = self._KEYS[name]
-        if type(value) is not type(key.default):
-            raise StrategyError(f"{where}.{name} expects a {type(key.default).__name__}, found {value!r}")
-        if key.only and value != key.default:
-            raise StrategyError(f"{where}.{name}={value!r} cannot be had: {key.only}. Leave it at {key.default!r}.")
-        if key.at_least is not None and value < key.at_least:
-            raise StrategyError(f"{where}.{name} must be at least {key.at_least:g}, found {value!r}")
-        object.__setattr__(self, name, value)
+    if not TYPE_CHECKING:  # to a type checker, a class with these has every attribute
 
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and vars(self) == vars(other)
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_"):
+                raise AttributeError(name)
+            raise UnknownFieldError(self._unknown(name))
 
-    __hash__ = None  # type: ignore[assignment]
+        def __setattr__(self, name: str, value: Any) -> None:
+            if not name.startswith("_") and name not in self._FIELDS:
+                raise StrategyError(self._unknown(name))
+            object.__setattr__(self, name, value)
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+    def _assign(self, name: str, value: Any) -> None:
+        """Set a field, or raise StrategyError."""
+        vars(self)[name] = self._FIELDS[name].checked(self._where(name), value)
 
+    def _where(self, name: str) -> str:
+        """How errors name a field of this object."""
+        return name
 
-_GRAPHS = "eager PyTorch has no graph of operators to change; torch.compile chooses by itself"
-
-
-class BuildStrategy(_Flags):
-    """Operator fusion. Any of the first four compiles the model with torch.compile, which fuses what it can."""
-
-    _KEYS: ClassVar[dict[str, Key]] = {
-        "fuse_elewise_add_act_ops": Key(False),
-        "fuse_bn_act_ops": Key(False),
-        "fuse_bn_add_act_ops": Key(False),
-        "fuse_relu_depthwise_conv": Key(False),
-        "fuse_all_optimizer_ops": Key(False),  # the optimizer's own fused or foreach kernels
-        "fuse_broadcast_ops": Key(False, only="DistributedDataParallel broadcasts first values in one go already"),
-        "enable_inplace": Key(False, only=_GRAPHS),
-        "memory_optimize": Key(False, only=_GRAPHS),
-        "enable_addto": Key(False, only=_GRAPHS),
-        "enable_sequential_execution": Key(False, only=_GRAPHS),
-    }
+    def _unknown(self, name: str) -> str:
+        """The text of an error about a name that is not a field."""
+        return unknown(type(self).__name__, name, sorted(self._FIELDS))
 
 
-class ExecutionStrategy(_Flags):
-    """How a rank computes. num_threads: threads of torch on the CPU (0: as torch decides)."""
+def fields_of(owner: type[Fields]) -> Mapping[str, Key[Any]]:
+    """The keys or fields that a class declares, by name, in the order of the declaration."""
+    return owner._FIELDS
 
-    _KEYS: ClassVar[dict[str, Key]] = {
-        "num_threads": Key(0, at_least=0),
-        "num_iteration_per_drop_scope": Key(10, only="eager PyTorch has no scopes"),
-        "num_iteration_per_run": Key(1, only="the loop is the script's own"),
-        "use_thread_barrier": Key(False, only="eager PyTorch has one thread per rank"),
-    }
+
+def unknown(where: str, name: object, known: Iterable[str]) -> str:
+    return f"{where} has no field '{name}'; it has {', '.join(known)}"

@@ -12,52 +12,24 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torchfleet.errors import StrategyError
+from torchfleet.strategy.collective_fields import ALIASES, CONFIGS, FIELDS, OBJECTS, SWITCHES, CollectiveFields
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.strategy.fields import ALIASES, CONFIGS, FIELDS, SWITCHES, BuildStrategy, ExecutionStrategy, Key
+from torchfleet.strategy.fields import Key, ListKey, fields_of
 
-_OBJECTS: dict[str, dict[str, Key]] = {
-    "build_strategy": BuildStrategy._KEYS,
-    "execution_strategy": ExecutionStrategy._KEYS,
-}
-_DICTIONARIES: dict[str, dict[str, Key]] = {
+_DICTIONARIES: dict[str, Mapping[str, Key[Any]]] = {
     **{f"{name}_configs": keys for name, keys in CONFIGS.items()},
-    **_OBJECTS,
+    **OBJECTS,
 }
-
-HELP = {
-    "amp": "mixed precision: matrix products in half precision, with loss scaling for float16",
-    "recompute": "keep fewer activations: the modules of recompute_configs run a second time in the backward pass",
-    "gradient_merge": "exchange gradients and step once in k_steps batches, as if the batch were k times as large",
-    "lars": "layer-wise learning rates for large batches; the optimizer must be SGD with momentum",
-    "lamb": "layer-wise learning rates for very large batches; the optimizer must be Adam",
-    "dgc": "send only the largest gradients (slow networks); the optimizer must be SGD with momentum",
-    "localsgd": "every rank trains alone, parameters are averaged every k_steps (slow networks)",
-    "adaptive_localsgd": "localsgd whose interval follows the loss and the learning rate",
-    "sharding": "cut optimizer state (stage 1), gradients (2) and parameters (3) over the ranks",
-    "pipeline": "different layers on different ranks; micro-batches flow through them",
-    "tensor_parallel": "large layers cut over ranks that work on the same batch",
-    "fp16_allreduce": "gradients cross the network in half precision: half the bytes",
-    "use_hierarchical_allreduce": "add gradients up inside groups of ranks first, then among the groups",
-    "sync_batch_norm": "batch norm over the batches of all ranks: for small batches per rank",
-    "find_unused_parameters": "for models that leave out some parameters in some steps; costs time",
-    "cudnn_exhaustive_search": "let cuDNN time its algorithms: for inputs of one size",
-    "fuse_all_reduce_ops": "exchange gradients in buckets, not one by one",
-    "fuse_grad_size_in_MB": "size of those buckets",
-    "nccl_comm_num": "communicators that take turns, so that exchanges overlap",
-    "sync_nccl_allreduce": "a communicator waits for its last bucket before it takes the next",
-    "hierarchical_allreduce_inter_nranks": "ranks of a group of use_hierarchical_allreduce: those of one machine",
-    "hybrid_configs": "how many ranks for data, tensor, pipeline and sharding parallelism",
-    "build_strategy": "operator fusion through torch.compile: fuse_bn_act_ops, ...",
-    "execution_strategy": "threads of a rank on the CPU",
-}
+HELP = {name: field.help for name, field in fields_of(CollectiveFields).items() if field.help}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags for all collective fields; a wrong value ends the script with what was expected."""
+    """Add flags for all collective fields. A wrong value ends the script with a text that says what was expected."""
     group = parser.add_argument_group(
         "strategy",
         "How ranks work together. KEY=VALUE,... may also be a JSON object; in a list, the elements after the first "
@@ -74,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             group.add_argument(f"--{name}", type=_field(name), metavar=type(key.default).__name__.upper(), help=text)
         if name in CONFIGS:
             _add_dictionary(group, f"{name}_configs")
-    for name in ("hybrid_configs", *_OBJECTS):
+    for name in ("hybrid_configs", *OBJECTS):
         _add_dictionary(group, name)
 
 
@@ -94,7 +66,7 @@ def strategy_of(options: argparse.Namespace) -> DistributedStrategy:
         if value is not None:
             setattr(strategy, name, value)
         if value is False and name in CONFIGS:
-            setattr(strategy, f"{name}_configs", {})  # those of a file, which would now be without their switch
+            setattr(strategy, f"{name}_configs", {})  # a file's settings of a strategy that the flag turns off
     for name in _DICTIONARIES:
         given = getattr(options, name)
         if given is None:
@@ -103,16 +75,16 @@ def strategy_of(options: argparse.Namespace) -> DistributedStrategy:
         if switch in SWITCHES and not getattr(strategy, switch):
             raise StrategyError(f"--{name} was given without --{switch}: add --{switch}, or leave --{name} out")
         now = getattr(strategy, name)
-        setattr(strategy, name, {**(vars(now) if name in _OBJECTS else now), **given})
+        setattr(strategy, name, {**(vars(now) if name in OBJECTS else now), **given})
     return strategy
 
 
-def _text(name: str, key: Key) -> str:
+def _text(name: str, key: Key[Any]) -> str:
     return HELP.get(name, f"cannot be changed: {key.only}").replace("%", "%%")
 
 
-def _shown(key: Key) -> str:
-    if isinstance(key.default, tuple):
+def _shown(key: Key[Any]) -> str:
+    if isinstance(key, ListKey):
         return f"[{','.join(map(str, key.default))}]"
     if isinstance(key.default, bool):
         return str(key.default).lower()
@@ -121,7 +93,7 @@ def _shown(key: Key) -> str:
 
 def _field(name: str) -> Any:
     def number(text: str) -> Any:
-        return _checked(name, _converted(name, FIELDS[name].default, text))
+        return _checked(name, _converted(name, type(FIELDS[name].default), text))
 
     return number
 
@@ -136,7 +108,7 @@ def _dictionary(name: str) -> Any:
 
 
 def _checked(name: str, value: Any) -> Any:
-    """As DistributedStrategy checks it, while the command line is read."""
+    """The value, if DistributedStrategy accepts it; otherwise an error that argparse prints."""
     try:
         DistributedStrategy(**{name: value})
     except StrategyError as error:
@@ -158,22 +130,22 @@ def _pairs(name: str, text: str) -> dict[str, Any]:
     """`key=value,...`; a word alone is a further element of the list before it, or a flag that is switched on."""
     given: dict[str, Any] = {}
     last = ""
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        word, equals, value = (part.strip() for part in item.partition("="))
-        if not equals and isinstance(given.get(last), list):
-            given[last].append(_converted(f"{name}['{last}']", _element(_key(name, last)), word))
+    for item in filter(None, (piece.strip() for piece in text.split(","))):
+        word, equals, value = (piece.strip() for piece in item.partition("="))
+        if not equals and last and isinstance(key := _key(name, last), ListKey):
+            given[last].append(_converted(f"{name}['{last}']", key.element, word))
             continue
         key, last = _key(name, word), word
         if word in given or not (equals or isinstance(key.default, bool)):
             raise argparse.ArgumentTypeError(f"{name} expects every key once, as key=value, found '{item}' in '{text}'")
-        if isinstance(key.default, tuple):
-            given[word] = [_converted(f"{name}['{word}']", _element(key), value)] if value else []
+        if isinstance(key, ListKey):
+            given[word] = [_converted(f"{name}['{word}']", key.element, value)] if value else []
         else:
-            given[word] = _converted(f"{name}['{word}']", key.default, value if equals else "true")
+            given[word] = _converted(f"{name}['{word}']", type(key.default), value if equals else "true")
     return given
 
 
-def _key(name: str, given: str) -> Key:
+def _key(name: str, given: str) -> Key[Any]:
     keys, aliases = _DICTIONARIES[name], ALIASES.get(name.removesuffix("_configs"), {})
     own = aliases.get(given, given)
     if own not in keys:
@@ -183,12 +155,7 @@ def _key(name: str, given: str) -> Key:
     return keys[own]
 
 
-def _element(key: Key) -> Any:
-    return key.default[0] if key.default else ""
-
-
-def _converted(name: str, default: Any, text: str) -> Any:
-    kind = type(default)
+def _converted(name: str, kind: type, text: str) -> Any:
     if kind is bool:
         if text.lower() not in ("true", "false", "1", "0"):
             raise argparse.ArgumentTypeError(f"{name} expects true or false, found '{text}'")

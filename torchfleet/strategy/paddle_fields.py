@@ -1,7 +1,7 @@
-"""What Paddle's DistributedStrategy (distributed_strategy.proto, Paddle 2.0 to 2.6) has and torchfleet has not.
+"""Fields of Paddle's DistributedStrategy (distributed_strategy.proto, Paddle 2.0 to 2.6) that torchfleet does not have.
 
-A file of Paddle's may have any of it at the value that Paddle has without being told; another value is refused, with
-the reason given here. Where Paddle changed its mind between versions, each of its defaults is accepted.
+A file of Paddle's may contain such a field at its default. Another value is refused, with the reason given here. Where
+the default differs between versions of Paddle, each of them is accepted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Absent(NamedTuple):
-    """A field that torchfleet has not. A repeated field without elements is ()."""
+    """A field that torchfleet does not have, and its defaults in Paddle. () is a repeated field without elements."""
 
     defaults: tuple[Any, ...]
     reason: str
@@ -20,15 +20,15 @@ def _each(reason: str, **defaults: Any) -> dict[str, Absent]:
     return {name: Absent((value,), reason) for name, value in defaults.items()}
 
 
-# Fields of both, where a default of Paddle's cannot be had here or would switch something on: at these values, which
-# nobody need have chosen, torchfleet's own default holds.
+# Fields of both whose default in Paddle is not available here or would switch something on. Paddle writes defaults out,
+# so these values are no choice of the user: they stand for torchfleet's own default.
 LEFT: dict[str, dict[str, tuple[Any, ...]]] = {
     "": {"cudnn_batchnorm_spatial_persistent": (True,), "conv_workspace_size_limit": (4000,)},
     "build_strategy": {"fuse_bn_add_act_ops": (True,)},
     "execution_strategy": {"num_threads": (1,)},
     "hybrid_configs": {"dp_degree": (-1,)},  # both mean: what the other degrees leave
 }
-# Where both have a default and they differ, a file that does not name the field means Paddle's.
+# Fields of both with different defaults: a file without the field means Paddle's default.
 DIFFERENT: dict[str, dict[str, Any]] = {"amp_configs": {"decr_ratio": 0.8}}
 RENAMED = {"sharding_configs": {"broadcast_MB": "segment_broadcast_MB"}}
 WITHOUT_SWITCH = ("qat_configs", "model_parallel_configs")  # their switch is refused, so they are never in use

@@ -1,4 +1,4 @@
-"""Paddle's files of a DistributedStrategy, as its save_to_prototxt writes them: protobuf's text format.
+"""Read a DistributedStrategy from a file of Paddle's save_to_prototxt, which is in protobuf's text format.
 
     amp: true
     amp_configs {
@@ -7,33 +7,31 @@
       custom_white_list: "gelu"
     }
 
-textformat.py reads the text, paddle_fields.py has what is Paddle's alone; `load` makes of them what
-torchfleet.DistributedStrategy(**fields) takes.
+textformat.py parses the text and paddle_fields.py lists the fields that only Paddle has. `load` returns the fields for
+torchfleet.DistributedStrategy(**fields).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from torchfleet.errors import StrategyError
-from torchfleet.strategy.fields import ALIASES, CONFIGS, FIELDS, BuildStrategy, ExecutionStrategy, Key
+from torchfleet.strategy.collective_fields import ALIASES, CONFIGS, FIELDS, OBJECTS
+from torchfleet.strategy.fields import Key, ListKey, fields_of
 from torchfleet.strategy.paddle_fields import ABSENT, DIFFERENT, LEFT, RENAMED, WITHOUT_SWITCH
+from torchfleet.strategy.server_fields import AsyncConfigs
 from torchfleet.strategy.textformat import Message, Word, parse
 
-_KNOWN: dict[str, dict[str, Key]] = {
+_KNOWN: dict[str, Mapping[str, Key[Any]]] = {
     "": FIELDS,
     **{f"{name}_configs": keys for name, keys in CONFIGS.items()},
-    "build_strategy": BuildStrategy._KEYS,
-    "execution_strategy": ExecutionStrategy._KEYS,
-    "a_sync_configs": {
-        **dict.fromkeys(("k_steps", "max_merge_var_num", "send_queue_size", "thread_pool_size"), Key(0)),
-        **dict.fromkeys(("min_send_grad_num_before_recv", "send_wait_times"), Key(0)),
-        **dict.fromkeys(("independent_recv_thread", "launch_barrier"), Key(False)),
-        "heter_worker_device_guard": Key("cpu"),
-    },
+    **OBJECTS,
+    # Paddle has no half_async.
+    "a_sync_configs": {name: key for name, key in fields_of(AsyncConfigs).items() if name != "half_async"},
 }
 _MESSAGES = {name for name in (*_KNOWN, *ABSENT, *WITHOUT_SWITCH) if name}
 _DEGREES = {"tensor_parallel": "mp_degree", "pipeline": "pp_degree", "sharding": "sharding_degree"}
@@ -45,11 +43,11 @@ def load(path: str | Path) -> dict[str, Any]:
     """The fields of Paddle's file, for torchfleet.DistributedStrategy(**fields).
 
     - A `<name>_configs` or the like whose switch is off is skipped: Paddle writes those out too, and they do nothing.
-    - A field that torchfleet has not is accepted at Paddle's default and refused, with the reason, at another value.
+    - A field that only Paddle has is accepted at Paddle's default; another value is an error that gives the reason.
       A field that neither has is an error.
     - Degrees above 1 in hybrid_configs switch tensor_parallel, pipeline and sharding on, as they do in Paddle.
-    - `a_sync: true`, Paddle's default, is a choice only beside a_sync_configs with k_steps of 0 or more, which Paddle
-      writes when a_sync is set. Without, torchfleet's default holds.
+    - `a_sync: true` is Paddle's default. It counts only if a_sync_configs has a k_steps of 0 or more, which Paddle
+      writes when the user sets a_sync. Otherwise torchfleet's default holds.
     - amp_configs without decr_ratio has Paddle's 0.8, not torchfleet's 0.5.
     """
     try:
@@ -64,18 +62,18 @@ def load(path: str | Path) -> dict[str, Any]:
 
 def _fields(message: Message) -> dict[str, Any]:
     fields = _translated("", {name: values for name, values in message.items() if name not in _MESSAGES})
-    parts = {name: _message(name, values) for name, values in message.items() if name in _MESSAGES}
-    hybrid = _translated("hybrid_configs", parts.pop("hybrid_configs", {}))
+    nested = {name: _message(name, values) for name, values in message.items() if name in _MESSAGES}
+    hybrid = _translated("hybrid_configs", nested.pop("hybrid_configs", {}))
     unused = {f"{name}_configs" for name in CONFIGS if not fields.get(name)}.union(WITHOUT_SWITCH)
     for switch, degree in _DEGREES.items():
         fields.update({switch: True} if hybrid.get(degree, 1) > 1 else {})
-    if fields.get("pipeline"):  # the others' dictionaries have a degree of their own, which hybrid_configs replaces
+    if fields.get("pipeline"):  # the other dictionaries hold a degree, which hybrid_configs replaces
         unused.discard("pipeline_configs")
     fields.update({"hybrid_configs": hybrid} if hybrid else {})
-    fields.update(_a_sync(message.get("a_sync", [Word("true")]), parts.pop("a_sync_configs", {})))
-    for name, part in parts.items():
+    fields.update(_a_sync(message.get("a_sync", [Word("true")]), nested.pop("a_sync_configs", {})))
+    for name, configs in nested.items():
         if name not in unused:
-            fields.update({name: given} if (given := _translated(name, part)) else {})
+            fields.update({name: given} if (given := _translated(name, configs)) else {})
     for name, defaults in DIFFERENT.items():
         if name not in unused:
             fields[name] = {**defaults, **fields.get(name, {})}
@@ -91,7 +89,7 @@ def _a_sync(given: list[Any], configs: Message) -> dict[str, Any]:
 
 
 def _translated(where: str, message: Message) -> dict[str, Any]:
-    """The fields of one message that torchfleet has, checked for their kind; the rest is at Paddle's default."""
+    """The fields of a message that torchfleet has, in its types. Others must be at Paddle's default."""
     known, absent, left = _KNOWN.get(where, {}), ABSENT.get(where, {}), LEFT.get(where, {})
     renamed = {**RENAMED.get(where, {}), **ALIASES.get(where.removesuffix("_configs"), {})}
     found: dict[str, Any] = {}
@@ -119,33 +117,31 @@ def _refuse_unless_default(name: str, defaults: tuple[Any, ...], reason: str, va
         raise StrategyError(f"{name}={value!r} cannot be had: {reason}. Leave it out, or at {defaults[0]!r}.")
 
 
-def _one(name: str, values: list[Any]) -> Any:
+def _single(name: str, values: list[Any]) -> Any:
     if len(values) > 1:
         raise StrategyError(f"{name} stands {len(values)} times; it has one value")
     return values[0]
 
 
 def _message(name: str, values: list[Any]) -> Message:
-    value = _one(name, values)
+    value = _single(name, values)
     if not isinstance(value, dict):
         raise StrategyError(f"{name} expects fields in braces, `{name} {{ ... }}`, found {value!r}")
     return value
 
 
-def _value(name: str, key: Key, values: list[Any]) -> Any:
-    """Of the kind of the default: the text alone tells neither 1 from true nor one element from a list."""
-    if isinstance(key.default, tuple):
-        element = key.default[0] if key.default else 0 if name.endswith("checkpoint_shape") else ""
-        return [_scalar(name, element, value) for value in values]
-    return _scalar(name, key.default, _one(name, values))
+def _value(name: str, key: Key[Any], values: list[Any]) -> Any:
+    """The value in the type of the key. The text alone does not tell 1 from true, nor an element from a list."""
+    if isinstance(key, ListKey):
+        return [_scalar(name, key.element, value) for value in values]
+    return _scalar(name, type(key.default), _single(name, values))
 
 
-def _scalar(name: str, like: Any, value: Any) -> Any:
-    kind = type(like)
+def _scalar(name: str, kind: type, value: Any) -> Any:
     if kind is bool and (isinstance(value, Word) or type(value) is int) and str(value) in _BOOLEANS:
         return _BOOLEANS[str(value)]
     if kind is float and isinstance(value, (int, float)):
-        return float(str(np.float32(value)))  # 0.0010000000474974513 is how a float of 0.001 was written once
+        return float(str(np.float32(value)))  # older protobuf wrote a float of 0.001 as 0.0010000000474974513
     if (kind is int and type(value) is int) or (kind is str and isinstance(value, str)):
         return str(value) if kind is str else value
     raise StrategyError(f"{name} expects a {_KINDS[kind]}, found {value!r}")

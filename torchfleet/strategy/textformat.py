@@ -1,4 +1,4 @@
-"""Protobuf's text format, without a schema: every field of a message with all its values, in the order of the text.
+"""A parser of protobuf's text format, without a schema: each field of a message has a list of its values, in order.
 
 message   = { name ( ":" value | [":"] "{" message "}" | [":"] "<" message ">" ) [ "," | ";" ] }
 value     = number | "text" { "text" } | word | "[" value { "," value } "]"
@@ -16,7 +16,7 @@ Message = dict[str, list[Any]]
 
 
 class Word(str):
-    """A value without quotes that is no number: true, false, the name of an enum."""
+    """A value without quotes that is not a number: true, false, the name of an enum."""
 
     __slots__ = ()
 
@@ -36,7 +36,7 @@ _DEEPEST = 50
 
 
 def parse(text: str) -> Message:
-    """An error names the line."""
+    """The message that a text holds. An error names the line."""
     return _Reader(text).message("", 0)
 
 
@@ -85,11 +85,11 @@ class _Reader:
             return Word(self._take())
         if self._kind != "text":
             raise self._error("a value")
-        parts = []
+        texts = []
         while self._kind == "text":
-            parts.append(self._unquoted(self._token))
+            texts.append(self._unquoted(self._token))
             self._advance()
-        return "".join(parts)
+        return "".join(texts)
 
     def _unquoted(self, token: str) -> str:
         def plain(found: re.Match[bytes]) -> bytes:
@@ -116,7 +116,7 @@ class _Reader:
         return token
 
     def _advance(self) -> None:
-        """On to the next token; without one, its kind is ''."""
+        """Go to the next token. At the end of the text, its kind is ''."""
         self._kind = self._token = ""
         while self._at < len(self._text):
             found = _TOKENS.match(self._text, self._at)

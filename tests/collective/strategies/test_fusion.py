@@ -15,7 +15,7 @@ from torchfleet.collective.strategies.fusion import COMPILING, Fusion, fuse_opti
 from torchfleet.collective.strategies.recomputation.recompute import recompute
 from torchfleet.errors import ModelError, StrategyError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.strategy.fields import BuildStrategy
+from torchfleet.strategy.execution import BuildStrategy
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 

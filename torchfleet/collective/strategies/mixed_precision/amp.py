@@ -28,8 +28,8 @@ from torchfleet.collective.strategies.mixed_precision.op_lists import OpLists
 from torchfleet.collective.strategy import Forward, JobView, Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import StrategyError
+from torchfleet.strategy.collective_fields import CONFIGS
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.strategy.fields import CONFIGS
 
 _SCALING = ("init_loss_scaling", "incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio", "decr_ratio",
             "use_dynamic_loss_scaling")  # fmt: skip

@@ -1,0 +1,66 @@
+"""The fields of training with parameter servers: the mode, its dictionary, and time-outs. docs/modes/ explains each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchfleet.errors import StrategyError
+from torchfleet.strategy.configs import Configs, ConfigsField
+from torchfleet.strategy.fields import Field, Fields, Key, Value
+
+_WEEK = 7 * 24 * 3600.0  # MAX_BARRIER_SECONDS of a server, which refuses a longer wait
+# Keys of a_sync_configs that act in async mode, and not in half_async and geo.
+ASYNC_ONLY = (
+    "max_merge_var_num",
+    "send_queue_size",
+    "independent_recv_thread",
+    "min_send_grad_num_before_recv",
+    "thread_pool_size",
+    "send_wait_times",
+)
+
+
+class AsyncConfigs(Configs, name="a_sync_configs"):
+    k_steps = Key(0, at_least=0)
+    half_async = Key(False)
+    max_merge_var_num = Key(1, at_least=1)
+    send_queue_size = Key(16, at_least=1)
+    independent_recv_thread = Key(False)
+    min_send_grad_num_before_recv = Key(1, at_least=1)
+    thread_pool_size = Key(1, at_least=1)
+    send_wait_times = Key(1, at_least=0)
+    launch_barrier = Key(True)
+    heter_worker_device_guard = Key("cpu")
+
+    def _check_together(self) -> None:
+        if self.k_steps and self.half_async:
+            raise StrategyError(
+                "a_sync_configs: k_steps > 0 is geo training and half_async is another mode. Choose one of them."
+            )
+        if self.heter_worker_device_guard != "cpu":
+            raise StrategyError(
+                f"a_sync_configs['heter_worker_device_guard']={self.heter_worker_device_guard!r}: heter workers are "
+                "not available yet; use 'cpu'"
+            )
+
+
+class PositiveField(Field[Value]):
+    """A number of tries, from 0, or of seconds, above 0; up to `at_most`."""
+
+    def checked(self, where: str, value: Any) -> Value:
+        kept = self._of_type(where, value)
+        if kept < 0 or (isinstance(kept, float) and kept == 0):
+            raise StrategyError(f"{where} cannot be {value!r}: it must be positive")
+        if not kept <= self.at_most:  # so that not-a-number is refused too
+            raise StrategyError(f"{where} must be at most {self.at_most:g}, found {value!r}")
+        return kept  # type: ignore[no-any-return]
+
+
+class ServerFields(Fields):
+    """The fields of DistributedStrategy that training with parameter servers has."""
+
+    a_sync = Field(False)
+    a_sync_configs = ConfigsField(AsyncConfigs)
+    rpc_retry_times = PositiveField(3, at_most=1000)
+    rpc_timeout = PositiveField(30.0, at_most=_WEEK)
+    sync_timeout = PositiveField(1800.0, at_most=_WEEK)
