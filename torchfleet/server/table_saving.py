@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -11,6 +10,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from torchfleet.background import BackgroundThreads
 from torchfleet.checkpoint import part_file
 from torchfleet.checkpoint.manifest import Part, PartKind, Saved
 from torchfleet.checkpoint.part_writer import PART_BYTES
@@ -176,18 +176,15 @@ class Writer:
     def __init__(self, storage: Storage, folder: str) -> None:
         self._storage, self._folder = storage, folder
         self._queue: queue.Queue[Job] = queue.Queue(1)
-        self._error: FleetError | None = None
         self._num_under_way = 0
         self._is_over = False
         self.written: list[Part] = []
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(NUM_WRITERS)]
-        for thread in self._threads:
-            thread.start()
+        self._threads = BackgroundThreads([self._run] * NUM_WRITERS)
+        self._threads.start()
 
     def offer(self, job: Job) -> bool:
         """Whether it was taken; not while another one waits. Raises what went wrong with an earlier one."""
-        if self._error is not None:
-            raise self._error
+        self._threads.check()
         try:
             self._queue.put_nowait(job)
         except queue.Full:
@@ -196,8 +193,7 @@ class Writer:
         return True
 
     def is_done(self) -> bool:
-        if self._error is not None:
-            raise self._error
+        self._threads.check()
         return len(self.written) == self._num_under_way
 
     def close(self) -> None:
@@ -205,7 +201,7 @@ class Writer:
         self._is_over = True
 
     def _run(self) -> None:
-        while self._error is None and not self._is_over:
+        while self._threads.error is None and not self._is_over:
             try:
                 job = self._queue.get(timeout=_LOOK)
             except queue.Empty:
@@ -213,7 +209,9 @@ class Writer:
             try:
                 self.written.append(self._write(job))
             except Exception as error:  # of the disk or the network: whoever asked is told
-                self._error = CheckpointError(f"cannot write to {self._storage.path}: {type(error).__name__}: {error}")
+                raise CheckpointError(
+                    f"cannot write to {self._storage.path}: {type(error).__name__}: {error}"
+                ) from error
 
     def _write(self, job: Job) -> Part:
         name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in job.table)

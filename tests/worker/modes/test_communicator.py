@@ -532,7 +532,7 @@ def test_over_sockets_the_result_is_that_of_servers_in_process() -> None:
 
         def work(index: int) -> dict[str, torch.Tensor]:
             part = parts[index]
-            part.worker = jobs.WorkerJob(part.job)
+            part.worker = jobs.WorkerRole(part.job)
             train(part)
             part.barrier()
             rows = {name: part.rows(name, range(num)) for name, num in TABLES.items()}
