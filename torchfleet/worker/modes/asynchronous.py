@@ -16,8 +16,8 @@ from torchfleet.net.wire import DENSE_BACK
 from torchfleet.tables.rows.row_statistics import is_pushed
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.future import Dense
-from torchfleet.worker.lookup.engine import PullAhead
 from torchfleet.worker.lookup.plan import Plan
+from torchfleet.worker.lookup.sources import PullAhead
 from torchfleet.worker.modes.communicator import Communicator, Gradients
 
 _LOOK = 0.001  # seconds between two looks into an empty queue

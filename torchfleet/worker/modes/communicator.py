@@ -20,8 +20,8 @@ from torchfleet.net.wire import DENSE_BACK, SYNC
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.future import Dense
 from torchfleet.worker.client.shard import Floats, Keys
-from torchfleet.worker.lookup.engine import PullAhead
 from torchfleet.worker.lookup.plan import Plan
+from torchfleet.worker.lookup.sources import PullAhead
 
 
 @dataclass(slots=True)

@@ -27,8 +27,8 @@ from torchfleet.tables.sparse_table import SparseTable
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.future import Changed, Pulled, Ready
 from torchfleet.worker.client.shard import Floats, Keys
-from torchfleet.worker.lookup.engine import PullAhead
 from torchfleet.worker.lookup.plan import Plan
+from torchfleet.worker.lookup.sources import PullAhead
 from torchfleet.worker.modes.communicator import Communicator, Gradients
 
 _NEGLIGIBLE = 1e-6  # a rest that no longer travels; float32 values near 1 are 1e-7 apart
