@@ -42,7 +42,7 @@ def test_an_error_of_ours_is_raised_as_it_is_and_again() -> None:
 
 def test_another_error_is_wrapped_with_what_failed() -> None:
     threads = ended(BackgroundThreads([lambda: fail(ZeroDivisionError("our own mistake"))], "reading failed"))
-    with pytest.raises(FleetError, match="^reading failed: ZeroDivisionError: our own mistake$") as found:
+    with pytest.raises(FleetError, match=r"^reading failed: ZeroDivisionError: our own mistake$") as found:
         threads.check()
     assert isinstance(found.value.__cause__, ZeroDivisionError)
 
@@ -89,5 +89,18 @@ def test_on_end_is_called_without_an_error_too() -> None:
 
 def test_join_waits_neither_for_threads_never_started_nor_for_its_own() -> None:
     BackgroundThreads([lambda: None]).join()
-    threads = BackgroundThreads([lambda: threads.join()])
+    threads: BackgroundThreads
+    threads = BackgroundThreads([lambda: threads.join(SECONDS)])
     ended(threads).check()
+
+
+def test_they_are_alive_while_any_of_them_runs() -> None:
+    may_end = threading.Event()
+    threads = BackgroundThreads([lambda: None, lambda: fail(ValueError()) if not may_end.wait(SECONDS) else None])
+    assert not threads.is_alive()
+    threads.start()
+    assert threads.is_alive()
+    may_end.set()
+    threads.join(SECONDS)
+    assert not threads.is_alive()
+    threads.check()

@@ -47,6 +47,10 @@ class BackgroundThreads:
         if self._error is not None:
             raise self._error
 
+    def is_alive(self) -> bool:
+        """Whether any of the threads is running."""
+        return any(thread.is_alive() for thread in self._threads)
+
     def join(self, timeout: float | None = None) -> None:
         """Wait for the end of all threads that were started, `timeout` seconds for each; not for the caller's own."""
         for thread in self._threads:

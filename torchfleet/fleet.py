@@ -353,7 +353,7 @@ def shrink(
 
 
 def set_time(seconds: float) -> dict[str, int]:
-    """It is so many seconds after 1970 (UTC) for all tables, until the next call; else they go by the wall clock.
+    """Set the time of all tables, in seconds since 1970 (UTC), until the next call; else they go by the wall clock.
 
     On worker 0 only. Returns when the shrinks that this makes due are done: how many rows of which table they dropped.
     """

@@ -1,4 +1,4 @@
-"""Training and prediction over a dataset: threads that take batches, lines that show how it goes."""
+"""Training and prediction over a dataset, in one or several threads, with progress printed as it goes."""
 
 from __future__ import annotations
 

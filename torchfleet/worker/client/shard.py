@@ -1,4 +1,4 @@
-"""Who owns what: keys and dense elements divided among the servers, the same way in every process."""
+"""Which server owns which key: the keys of a request divided into shards, the same way in every process."""
 
 from __future__ import annotations
 

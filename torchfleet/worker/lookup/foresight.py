@@ -1,4 +1,4 @@
-"""Which inputs of a batch reach which table: watched once, foreseen from then on.
+"""Which inputs of a batch reach which table: learned from the first lookups, foreseen from then on.
 
 When an embedding is asked for ids that are (a view of) a tensor of the batch, the way from the batch to the table is
 remembered: the place of the tensor in the batch and the shape of the view. For the next batches all ids can then be

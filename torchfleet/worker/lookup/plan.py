@@ -1,4 +1,4 @@
-"""Which parameter goes to which table, under which rule: worked out from the model and the optimizer, on every role."""
+"""The plan: which parameter goes to which table under which rule, derived from model and optimizer on every role."""
 
 from __future__ import annotations
 
