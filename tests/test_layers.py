@@ -31,6 +31,8 @@ CORE = {
 # Room → the rooms below it that it may import. A new room is one line here, behind everything that it needs.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "adoption": set(),
+    "background": {"errors"},
     "kernels": set(),
     "monitor": set(),
     "role": {"errors"},
@@ -54,18 +56,19 @@ MAY_IMPORT: dict[str, set[str]] = {
         "storage",
         "net",
         "kernels",
+        "background",
         "errors",
     },
     # workers
     "strategy": {"errors"},
     "worker/client": {*TABLES, "checkpoint", "net", "kernels", "errors"},
     "worker/lookup": {*TABLES, "worker/client", "checkpoint", "kernels", "errors"},
-    "worker/modes": {*TABLES, "worker/client", "worker/lookup", "net", "kernels", "errors"},
-    "worker": {*TABLES, *WORKER, "checkpoint", "storage", "net", "kernels", "errors"},
+    "worker/modes": {*TABLES, "worker/client", "worker/lookup", "net", "kernels", "background", "errors"},
+    "worker": {*TABLES, *WORKER, "checkpoint", "storage", "net", "kernels", "adoption", "background", "errors"},
     "data/samples": {"tables/rows", "kernels", "errors"},
     "data/reading": {"data/samples", "kernels", "errors"},
-    "data": {"data/samples", "data/reading", "tables/rows", "monitor", "kernels", "errors"},
-    "training": {"data", "data/samples", "worker", "worker/lookup", "fetch", "errors"},
+    "data": {"data/samples", "data/reading", "tables/rows", "monitor", "kernels", "background", "errors"},
+    "training": {"data", "data/samples", "worker", "worker/lookup", "fetch", "background", "errors"},
     # collective training
     "collective/world": {"role", "strategy", "errors"},
     "collective/local_tensors": set(),
@@ -88,7 +91,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "collective/layers": {*CORE, "collective/gradient_average", "strategy", "errors"},
     "collective/checkpoint": {*CORE, "collective/strategies/sharding", "checkpoint", "storage", "monitor", "errors"},
-    "collective": {*CORE, "collective/outputs", "collective/checkpoint", "role", "strategy", "monitor", "errors"},
+    "collective": {
+        *CORE,
+        "collective/outputs",
+        "collective/checkpoint",
+        "role",
+        "strategy",
+        "monitor",
+        "adoption",
+        "errors",
+    },
     # jobs, and what users import
     "options": {"strategy"},
     "nn": {"worker/lookup", "collective/layers", "errors"},
@@ -103,6 +115,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "monitor",
         "role",
         "net",
+        "adoption",
         "errors",
     },
     "fleet": {
@@ -120,6 +133,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "role",
         "strategy",
         "training",
+        "adoption",
         "errors",
     },
     "util": {"fleet", "errors"},
@@ -162,7 +176,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"worker/client", "monitor", "net", "errors"},
     "__init__": set(),  # loads its names when they are first used
 }
-WITHOUT_TORCH = {"checkpoint", "errors", "kernels", "monitor", "net", "server", "storage", "tables"}
+WITHOUT_TORCH = {"background", "checkpoint", "errors", "kernels", "monitor", "net", "server", "storage", "tables"}
 RUNS_FOREIGN_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
 
 

@@ -330,8 +330,7 @@ class TestFacade:
     def fleet(self, monkeypatch: pytest.MonkeyPatch) -> Any:
         import torchfleet.fleet as facade
 
-        for name in ("_job", "_worker", "_server"):
-            monkeypatch.setattr(facade, name, None)
+        monkeypatch.setattr(facade, "_job", None)
         for environment in ENVIRONMENTS.values():
             for name in environment:
                 monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""Watching a training from beside it."""
+"""A handler that is called with values of the training, from a thread beside it, every few seconds."""
 
 from __future__ import annotations
 

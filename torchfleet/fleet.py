@@ -1,22 +1,21 @@
-"""The facade: one check and one call per function. The only place that holds the process's job."""
+"""The facade: the functions of `import torchfleet as fleet`, each a check and a call of this process's job."""
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from torchfleet.adoption import AdoptedOptimizer
 from torchfleet.checkpoint.manifest import FILE, read_manifest
 from torchfleet.data.dataset import Dataset, file_shard
 from torchfleet.data.samples.slots import Batch
 from torchfleet.errors import FleetError, RoleError
 from torchfleet.fetch import FetchHandler
-from torchfleet.job.printing import configuration, summary, tables
-from torchfleet.job.worker_job import Job, ServerJob, WorkerJob
+from torchfleet.job.protocol import Job
+from torchfleet.job.ps_job import NO_SERVER, NO_WORKER, ParameterServerJob
+from torchfleet.job.worker_role import WorkerRole
 from torchfleet.monitor.status import KNOWN
 from torchfleet.role import SERVER, PaddleCloudRoleMaker, RoleInfo
 from torchfleet.storage import Storage
@@ -24,12 +23,8 @@ from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.tables.settings.policy import Shrink
 from torchfleet.training import Report, Result, as_step, infer, train
 from torchfleet.worker.distributed_optimizer import DistributedOptimizer
-from torchfleet.worker.modes.whole_tables import Replica
+from torchfleet.worker.modes.whole_tables import WholeTables
 from torchfleet.worker.peers import Workers
-
-if TYPE_CHECKING:  # imported when they are needed: jobs with servers start in half the time without
-    from torchfleet.collective.collective_job import CollectiveJob
-    from torchfleet.collective.collective_optimizer import CollectiveOptimizer
 
 Item = TypeVar("Item")
 
@@ -38,10 +33,9 @@ class RoleMaker(Protocol):
     def read(self) -> RoleInfo: ...
 
 
-_job: Job | None = None
-_collective: CollectiveJob | None = None
-_worker: WorkerJob | None = None
-_server: ServerJob | None = None
+_job: Job | None = None  # this process's; held here and nowhere else
+
+_NO_JOB = "call fleet.init() first"
 
 
 def init(
@@ -51,8 +45,8 @@ def init(
 
     With is_collective=True there are no servers: all processes train together (docs/collective/README.md).
     """
-    global _job, _collective
-    if _job is not None or _collective is not None:
+    global _job
+    if _job is not None:
         raise FleetError("fleet.init was called before; call it once per process")
     info = (role_maker or PaddleCloudRoleMaker(is_collective)).read()
     if info.is_collective != is_collective:
@@ -61,33 +55,31 @@ def init(
         )
     if info.num_threads:
         torch.set_num_threads(info.num_threads)
-    if is_collective:
-        from torchfleet.collective.collective_job import CollectiveJob
+    _job = _collective_job(info, strategy) if is_collective else ParameterServerJob(info, strategy)
 
-        _collective = CollectiveJob(info, strategy)
-    else:
-        _job = Job(info, strategy)
+
+def _collective_job(info: RoleInfo, strategy: DistributedStrategy | None) -> Job:
+    # Imported when it is needed: jobs with servers start in half the time without.
+    from torchfleet.collective.collective_job import CollectiveJob
+
+    return CollectiveJob(info, strategy)
 
 
 def distributed_model(model: torch.nn.Module, strategy: DistributedStrategy | None = None) -> torch.nn.Module:
     """The same model, with its sparse embeddings on the servers; in collective training, one that all ranks run."""
-    if _collective is not None:
-        _collective.use(strategy, "fleet.distributed_model")
-        return _collective.distribute_model(model)
-    _get_job().use(strategy, "fleet.distributed_model")
-    return _get_job().distribute_model(model)
+    job = _any_job()
+    job.use(strategy, "fleet.distributed_model")
+    return job.distribute_model(model)
 
 
 def distributed_optimizer(
     optimizer: torch.optim.Optimizer, strategy: DistributedStrategy | None = None
-) -> DistributedOptimizer | CollectiveOptimizer:
+) -> AdoptedOptimizer:
     """The optimizer with its updates on the servers (SGD, Adagrad, Adam, AdamW, SparseAdam), or with the collective
     strategies around its step."""
-    if _collective is not None:
-        _collective.use(strategy, "fleet.distributed_optimizer")
-        return _collective.distribute_optimizer(optimizer)
-    _get_job().use(strategy, "fleet.distributed_optimizer")
-    return _get_job().distribute_optimizer(optimizer)
+    job = _any_job()
+    job.use(strategy, "fleet.distributed_optimizer")
+    return job.distribute_optimizer(optimizer)
 
 
 def distributed_scheduler(scheduler: Any) -> Any:
@@ -95,27 +87,16 @@ def distributed_scheduler(scheduler: Any) -> Any:
 
     For schedules that advance once per batch. One that advances per epoch needs no change.
     """
-    if _collective is not None:
-        return scheduler  # every step is a global one
-    job = _get_job()
-    if job.strategy is None:
-        raise FleetError(
-            "fleet.distributed_scheduler needs to know the strategy: call fleet.distributed_optimizer before it, or "
-            "give the strategy to fleet.init"
-        )
-    if job.strategy.mode == "geo":
-        step, repeats = scheduler.step, job.info.num_workers
+    return _any_job().distribute_scheduler(scheduler)
 
-        def step_globally(*args: Any, **kwargs: Any) -> None:
-            for _ in range(repeats):
-                step(*args, **kwargs)
 
-        scheduler.step = step_globally
-    return scheduler
+def is_collective() -> bool:
+    """Whether fleet.init has been called, for a collective job."""
+    return _job is not None and _job.info.is_collective
 
 
 def is_server() -> bool:
-    return _info().role == SERVER
+    return _any_job().info.role == SERVER
 
 
 def is_worker() -> bool:
@@ -127,11 +108,11 @@ def is_first_worker() -> bool:
 
 
 def worker_index() -> int:
-    return _info().worker_index
+    return _any_job().info.worker_index
 
 
 def worker_num() -> int:
-    return _info().num_workers
+    return _any_job().info.num_workers
 
 
 def data_shard() -> tuple[int, int]:
@@ -139,24 +120,24 @@ def data_shard() -> tuple[int, int]:
 
     In collective training the ranks of one pipeline, and those among which layers are cut, work on the same samples.
     """
-    return _collective.world.data_shard if _collective is not None else (worker_index(), worker_num())
+    return _any_job().data_shard
 
 
 def server_index() -> int:
-    return _info().server_index
+    return _any_job().info.server_index
 
 
 def server_num() -> int:
-    return _info().num_servers
+    return _any_job().info.num_servers
 
 
 def worker_endpoints(to_string: bool = False) -> list[str] | str:
-    endpoints = list(_info().worker_endpoints)
+    endpoints = list(_any_job().info.worker_endpoints)
     return ",".join(endpoints) if to_string else endpoints
 
 
 def server_endpoints(to_string: bool = False) -> list[str] | str:
-    endpoints = list(_info().server_endpoints)
+    endpoints = list(_any_job().info.server_endpoints)
     return ",".join(endpoints) if to_string else endpoints
 
 
@@ -165,26 +146,12 @@ def init_server(dirname: str | None = None, var_names: list[str] | None = None) 
 
     Names are those of sparse tables and of dense parameters. The model may have been saved by any number of servers.
     """
-    global _server
-    if var_names is not None and dirname is None:
-        raise FleetError("init_server(var_names=...) names what to load from a saved model: give dirname, too")
-    if not is_server():
-        raise FleetError("fleet.init_server is for servers, and this process is a worker: ask fleet.is_server() first")
-    _server = ServerJob(_get_job(), dirname, var_names)
+    _get_job().init_server(dirname, var_names)
 
 
 def run_server() -> None:
     """Serve until all workers have stopped."""
-    if _server is None:
-        raise FleetError("call fleet.init_server() before fleet.run_server()")
-    server = _server
-
-    def end(number: int, frame: FrameType | None) -> None:
-        server.end()
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, end)
-    server.run()
+    _get_job(NO_SERVER).run_server()
 
 
 def init_worker(dirname: str | None = None, var_names: list[str] | None = None) -> None:
@@ -193,19 +160,7 @@ def init_worker(dirname: str | None = None, var_names: list[str] | None = None) 
     `dirname` is for scripts that also run in one process: there the saved model is loaded here. With servers it is
     they who load (init_server), and it is checked that they did.
     """
-    global _worker
-    if is_server():
-        raise FleetError("fleet.init_worker is for workers, and this process is a server: ask fleet.is_server() first")
-    if _worker is not None:
-        raise FleetError("fleet.init_worker was called before")
-    if var_names is not None and dirname is None:
-        raise FleetError("init_worker(var_names=...) names what to load from a saved model: give dirname, too")
-    job = _get_job()
-    _ = job.plan  # model and optimizer must be there
-    print(configuration(job), flush=True)
-    _worker = WorkerJob(job, dirname, var_names)
-    if job.info.debug:
-        print(describe(), flush=True)
+    _get_job().init_worker(dirname, var_names)
 
 
 def stop_worker() -> None:
@@ -213,23 +168,14 @@ def stop_worker() -> None:
 
     The first worker prints how old the rows were that its fleet learned from.
     """
-    global _worker, _job, _server, _collective
-    if _collective is not None:
-        _collective.stop()
-        _collective = None
-        return
-    final = _get_worker().stop()
-    if is_first_worker():
-        print(summary(final), flush=True)
-    _job = _worker = _server = None
+    global _job
+    _any_job(NO_WORKER).stop()
+    _job = None
 
 
 def barrier_worker() -> None:
     """Wait for all other workers."""
-    if _collective is not None:
-        _collective.world.barrier()
-        return
-    _get_worker().barrier()
+    _any_job(NO_WORKER).barrier()
 
 
 def prefetch(loader: Iterable[Item]) -> Iterator[Item]:
@@ -237,9 +183,7 @@ def prefetch(loader: Iterable[Item]) -> Iterator[Item]:
 
     In collective training it ends on all ranks together, when the first has no batch left: nobody waits for ever.
     """
-    if _collective is not None:
-        return _collective.prefetch(loader)
-    return _get_worker().engine.prefetch(loader)
+    return _any_job(NO_WORKER).prefetch(loader)
 
 
 def train_from_dataset(
@@ -277,10 +221,8 @@ def infer_from_dataset(
     worker = _get_worker()
     report = Report("infer", fetch_list, print_period, fetch_handler)
     worker.communicator.refresh()
-    model_of_job = _get_job().model
-    assert model_of_job is not None
     leave = worker.communicator.leave_thread
-    return infer(as_step(model, loss_fn), dataset, model_of_job, worker.engine, thread, report, leave)
+    return infer(as_step(model, loss_fn), dataset, worker.model, worker.engine, thread, report, leave)
 
 
 def split_files(files: Sequence[str]) -> list[str]:
@@ -295,54 +237,29 @@ def workers() -> Workers:
 
 def gather(name: str, data: bytes) -> list[bytes]:
     """What every worker brought, in their order; in a process without a fleet, just this."""
-    if _collective is not None:
-        return _collective.world.gather(data)
-    if _worker is None:
-        if _job is not None and not _job.info.is_local:
-            raise FleetError("the workers meet after fleet.init_worker(), and servers do not meet at all")
-        return [data]
-    with _worker.workers() as all_workers:
-        return all_workers.gather(name, data)
+    return [data] if _job is None else _job.gather(name, data)
 
 
 def begin_prediction(model: torch.nn.Module, dirname: str | None, var_names: list[str] | None) -> None:
     """For DistributedInfer: after training, or as a job of its own, whose servers serve here."""
-    job = _get_job()
-    if job.model is not None and model is not job.model:
-        raise FleetError("DistributedInfer: give it the model of fleet.distributed_model; a job has one model")
-    if _worker is not None:
-        if dirname is not None:
-            raise FleetError(
-                "the tables of this job are in use already: leave dirname out, or predict in a job of its own"
-            )
-        _worker.communicator.refresh()
-        return
-    if dirname is None:
-        raise FleetError("init_distributed_infer_env(dirname=...): say which saved model to predict with")
-    if job.model is None:
-        distributed_model(model)
-    job.distribute_for_prediction()
-    if is_server():
-        init_server(dirname, var_names)
-        run_server()
-    else:
-        init_worker(dirname, var_names)
+    _get_job().begin_prediction(model, dirname, var_names)
 
 
-def replica(share: float | None = None) -> Replica:
+def whole_tables(share: float | None = None) -> WholeTables:
     """Whole copies of the tables in this process, as arrays to be trained in place: docs/modes/geo.md.
 
     In one process, or in geo training: then differences are exchanged every k_steps calls of `step_done`. `share` is
     the part of a difference that an exchange sends; 1 / workers unless given.
     """
-    return _get_worker().replica(share)
+    return _get_worker().whole_tables(share)
+
+
+replica = whole_tables  # its name in earlier versions
 
 
 def mode() -> str:
     """sync, half_async, async or geo; or collective."""
-    if _collective is not None:
-        return "collective"
-    return _get_worker().strategy.mode
+    return _any_job(NO_WORKER).mode
 
 
 def settle() -> None:
@@ -360,8 +277,7 @@ def report(**metrics: float) -> None:
     taken = sorted(set(metrics) & set(KNOWN))
     if taken:
         raise FleetError(f"fleet.report: {', '.join(taken)} is what torchfleet itself reports; choose another name")
-    reporting = _collective if _collective is not None else _get_worker()
-    reporting.report({name: float(value) for name, value in metrics.items()})
+    _any_job(NO_WORKER).report({name: float(value) for name, value in metrics.items()})
 
 
 def stats() -> dict[str, Any]:
@@ -371,8 +287,7 @@ def stats() -> dict[str, Any]:
 
 def describe() -> str:
     """The tables, which parameter goes to which, and what each server holds."""
-    job = _get_job()
-    return tables(job.plan, job.info, _worker.client.stats() if _worker is not None else [])
+    return _get_job().describe()
 
 
 def save_persistables(dirname: str, mode: int = 0, extra: Mapping[str, Any] | None = None) -> int:
@@ -383,7 +298,8 @@ def save_persistables(dirname: str, mode: int = 0, extra: Mapping[str, Any] | No
     """
     if mode not in (0, 1):
         raise FleetError(f"save_persistables(mode={mode}): 0 is a full save, 1 a delta")
-    return _saver("save_persistables").save(dirname, "delta" if mode else "full", extra).number
+    worker = _get_job(NO_WORKER).first_worker("save_persistables")
+    return worker.save(dirname, "delta" if mode else "full", extra).number
 
 
 def save(dirname: str, extra: Mapping[str, Any] | None = None) -> int:
@@ -392,9 +308,7 @@ def save(dirname: str, extra: Mapping[str, Any] | None = None) -> int:
     In collective training all ranks call it together; with parameter servers it is save_persistables, on worker 0 only.
     Returns the number of the save.
     """
-    if _collective is not None:
-        return _collective.save(dirname, extra)
-    return save_persistables(dirname, extra=extra)
+    return _any_job(NO_WORKER).save(dirname, extra)
 
 
 def load(dirname: str) -> dict[str, Any]:
@@ -402,10 +316,7 @@ def load(dirname: str) -> dict[str, Any]:
 
     All ranks call it together, after distributed_model and distributed_optimizer. Returns what `extra` was.
     """
-    if _collective is None:
-        _get_job()
-        raise FleetError("fleet.load is for collective training; servers load when they start: init_server(dirname)")
-    return _collective.load(dirname)
+    return _any_job().load(dirname)
 
 
 def saved_extra(dirname: str) -> dict[str, Any] | None:
@@ -438,46 +349,35 @@ def shrink(
     On worker 0 only; training goes on meanwhile. Returns how many rows of which table were dropped: docs/online.md.
     """
     policy = Shrink(delete_after_unseen_days, delete_threshold, ttl_days, max_rows, max_bytes, min_norm, where)
-    return _saver("shrink").shrink(table, policy)
+    return _get_job(NO_WORKER).first_worker("shrink").shrink(table, policy)
 
 
 def set_time(seconds: float) -> dict[str, int]:
-    """It is so many seconds after 1970 (UTC) for all tables, until the next call; else they go by the wall clock.
+    """Set the time of all tables, in seconds since 1970 (UTC), until the next call; else they go by the wall clock.
 
     On worker 0 only. Returns when the shrinks that this makes due are done: how many rows of which table they dropped.
     """
-    return _saver("set_time").set_time(seconds)
+    return _get_job(NO_WORKER).first_worker("set_time").set_time(seconds)
 
 
 def save_inference_model(dirname: str) -> None:
     """Save what prediction needs: tables and parameters without optimizer state. On worker 0 only."""
-    _saver("save_inference_model").save(dirname, "inference")
+    _get_job(NO_WORKER).first_worker("save_inference_model").save(dirname, "inference")
 
 
-def _saver(what: str) -> WorkerJob:
-    worker = _get_worker()
-    if not is_first_worker():
-        raise FleetError(
-            f"fleet.{what} is called on worker 0 only, and this is worker {worker_index()}: ask is_first_worker()"
-        )
-    return worker
-
-
-def _info() -> RoleInfo:
-    return _collective.info if _collective is not None else _get_job().info
-
-
-def _get_job() -> Job:
-    if _collective is not None:
-        raise FleetError("this is for jobs with parameter servers, and this job is collective (is_collective=True)")
+def _any_job(missing: str = _NO_JOB) -> Job:
+    """This process's job, of either kind; `missing` says what to call before there is one."""
     if _job is None:
-        raise FleetError("call fleet.init() first")
+        raise FleetError(missing)
     return _job
 
 
-def _get_worker() -> WorkerJob:
-    if _collective is not None:
+def _get_job(missing: str = _NO_JOB) -> ParameterServerJob:
+    job = _any_job(missing)
+    if not isinstance(job, ParameterServerJob):
         raise FleetError("this is for jobs with parameter servers, and this job is collective (is_collective=True)")
-    if _worker is None:
-        raise FleetError("call fleet.init_worker() first (on a worker)")
-    return _worker
+    return job
+
+
+def _get_worker() -> WorkerRole:
+    return _get_job(NO_WORKER).worker

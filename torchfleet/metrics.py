@@ -113,7 +113,7 @@ class AUC:
 
     def _probabilities(self, scores: Any) -> Counts:
         values = _numbers("AUC: scores", scores)
-        with np.errstate(over="ignore", invalid="ignore"):  # what is no number is found below
+        with np.errstate(over="ignore", invalid="ignore"):  # NaN is found below
             if values.ndim == 2 and values.shape[1] == 2:
                 found = 1 / (1 + np.exp(values[:, 0] - values[:, 1])) if self._from_logits else values[:, 1]
             elif values.ndim == 1 or (values.ndim == 2 and values.shape[1] == 1):

@@ -1,4 +1,4 @@
-"""Training and prediction over a dataset: threads that take batches, lines that show how it goes."""
+"""Training and prediction over a dataset, in one or several threads, with progress printed as it goes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from torchfleet.background import BackgroundThreads
 from torchfleet.data.dataset import BatchIterator, Dataset
 from torchfleet.data.samples.slots import Batch
 from torchfleet.errors import FleetError
@@ -194,32 +196,35 @@ def _run_pass(
         )
     batches = dataset.iterate()
     report.begin()
-    errors: list[BaseException] = []
-
-    def guarded(own: BatchIterator) -> None:
-        try:
-            run(own)
-        except BaseException as error:  # raised below, in the thread of who called
-            errors.append(error)
-            batches.close()
-        finally:
-            leave_thread()
-
     try:
         if num_threads == 1:
             run(batches)
         else:
-            threads = [threading.Thread(target=guarded, args=(batches.fork(),)) for _ in range(num_threads)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            if errors:
-                raise errors[0]
+            _run_in_threads(batches, run, num_threads, leave_thread)
     finally:
         batches.close()
         report.close()
     return report.end()
+
+
+def _run_in_threads(
+    batches: BatchIterator, run: Callable[[Iterator[Batch]], None], num_threads: int, leave_thread: Callable[[], None]
+) -> None:
+    def work(own: BatchIterator) -> None:
+        try:
+            run(own)
+        finally:
+            leave_thread()
+
+    def on_end() -> None:
+        if threads.error is not None:
+            batches.close()  # the others come to their end
+
+    works = [partial(work, batches.fork()) for _ in range(num_threads)]
+    threads = BackgroundThreads(works, on_end=on_end, daemon=False)
+    threads.start()
+    threads.join()
+    threads.check()
 
 
 def _check_threads(num_threads: Any) -> None:

@@ -1,4 +1,4 @@
-"""fleet.util: small things that a script needs among its workers."""
+"""fleet.util: reductions, gathers and barriers among workers, file shards, and printing on one worker."""
 
 from __future__ import annotations
 

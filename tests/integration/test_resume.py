@@ -20,7 +20,8 @@ from torchfleet import fleet as facade
 from torchfleet import nn
 from torchfleet.checkpoint.manifest import read_manifest
 from torchfleet.errors import CheckpointError, FleetError
-from torchfleet.job.worker_job import ServerJob, WorkerJob
+from torchfleet.job.server_role import ServerRole
+from torchfleet.job.worker_role import WorkerRole
 from torchfleet.role import SERVER, RoleInfo
 from torchfleet.server.server import Server
 from torchfleet.storage import Storage
@@ -60,7 +61,7 @@ class Loaded(jobs.Servers):
         for index in range(num):
             info = RoleInfo(SERVER, 0, num_workers, index, places)
             job = jobs.make_part(make_model, lambda m: make_optimizer(rule, m), jobs.strategy(), info).job
-            self.servers.append(ServerJob(job, dirname, var_names)._server)
+            self.servers.append(ServerRole(job, dirname, var_names)._server)
         self._transports = [jobs.GatedTransport(server) for server in self.servers]
 
 
@@ -425,11 +426,11 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
         pass
 
 
-def connect(servers: Loaded, dirname: str, rule: str = "adam") -> WorkerJob:
+def connect(servers: Loaded, dirname: str, rule: str = "adam") -> WorkerRole:
     class Worker(jobs.Worker):
         def __init__(self, job: Any) -> None:
             self._servers = servers
-            WorkerJob.__init__(self, job, dirname)
+            WorkerRole.__init__(self, job, dirname)
 
     info = jobs.roles(1, len(servers))[0]
     return Worker(jobs.make_part(Model, lambda m: make_optimizer(rule, m), jobs.strategy(), info).job)

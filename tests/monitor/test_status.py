@@ -124,8 +124,7 @@ class TestWorkerStatus:
 
         import torchfleet.fleet as facade
 
-        for name in ("_job", "_worker", "_server"):
-            monkeypatch.setattr(facade, name, None)
+        monkeypatch.setattr(facade, "_job", None)
         monkeypatch.setenv("FLEET_STATUS_FILE", str(tmp_path / "status"))
         monkeypatch.delenv("FLEET_ROLE", raising=False)
         monkeypatch.delenv("TRAINING_ROLE", raising=False)

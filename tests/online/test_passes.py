@@ -25,7 +25,7 @@ from torchfleet import fleet as facade
 from torchfleet import online
 from torchfleet.checkpoint.manifest import read_manifest
 from torchfleet.errors import CheckpointError, FleetError
-from torchfleet.job.worker_job import Job
+from torchfleet.job.ps_job import ParameterServerJob
 from torchfleet.online import agreement, pass_progress, passes
 from torchfleet.online.parts import time_of
 from torchfleet.online.pass_progress import KEPT
@@ -49,7 +49,7 @@ def local(folder: str | Path, does_load: bool = True, policy: Any = None) -> Ite
                 step(model, optimizer, 10 * int(part.time) + i)
 
         yield train
-        if facade._worker is not None:
+        if facade._job is not None:
             fleet.stop_worker()
 
 
@@ -268,7 +268,7 @@ def run_crashing(folder: Path, crashes: Crashes) -> bool:
                 on_pass=lambda report: crashes.at("on_pass"),
             )
         except Crash:
-            assert facade._worker is None  # it has left, so that nobody waits for it
+            assert facade._job is None  # it has left, so that nobody waits for it
             return False
         return True
 
@@ -360,7 +360,7 @@ def test_a_worker_that_was_started_again_is_refused(tmp_path: Path, monkeypatch:
 def test_nothing_grows_with_the_number_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for the fleet: so many passes would take long with a real one."""
     saved: dict[str, Any] = {}
-    job = Job(RoleInfo(), None)
+    job = ParameterServerJob(RoleInfo(), None)
     stand_in = SimpleNamespace(
         **{name: lambda *_, **__: None for name in ("set_time", "flush", "report", "stop_worker")},
         gather=lambda name, data: [data],

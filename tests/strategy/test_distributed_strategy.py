@@ -383,21 +383,21 @@ class TestUse:
     def test_a_distributed_optimizer_is_a_use(self) -> None:
         import torch
 
-        from torchfleet.job.worker_job import Job
+        from torchfleet.job.ps_job import ParameterServerJob
         from torchfleet.role import RoleInfo
 
         strategy = DistributedStrategy()
-        job = Job(RoleInfo(), strategy)
+        job = ParameterServerJob(RoleInfo(), strategy)
         model = job.distribute_model(torch.nn.Linear(2, 1))
         job.distribute_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         with pytest.raises(StrategyError, match="distributed_optimizer"):
             strategy.a_sync = True
 
     def test_two_strategies_that_differ_are_refused(self) -> None:
-        from torchfleet.job.worker_job import Job
+        from torchfleet.job.ps_job import ParameterServerJob
         from torchfleet.role import RoleInfo
 
-        job = Job(RoleInfo(), DistributedStrategy(a_sync=True))
+        job = ParameterServerJob(RoleInfo(), DistributedStrategy(a_sync=True))
         job.use(DistributedStrategy(a_sync=True), "fleet.distributed_optimizer")
         with pytest.raises(StrategyError, match=r"fleet\.distributed_optimizer.*fleet\.init"):
             job.use(DistributedStrategy(a_sync=False), "fleet.distributed_optimizer")

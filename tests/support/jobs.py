@@ -26,7 +26,9 @@ from support.paths import ROOT
 from torch.nn import functional as F
 
 from torchfleet import fleet as facade
-from torchfleet.job.worker_job import Job, ServerJob, WorkerJob
+from torchfleet.job.ps_job import ParameterServerJob
+from torchfleet.job.server_role import ServerRole
+from torchfleet.job.worker_role import WorkerRole
 from torchfleet.net.transport import Channel, InProcess, InProcessChannel
 from torchfleet.net.wire import Command, Frame, Role, decode
 from torchfleet.role import SERVER, WORKER, RoleInfo
@@ -104,8 +106,8 @@ class Servers:
     def __len__(self) -> int:
         return len(self.servers)
 
-    def make_tables(self, job: Job) -> None:
-        """As ServerJob does before it serves; again for the same tables does no harm."""
+    def make_tables(self, job: ParameterServerJob) -> None:
+        """As ServerRole does before it serves; again for the same tables does no harm."""
         for index, server in enumerate(self.servers):
             for spec in job.plan.specs:
                 server.state.add_table(spec.for_shard(index, job.info.num_servers))
@@ -137,10 +139,10 @@ class Servers:
         return dict(self.table(name, server).stats()["staleness"])
 
 
-class Worker(WorkerJob):
+class Worker(WorkerRole):
     """A worker whose servers are `servers`."""
 
-    def __init__(self, job: Job, servers: Servers) -> None:
+    def __init__(self, job: ParameterServerJob, servers: Servers) -> None:
         self._servers = servers
         super().__init__(job)
 
@@ -149,7 +151,7 @@ class Worker(WorkerJob):
         client = Client(
             self._servers.connect(), worker=self.info.worker_index, role=role, patience=Patience(SECONDS, 2)
         )
-        for spec in self._job.plan.specs:
+        for spec in self._plan.specs:
             client.attach(spec)
         return client
 
@@ -161,8 +163,8 @@ class Part:
     index: int
     model: torch.nn.Module
     optimizer: Any
-    job: Job
-    worker: WorkerJob = field(init=False)
+    job: ParameterServerJob
+    worker: WorkerRole = field(init=False)
 
     def rows(self, table: str, ids: Iterable[int] | torch.Tensor) -> torch.Tensor:
         """What the servers hold; zeros where there is no row."""
@@ -195,7 +197,7 @@ def make_part(
 ) -> Part:
     """Model and optimizer of one process, not connected yet."""
     torch.manual_seed(info.worker_index)
-    job = Job(info, settings)
+    job = ParameterServerJob(info, settings)
     model = job.distribute_model(make_model())
     return Part(info.worker_index, model, job.distribute_optimizer(make_optimizer(model)), job)
 
@@ -303,7 +305,7 @@ def in_threads(work: Callable[[int], Any], num: int) -> list[Any]:
 
 
 class SocketServers:
-    """The servers of a job as ServerJob runs them, in threads of this process, on loopback ports."""
+    """The servers of a job as ServerRole runs them, in threads of this process, on loopback ports."""
 
     def __init__(self, make_model: MakeModel, make_optimizer: MakeOptimizer, num: int, num_workers: int) -> None:
         from torchfleet.launch.roles import free_ports
@@ -312,7 +314,7 @@ class SocketServers:
         self._jobs, self._threads = [], []
         for index in range(num):
             info = RoleInfo(SERVER, 0, num_workers, index, self.endpoints)
-            self._jobs.append(ServerJob(make_part(make_model, make_optimizer, strategy(), info).job))
+            self._jobs.append(ServerRole(make_part(make_model, make_optimizer, strategy(), info).job))
             self._threads.append(threading.Thread(target=self._jobs[-1].run, daemon=True))
 
     def start(self) -> None:
@@ -341,7 +343,7 @@ def clean_facade() -> Iterator[None]:
     try:
         yield
     finally:
-        facade._job = facade._worker = facade._server = None
+        facade._job = None
 
 
 def wait_until(is_so: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:

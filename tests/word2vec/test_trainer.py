@@ -80,7 +80,7 @@ def make_corpus(folder: Path, *files: Sequence[Sequence[int]], raw_words: int | 
 
 
 class Rows:
-    """What Trainer needs of a Replica, without servers."""
+    """What Trainer needs of a WholeTables, without servers."""
 
     def __init__(self, num_words: int = NUM_WORDS, dim: int = 8, seed: int = 0, seconds: float = 0.0) -> None:
         self.dim, self.num_steps, self._seconds = dim, 0, seconds
@@ -639,7 +639,7 @@ def test_the_trainer_uses_the_one_compiled_kernel(tmp_path: Path) -> None:
 def test_vectors_of_one_number_are_trained_or_refused() -> None:
     """A replica does not pad rows of one number: the kernel, which takes whole vectors, would write over others."""
     with jobs.one_worker(SkipGram(NUM_WORDS, dim=1), mode="geo", k_steps=1) as part:
-        replica = part.worker.replica(1.0)
+        replica = part.worker.whole_tables(1.0)
         if replica.values["emb"].shape[1] % padded(1):
             with pytest.raises(FleetError, match="dim"):
                 Trainer(replica, vocabulary_of([]), SkipGramOptions())
@@ -651,7 +651,7 @@ def test_what_is_learned_on_a_replica_reaches_the_servers(tmp_path: Path) -> Non
     lines = topic_lines(1500)
     corpus, vocabulary = make_corpus(tmp_path / "ids", lines), vocabulary_of(lines)
     with jobs.one_worker(SkipGram(NUM_WORDS, dim=10), mode="geo", num_servers=2, k_steps=1) as part:
-        replica = part.worker.replica(1.0)
+        replica = part.worker.whole_tables(1.0)
         first = replica.values["emb"].copy()
         trainer = Trainer(replica, vocabulary, SkipGramOptions(sample=0.0))
         trainer.train(corpus, corpus.files, 3, constant(0.05), threads=2)

@@ -111,7 +111,7 @@ class Entry(Settings):
                 raise FleetError(f"call {name} first: nothing can be trained or predicted without")
         if self.backbone is None:
             raise FleetError("call set_model first: nothing makes features of the inputs")
-        if facade._collective is None:
+        if not facade.is_collective():
             fleet.init(is_collective=True)
         head = MarginSoftmax(self.class_num, self.emb_dim, seed=self.seed, **self.loss)
         self._model = fleet.distributed_model(Classifier(self.backbone, head), self.strategy)

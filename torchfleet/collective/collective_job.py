@@ -225,3 +225,24 @@ class CollectiveJob:
         if self.model is None or self.optimizer is None:
             raise FleetError("call fleet.distributed_model and fleet.distributed_optimizer before this")
         return self.model, self.optimizer
+
+    # What fleet.py calls on every kind of job (torchfleet/job/protocol.py), beside the methods above
+
+    @property
+    def mode(self) -> str:
+        return "collective"
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        return self.world.data_shard
+
+    def distribute_scheduler(self, scheduler: Any) -> Any:
+        """As it is: every step is a global one."""
+        return scheduler
+
+    def barrier(self) -> None:
+        self.world.barrier()
+
+    def gather(self, name: str, data: bytes) -> list[bytes]:
+        """What every rank brought, in their order. All ranks call it in the same order, so `name` is not needed."""
+        return self.world.gather(data)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from torchfleet.adoption import AdoptedOptimizer
 from torchfleet.collective.clipping import clip_grad_norm
-from torchfleet.collective.closures import run_closure
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import FleetError, ModelError
 
 
-class CollectiveOptimizer(torch.optim.Optimizer):
+class CollectiveOptimizer(AdoptedOptimizer):
     """The same param groups (shared with the user's optimizer: schedulers work on either), step() and zero_grad().
 
     `step` goes through the strategies: some gather gradients first (gradient_merge), some skip a step (amp), some
@@ -30,18 +29,13 @@ class CollectiveOptimizer(torch.optim.Optimizer):
         parameters: Sequence[torch.nn.Parameter],
         world: World,
     ) -> None:
-        # param_groups is shared: a scheduler made before works too. It has wrapped the inner step, which is not ours.
-        self.__dict__.update({name: value for name, value in user.__dict__.items() if name != "step"})
-        for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            setattr(user, hooks, OrderedDict())  # they are ours now, and would be called twice
-        self._patch_step_function()  # what torch does for its own classes when they are made: hooks are called
-        self._user, self.inner, self._strategies = user, inner, tuple(strategies)
+        super().__init__(user)
+        self.inner, self._strategies = inner, tuple(strategies)
         self._parameters = parameters  # the model's; an optimizer of float32 copies has others
         self._world, self.grad_norm = world, torch.zeros(())
         self._max_norm: float | None = None
         self._is_gathering = False
         self.num_steps = 0
-        self.after_step: Callable[[], None] = lambda: None
 
     @property
     def state(self) -> Any:
@@ -52,8 +46,7 @@ class CollectiveOptimizer(torch.optim.Optimizer):
         self.inner.state = value
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = run_closure(closure)
-        self._user._opt_called = True  # type: ignore[attr-defined]  # what a scheduler made before looks at
+        loss = self._begin_step(closure)
         answers = [strategy.is_due() for strategy in self._strategies]
         self._is_gathering = not all(answers)
         if self._is_gathering:
@@ -103,8 +96,4 @@ class CollectiveOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's; the groups stay the very dictionaries that schedulers hold."""
-        groups = self.inner.param_groups
-        self.inner.load_state_dict(state_dict)
-        for group, loaded in zip(groups, self.inner.param_groups, strict=True):
-            group.update(loaded)
-        self.inner.param_groups = self.param_groups = groups
+        self._load_in_place(self.inner, self.inner.load_state_dict, state_dict)

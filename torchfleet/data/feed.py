@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, Generic, TypeVar
+
+from torchfleet.background import BackgroundThreads
 
 Item = TypeVar("Item")
 _LOOK = 1.0  # seconds; every change wakes whoever waits, this is for nothing but safety
@@ -34,14 +38,12 @@ class Feed(Generic[Item]):
         self._changed = threading.Condition()
         self._closing = closing or threading.Event()
         self._is_closed = False
-        self._error: BaseException | None = None
-        self._threads = [threading.Thread(target=self._run, args=(make,), daemon=True) for make in makers]
+        self._threads = BackgroundThreads([partial(self._run, make) for make in makers], on_end=self._count_end)
         self._num_running = len(self._threads)
         _open.add(self)
-        for thread in self._threads:
-            with self._changed:  # at the interpreter's end another thread may close what is only being opened
-                if not self._is_closed:
-                    thread.start()
+        with self._changed:  # at the interpreter's end another thread may close what is only being opened
+            if not self._is_closed:
+                self._threads.start()
 
     def __iter__(self) -> Iterator[Item]:
         return self
@@ -51,8 +53,7 @@ class Feed(Generic[Item]):
             while True:
                 if self._items and not self._is_closed:
                     return self._pop()
-                if self._error is not None:
-                    raise self._error
+                self._threads.check()
                 if self._is_closed or not self._num_running:
                     raise StopIteration
                 self._changed.wait(_LOOK)
@@ -71,9 +72,7 @@ class Feed(Generic[Item]):
         with self._changed:
             self._is_closed = True
             self._end_makers()
-        for thread in self._threads:
-            if thread.ident is not None and thread is not threading.current_thread():
-                thread.join()
+        self._threads.join()
         _open.discard(self)
 
     def _pop(self) -> Item:
@@ -90,18 +89,16 @@ class Feed(Generic[Item]):
             self._changed.notify_all()
 
     def _run(self, make: Callable[[Callable[[Item], None]], None]) -> None:
-        try:
+        with contextlib.suppress(Closed):
             make(self._put)
-        except Closed:
-            pass
-        except BaseException as error:  # must reach whoever iterates, whatever it is
-            with self._changed:
-                self._error = self._error or error
+
+    def _count_end(self) -> None:
+        """A maker has ended; if with an error, all end, and whoever iterates gets it."""
+        with self._changed:
+            if self._threads.error is not None:
                 self._end_makers()
-        finally:
-            with self._changed:
-                self._num_running -= 1
-                self._changed.notify_all()
+            self._num_running -= 1
+            self._changed.notify_all()
 
     def _end_makers(self) -> None:
         self._closing.set()

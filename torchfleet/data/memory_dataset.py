@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from torchfleet.background import BackgroundThreads
 from torchfleet.data.dataset import BatchIterator, Dataset, Pass, as_numbers, checked
 from torchfleet.data.feed import Feed
 from torchfleet.data.file_passes import Account, FileBatch, OwnFiles
@@ -171,19 +172,14 @@ class _Preload:
     def __init__(self, load: Callable[[], tuple[Store, Account]]) -> None:
         self._load = load
         self._result: tuple[Store, Account] | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread = BackgroundThreads([self._run])
         self._thread.start()
 
     def wait(self) -> tuple[Store, Account]:
         self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._thread.check()
         assert self._result is not None
         return self._result
 
     def _run(self) -> None:
-        try:
-            self._result = self._load()
-        except BaseException as error:  # raised where somebody can see it
-            self._error = error
+        self._result = self._load()

@@ -1,4 +1,4 @@
-"""A job in words and tables, for people."""
+"""Texts about a job for its users: the settings at its start, its tables, and a summary at its end."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from torchfleet.job.worker_job import Job
 from torchfleet.role import RoleInfo
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.worker.lookup.plan import Plan
 
 
-def configuration(job: Job) -> str:
+def configuration(info: RoleInfo, strategy: DistributedStrategy) -> str:
     """The effective settings at the start of a worker."""
-    info = job.info
-    assert job.strategy is not None
     place = "one process" if info.is_local else f"{info.num_servers} servers, {info.num_workers} workers"
     security = "in process" if info.is_local else "keys" if info.key_dir else "plain"
     table = Table(title=f"torchfleet worker {info.worker_index}", title_justify="left")
     table.add_column("setting")
     table.add_column("value", overflow="fold")
     table.add_row("fleet", f"{place} ({security})")
-    for line in repr(job.strategy).splitlines()[1:]:
+    for line in repr(strategy).splitlines()[1:]:
         name, _, value = line.strip().partition(" ")
         table.add_row(name, value.strip())
     return _text(table)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
 
+from torchfleet.background import BackgroundThreads
 from torchfleet.checkpoint import part_file
 from torchfleet.checkpoint.manifest import Part, Saved
 from torchfleet.checkpoint.part_writer import PART_BYTES
@@ -142,18 +142,15 @@ class Writer:
     def __init__(self, storage: Storage, folder: str) -> None:
         self._storage, self._folder = storage, folder
         self._queue: queue.Queue[FileToWrite] = queue.Queue(1)
-        self._error: FleetError | None = None
         self._num_under_way = 0
         self._is_over = False
         self.written: list[Part] = []
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(NUM_WRITERS)]
-        for thread in self._threads:
-            thread.start()
+        self._threads = BackgroundThreads([self._run] * NUM_WRITERS)
+        self._threads.start()
 
     def offer(self, file: FileToWrite) -> bool:
         """Whether it was taken; not while another one waits. Raises what went wrong with an earlier one."""
-        if self._error is not None:
-            raise self._error
+        self._threads.check()
         try:
             self._queue.put_nowait(file)
         except queue.Full:
@@ -162,8 +159,7 @@ class Writer:
         return True
 
     def is_done(self) -> bool:
-        if self._error is not None:
-            raise self._error
+        self._threads.check()
         return len(self.written) == self._num_under_way
 
     def close(self) -> None:
@@ -171,7 +167,7 @@ class Writer:
         self._is_over = True
 
     def _run(self) -> None:
-        while self._error is None and not self._is_over:
+        while self._threads.error is None and not self._is_over:
             try:
                 file = self._queue.get(timeout=_LOOK)
             except queue.Empty:
@@ -179,7 +175,9 @@ class Writer:
             try:
                 self.written.append(self._write(file))
             except Exception as error:  # of the disk or the network: whoever asked is told
-                self._error = CheckpointError(f"cannot write to {self._storage.path}: {type(error).__name__}: {error}")
+                raise CheckpointError(
+                    f"cannot write to {self._storage.path}: {type(error).__name__}: {error}"
+                ) from error
 
     def _write(self, file: FileToWrite) -> Part:
         table = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in file.table)

@@ -16,7 +16,7 @@ from torchfleet.word2vec.corpus import Corpus, Ids
 from torchfleet.word2vec.model import TABLES
 from torchfleet.word2vec.sampling import word_chances
 from torchfleet.word2vec.vocabulary import Vocabulary
-from torchfleet.worker.modes.whole_tables import Replica
+from torchfleet.worker.modes.whole_tables import WholeTables
 
 WORDS_PER_STEP = 10_000  # of the corpus, as it is: what k_steps counts
 _SHOW_SECONDS = 1.0
@@ -90,7 +90,7 @@ class Trainer:
 
     def __init__(
         self,
-        replica: Replica,
+        replica: WholeTables,
         vocabulary: Vocabulary,
         options: SkipGramOptions,
         *,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchfleet.adoption import AdoptedOptimizer
 from torchfleet.errors import FleetError, ModelError
 from torchfleet.tables.rows.row_statistics import NUM_PUSHED, is_pushed
 from torchfleet.worker.lookup.engine import Engine
@@ -15,21 +16,18 @@ from torchfleet.worker.lookup.plan import Plan
 from torchfleet.worker.modes.communicator import Communicator, Gradients
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(AdoptedOptimizer):
     """Stands where the user's optimizer stood: same param groups (shared with it), same step() and zero_grad().
 
     Learning rates are read from the param groups at every step, so torch's schedulers work on it as they are.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        # param_groups is shared: a scheduler made before works too. It has wrapped the inner step, which is not ours.
-        self.__dict__.update({name: value for name, value in optimizer.__dict__.items() if name != "step"})
-        self._patch_step_function()  # what torch does for its own classes when they are made: hooks are called
-        self._inner, self.plan = optimizer, plan
+        super().__init__(optimizer)
+        self.plan = plan
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
         self._twins: dict[int, torch.nn.Parameter] = {}
-        self.after_step: Callable[[], None] = lambda: None
 
     def bind(self, engine: Engine, communicator: Communicator) -> None:
         self._engine, self._communicator = engine, communicator
@@ -39,20 +37,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         On twins that share their memory: autograd, which may be going through them in another thread, sees no change.
         """
-        own = [group["params"] for group in self._inner.param_groups]
-        for group in self._inner.param_groups:
+        own = [group["params"] for group in self._user.param_groups]
+        for group in self._user.param_groups:
             group["params"] = [self._twin(parameter) for parameter in group["params"]]
         try:
             self._swap_state(to_twins=True)
-            self._inner.step()
+            self._user.step()
         finally:
             self._swap_state(to_twins=False)
-            for group, params in zip(self._inner.param_groups, own, strict=True):
+            for group, params in zip(self._user.param_groups, own, strict=True):
                 group["params"] = params
 
     def _swap_state(self, to_twins: bool) -> None:
-        """The inner optimizer's state belongs to the parameters; while it steps, to their twins."""
-        state = self._inner.state
+        """The user's optimizer's state belongs to the parameters; while it steps, to their twins."""
+        state = self._user.state
         for parameter, twin in self._pairs:
             old, new = (parameter, twin) if to_twins else (twin, parameter)
             if old in state:
@@ -70,13 +68,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Hand this step's gradients over. Whether it waits for the servers is the mode's affair."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._begin_step(closure)
         engine, communicator = self._bound()
-        self._inner._opt_called = True  # type: ignore[attr-defined]  # what a scheduler made before looks at
-        self.plan.check_options(self._inner)
+        self.plan.check_options(self._user)
         communicator.step(self._gradients(engine, None))
         self.after_step()
         return loss
@@ -88,9 +82,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step_apart(self, loss: torch.Tensor) -> None:
         """Backward and step for one of several training threads: its gradients meet no other thread's."""
         engine, communicator = self._bound()
-        self._opt_called = self._inner._opt_called = True  # type: ignore[attr-defined]
+        self._opt_called = self._user._opt_called = True  # type: ignore[attr-defined]
         with communicator.alone:  # geo swaps params meanwhile
-            self.plan.check_options(self._inner)
+            self.plan.check_options(self._user)
         trained = [parameter for group in self.plan.dense for parameter in group.parameters]
         modules = [module for group in self.plan.sparse.values() for module in group.modules]
         embeddings = [module.weight for module in modules if module.weight.requires_grad]
@@ -129,11 +123,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Options of the param groups; the optimizer's state is on the servers."""
-        groups = self.param_groups
-        super().load_state_dict(state_dict)
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.update(loaded)
-        self.param_groups = groups  # schedulers and the plan hold these very dictionaries
+        self._load_in_place(self, super().load_state_dict, state_dict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, those of sparse rows included."""

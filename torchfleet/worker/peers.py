@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy.typing as npt
 
+from torchfleet.background import BackgroundThreads
 from torchfleet.errors import FleetError
 from torchfleet.net.wire import Array
 from torchfleet.worker.client.client import Client
@@ -122,9 +123,8 @@ class SharedFiles:
         self._lock = threading.Lock()
         self._wish = 0
         self._over = threading.Event()
-        self._error: FleetError | None = None
+        self._thread = BackgroundThreads([self._stay_alive], "shared files")
         self._ask(files=list(paths))
-        self._thread = threading.Thread(target=self._stay_alive, daemon=True)
         self._thread.start()
 
     def take(self) -> str | None:
@@ -147,15 +147,10 @@ class SharedFiles:
             self._client.close()
 
     def _ask(self, **fields: Any) -> tuple[str, str]:
-        if self._error is not None:
-            raise self._error
+        self._thread.check()  # told to whoever asks for a file next
         return self._client.files({"name": self._name, "number": self._number, "lease": self._lease, **fields})
 
     def _stay_alive(self) -> None:
         while not self._over.wait(self._lease / 5):
-            try:
-                with self._lock:
-                    self._ask()
-            except Exception as error:  # told to whoever asks for a file next
-                self._error = error if isinstance(error, FleetError) else FleetError(f"shared files: {error}")
-                return
+            with self._lock:
+                self._ask()

@@ -35,7 +35,8 @@ def job(
 ) -> Iterator[jobs.Part]:
     """A worker in this thread, which the functions of fleet.* act on. `options`: those of jobs.one_worker."""
     with jobs.clean_facade(), jobs.one_worker(model, make_optimizer, **options) as part:
-        facade._job, facade._worker = part.job, part.worker
+        part.job._worker = part.worker
+        facade._job = part.job
         yield part
 
 

@@ -1,4 +1,4 @@
-"""Which parameter goes to which table, and what cannot be distributed: named, with the way out (P5, P9)."""
+"""Which parameter goes to which table, and what cannot be distributed: named, with the way out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.jobs import Net
 
 import torchfleet
 from torchfleet.errors import ModelError
-from torchfleet.job.worker_job import Job
+from torchfleet.job.ps_job import ParameterServerJob
 from torchfleet.tables.settings.spec import Initializer, Rule
 from torchfleet.worker.lookup.plan import Plan
 
@@ -260,7 +260,7 @@ def test_a_model_that_is_itself_a_torch_embedding_is_refused() -> None:
 
 
 def test_a_job_has_one_model_and_one_optimizer() -> None:
-    job = Job(jobs.roles(1, 1)[0], None)
+    job = ParameterServerJob(jobs.roles(1, 1)[0], None)
     with pytest.raises(ModelError, match=r"call fleet\.distributed_model"):
         job.distribute_optimizer(torch.optim.SGD(Net().parameters(), lr=0.1))
     model = job.distribute_model(Net())

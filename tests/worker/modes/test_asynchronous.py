@@ -1,4 +1,4 @@
-"""half_async and async (P13, P14, P17, P18): against torch where one worker makes the order known, against local
+"""half_async and async: against torch where one worker makes the order known, against local
 training to a stated tolerance where it does not; and every setting of a_sync_configs doing what its name says.
 
 The tolerance of comparisons with torch is that of test_modes_sync.py, for the reasons given there.
@@ -19,7 +19,7 @@ from test_communicator import RULES, STEPS, TOLERANCE, plain, train
 
 import torchfleet
 from torchfleet.errors import FleetError, ServerUnreachable, TableError
-from torchfleet.job import worker_job as job_module
+from torchfleet.job import worker_start as job_module
 
 WORKERS = 3
 
@@ -448,7 +448,7 @@ def test_a_dead_server_is_named_in_the_training_thread(mode: str) -> None:
     servers = jobs.SocketServers(Linear, jobs.sgd, 2, 1)
     servers.start()
     part = jobs.make_part(Linear, jobs.sgd, jobs.strategy(mode, rpc_timeout=1.0), servers.info(0, 1))
-    part.worker = jobs.WorkerJob(part.job)
+    part.worker = jobs.WorkerRole(part.job)
     step(part)
     part.flush()
     servers.close()

@@ -1,4 +1,4 @@
-"""geo (P15, P16): with one worker, local SGD; with several, differences that add up to what the servers hold."""
+"""The geo mode: with one worker, local SGD; with several, differences that add up to what the servers hold."""
 
 from __future__ import annotations
 
@@ -342,7 +342,7 @@ def test_only_sgd_is_accepted(kind: type[torch.optim.Optimizer]) -> None:
 
 @pytest.mark.parametrize(("mode", "steps_each"), [("sync", 1), ("half_async", 1), ("async", 1), ("geo", 4)])
 def test_a_distributed_scheduler_counts_global_steps_in_geo(mode: str, steps_each: int) -> None:
-    """P16: a schedule over global steps, of which each worker makes a fourth."""
+    """A schedule over global steps, of which each worker makes a fourth."""
     with jobs.clean_facade():
         torchfleet.init(torchfleet.UserDefinedRoleMaker(1, worker_num=4, server_endpoints=["127.0.0.1:1"]))
         model = torchfleet.distributed_model(Net())

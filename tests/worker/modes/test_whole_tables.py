@@ -1,4 +1,4 @@
-"""Whole-table geo training (ps/replica.py): what goes to the servers and when, what comes back, and what goes wrong.
+"""Whole-table geo training: what goes to the servers and when, what comes back, and what goes wrong.
 
 The oracles are plain numpy. Where all numbers are small multiples of a power of two no sum is rounded, in whatever
 order it is taken, and values are compared to the bit; else to 1e-5.
@@ -28,7 +28,7 @@ from support.lossy import Faults, Network
 
 import torchfleet as fleet
 from torchfleet.errors import FleetError, ModelError, ServerUnreachable, StrategyError, TableError
-from torchfleet.job.worker_job import WorkerJob
+from torchfleet.job.worker_role import WorkerRole
 from torchfleet.kernels.differences import fold_in, take_differences
 from torchfleet.kernels.vector_instructions import padded
 from torchfleet.net.wire import DELTA, Array, Command
@@ -43,7 +43,7 @@ from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
 from torchfleet.worker.client.future import Changed
 from torchfleet.worker.modes import whole_tables as module
-from torchfleet.worker.modes.whole_tables import Replica
+from torchfleet.worker.modes.whole_tables import WholeTables
 
 NUM_A, DIM_A = 40, 3  # the table "a"; "b" has one number a row
 NUM_B = 25
@@ -80,15 +80,15 @@ def first_values() -> dict[str, np.ndarray]:
     return {name: np.full(size, FIRST, np.float32) for name, size in SIZES.items()}
 
 
-def add(replica: Replica, table: str, rows: Any, amount: Any, count: int = 1) -> None:
+def add(copy: WholeTables, table: str, rows: Any, amount: Any, count: int = 1) -> None:
     """What training does: change distinct rows, then count."""
     dim = SIZES[table][1]
-    replica.values[table][rows, :dim] += np.float32(amount)
-    replica.changes[table][rows] += np.uint32(count)
+    copy.values[table][rows, :dim] += np.float32(amount)
+    copy.changes[table][rows] += np.uint32(count)
 
 
-def own(replica: Replica) -> dict[str, np.ndarray]:
-    return {name: replica.values[name][:, :dim].copy() for name, (_, dim) in SIZES.items()}
+def own(copy: WholeTables) -> dict[str, np.ndarray]:
+    return {name: copy.values[name][:, :dim].copy() for name, (_, dim) in SIZES.items()}
 
 
 def held(part: Part) -> dict[str, np.ndarray]:
@@ -101,14 +101,14 @@ def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], t
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=tolerance, err_msg=name)
 
 
-def is_idle(replica: Replica) -> bool:
-    return replica.stats()["queue"] == 0
+def is_idle(copy: WholeTables) -> bool:
+    return copy.stats()["queue"] == 0
 
 
-def step(replica: Replica) -> None:
+def step(copy: WholeTables) -> None:
     """One step, and whatever exchange it starts, to its end."""
-    replica.step_done()
-    wait_until(lambda: is_idle(replica), "the exchange ends", SOON)
+    copy.step_done()
+    wait_until(lambda: is_idle(copy), "the exchange ends", SOON)
 
 
 def within(work: Callable[[], Any], seconds: float = SOON) -> Any:
@@ -132,17 +132,17 @@ def within(work: Callable[[], Any], seconds: float = SOON) -> Any:
 
 
 @contextlib.contextmanager
-def one_replica(
+def one_worker_with_whole_tables(
     num_servers: int = 1,
     share: float | None = None,
     model: torch.nn.Module | None = None,
     servers: Servers | None = None,
     k_steps: int = 1,
-) -> Iterator[tuple[Part, Replica]]:
+) -> Iterator[tuple[Part, WholeTables]]:
     """The only worker of a geo job; stopped at the end unless the test failed."""
     made = model or Tables()
     with one_worker(made, mode="geo", num_servers=num_servers, servers=servers, k_steps=k_steps) as part:
-        yield part, part.worker.replica(share)
+        yield part, part.worker.whole_tables(share)
 
 
 @pytest.fixture(autouse=True)
@@ -213,28 +213,28 @@ def test_what_the_servers_have_is_folded_in_as_the_formula_says(dim: int) -> Non
 @pytest.mark.parametrize("num_servers", [1, 2, 3])
 def test_the_first_values_are_the_servers(num_servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ROWS_AT_ONCE", 7)  # several messages a table
-    with one_replica(num_servers, model=random_tables()) as (part, replica):
-        assert_same(own(replica), held(part))
+    with one_worker_with_whole_tables(num_servers, model=random_tables()) as (part, copy):
+        assert_same(own(copy), held(part))
         for name, (num, dim) in SIZES.items():
             expected = first_rows(part, name, range(num))
-            np.testing.assert_array_equal(replica.values[name][:, :dim], expected)
+            np.testing.assert_array_equal(copy.values[name][:, :dim], expected)
             assert expected.any()
-            assert replica.values[name].shape == (num, 1 if dim == 1 else padded(dim))
-            assert replica.values[name].dtype == np.float32
-            assert not replica.values[name][:, dim:].any()
-            assert (replica.changes[name].dtype, replica.changes[name].shape) == (np.uint32, (num,))
-            assert not replica.changes[name].any()
+            assert copy.values[name].shape == (num, 1 if dim == 1 else padded(dim))
+            assert copy.values[name].dtype == np.float32
+            assert not copy.values[name][:, dim:].any()
+            assert (copy.changes[name].dtype, copy.changes[name].shape) == (np.uint32, (num,))
+            assert not copy.changes[name].any()
 
 
-def test_what_was_trained_through_the_model_before_is_in_the_replica() -> None:
+def test_what_was_trained_through_the_model_before_is_in_the_whole_tables() -> None:
     with one_worker(Tables(), mode="geo", num_servers=2, k_steps=100) as part:
         part.model(torch.tensor([3, 4])).sum().backward()
         part.optimizer.step()  # not exchanged yet
-        replica = part.worker.replica(None)
+        copy = part.worker.whole_tables(None)
         expected = first_values()
         for name in SIZES:
             expected[name][[3, 4]] -= 0.5  # the rate of jobs.sgd
-        assert_same(own(replica), expected)
+        assert_same(own(copy), expected)
         assert_same(held(part), expected)
 
 
@@ -243,56 +243,56 @@ def test_what_was_trained_through_the_model_before_is_in_the_replica() -> None:
 
 @pytest.mark.parametrize("num_servers", [1, 2, 3])
 @pytest.mark.parametrize("k_steps", [1, 3])
-def test_with_one_worker_the_servers_hold_the_replica_to_the_bit(num_servers: int, k_steps: int) -> None:
+def test_with_one_worker_the_servers_hold_the_whole_tables_to_the_bit(num_servers: int, k_steps: int) -> None:
     rng = np.random.default_rng(k_steps)
     expected = first_values()
-    with one_replica(num_servers, k_steps=k_steps) as (part, replica):
+    with one_worker_with_whole_tables(num_servers, k_steps=k_steps) as (part, copy):
         for i in range(40):
             for name, (num, dim) in SIZES.items():
                 rows = rng.permutation(num)[: rng.integers(0, num)]
                 amounts = eighths(rng, len(rows), dim)
-                add(replica, name, rows, amounts)
+                add(copy, name, rows, amounts)
                 expected[name][rows] += amounts
             if i % 2:
-                step(replica)
+                step(copy)
             else:
-                replica.step_done()  # the next changes meet the exchange
-        replica.flush()
-        assert_same(own(replica), expected)
+                copy.step_done()  # the next changes meet the exchange
+        copy.flush()
+        assert_same(own(copy), expected)
         assert_same(held(part), expected)
-        assert replica.stats()["exchanges"] >= 40 // k_steps // 2
+        assert copy.stats()["exchanges"] >= 40 // k_steps // 2
 
 
 def test_with_one_worker_any_numbers_reach_the_servers() -> None:
     """Not exact sums: x - b is rounded, and so is b + (x - b). The worker keeps its own."""
     rng = np.random.default_rng(5)
-    with one_replica(2, model=random_tables()) as (part, replica):
+    with one_worker_with_whole_tables(2, model=random_tables()) as (part, copy):
         for _ in range(60):
-            add(replica, "a", rng.permutation(NUM_A)[:10], rng.normal(size=(10, DIM_A)) * 0.1)
-            add(replica, "b", rng.permutation(NUM_B)[:10], rng.normal(size=(10, 1)) * 0.1)
-            step(replica)
-        replica.finish()
-        assert_same(held(part), own(replica), 1e-6)
+            add(copy, "a", rng.permutation(NUM_A)[:10], rng.normal(size=(10, DIM_A)) * 0.1)
+            add(copy, "b", rng.permutation(NUM_B)[:10], rng.normal(size=(10, 1)) * 0.1)
+            step(copy)
+        copy.finish()
+        assert_same(held(part), own(copy), 1e-6)
 
 
 def test_a_large_table_goes_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ROWS_AT_ONCE", 4)
     servers = Servers(2)
-    with one_replica(servers=servers) as (part, replica):
+    with one_worker_with_whole_tables(servers=servers) as (part, copy):
         before = servers.counts("PUSH")[0]
         amounts = np.arange(NUM_A * DIM_A).reshape(NUM_A, DIM_A) / 8
-        add(replica, "a", np.arange(NUM_A), amounts)
-        replica.flush()
+        add(copy, "a", np.arange(NUM_A), amounts)
+        copy.flush()
         assert servers.counts("PUSH")[0] == before + NUM_A // 4
         np.testing.assert_array_equal(held(part)["a"], np.float32(FIRST + amounts))
 
 
 def test_a_change_that_nobody_counted_goes_with_finish() -> None:
-    with one_replica() as (part, replica):
-        replica.values["a"][7, 2] += 1.0
-        replica.flush()
+    with one_worker_with_whole_tables() as (part, copy):
+        copy.values["a"][7, 2] += 1.0
+        copy.flush()
         assert held(part)["a"][7, 2] == FIRST
-        replica.finish()
+        copy.finish()
         assert held(part)["a"][7, 2] == FIRST + 1.0
 
 
@@ -300,86 +300,86 @@ def test_a_change_that_nobody_counted_goes_with_finish() -> None:
 
 
 def test_hot_rows_go_at_once_and_others_with_every_sixteenth_exchange() -> None:
-    with one_replica() as (part, replica):
+    with one_worker_with_whole_tables() as (part, copy):
         expected = first_values()["a"][:, 0]
-        step(replica)  # the first exchange takes all rows; so do those after 16 and 32
+        step(copy)  # the first exchange takes all rows; so do those after 16 and 32
         for exchange in range(1, 33):
-            add(replica, "a", [0], 1.0, HOT)
-            add(replica, "a", [1], 1.0, HOT - 1)  # 15, then 30: with every second exchange
+            add(copy, "a", [0], 1.0, HOT)
+            add(copy, "a", [1], 1.0, HOT - 1)  # 15, then 30: with every second exchange
             if exchange in (1, 20):
-                add(replica, "a", [2], 1.0)
-            step(replica)
+                add(copy, "a", [2], 1.0)
+            step(copy)
             expected[0] = FIRST + exchange
             if exchange % 2 == 0 or exchange % HOT == 0:
                 expected[1] = FIRST + exchange
             if exchange in (16, 32):
-                expected[2] = replica.values["a"][2, 0]
+                expected[2] = copy.values["a"][2, 0]
             np.testing.assert_array_equal(held(part)["a"][:, 0], expected, err_msg=f"exchange {exchange}")
 
 
 def test_the_first_exchange_takes_rows_that_were_changed_once() -> None:
-    with one_replica() as (part, replica):
-        add(replica, "b", [3], 1.0)
-        step(replica)
+    with one_worker_with_whole_tables() as (part, copy):
+        add(copy, "b", [3], 1.0)
+        step(copy)
         assert held(part)["b"][3] == FIRST + 1.0
 
 
 def test_flush_sends_all_rows() -> None:
-    with one_replica() as (part, replica):
-        step(replica)
-        add(replica, "a", [1, 2], 1.0)
-        step(replica)
+    with one_worker_with_whole_tables() as (part, copy):
+        step(copy)
+        add(copy, "a", [1, 2], 1.0)
+        step(copy)
         assert_same(held(part), first_values())
-        replica.flush()
-        assert_same(held(part), own(replica))
+        copy.flush()
+        assert_same(held(part), own(copy))
         assert (held(part)["a"][1:3] == FIRST + 1.0).all()
 
 
 def test_a_count_is_used_up_by_the_exchange_that_takes_the_row() -> None:
-    with one_replica() as (_, replica):
-        add(replica, "a", [1, 2], 1.0, 100)
-        replica.flush()
-        assert replica.stats()["rows_sent"] == 2
-        assert not replica.changes["a"].any()
-        replica.flush()
-        assert replica.stats()["rows_sent"] == 2
+    with one_worker_with_whole_tables() as (_, copy):
+        add(copy, "a", [1, 2], 1.0, 100)
+        copy.flush()
+        assert copy.stats()["rows_sent"] == 2
+        assert not copy.changes["a"].any()
+        copy.flush()
+        assert copy.stats()["rows_sent"] == 2
 
 
 # When there is an exchange
 
 
 def test_steps_of_all_threads_are_counted_together() -> None:
-    with one_replica(k_steps=10) as (_, replica):
+    with one_worker_with_whole_tables(k_steps=10) as (_, copy):
         for round_number in range(3):
-            jobs.in_threads(lambda i: [replica.step_done() for _ in range(3)], 3)
+            jobs.in_threads(lambda i: [copy.step_done() for _ in range(3)], 3)
             time.sleep(0.02)
-            assert replica.stats()["exchanges"] == round_number, "nine steps are none"
-            step(replica)
-            assert replica.stats()["exchanges"] == round_number + 1
-        assert replica.stats()["steps"] == 30
+            assert copy.stats()["exchanges"] == round_number, "nine steps are none"
+            step(copy)
+            assert copy.stats()["exchanges"] == round_number + 1
+        assert copy.stats()["steps"] == 30
 
 
 def test_no_step_of_many_threads_is_lost() -> None:
-    with one_replica(k_steps=7) as (_, replica):
-        jobs.in_threads(lambda i: [replica.step_done() for _ in range(500)], 4)
-        assert replica.stats()["steps"] == 2000
-        replica.flush()
-        assert 2 <= replica.stats()["exchanges"] <= 2000 // 7 + 1
+    with one_worker_with_whole_tables(k_steps=7) as (_, copy):
+        jobs.in_threads(lambda i: [copy.step_done() for _ in range(500)], 4)
+        assert copy.stats()["steps"] == 2000
+        copy.flush()
+        assert 2 <= copy.stats()["exchanges"] <= 2000 // 7 + 1
 
 
 def test_steps_do_not_wait_for_a_slow_server() -> None:
     servers = Servers(2)
-    with one_replica(servers=servers) as (part, replica):
+    with one_worker_with_whole_tables(servers=servers) as (part, copy):
         servers.hold_pushes()
         start = time.monotonic()
         for _ in range(50):
-            add(replica, "a", [1], 1.0, HOT)
-            replica.step_done()
+            add(copy, "a", [1], 1.0, HOT)
+            copy.step_done()
         assert time.monotonic() - start < 1.0
-        assert replica.stats()["queue"] == 1, "one exchange at a time"
-        assert replica.stats()["exchanges"] == 0
+        assert copy.stats()["queue"] == 1, "one exchange at a time"
+        assert copy.stats()["exchanges"] == 0
         servers.release_pushes()
-        replica.flush()
+        copy.flush()
         assert (held(part)["a"][1] == FIRST + 50).all()
 
 
@@ -387,45 +387,45 @@ def test_steps_do_not_wait_for_a_slow_server() -> None:
 
 
 def test_a_share_of_a_difference_is_sent_and_the_rest_later() -> None:
-    with one_replica(share=0.25) as (part, replica):
-        add(replica, "a", [1], 1.0)
+    with one_worker_with_whole_tables(share=0.25) as (part, copy):
+        add(copy, "a", [1], 1.0)
         left = 1.0
         for _ in range(3):
-            replica.flush()
+            copy.flush()
             left *= 0.75
             assert (held(part)["a"][1] == FIRST + 1.0 - left).all()
-            assert (replica.values["a"][1, :DIM_A] == FIRST + 1.0).all(), "its own value is its own"
-        replica.finish()
+            assert (copy.values["a"][1, :DIM_A] == FIRST + 1.0).all(), "its own value is its own"
+        copy.finish()
         assert (held(part)["a"][1] == FIRST + 1.0).all()
 
 
 def test_what_a_share_leaves_over_goes_with_later_exchanges_by_itself() -> None:
-    with one_replica(share=0.5) as (part, replica):
-        add(replica, "a", [1], 1.0)
+    with one_worker_with_whole_tables(share=0.5) as (part, copy):
+        add(copy, "a", [1], 1.0)
         for exchange in range(17):
-            step(replica)
+            step(copy)
             expected = FIRST + (0.5 if exchange < 16 else 0.75)
             assert (held(part)["a"][1] == expected).all(), exchange
 
 
 def test_a_rest_too_small_to_travel_arrives_with_finish() -> None:
     small = 2.0**-10
-    with one_replica(share=0.5) as (part, replica):
-        add(replica, "a", [1], small)
+    with one_worker_with_whole_tables(share=0.5) as (part, copy):
+        add(copy, "a", [1], small)
         for _ in range(3):
-            replica.flush()
+            copy.flush()
             assert (held(part)["a"][1] == FIRST + small / 2).all()
-        replica.finish()
+        copy.finish()
         assert (held(part)["a"][1] == FIRST + small).all()
 
 
 def test_stop_sends_what_a_share_has_left_over() -> None:
     servers = Servers(2)
-    with one_replica(share=0.125, servers=servers) as (part, replica):
-        add(replica, "a", [1, 30], 1.0)
-        replica.flush()
-        add(replica, "b", [5], 2.0)
-        expected = own(replica)
+    with one_worker_with_whole_tables(share=0.125, servers=servers) as (part, copy):
+        add(copy, "a", [1, 30], 1.0)
+        copy.flush()
+        add(copy, "b", [5], 2.0)
+        expected = own(copy)
     client = Client(servers.connect())
     for name, (num, _) in SIZES.items():
         client.attach(part.job.plan.sparse[name].spec)
@@ -437,26 +437,26 @@ def test_finish_sends_all_while_an_exchange_is_under_way() -> None:
     what counts as a change, and must still go with finish."""
     servers = Servers()
     small = 2.0**-10
-    with one_replica(share=0.5, servers=servers) as (part, replica):
+    with one_worker_with_whole_tables(share=0.5, servers=servers) as (part, copy):
         servers.hold_pushes()
-        add(replica, "a", [1], small)
-        add(replica, "b", [1], small)
-        replica.step_done()
-        wait_until(lambda: replica.changes["a"][1] == 0, "the exchange has taken a's row", SOON)
+        add(copy, "a", [1], small)
+        add(copy, "b", [1], small)
+        copy.step_done()
+        wait_until(lambda: copy.changes["a"][1] == 0, "the exchange has taken a's row", SOON)
         opener = threading.Timer(0.2, servers.release_pushes)
         opener.start()
-        replica.finish()
+        copy.finish()
         opener.join()
-        assert_same(held(part), own(replica))
+        assert_same(held(part), own(copy))
 
 
 def test_the_share_is_one_part_of_the_workers_unless_given() -> None:
     def body(part: Part) -> None:
-        replica = part.worker.replica(None)
+        copy = part.worker.whole_tables(None)
         part.barrier()
         if part.index == 0:
-            add(replica, "a", [1], 1.0)
-            replica.flush()
+            add(copy, "a", [1], 1.0)
+            copy.flush()
             assert (held(part)["a"][1] == FIRST + 0.25).all()
         part.barrier()
 
@@ -466,13 +466,13 @@ def test_the_share_is_one_part_of_the_workers_unless_given() -> None:
 @pytest.mark.parametrize("share", [0, 0.0, -0.5, 1.5, float("nan"), float("inf")])
 def test_a_share_out_of_range_is_refused_and_the_job_goes_on(share: float) -> None:
     with one_worker(Tables(), mode="geo", k_steps=1) as part:
-        with pytest.raises(FleetError, match=r"replica\(share=.*above 0, at most 1"):
-            part.worker.replica(share)
+        with pytest.raises(FleetError, match=r"whole_tables\(share=.*above 0, at most 1"):
+            part.worker.whole_tables(share)
         part.model(torch.tensor([1])).sum().backward()
         part.optimizer.step()
         part.flush()
         assert (held(part)["a"][1] == 0.0).all()
-        assert (part.worker.replica(1.0).values["a"][1, :DIM_A] == 0.0).all()
+        assert (part.worker.whole_tables(1.0).values["a"][1, :DIM_A] == 0.0).all()
 
 
 # Several workers
@@ -485,7 +485,7 @@ def test_a_share_out_of_range_is_refused_and_the_job_goes_on(share: float) -> No
 def test_all_changes_of_all_workers_add_up(
     num_workers: int, num_servers: int, share: float | None, k_steps: int
 ) -> None:
-    """After finish, a barrier and a flush every replica and the servers hold the first values and what all workers
+    """After finish, a barrier and a flush every copy and the servers hold the first values and what all workers
     added, each time it was. To the bit where differences are sent whole."""
     num_steps = 20
     plans = []
@@ -506,18 +506,18 @@ def test_all_changes_of_all_workers_add_up(
             expected[name][rows] += amounts
 
     def body(part: Part) -> dict[str, np.ndarray]:
-        replica = part.worker.replica(share)
+        copy = part.worker.whole_tables(share)
         for changes in plans[part.index]:
             for name, (rows, amounts) in changes.items():
                 # fold_in may be at the same rows: one at a time here, for what both change at once may be lost
-                wait_until(lambda: is_idle(replica), "the exchange ends", SOON)
-                add(replica, name, rows, amounts)
-            replica.step_done()
-        replica.finish()
+                wait_until(lambda: is_idle(copy), "the exchange ends", SOON)
+                add(copy, name, rows, amounts)
+            copy.step_done()
+        copy.finish()
         part.barrier()
-        replica.flush()
+        copy.flush()
         part.barrier()
-        return own(replica)
+        return own(copy)
 
     done = jobs.run(
         body, Tables, jobs.sgd, mode="geo", num_workers=num_workers, num_servers=num_servers, k_steps=k_steps
@@ -529,38 +529,38 @@ def test_all_changes_of_all_workers_add_up(
 
 def test_what_another_worker_sent_comes_in_and_own_changes_stay() -> None:
     def body(part: Part) -> None:
-        replica = part.worker.replica(1.0)
+        copy = part.worker.whole_tables(1.0)
         part.barrier()
-        add(replica, "a", [5], 1.0 + part.index)
+        add(copy, "a", [5], 1.0 + part.index)
         if part.index == 0:
-            replica.flush()
+            copy.flush()
         part.barrier()
         if part.index == 1:
-            assert (replica.values["a"][5, :DIM_A] == FIRST + 2.0).all()
-            replica.flush()
-            assert (replica.values["a"][5, :DIM_A] == FIRST + 3.0).all()
+            assert (copy.values["a"][5, :DIM_A] == FIRST + 2.0).all()
+            copy.flush()
+            assert (copy.values["a"][5, :DIM_A] == FIRST + 3.0).all()
             assert (held(part)["a"][5] == FIRST + 3.0).all()
-            assert not replica.values["a"][:, DIM_A:].any()
+            assert not copy.values["a"][:, DIM_A:].any()
         part.barrier()
         if part.index == 0:
-            replica.flush()
-            assert (replica.values["a"][5, :DIM_A] == FIRST + 3.0).all()
+            copy.flush()
+            assert (copy.values["a"][5, :DIM_A] == FIRST + 3.0).all()
         part.barrier()
 
     jobs.run(body, Tables, jobs.sgd, mode="geo", num_workers=2, num_servers=2, k_steps=100)
 
 
-def test_a_replica_made_later_begins_with_what_the_others_sent() -> None:
+def test_a_whole_tables_made_later_begins_with_what_the_others_sent() -> None:
     def body(part: Part) -> None:
         if part.index == 0:
-            replica = part.worker.replica(1.0)
-            add(replica, "a", [5], 1.0)
-            replica.flush()
+            copy = part.worker.whole_tables(1.0)
+            add(copy, "a", [5], 1.0)
+            copy.flush()
         part.barrier()
         if part.index == 1:
-            replica = part.worker.replica(1.0)
-            assert (replica.values["a"][5, :DIM_A] == FIRST + 1.0).all()
-            replica.finish()
+            copy = part.worker.whole_tables(1.0)
+            assert (copy.values["a"][5, :DIM_A] == FIRST + 1.0).all()
+            copy.finish()
             assert (held(part)["a"][5] == FIRST + 1.0).all()
         part.barrier()
 
@@ -573,40 +573,40 @@ def test_a_replica_made_later_begins_with_what_the_others_sent() -> None:
 def test_changes_by_threads_during_exchanges_all_reach_the_servers() -> None:
     """Every thread has rows of its own, so that it is known what they must hold."""
     num_threads, rounds = 3, 400
-    with one_replica(2, share=0.5) as (part, replica):
+    with one_worker_with_whole_tables(2, share=0.5) as (part, copy):
 
         def train(thread: int) -> None:
             for _ in range(rounds):
-                add(replica, "a", np.arange(thread, NUM_A, num_threads), 0.125)
-                add(replica, "b", np.arange(thread, NUM_B, num_threads), -0.125)
-                replica.step_done()
+                add(copy, "a", np.arange(thread, NUM_A, num_threads), 0.125)
+                add(copy, "b", np.arange(thread, NUM_B, num_threads), -0.125)
+                copy.step_done()
 
         jobs.in_threads(train, num_threads)
-        replica.finish()
-        assert replica.stats()["exchanges"] > 3
+        copy.finish()
+        assert copy.stats()["exchanges"] > 3
         expected = {"a": first_values()["a"] + rounds / 8, "b": first_values()["b"] - rounds / 8}
-        assert_same(own(replica), expected)
+        assert_same(own(copy), expected)
         assert_same(held(part), expected, 1e-5)
 
 
-def test_threads_of_several_workers_leave_servers_and_replicas_equal() -> None:
-    """Here a change may meet another of the same number; what the servers hold is still what the replicas hold."""
+def test_threads_of_several_workers_leave_servers_and_whole_tables_equal() -> None:
+    """Here a change may meet another of the same number; what the servers hold is still what the copies hold."""
 
     def body(part: Part) -> dict[str, np.ndarray]:
-        replica = part.worker.replica(None)
+        copy = part.worker.whole_tables(None)
 
         def train(thread: int) -> None:
             rng = np.random.default_rng([part.index, thread])
             for _ in range(150):
-                add(replica, "a", rng.permutation(NUM_A)[:20], rng.normal(size=(20, DIM_A)) * 0.01)
-                replica.step_done()
+                add(copy, "a", rng.permutation(NUM_A)[:20], rng.normal(size=(20, DIM_A)) * 0.01)
+                copy.step_done()
 
         jobs.in_threads(train, 2)
-        replica.finish()
+        copy.finish()
         part.barrier()
-        replica.flush()
+        copy.flush()
         part.barrier()
-        return own(replica)
+        return own(copy)
 
     done = jobs.run(body, Tables, jobs.sgd, mode="geo", num_workers=2, num_servers=2, k_steps=2)
     servers = {name: done.rows(name, num).numpy() for name, (num, _) in SIZES.items()}
@@ -616,25 +616,25 @@ def test_threads_of_several_workers_leave_servers_and_replicas_equal() -> None:
 
 
 def test_every_thread_that_flushes_finds_its_changes_on_the_servers() -> None:
-    with one_replica(2) as (part, replica):
+    with one_worker_with_whole_tables(2) as (part, copy):
 
         def work(thread: int) -> None:
             with part.worker._connect() as client:
                 for i in range(1, 21):
-                    add(replica, "a", [thread], 1.0)
-                    replica.flush()
+                    add(copy, "a", [thread], 1.0)
+                    copy.flush()
                     assert (client.pull("a", [thread]).result() == FIRST + i).all()
 
         jobs.in_threads(work, 5)
-        assert is_idle(replica)
+        assert is_idle(copy)
 
 
 # What goes wrong
 
 
 @contextlib.contextmanager
-def real_servers(num: int) -> Iterator[tuple[list[ServerProcess], Part, Replica]]:
-    """Servers in processes, given up after two seconds without an answer, and a worker with a replica."""
+def real_servers(num: int) -> Iterator[tuple[list[ServerProcess], Part, WholeTables]]:
+    """Servers in processes, given up after two seconds without an answer, and a worker with a copy."""
     with contextlib.ExitStack() as stack:
         processes = [stack.enter_context(ServerProcess()) for _ in range(num)]
         for process in processes:
@@ -642,9 +642,9 @@ def real_servers(num: int) -> Iterator[tuple[list[ServerProcess], Part, Replica]
         places = tuple(process.endpoint.removeprefix("tcp://") for process in processes)
         settings = jobs.strategy("geo", rpc_timeout=2.0, k_steps=1)
         part = jobs.make_part(Tables, jobs.sgd, settings, RoleInfo(WORKER, 0, 1, 0, places))
-        part.worker = WorkerJob(part.job)
+        part.worker = WorkerRole(part.job)
         stack.callback(part.worker.client.close)
-        yield processes, part, part.worker.replica(None)
+        yield processes, part, part.worker.whole_tables(None)
 
 
 def continue_again(process: ServerProcess) -> None:
@@ -652,14 +652,14 @@ def continue_again(process: ServerProcess) -> None:
         os.kill(process.pid, signal.SIGCONT)
 
 
-def train_until_error(replica: Replica, seconds: float) -> tuple[FleetError, float]:
+def train_until_error(copy: WholeTables, seconds: float) -> tuple[FleetError, float]:
     """Steps until one raises: its error, and the longest that a step has taken."""
     longest, end = 0.0, time.monotonic() + seconds
     while time.monotonic() < end:
-        add(replica, "a", [1], 0.125)
+        add(copy, "a", [1], 0.125)
         start = time.monotonic()
         try:
-            replica.step_done()
+            copy.step_done()
         except FleetError as error:
             return error, longest
         finally:
@@ -668,53 +668,53 @@ def train_until_error(replica: Replica, seconds: float) -> tuple[FleetError, flo
     raise AssertionError(f"no error after {seconds:g} s")
 
 
-def assert_fails_everywhere(replica: Replica, match: str) -> None:
-    """Once an exchange has failed, whoever uses the replica is told, and nothing is left running."""
-    for work in (replica.step_done, replica.flush, replica.finish, replica.stop):
+def assert_fails_everywhere(copy: WholeTables, match: str) -> None:
+    """Once an exchange has failed, whoever uses the copy is told, and nothing is left running."""
+    for work in (copy.step_done, copy.flush, copy.finish, copy.stop):
         with pytest.raises(FleetError, match=match):
             within(work)
-    assert not replica._thread.is_alive()
+    assert not copy._thread.is_alive()
 
 
 def test_a_stopped_server_does_not_stop_training_and_is_reported_in_time() -> None:
-    with real_servers(2) as (processes, part, replica):
-        add(replica, "a", np.arange(NUM_A), 1.0)
-        step(replica)
+    with real_servers(2) as (processes, part, copy):
+        add(copy, "a", np.arange(NUM_A), 1.0)
+        step(copy)
 
         os.kill(processes[0].pid, signal.SIGSTOP)  # for less than the time-out: nothing happens, nothing is lost
         longest = 0.0
         for _ in range(50):
-            add(replica, "a", np.arange(NUM_A), 0.5)
+            add(copy, "a", np.arange(NUM_A), 0.5)
             start = time.monotonic()
-            replica.step_done()
+            copy.step_done()
             longest = max(longest, time.monotonic() - start)
             time.sleep(0.01)
         os.kill(processes[0].pid, signal.SIGCONT)
         assert longest < 0.5, "a step waited"
-        within(replica.finish)
-        assert (own(replica)["a"] == FIRST + 26.0).all()
-        assert_same(held(part), own(replica))
+        within(copy.finish)
+        assert (own(copy)["a"] == FIRST + 26.0).all()
+        assert_same(held(part), own(copy))
 
         os.kill(processes[1].pid, signal.SIGSTOP)  # for good
         start = time.monotonic()
-        error, longest = train_until_error(replica, SOON)
+        error, longest = train_until_error(copy, SOON)
         assert isinstance(error, ServerUnreachable)
         assert f"server 1 (tcp://{processes[1].endpoint.removeprefix('tcp://')}) gave no answer" in str(error)
         assert 1.5 < time.monotonic() - start < 5.0, "the time-out is two seconds"
         assert longest < 0.5, "a step waited"
-        assert_fails_everywhere(replica, "server 1 .* gave no answer")
+        assert_fails_everywhere(copy, "server 1 .* gave no answer")
 
 
 def test_a_killed_server_is_reported() -> None:
-    with real_servers(1) as (processes, part, replica):
+    with real_servers(1) as (processes, part, copy):
         processes[0].kill()
         start = time.monotonic()
-        error, longest = train_until_error(replica, SOON)
+        error, longest = train_until_error(copy, SOON)
         assert isinstance(error, ServerUnreachable)
         assert "Is its process alive" in str(error)
         assert time.monotonic() - start < 5.0
         assert longest < 0.5
-        assert_fails_everywhere(replica, "server 0 .* gave no answer")
+        assert_fails_everywhere(copy, "server 0 .* gave no answer")
         with pytest.raises(FleetError, match="gave no answer"):
             within(part.worker.stop)
 
@@ -725,61 +725,61 @@ def test_a_server_that_is_gone_is_told_by_whatever_is_called_first(what: str) ->
     servers.start()
     settings = jobs.strategy("geo", rpc_timeout=0.6, k_steps=1)
     part = jobs.make_part(Tables, jobs.sgd, settings, servers.info(0, 1))
-    part.worker = WorkerJob(part.job)
+    part.worker = WorkerRole(part.job)
     with contextlib.closing(part.worker.client):
-        replica = part.worker.replica(None)
+        copy = part.worker.whole_tables(None)
         servers.close()
-        add(replica, "a", [1], 1.0)
+        add(copy, "a", [1], 1.0)
         with pytest.raises(ServerUnreachable, match=r"server 0 .* gave no answer"):
-            within(getattr(replica, what))
-        assert_fails_everywhere(replica, "server 0 .* gave no answer")
+            within(getattr(copy, what))
+        assert_fails_everywhere(copy, "server 0 .* gave no answer")
 
 
-def test_a_server_that_is_gone_before_the_replica_is_made_is_told() -> None:
+def test_a_server_that_is_gone_before_the_whole_tables_is_made_is_told() -> None:
     servers = jobs.SocketServers(Tables, jobs.sgd, 1, 1)
     servers.start()
     settings = jobs.strategy("geo", rpc_timeout=0.6, k_steps=1)
     part = jobs.make_part(Tables, jobs.sgd, settings, servers.info(0, 1))
-    part.worker = WorkerJob(part.job)
+    part.worker = WorkerRole(part.job)
     with contextlib.closing(part.worker.client):
         servers.close()
         with pytest.raises(ServerUnreachable, match=r"server 0 .* gave no answer"):
-            within(lambda: part.worker.replica(None))
+            within(lambda: part.worker.whole_tables(None))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_number_that_is_none_reaches_the_caller_and_not_the_servers(value: float) -> None:
     servers = Servers(2)
-    with contextlib.suppress(TableError), one_replica(servers=servers) as (part, replica):
-        add(replica, "b", [3, 4], [[value], [1.0]])
+    with contextlib.suppress(TableError), one_worker_with_whole_tables(servers=servers) as (part, copy):
+        add(copy, "b", [3, 4], [[value], [1.0]])
         with pytest.raises(TableError, match=r"NaN or infinity .* table 'b'"):
-            within(replica.flush)
+            within(copy.flush)
         assert_same(held(part), first_values())
-        assert_fails_everywhere(replica, r"NaN or infinity .* table 'b'")
+        assert_fails_everywhere(copy, r"NaN or infinity .* table 'b'")
 
 
 def test_nan_reaches_the_training_threads() -> None:
-    with contextlib.suppress(TableError), one_replica() as (_, replica):
-        replica.values["a"][2, 1] = np.nan
-        replica.changes["a"][2] += 1
+    with contextlib.suppress(TableError), one_worker_with_whole_tables() as (_, copy):
+        copy.values["a"][2, 1] = np.nan
+        copy.changes["a"][2] += 1
         with pytest.raises(TableError, match="NaN or infinity"):
-            wait_until(lambda: replica.step_done() is not None, "the error comes", SOON)
+            wait_until(lambda: copy.step_done() is not None, "the error comes", SOON)
         with pytest.raises(TableError, match="NaN or infinity"):
-            jobs.in_threads(lambda i: replica.step_done(), 2)
+            jobs.in_threads(lambda i: copy.step_done(), 2)
 
 
 def test_an_error_of_our_own_in_the_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ZeroDivisionError("our own mistake")
 
-    with contextlib.suppress(FleetError), one_replica() as (_, replica):
+    with contextlib.suppress(FleetError), one_worker_with_whole_tables() as (_, copy):
         monkeypatch.setattr(module, "take_differences", fail)
-        add(replica, "a", [1], 1.0)
+        add(copy, "a", [1], 1.0)
         with pytest.raises(FleetError, match="exchange with the servers failed: ZeroDivisionError: our own mistake"):
-            within(replica.flush)
+            within(copy.flush)
 
 
-# fleet.replica()
+# fleet.whole_tables()
 
 
 def start(
@@ -793,29 +793,33 @@ def start(
     return model, optimizer
 
 
+def test_replica_is_another_name_of_it() -> None:
+    assert fleet.replica is fleet.whole_tables
+
+
 def test_before_init_worker_it_says_what_to_call() -> None:
     with pytest.raises(FleetError, match="init_worker"):
-        fleet.replica()
+        fleet.whole_tables()
 
 
 @pytest.mark.parametrize("mode", list(jobs.MODES))
 def test_in_one_process_any_mode_will_do(mode: str) -> None:
     start(strategy=jobs.strategy(mode))
-    replica = fleet.replica()
-    add(replica, "a", [1], 1.0)
-    replica.step_done()
+    copy = fleet.whole_tables()
+    add(copy, "a", [1], 1.0)
+    copy.step_done()
     fleet.flush()
     assert (fleet.fleet._get_worker().client.pull("a", [1]).result() == FIRST + 1.0).all()
     fleet.stop_worker()
 
 
-def test_a_second_replica_is_refused_and_the_first_goes_on() -> None:
+def test_a_second_whole_tables_is_refused_and_the_first_goes_on() -> None:
     start()
-    replica = fleet.replica()
-    add(replica, "a", [1], 1.0)
+    copy = fleet.whole_tables()
+    add(copy, "a", [1], 1.0)
     for share in (None, 0.5):
         with pytest.raises(FleetError, match="called before"):
-            fleet.replica(share)
+            fleet.whole_tables(share)
     fleet.flush()
     assert (fleet.fleet._get_worker().client.pull("a", [1]).result() == FIRST + 1.0).all()
     fleet.stop_worker()
@@ -825,7 +829,7 @@ def test_a_second_replica_is_refused_and_the_first_goes_on() -> None:
 def test_with_servers_other_modes_than_geo_are_refused_and_the_job_goes_on(mode: str) -> None:
     with one_worker(Tables(), mode=mode, num_servers=2) as part:
         with pytest.raises(StrategyError, match=rf"strategy says {mode}.*k_steps"):
-            part.worker.replica(None)
+            part.worker.whole_tables(None)
         part.model(torch.tensor([1])).sum().backward()
         part.optimizer.step()
         part.flush()
@@ -860,10 +864,10 @@ class WithDense(Unsized):
 def test_models_that_cannot_be_held_whole_are_refused_and_the_job_goes_on(
     make_model: Callable[[], torch.nn.Module], match: str, is_local: bool
 ) -> None:
-    def check(worker: WorkerJob, model: torch.nn.Module, optimizer: Any) -> None:
+    def check(worker: WorkerRole, model: torch.nn.Module, optimizer: Any) -> None:
         before = threading.active_count()
         with pytest.raises(ModelError, match=match):
-            worker.replica(None)
+            worker.whole_tables(None)
         assert threading.active_count() == before
         model(torch.tensor([1, 2])).sum().backward()
         optimizer.step()
@@ -887,47 +891,47 @@ def test_parameters_that_are_not_trained_do_no_harm() -> None:
             self.fixed = torch.nn.Parameter(torch.ones(2), requires_grad=False)
             self.register_buffer("buffer", torch.ones(2))
 
-    with one_replica(model=WithFixed()) as (part, replica):
-        add(replica, "a", [1], 1.0)
-        replica.flush()
-        assert_same(held(part), own(replica))
+    with one_worker_with_whole_tables(model=WithFixed()) as (part, copy):
+        add(copy, "a", [1], 1.0)
+        copy.flush()
+        assert_same(held(part), own(copy))
 
 
-def test_steps_of_the_optimizer_are_refused_and_the_replica_goes_on() -> None:
-    with one_replica(2) as (part, replica):
+def test_steps_of_the_optimizer_are_refused_and_the_whole_tables_goes_on() -> None:
+    with one_worker_with_whole_tables(2) as (part, copy):
         part.model(torch.tensor([1])).sum().backward()
-        with pytest.raises(ModelError, match=r"fleet\.replica.*optimizer\.step"):
+        with pytest.raises(ModelError, match=r"fleet\.whole_tables.*optimizer\.step"):
             part.optimizer.step()
         part.optimizer.zero_grad()
         assert_same(held(part), first_values())
-        add(replica, "a", [1], 1.0)
-        step(replica)
+        add(copy, "a", [1], 1.0)
+        step(copy)
         assert (held(part)["a"][1] == FIRST + 1.0).all()
 
 
 @pytest.mark.parametrize("is_eval", [True, False])
 def test_lookups_read_what_the_servers_hold(is_eval: bool) -> None:
-    with one_replica(2) as (part, replica):
+    with one_worker_with_whole_tables(2) as (part, copy):
         part.model.train(not is_eval)
         ids = torch.tensor([[1, 2], [3, 1]])
         for i in range(1, 4):
-            add(replica, "a", [1], 1.0)
-            add(replica, "b", [3], 2.0)
+            add(copy, "a", [1], 1.0)
+            add(copy, "b", [3], 2.0)
             assert (part.model(ids)[0, 0, :DIM_A] == FIRST + i - 1).all()
-            replica.flush()
-            expected = np.concatenate([own(replica)["a"][ids], own(replica)["b"][ids]], axis=-1)
+            copy.flush()
+            expected = np.concatenate([own(copy)["a"][ids], own(copy)["b"][ids]], axis=-1)
             np.testing.assert_array_equal(part.model(ids).detach().numpy(), expected)
 
 
 def test_fleet_stats_count_steps_exchanges_and_rows() -> None:
     start(strategy=jobs.strategy("geo"))
-    replica = fleet.replica()
+    copy = fleet.whole_tables()
     first = fleet.stats()["worker"]
     assert (first["steps"], first["exchanges"], first["rows_sent"], first["queue"]) == (0, 0, 0, 0)
-    add(replica, "a", [1, 2, 3], 1.0)
-    add(replica, "b", [1], 1.0)
+    add(copy, "a", [1, 2, 3], 1.0)
+    add(copy, "b", [1], 1.0)
     for _ in range(5):
-        replica.step_done()
+        copy.step_done()
     fleet.flush()
     fleet.flush()
     found = fleet.stats()["worker"]
@@ -935,19 +939,19 @@ def test_fleet_stats_count_steps_exchanges_and_rows() -> None:
     fleet.stop_worker()
 
 
-def test_a_saved_replica_is_trained_on(tmp_path: Path) -> None:
+def test_a_saved_whole_tables_is_trained_on(tmp_path: Path) -> None:
     folder = str(tmp_path / "model")
     rng = np.random.default_rng(0)
     start(random_tables)
-    replica = fleet.replica()
-    add(replica, "a", np.arange(NUM_A), rng.normal(size=(NUM_A, DIM_A)))
-    add(replica, "b", np.arange(0, NUM_B, 2), rng.normal(size=(13, 1)))
+    copy = fleet.whole_tables()
+    add(copy, "a", np.arange(NUM_A), rng.normal(size=(NUM_A, DIM_A)))
+    add(copy, "b", np.arange(0, NUM_B, 2), rng.normal(size=(13, 1)))
     fleet.save_persistables(folder)
-    saved = own(replica)
+    saved = own(copy)
     fleet.stop_worker()
 
     model, _ = start(random_tables, folder)
-    again = fleet.replica()
+    again = fleet.whole_tables()
     assert_same(own(again), saved, 1e-6)
     add(again, "a", [3], 1.0)
     fleet.flush()
@@ -962,22 +966,22 @@ def test_what_several_servers_and_workers_saved_is_loaded_by_one(tmp_path: Path)
     folder = str(tmp_path / "model")
 
     def body(part: Part) -> dict[str, np.ndarray]:
-        replica = part.worker.replica(None)
+        copy = part.worker.whole_tables(None)
         for i in range(20):
-            add(replica, "a", np.arange(part.index, NUM_A, 2), i / 8)
-            add(replica, "b", np.arange(part.index, NUM_B, 2), -i / 8)
-            step(replica)
-        replica.finish()
+            add(copy, "a", np.arange(part.index, NUM_A, 2), i / 8)
+            add(copy, "b", np.arange(part.index, NUM_B, 2), -i / 8)
+            step(copy)
+        copy.finish()
         part.barrier()
         if part.index == 0:
             part.worker.save(folder, "full")
-        replica.flush()
+        copy.flush()
         part.barrier()
-        return own(replica)
+        return own(copy)
 
     done = jobs.run(body, Tables, jobs.sgd, mode="geo", num_workers=2, num_servers=3, k_steps=1)
     start(dirname=folder)
-    loaded = own(fleet.replica())
+    loaded = own(fleet.whole_tables())
     assert_same(loaded, done.results[0], 1e-5)
     assert_same(loaded, {"a": first_values()["a"] + 23.75, "b": first_values()["b"] - 23.75}, 1e-5)
     fleet.stop_worker()
@@ -991,15 +995,15 @@ def test_a_job_over_sockets_from_init_to_stop_worker() -> None:
     model = fleet.distributed_model(Tables())
     fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), jobs.strategy("geo", k_steps=2))
     fleet.init_worker()
-    replica = fleet.replica()
+    copy = fleet.whole_tables()
     for _ in range(20):
-        add(replica, "a", np.arange(0, NUM_A, 3), 0.25, HOT)
-        step(replica)
+        add(copy, "a", np.arange(0, NUM_A, 3), 0.25, HOT)
+        step(copy)
     fleet.flush()
     assert fleet.stats()["worker"]["exchanges"] == 11
     assert fleet.stats()["mode"] == "geo"
     found = fleet.fleet._get_worker().client.pull("a", np.arange(NUM_A)).result()
-    np.testing.assert_array_equal(found, own(replica)["a"])
+    np.testing.assert_array_equal(found, own(copy)["a"])
     assert (found[::3] == FIRST + 5.0).all()
     fleet.stop_worker()
     assert set(threading.enumerate()) <= before, "a thread was left behind"
@@ -1012,31 +1016,31 @@ def test_a_job_over_sockets_from_init_to_stop_worker() -> None:
 def test_stop_worker_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     start()
-    replica = fleet.replica()
-    assert replica._thread.is_alive()
+    copy = fleet.whole_tables()
+    assert copy._thread.is_alive()
     fleet.stop_worker()
-    assert not replica._thread.is_alive()
+    assert not copy._thread.is_alive()
     assert set(threading.enumerate()) <= before
 
 
 @pytest.mark.parametrize("what", ["flush", "finish", "stop"])
-def test_after_the_end_a_replica_does_not_hang(what: str) -> None:
+def test_after_the_end_a_whole_tables_does_not_hang(what: str) -> None:
     """Its thread is gone: whoever waits for an exchange would wait for ever."""
-    with one_replica() as (_, replica):
-        add(replica, "a", [1], 1.0)
+    with one_worker_with_whole_tables() as (_, copy):
+        add(copy, "a", [1], 1.0)
     with contextlib.suppress(FleetError):
-        within(getattr(replica, what), 2.0)
+        within(getattr(copy, what), 2.0)
 
 
 def test_a_flush_meets_the_end_and_returns() -> None:
     """Threads that flush all the time while the worker is stopped: each is served or told, none is left waiting."""
-    with one_replica() as (_, replica):
+    with one_worker_with_whole_tables() as (_, copy):
         over = threading.Event()
 
         def flush_on(thread: int) -> None:
             with contextlib.suppress(FleetError):
                 while not over.is_set():
-                    replica.flush()
+                    copy.flush()
 
         threads = [threading.Thread(target=flush_on, args=(i,), daemon=True) for i in range(3)]
         for thread in threads:
@@ -1360,20 +1364,20 @@ def test_geo_with_replies_of_a_few_rows_is_geo(num_servers: int, monkeypatch: py
     assert len(np.unique(whole[0][0])) > 3
 
 
-def test_replicas_with_replies_of_a_few_rows_agree(tiny: None) -> None:
+def test_whole_tables_with_replies_of_a_few_rows_agree(tiny: None) -> None:
     def body(part: Part) -> dict[str, np.ndarray]:
-        replica = part.worker.replica(1.0)
+        copy = part.worker.whole_tables(1.0)
         part.barrier()
         for _ in range(5):
-            wait_until(lambda: is_idle(replica), "the exchange ends", SOON)
-            add(replica, "a", np.arange(NUM_A), 0.25 * (1 + part.index))
-            add(replica, "b", np.arange(NUM_B), -0.25 * (1 + part.index))
-            replica.step_done()
-        replica.finish()
+            wait_until(lambda: is_idle(copy), "the exchange ends", SOON)
+            add(copy, "a", np.arange(NUM_A), 0.25 * (1 + part.index))
+            add(copy, "b", np.arange(NUM_B), -0.25 * (1 + part.index))
+            copy.step_done()
+        copy.finish()
         part.barrier()
-        replica.flush()
+        copy.flush()
         part.barrier()
-        return own(replica)
+        return own(copy)
 
     done = jobs.run(body, Tables, jobs.sgd, mode="geo", num_workers=2, num_servers=2, k_steps=1)
     for found in done.results:
@@ -1384,10 +1388,10 @@ def test_replicas_with_replies_of_a_few_rows_agree(tiny: None) -> None:
 
 
 @pytest.mark.parametrize(("limit", "num_schedules"), [(24, 15), (1 << 24, 30)])
-def test_whatever_the_network_does_replicas_and_servers_agree(
+def test_whatever_the_network_does_whole_tables_and_servers_agree(
     limit: int, num_schedules: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two replicas, one exchange at a time, on virtual time: messages are lost, repeated, delayed and overtaken."""
+    """Two copies, one exchange at a time, on virtual time: messages are lost, repeated, delayed and overtaken."""
     monkeypatch.setattr(commands, "MAX_CHANGED", limit)
     info = jobs.roles(2, 2)[0]
     job = jobs.make_part(Tables, jobs.sgd, jobs.strategy("geo"), info).job
@@ -1406,27 +1410,27 @@ def test_whatever_the_network_does_replicas_and_servers_agree(
                 client.attach(spec)
             return client
 
-        replicas = [Replica(connect(i), job.plan, lambda i=i, connect=connect: connect(i), 0, 1.0) for i in range(2)]
+        copies = [WholeTables(connect(i), job.plan, lambda i=i, connect=connect: connect(i), 0, 1.0) for i in range(2)]
         expected = first_values()
-        for replica in replicas:
-            within(replica.start)
+        for copy in copies:
+            within(copy.start)
         for _ in range(4):
-            for replica in replicas:
+            for copy in copies:
                 for name, (num, dim) in SIZES.items():
                     rows = rng.permutation(num)[: num // 2]
                     amounts = eighths(rng, len(rows), dim)
-                    add(replica, name, rows, amounts)
+                    add(copy, name, rows, amounts)
                     expected[name][rows] += amounts
-                within(replica.flush)
-        within(replicas[0].flush)
-        for replica in replicas:
+                within(copy.flush)
+        within(copies[0].flush)
+        for copy in copies:
             with contextlib.suppress(AssertionError):
-                assert_same(own(replica), expected)
+                assert_same(own(copy), expected)
                 continue
             wrong.append(seed)
-        for replica in replicas:
-            within(replica.stop)
-    assert not wrong, f"a replica does not hold what was sent: seeds {sorted(set(wrong))}"
+        for copy in copies:
+            within(copy.stop)
+    assert not wrong, f"a copy does not hold what was sent: seeds {sorted(set(wrong))}"
 
 
 # SparseEmbedding(num_embeddings=...)
@@ -1535,9 +1539,9 @@ def test_embeddings_that_share_a_table_of_one_size_read_the_same_rows() -> None:
     with one_worker(Pair(), mode="geo", num_servers=2, k_steps=1) as part:
         out = part.model(torch.arange(20))
         assert torch.equal(out[0], out[1])
-        replica = part.worker.replica(None)
-        assert list(replica.values) == ["both"]
-        np.testing.assert_array_equal(replica.values["both"][:, :3], out[0].detach().numpy())
+        copy = part.worker.whole_tables(None)
+        assert list(copy.values) == ["both"]
+        np.testing.assert_array_equal(copy.values["both"][:, :3], out[0].detach().numpy())
 
 
 def test_the_size_is_shown() -> None:

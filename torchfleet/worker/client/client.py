@@ -9,17 +9,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.errors import TableError, WireError
-from torchfleet.kernels.rows import all_finite
+from torchfleet.errors import TableError
 from torchfleet.net.transport import Channel
 from torchfleet.net.wire import DENSE_BACK, NO_CREATE, SYNC, VERSIONS, Array, Command, pack
-from torchfleet.tables.rows.row_statistics import NUM_PUSHED, is_counted, is_pushed
+from torchfleet.tables.rows.row_statistics import is_counted
 from torchfleet.tables.settings.spec import TableSpec, shard_range
 from torchfleet.worker.client.future import Changed, Dense, Future, Pulled
 from torchfleet.worker.client.requests import Requests
-from torchfleet.worker.client.shard import Floats, Keys, Shards, as_keys, shard
-
-_NO_KEYS = np.empty(0, np.uint64)
+from torchfleet.worker.client.shard import Floats, Keys
+from torchfleet.worker.client.sharded_tables import NO_KEYS, ShardedTables
 
 
 class Client(Requests):
@@ -31,45 +29,45 @@ class Client(Requests):
 
     def __init__(self, channels: Sequence[Channel], **options: Any) -> None:
         super().__init__(channels, **options)
-        self._specs: dict[str, TableSpec] = {}
+        self._tables = ShardedTables(self.num_servers)
         self._unawaited: deque[Future[Dense]] = deque()
 
     def create_table(self, spec: TableSpec) -> None:
         """Make a table on all servers. Doing it again with the same description does no harm."""
-        parts = [spec.for_shard(i, self.num_servers) for i in range(self.num_servers)]
-        self._ask(Command.CREATE_TABLE, [[pack(part)] for part in parts]).result()
+        shards = [spec.for_shard(server, self.num_servers) for server in range(self.num_servers)]
+        self._ask(Command.CREATE_TABLE, [[pack(shard)] for shard in shards]).result()
         self.attach(spec)
 
     def attach(self, spec: TableSpec) -> None:
         """Use a table that another client made."""
-        self._specs[spec.name] = spec
+        self._tables.attach(spec)
 
     def pull(self, table: str, keys: npt.ArrayLike, create: bool = True) -> Future[Floats]:
         """Rows for `keys`, shape (number of keys, dim), in their order. Keys may repeat; missing ones are created,
         or with create=False read as zeros."""
-        many = self.pull_tables({table: keys}, create)
-        return Future(many._waits, lambda replies: many._finish(replies).rows[table])
+        return self.pull_tables({table: keys}, create).then(lambda pulled: pulled.rows[table])
 
     def pull_tables(
         self, keys: Mapping[str, npt.ArrayLike], create: bool = True, in_step: bool = False
     ) -> Future[Pulled]:
         """Rows of several tables in one message per server. `in_step`: of a step that all workers make together."""
-        shards = {name: self._shard(name, wanted) for name, wanted in keys.items()}
+        tables = self._tables
+        shards = {name: tables.shard_keys(name, wanted) for name, wanted in keys.items()}
         arrays = [
-            [Array(self._specs[name].number, part.of(server)) for name, part in shards.items()]
+            [Array(tables.specs[name].number, sharded.of(server)) for name, sharded in shards.items()]
             for server in range(self.num_servers)
         ]
 
         def finish(replies: list[list[Array]]) -> Pulled:
             rows = {
-                name: self._gather(part, [reply[i].data for reply in replies], name)
-                for i, (name, part) in enumerate(shards.items())
+                name: tables.gather_rows(name, sharded, [reply[i].data for reply in replies])
+                for i, (name, sharded) in enumerate(shards.items())
             }
             versions = [reply[-1].data.reshape(-1) for reply in replies]
             return Pulled(rows, {name: [float(v[i]) for v in versions] for i, name in enumerate(shards)})
 
         flags = VERSIONS | (0 if create else NO_CREATE) | (SYNC if in_step else 0)
-        counts = create and any(is_counted(self._specs[name]) for name in shards)  # a repeat must not count again
+        counts = create and any(is_counted(tables.specs[name]) for name in shards)  # a repeat must not count again
         return self._ask(Command.PULL, arrays, flags, once=counts, finish=finish)
 
     def push(self, table: str, keys: npt.ArrayLike, grads: Floats, lr: float | None = None) -> Future[Dense]:
@@ -105,7 +103,7 @@ class Client(Requests):
             for i in range(self.num_servers)
         ]
         for name, block in grads.items():
-            for server, pair in enumerate(self._push_parts(name, block)):
+            for server, pair in enumerate(self._tables.shard_gradients(name, block)):
                 arrays[server].extend(pair)
         dense = [name for name, block in grads.items() if not isinstance(block, tuple)]
 
@@ -123,9 +121,9 @@ class Client(Requests):
 
         `received`: per server, the number of the last result that was taken in; zeros to begin with.
         """
-        numbers = [self._spec(name).number for name in tables]
+        numbers = [self._tables.spec(name).number for name in tables]
         arrays = [
-            [Array(0, np.array([last], np.uint64)), *(Array(number, _NO_KEYS) for number in numbers)]
+            [Array(0, np.array([last], np.uint64)), *(Array(number, NO_KEYS) for number in numbers)]
             for last in received
         ]
 
@@ -141,7 +139,7 @@ class Client(Requests):
 
     def pull_dense(self, table: str) -> Future[Floats]:
         """The whole block of a dense table."""
-        spec = self._dense_spec(table)
+        spec = self._tables.dense_spec(table)
         ranges = [shard_range(spec.size, i, self.num_servers) for i in range(self.num_servers)]
         arrays = [[Array(spec.number, np.array([0, stop - start], np.uint64))] for start, stop in ranges]
         return self._ask(Command.PULL, arrays, finish=lambda replies: _joined(replies, 0))
@@ -152,32 +150,21 @@ class Client(Requests):
 
     def set_dense(self, table: str, values: Floats) -> None:
         """Overwrite a dense table."""
-        parts = self._dense_parts(table, values)
-        number = self._specs[table].number
-        self._ask(
-            Command.SET, [[Array(number, np.zeros(1, np.uint64)), Array(number, part)] for part in parts], once=True
-        ).result()
+        number = self._tables.dense_spec(table).number
+        first = Array(number, np.zeros(1, np.uint64))
+        shards = self._tables.shard_block(table, values)
+        self._ask(Command.SET, [[first, Array(number, shard)] for shard in shards], once=True).result()
 
     def assign(self, table: str, keys: npt.ArrayLike, values: Floats) -> None:
         """Overwrite rows of a sparse table: their values, or values and state when `values` is that wide."""
-        part, rows = self._shard(table, keys), _rows(values)
-        widths = (self._specs[table].dim, self._specs[table].dim * (1 + self._specs[table].num_states))
-        if len(rows) != len(part.keys) or rows.shape[1] not in widths:
-            raise TableError(
-                f"table '{table}' expects {len(part.keys)} rows of {widths[0]} values (or {widths[1]} with state), "
-                f"found {rows.shape}"
-            )
-        if not all_finite(rows.reshape(-1).view(np.uint32)):
-            raise TableError(f"NaN or infinity in the values for table '{table}'; nothing was sent")
-        grouped, number = part.split_rows(rows), self._specs[table].number
-        pairs = [[Array(number, part.of(i)), Array(number, part.rows_of(grouped, i))] for i in range(self.num_servers)]
-        self._ask(Command.SET, pairs, once=True).result()
+        pairs = self._tables.shard_rows(table, keys, values)
+        self._ask(Command.SET, [list(pair) for pair in pairs], once=True).result()
 
     def erase(self, table: str, keys: npt.ArrayLike) -> None:
         """Drop rows; keys without one are passed over."""
-        part = self._shard(table, keys)
-        number = self._specs[table].number
-        self._ask(Command.ERASE, [[Array(number, part.of(i))] for i in range(self.num_servers)], once=True).result()
+        shards, number = self._tables.shard_keys(table, keys), self._tables.spec(table).number
+        arrays = [[Array(number, shards.of(server))] for server in range(self.num_servers)]
+        self._ask(Command.ERASE, arrays, once=True).result()
 
     def flush(self) -> None:
         """Wait until every push has been applied; raises what went wrong with any of them."""
@@ -194,77 +181,8 @@ class Client(Requests):
         if not oldest.is_awaited:
             oldest.result()
 
-    def _spec(self, table: str) -> TableSpec:
-        spec = self._specs.get(table)
-        if spec is None:
-            known = ", ".join(f"'{name}'" for name in sorted(self._specs)) or "none"
-            raise TableError(f"no table '{table}' here; known tables: {known}. Use create_table or attach first.")
-        return spec
-
-    def _shard(self, table: str, keys: npt.ArrayLike) -> Shards:
-        spec = self._spec(table)
-        if spec.is_dense:
-            raise TableError(f"table '{table}' is dense and has no keys: use pull_dense, push_dense and set_dense")
-        return shard(spec, as_keys(keys), self.num_servers)
-
-    def _gather(self, part: Shards, replies: list[Floats], table: str) -> Floats:
-        dim = self._specs[table].dim
-        for server, values in enumerate(replies):
-            if values.dtype != np.float32 or values.shape != (len(part.of(server)), dim):
-                wanted = (len(part.of(server)), dim)
-                raise WireError(f"server {server} answered with {values.shape} {values.dtype}, not {wanted} float32")
-        if part.places is None:
-            return replies[0]
-        out = np.empty((len(part.keys), dim), np.float32)
-        for server, values in enumerate(replies):
-            part.place(server, values, out)
-        return out
-
-    def _push_parts(self, table: str, block: tuple[npt.ArrayLike, Floats] | Floats) -> list[tuple[Array, Array]]:
-        spec = self._spec(table)
-        if isinstance(block, tuple):
-            part, grads = self._shard(table, block[0]), _rows(block[1])
-            is_wide = is_pushed(spec) and grads.shape[1] == spec.dim + NUM_PUSHED
-            if grads.shape != (len(part.keys), spec.dim + NUM_PUSHED * is_wide):
-                raise TableError(
-                    f"table '{table}' expects gradients of shape ({len(part.keys)}, {spec.dim}), found {grads.shape}"
-                )
-            # Checked here as well as on the servers: what one of them refuses, none of them may apply.
-            if not all_finite(grads.reshape(-1).view(np.uint32)):
-                raise TableError(
-                    f"NaN or infinity in the gradients for table '{table}'; nothing was sent. Look for it in the loss."
-                )
-            grouped = part.split_rows(grads)
-            return [
-                (Array(spec.number, part.of(i)), Array(spec.number, part.rows_of(grouped, i)))
-                for i in range(self.num_servers)
-            ]
-        return [(Array(spec.number, _NO_KEYS), Array(spec.number, piece)) for piece in self._dense_parts(table, block)]
-
-    def _dense_spec(self, table: str) -> TableSpec:
-        spec = self._spec(table)
-        if not spec.is_dense:
-            raise TableError(f"table '{table}' has rows and is not dense: use pull, push and assign")
-        return spec
-
-    def _dense_parts(self, table: str, values: Floats) -> list[Floats]:
-        spec = self._dense_spec(table)
-        flat = np.ascontiguousarray(values, np.float32).reshape(-1)
-        if len(flat) != spec.size:
-            raise TableError(f"dense table '{table}' has {spec.size:,} elements, found {len(flat):,}")
-        if not all_finite(flat.view(np.uint32)):
-            raise TableError(
-                f"NaN or infinity in the values for table '{table}'; nothing was sent. Look for it in the loss."
-            )
-        return [flat[slice(*shard_range(spec.size, i, self.num_servers))] for i in range(self.num_servers)]
-
 
 def _joined(replies: list[list[Array]], index: int) -> Floats:
-    """A dense table from its parts."""
-    parts = [reply[index].data.reshape(-1) for reply in replies]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _rows(values: Floats) -> Floats:
-    rows = np.ascontiguousarray(values, np.float32)
-    return rows if rows.ndim == 2 else rows.reshape(len(rows), int(np.prod(rows.shape[1:])))
+    """A dense table from its servers' shards."""
+    shards = [reply[index].data.reshape(-1) for reply in replies]
+    return shards[0] if len(shards) == 1 else np.concatenate(shards)

@@ -13,7 +13,7 @@ from torchfleet.worker.client.connection import Call, Connection
 from torchfleet.worker.client.shard import Floats, Keys
 
 Result = TypeVar("Result")
-
+Other = TypeVar("Other")
 
 Dense = dict[str, Floats]
 
@@ -64,6 +64,10 @@ class Future(Generic[Result]):
         """Wait for all answers. Raises the first error; every wait ends at the request's time-out."""
         self.is_awaited = True
         return self._finish([connection.wait(call) for connection, call in self._waits])
+
+    def then(self, choose: Callable[[Result], Other]) -> Future[Other]:
+        """The same request, of whose result `choose` makes another."""
+        return Future(self._waits, lambda replies: choose(self._finish(replies)))
 
 
 class Ready:

@@ -75,16 +75,16 @@ class Requests:
     def gather(self, name: str, round_number: int, data: bytes, num_workers: int, timeout: float) -> dict[int, bytes]:
         """What every worker brought, by worker, once all that have not left are here."""
         body = {"name": name, "round": round_number, "num_workers": num_workers, "timeout": float(timeout)}
-        parts = [pack(body), Array(0, np.frombuffer(data, np.uint8))]
+        arrays = [pack(body), Array(0, np.frombuffer(data, np.uint8))]
         first = self._connections[0]
-        reply = first.wait(first.submit(Command.GATHER, parts, timeout=timeout + self._patience.timeout))
+        reply = first.wait(first.submit(Command.GATHER, arrays, timeout=timeout + self._patience.timeout))
         return {array.number: array.data.tobytes() for array in reply}
 
     def send(self, topic: str, to: int, number: int, parcel: list[Array]) -> bool:
         """Parcel `number` (1, 2, ...) from this worker to another; False if the server has no room for it now."""
         keeper = self._connections[to % self.num_servers]
-        parts = [pack({"topic": topic, "to": to, "number": number}), *parcel]
-        return bool(keeper.wait(keeper.submit(Command.SEND, parts))[0].data[0, 0])
+        arrays = [pack({"topic": topic, "to": to, "number": number}), *parcel]
+        return bool(keeper.wait(keeper.submit(Command.SEND, arrays))[0].data[0, 0])
 
     def take(self, topic: str, worker: int, received: int) -> list[tuple[int, list[npt.NDArray[Any]]]]:
         """(number, arrays) of parcels for this worker after number `received`, which can then be forgotten."""
@@ -123,7 +123,7 @@ class Requests:
         return [unpack(reply[0], Saved) for reply in replies]
 
     def set_clock(self, seconds: int, timeout: float = 600.0) -> dict[str, int]:
-        """It is so late for all tables. Returns how many rows of which table were dropped, where that was due."""
+        """Set the time of all tables. Returns how many rows of which table the shrinks that became due dropped."""
         return _summed(self._work(Command.CLOCK, {"now": seconds}, timeout))
 
     def shrink(self, table: str, policy: Shrink, timeout: float = 600.0) -> dict[str, int]:
@@ -164,8 +164,8 @@ class Requests:
     def _work(self, command: Command, body: dict[str, Any], timeout: float, token: int = 0) -> list[list[Array]]:
         """All servers do something that takes long; a repeat of the request is known by its token."""
         packed = pack({**body, "token": token or secrets.randbits(63)})
-        parts = [[packed]] * self.num_servers
-        asked: Future[list[list[Array]]] = self._ask(command, parts, timeout=timeout, finish=lambda replies: replies)
+        arrays = [[packed]] * self.num_servers
+        asked: Future[list[list[Array]]] = self._ask(command, arrays, timeout=timeout, finish=lambda replies: replies)
         return asked.result()
 
     def _ask(
@@ -177,10 +177,11 @@ class Requests:
         timeout: float | None = None,
         finish: Callable[[list[list[Array]]], Any] = lambda replies: None,
     ) -> Future[Any]:
-        parts = arrays if arrays is not None else [[] for _ in self._connections]
+        """One message to each server. `arrays`: by server; none of them has any unless given."""
+        by_server = arrays if arrays is not None else [[] for _ in self._connections]
         waits = [
-            (connection, connection.submit(command, part, flags, once, timeout))
-            for connection, part in zip(self._connections, parts, strict=True)
+            (connection, connection.submit(command, own, flags, once, timeout))
+            for connection, own in zip(self._connections, by_server, strict=True)
         ]
         return Future(waits, finish)
 

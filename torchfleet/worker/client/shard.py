@@ -1,4 +1,4 @@
-"""Who owns what: keys and dense elements divided among the servers, the same way in every process."""
+"""Which server owns which key: the keys of a request divided into shards, the same way in every process."""
 
 from __future__ import annotations
 
@@ -27,13 +27,17 @@ def as_keys(keys: npt.ArrayLike) -> Keys:
 
 @dataclass(slots=True)
 class Shards:
-    """Keys of one request, grouped by server. With one server, the keys as they came."""
+    """The keys of one request as shards, each a server's share, one after another. With one server, as they came.
+
+    `starts`: where each shard begins, and the end of the last. `places`: where in the request each of `keys` stood.
+    """
 
     keys: Keys
     starts: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64] | None
 
     def of(self, server: int) -> Keys:
+        """A server's shard of the keys."""
         return self.keys[self.starts[server] : self.starts[server + 1]]
 
     def split_rows(self, values: Floats) -> Floats:
@@ -45,6 +49,7 @@ class Shards:
         return out
 
     def rows_of(self, values: Floats, server: int) -> Floats:
+        """A server's shard of rows that `split_rows` has put into the order of `keys`."""
         return values[self.starts[server] : self.starts[server + 1]]
 
     def place(self, server: int, values: Floats, out: Floats) -> None:

@@ -18,8 +18,8 @@ class Bags(NamedTuple):
     mean: bool
 
 
-def joined(slots: list[Any], mean: bool) -> tuple[list[torch.Tensor], Bags]:
-    """(ids of each slot, the bags that they make, one after another)."""
+def split_slots(slots: list[Any], mean: bool) -> tuple[list[torch.Tensor], Bags]:
+    """(the ids of each slot, the bags that they make, one slot after another)."""
     first = slots[0] if slots else None
     if isinstance(first, torch.Tensor) and first.dim() == 2 and all(_is_like(slot, first) for slot in slots):
         total, width = len(slots) * first.numel(), max(1, first.size(1))
@@ -45,7 +45,7 @@ def _bags(slot: Any) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
             raise ModelError(f"a slot has one row of ids per sample, found a tensor of shape {tuple(slot.shape)}")
         return slot, np.arange(len(slot), dtype=np.int64) * (slot.size(1) if slot.dim() == 2 else 1)
     pair = tuple(slot) if isinstance(slot, tuple) else ()
-    if len(pair) != 2 or not all(isinstance(part, torch.Tensor) for part in pair):
+    if len(pair) != 2 or not all(isinstance(half, torch.Tensor) for half in pair):
         raise ModelError(
             "expected a slot of a batch: ids with a row per sample, or values and offsets; found "
             f"{type(slot).__name__}. Give batch['name'], or a list of such slots."

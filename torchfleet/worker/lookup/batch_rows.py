@@ -9,12 +9,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchfleet.kernels import lookup, rows
+from torchfleet.kernels import lookup
 from torchfleet.kernels.merge import SALT, unique_places
+from torchfleet.kernels.rows import gather
 from torchfleet.tables.rows.row_statistics import NUM_PUSHED
 from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.lookup.bags import Bags
 from torchfleet.worker.lookup.foresight import Stamp
+from torchfleet.worker.lookup.sources import PullAhead
 
 Index = npt.NDArray[np.int32]
 
@@ -47,16 +49,24 @@ class BatchRows:
         """The index of a lookup for exactly the ids that were expected; None for any other."""
         return self._inverse if stamp is not None and stamp == self._stamp else None
 
-    def index(self, keys: Keys, pull: Callable[[Keys], tuple[Floats, list[float]]]) -> tuple[Index, bool]:
-        """(place of each key among the rows, whether all were foreseen); those that were not are pulled now."""
-        found = np.empty(len(keys), np.int32)
-        if not lookup.index_of(keys, self._places, self.keys, found, SALT):
-            return found, True
-        new = unique_places(keys[found < 0])[0]
-        values, versions = pull(new)
-        self._append(new, values, versions)
-        lookup.index_of(keys, self._places, self.keys, found, SALT)
-        return found, False
+    def find(self, keys: Keys) -> tuple[Index, Keys | None]:
+        """(the place of each key among the rows, the distinct keys that have no row here, or None if all have one)."""
+        index = np.empty(len(keys), np.int32)
+        if not lookup.index_of(keys, self._places, self.keys, index, SALT):
+            return index, None
+        return index, unique_places(keys[index < 0])[0]
+
+    def append(self, keys: Keys, values: Floats, versions: list[float]) -> None:
+        """Rows of further keys, which are distinct and new here."""
+        num = len(keys)
+        self.keys, _, self._places = unique_places(np.concatenate([self.keys, keys]))
+        self.values = np.concatenate([self.values, values])
+        self.versions = [min(pair) for pair in zip(self.versions, versions, strict=True)] if self.versions else versions
+        if self._grads is not None:
+            self._grads = np.concatenate([self._grads, np.empty((num, self.dim), np.float32)])
+            self._touched = np.concatenate([self._touched, np.zeros(num, np.bool_)])
+        if self._shows is not None:
+            self._shows = np.concatenate([self._shows, np.zeros((num, NUM_PUSHED), np.float32)])
 
     def gradients(self) -> tuple[Keys, Floats] | None:
         """(keys, summed gradients) of the rows that took part in a backward pass, or None."""
@@ -91,31 +101,42 @@ class BatchRows:
             self._on_gradient(self)
         return self._grads.reshape(-1)
 
-    def _append(self, keys: Keys, values: Floats, versions: list[float]) -> None:
-        num = len(keys)
-        self.keys, _, self._places = unique_places(np.concatenate([self.keys, keys]))
-        self.values = np.concatenate([self.values, values])
-        self.versions = [min(pair) for pair in zip(self.versions, versions, strict=True)] if self.versions else versions
-        if self._grads is not None:
-            self._grads = np.concatenate([self._grads, np.empty((num, self.dim), np.float32)])
-            self._touched = np.concatenate([self._touched, np.zeros(num, np.bool_)])
-        if self._shows is not None:
-            self._shows = np.concatenate([self._shows, np.zeros((num, NUM_PUSHED), np.float32)])
+
+class Batch:
+    """One batch's tensors, by their place in it, and its rows, by table.
+
+    Rows that were foreseen are pulled in one go at the first lookup, or before.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], rows: dict[str, BatchRows]) -> None:
+        self.tensors, self.rows = tensors, rows
+        self.pointers = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+        self.under_way: list[PullAhead] = []
+        self.is_pulled = not rows
+        self.is_entered = False  # the model was called with it: another call is another batch
+
+    def receive(self) -> None:
+        """Wait for the pulls under way, and take their rows in."""
+        for pull in self.under_way:
+            pulled = pull.result()
+            for table, values in pulled.rows.items():
+                self.rows[table].values, self.rows[table].versions = values, pulled.versions[table]
+        self.is_pulled = True
 
 
 class Lookup(torch.autograd.Function):
     """Values of rows; backward leaves the gradients with the BatchRows. `weight` only ties it into the graph."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, batch: BatchRows, index: Index) -> torch.Tensor:
-        ctx.batch, ctx.index = batch, index
-        out = np.empty((len(index), batch.dim), np.float32)
-        rows.gather(batch.values.reshape(-1), batch.dim, 0, index, out)
+    def forward(ctx: Any, weight: torch.Tensor, rows: BatchRows, index: Index) -> torch.Tensor:
+        ctx.rows, ctx.index = rows, index
+        out = np.empty((len(index), rows.dim), np.float32)
+        gather(rows.values.reshape(-1), rows.dim, 0, index, out)
         return torch.from_numpy(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
-        ctx.batch.add(ctx.index, _as_array(grads[0]))
+        ctx.rows.add(ctx.index, _as_array(grads[0]))
         return None, None, None
 
 
@@ -123,17 +144,15 @@ class PooledLookup(torch.autograd.Function):
     """Sums or means of rows over bags: shape (samples, slots, dim)."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, batch: BatchRows, index: Index, bags: Bags) -> torch.Tensor:
-        ctx.batch, ctx.index, ctx.bags = batch, index, bags
-        out = np.empty(((len(bags.offsets) - 1) // bags.num_slots, bags.num_slots, batch.dim), np.float32)
-        lookup.pool(
-            batch.values.reshape(-1), batch.dim, index, bags.offsets, bags.num_slots, bags.mean, out.reshape(-1)
-        )
+    def forward(ctx: Any, weight: torch.Tensor, rows: BatchRows, index: Index, bags: Bags) -> torch.Tensor:
+        ctx.rows, ctx.index, ctx.bags = rows, index, bags
+        out = np.empty(((len(bags.offsets) - 1) // bags.num_slots, bags.num_slots, rows.dim), np.float32)
+        lookup.pool(rows.values.reshape(-1), rows.dim, index, bags.offsets, bags.num_slots, bags.mean, out.reshape(-1))
         return torch.from_numpy(out)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None]:
-        ctx.batch.add_pooled(ctx.index, ctx.bags, _as_array(grads[0]))
+        ctx.rows.add_pooled(ctx.index, ctx.bags, _as_array(grads[0]))
         return None, None, None, None
 
 

@@ -11,7 +11,7 @@ import torch
 from torchfleet.errors import ModelError, TableError
 from torchfleet.tables.settings.policy import AdmissionEntry, Shrink, combined
 from torchfleet.tables.settings.spec import Initializer
-from torchfleet.worker.lookup.bags import Bags, joined
+from torchfleet.worker.lookup.bags import Bags, split_slots
 from torchfleet.worker.lookup.initializers import Uniform
 
 Ids = Any  # a tensor, a slot (values, offsets), or a list of slots
@@ -28,7 +28,7 @@ class Lookups(Protocol):
         self,
         table: str,
         weight: torch.Tensor,
-        ids: Sequence[torch.Tensor],
+        slots: Sequence[torch.Tensor],
         bags: Bags,
         padding_idx: int | None,
         create: bool,
@@ -93,12 +93,12 @@ class SparseEmbedding(torch.nn.Module):
             return self._engine.lookup(self.name, self.weight, ids, self.padding_idx, create)
         if offsets is not None:
             ids = (ids, offsets)
-        is_one = isinstance(ids, tuple)  # (values, offsets); several slots are a list
-        if not is_one and not isinstance(ids, list):
+        is_single = isinstance(ids, tuple)  # (values, offsets); several slots are a list
+        if not is_single and not isinstance(ids, list):
             raise ModelError(f"expected ids, a slot or a list of slots, found {type(ids).__name__}")
-        tensors, bags = joined([ids] if is_one else list(ids), self.pooling == "mean")
-        out = self._engine.pooled(self.name, self.weight, tensors, bags, self.padding_idx, create)
-        return out.squeeze(1) if is_one else out
+        slots, bags = split_slots([ids] if is_single else list(ids), self.pooling == "mean")
+        out = self._engine.pooled(self.name, self.weight, slots, bags, self.padding_idx, create)
+        return out.squeeze(1) if is_single else out
 
     def extra_repr(self) -> str:
         size = "" if self.num_embeddings is None else f", num_embeddings={self.num_embeddings}"

@@ -1,4 +1,4 @@
-"""Which inputs of a batch reach which table: watched once, foreseen from then on.
+"""Which inputs of a batch reach which table: learned from the first lookups, foreseen from then on.
 
 When an embedding is asked for ids that are (a view of) a tensor of the batch, the way from the batch to the table is
 remembered: the place of the tensor in the batch and the shape of the view. For the next batches all ids can then be
@@ -69,7 +69,7 @@ class Foresight:
     num_unforeseen: int = 0
 
     def learn(
-        self, batch: Mapping[str, torch.Tensor], table: str, slots: Sequence[torch.Tensor], padding: int | None
+        self, batch: Mapping[str, torch.Tensor], table: str, slots: Sequence[torch.Tensor], padding_idx: int | None
     ) -> None:
         """An embedding was asked for these ids, padding aside, and not all of them had been foreseen."""
         self.num_unforeseen += 1
@@ -83,7 +83,7 @@ class Foresight:
             # Slots of a batch may share their memory: a whole tensor of it is a better guess than a window on another.
             views.sort(key=lambda found: found[1].sizes is not None)
             if views:
-                self.ways.setdefault(views[0][0], set()).add((table, views[0][1], padding))
+                self.ways.setdefault(views[0][0], set()).add((table, views[0][1], padding_idx))
 
     def keys(self, batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[Keys, Stamp | None]]:
         """All ids that this batch is going to ask for, by table; with their stamp if nothing is left out."""
@@ -92,20 +92,15 @@ class Foresight:
             tensor = batch.get(place)
             if tensor is None or tensor.is_floating_point():
                 continue
-            for table, view, padding in tuple(ways):
+            for table, view, padding_idx in tuple(ways):
                 ids = view.on(tensor)
                 if ids is not None:
-                    found.setdefault(table, []).append((ids, padding))
-        return {table: _wanted(parts) for table, parts in found.items()}
+                    found.setdefault(table, []).append((ids, padding_idx))
+        return {table: _without_padding(slots) for table, slots in found.items()}
 
 
-def stamp(ids: torch.Tensor) -> Stamp:
-    """Two tensors with one stamp, one of them still held, are the same ids: torch counts changes in place."""
-    return ids.data_ptr(), tuple(ids.shape), tuple(ids.stride()), ids._version
-
-
-def joined(slots: Sequence[torch.Tensor]) -> Keys:
-    """The ids of several tensors one after another; where they lie so in memory, as they lie."""
+def keys_of(slots: Sequence[torch.Tensor]) -> Keys:
+    """The ids of one slot after another as keys; where they lie so in memory, as they lie."""
     first = slots[0]
     if len(slots) > 1 and first.dtype == torch.int64 and not first.is_cuda:
         place, total = first.data_ptr(), 0
@@ -117,15 +112,14 @@ def joined(slots: Sequence[torch.Tensor]) -> Keys:
             room = first.untyped_storage().nbytes() // 8 - first.storage_offset()
             if total <= room:  # one piece of memory, and not two that happen to be neighbours
                 return as_keys(first.detach().as_strided((total,), (1,)).numpy())
-    parts = [as_keys(ids.detach().cpu().numpy()) for ids in slots]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    keys = [as_keys(ids.detach().cpu().numpy()) for ids in slots]
+    return keys[0] if len(keys) == 1 else np.concatenate(keys)
 
 
-def joined_stamps(stamps: Sequence[Stamp | None]) -> Stamp | None:
-    """The stamp of several tensors' ids one after another."""
-    if len(stamps) == 1:
-        return stamps[0]
-    return None if any(stamp is None for stamp in stamps) else tuple(stamps)
+def stamp_of(slots: Sequence[torch.Tensor]) -> Stamp:
+    """Ids with one stamp, while one of the tensors is still held, are the same: torch counts changes in place."""
+    stamps = [(ids.data_ptr(), tuple(ids.shape), tuple(ids.stride()), ids._version) for ids in slots]
+    return stamps[0] if len(stamps) == 1 else tuple(stamps)
 
 
 def num_samples(inputs: Any, found: Iterable[torch.Tensor]) -> int:
@@ -143,30 +137,32 @@ def num_samples(inputs: Any, found: Iterable[torch.Tensor]) -> int:
     return next((len(tensor) for tensor in found if tensor.dim()), 0)
 
 
-def _wanted(parts: Sequence[tuple[torch.Tensor, int | None]]) -> tuple[Keys, Stamp | None]:
-    """(ids of all parts, padding left out, and their stamp if there is no padding)."""
-    if all(padding is None for _, padding in parts):
-        slots = [ids for ids, _ in parts]
-        return joined(slots), joined_stamps([stamp(ids) for ids in slots])
-    keys = [(joined([ids]), padding) for ids, padding in parts]
-    return np.concatenate([k if padding is None else k[is_no_padding(k, padding)] for k, padding in keys]), None
+def _without_padding(slots: Sequence[tuple[torch.Tensor, int | None]]) -> tuple[Keys, Stamp | None]:
+    """From each slot's ids and padding: (their keys, padding left out, and their stamp if no slot has padding)."""
+    if all(padding_idx is None for _, padding_idx in slots):
+        ids_only = [ids for ids, _ in slots]
+        return keys_of(ids_only), stamp_of(ids_only)
+    keys = [(keys_of([ids]), padding_idx) for ids, padding_idx in slots]
+    return np.concatenate(
+        [found if padding is None else found[is_no_padding(found, padding)] for found, padding in keys]
+    ), None
 
 
-def is_no_padding(keys: Keys, padding: int) -> npt.NDArray[np.bool_]:
-    real: npt.NDArray[np.bool_] = keys != np.int64(padding).astype(np.uint64)
-    return real
+def is_no_padding(keys: Keys, padding_idx: int) -> npt.NDArray[np.bool_]:
+    is_real: npt.NDArray[np.bool_] = keys != np.int64(padding_idx).astype(np.uint64)
+    return is_real
 
 
-def tensors(batch: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(batch: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors of a batch, however nested, with the place they stand in."""
     if isinstance(batch, torch.Tensor):
         yield place, batch
     elif isinstance(batch, Mapping):
         for name, value in batch.items():
-            yield from tensors(value, f"{place}.{name}")
+            yield from tensors_of(value, f"{place}.{name}")
     elif isinstance(batch, (list, tuple)):
         for i, value in enumerate(batch):
-            yield from tensors(value, f"{place}[{i}]")
+            yield from tensors_of(value, f"{place}[{i}]")
 
 
 def values_of_slot(batch: Mapping[str, torch.Tensor], name: str, num: int, table: str) -> npt.NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""Which parameter goes to which table, under which rule: worked out from the model and the optimizer, on every role."""
+"""The plan: which parameter goes to which table under which rule, derived from model and optimizer on every role."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from torchfleet.tables.settings.spec import Rule, TableSpec
 from torchfleet.worker.client.shard import Floats
 from torchfleet.worker.lookup.conversion import sparse_embeddings
 from torchfleet.worker.lookup.embedding import SparseEmbedding
-
-_REFUSED = ("maximize", "amsgrad", "differentiable", "capturable")
+from torchfleet.worker.lookup.optimizer_rules import rule_of, rule_text
 
 
 @dataclass
@@ -93,7 +92,7 @@ class Plan:
         for group in groups:
             if not group.group.get("params"):
                 continue
-            now = msgspec.structs.replace(_rule(optimizer, group.group), lr=group.spec.rule.lr)
+            now = msgspec.structs.replace(rule_of(optimizer, group.group), lr=group.spec.rule.lr)
             if now != group.spec.rule:
                 raise ModelError(
                     f"an option of table '{group.spec.name}' was changed from {group.spec.rule} to {now}: servers "
@@ -109,7 +108,7 @@ class Plan:
                     dense.spec.name,
                     "dense",
                     f"{dense.spec.size:,}",
-                    _rule_text(dense.spec.rule),
+                    rule_text(dense.spec.rule),
                     "worker 0",
                     "-",
                     ", ".join(dense.names),
@@ -126,7 +125,7 @@ class Plan:
                     name,
                     sparse.spec.kind,
                     f"{size} x {sparse.spec.dim}",
-                    _rule_text(sparse.spec.rule),
+                    rule_text(sparse.spec.rule),
                     start,
                     _policy_text(sparse.spec),
                     f"{len(sparse.modules)} lookups",
@@ -159,7 +158,7 @@ def make_plan(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_serv
             name = f"dense.{number}"
             while name in embeddings:  # a module's path may look like it
                 name += "'"
-            spec = TableSpec(name, "dense", size=size, rule=_rule(optimizer, group), num_shards=num_servers)
+            spec = TableSpec(name, "dense", size=size, rule=rule_of(optimizer, group), num_shards=num_servers)
             plan.dense.append(DenseGroup(spec, [names[id(p)] for p in dense], dense, group))
     for name in embeddings:
         if name not in plan.sparse and not any(module.weight.requires_grad for module in embeddings[name]):
@@ -191,7 +190,7 @@ def _add_sparse(
                 f"embeddings of table '{name}' are in two param groups: one table has one rule. Put them into one."
             )
         return
-    rule = _rule(optimizer, group)
+    rule = rule_of(optimizer, group)
     for option in ("momentum", "weight_decay"):
         if getattr(rule, option):
             raise ModelError(
@@ -219,46 +218,6 @@ def _sparse_group(
         shrink=first.shrink,
     )
     return SparseGroup(spec, modules, group)
-
-
-def _rule(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
-    for option in _REFUSED:
-        if group.get(option):
-            raise ModelError(f"{type(optimizer).__name__}({option}=True) is not supported on servers; leave it out")
-    lr = float(group["lr"])
-    if isinstance(optimizer, torch.optim.SGD):
-        if group["dampening"]:
-            raise ModelError(f"SGD(dampening={group['dampening']}) is not supported on servers; leave it 0")
-        return Rule(
-            "sgd", lr, momentum=group["momentum"], nesterov=group["nesterov"], weight_decay=group["weight_decay"]
-        )
-    if isinstance(optimizer, torch.optim.Adagrad):
-        return Rule(
-            "adagrad",
-            lr,
-            eps=group["eps"],
-            lr_decay=group["lr_decay"],
-            initial_accumulator=group["initial_accumulator_value"],
-            weight_decay=group["weight_decay"],
-        )
-    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW, torch.optim.SparseAdam)):
-        return _adam_rule(optimizer, group, lr)
-    raise ModelError(
-        f"{type(optimizer).__name__} cannot run on servers. Supported: torch.optim.SGD, Adagrad, Adam, AdamW, "
-        "SparseAdam."
-    )
-
-
-def _adam_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], lr: float) -> Rule:
-    beta1, beta2 = group["betas"]
-    decoupled = isinstance(optimizer, torch.optim.AdamW) or bool(group.get("decoupled_weight_decay"))
-    decay = group.get("weight_decay", 0.0)
-    return Rule("adam", lr, group["eps"], float(beta1), float(beta2), weight_decay=decay, decoupled_decay=decoupled)
-
-
-def _rule_text(rule: Rule) -> str:
-    shown = {name: getattr(rule, name) for name in ("lr", "momentum", "weight_decay") if getattr(rule, name)}
-    return f"{rule.name}({', '.join(f'{name}={value:g}' for name, value in shown.items())})"
 
 
 def _policy_text(spec: TableSpec) -> str:

@@ -1,4 +1,4 @@
-"""async (P13, P17, P18): gradients go into a bounded queue, threads merge and send them, training never waits."""
+"""The async mode: gradients go into a bounded queue, threads merge and send them, training does not wait."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from torchfleet.errors import FleetError
+from torchfleet.background import BackgroundThreads, Work
 from torchfleet.kernels.merge import sum_by_key
 from torchfleet.net.wire import DENSE_BACK
 from torchfleet.tables.rows.row_statistics import is_pushed
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.future import Dense
-from torchfleet.worker.lookup.engine import PullAhead
 from torchfleet.worker.lookup.plan import Plan
+from torchfleet.worker.lookup.sources import PullAhead
 from torchfleet.worker.modes.communicator import Communicator, Gradients
 
 _LOOK = 0.001  # seconds between two looks into an empty queue
@@ -39,20 +39,19 @@ class Async(Communicator):
         self._receive_now = threading.Event()
         self._lock = threading.Lock()
         self._fresh: Dense = {}
-        self._error: FleetError | None = None
         self._num_sent = self._num_merged = 0
-        self._threads: list[threading.Thread] = []
+        loops = [self._send_loop] * int(configs["thread_pool_size"])
+        if configs["independent_recv_thread"]:
+            loops.append(self._receive_loop)
+        self._threads = BackgroundThreads(
+            [self._with_client(loop) for loop in loops], "a thread of the communicator failed"
+        )
 
     def start(self) -> None:
-        loops = [self._send_loop] * int(self._configs["thread_pool_size"])
-        if self._configs["independent_recv_thread"]:
-            loops.append(self._receive_loop)
-        self._threads = [threading.Thread(target=self._guarded, args=(loop,), daemon=True) for loop in loops]
-        for thread in self._threads:
-            thread.start()
+        self._threads.start()
 
     def pull(self, keys: Any, create: bool) -> PullAhead:
-        self._raise_error()
+        self._threads.check()
         return super().pull(keys, create)
 
     def _push(self, gradients: Gradients) -> None:
@@ -64,7 +63,7 @@ class Async(Communicator):
             number = self._num_given
             self._open.add(number)
         while True:  # a full queue makes training wait: memory never grows without bound
-            self._raise_error()
+            self._threads.check()
             try:
                 self._queue.put((number, gradients), timeout=0.1)
             except queue.Full:
@@ -74,7 +73,7 @@ class Async(Communicator):
     def settle(self) -> None:
         last = self._num_given
         while True:
-            self._raise_error()
+            self._threads.check()
             with self._lock:
                 if not self._open or min(self._open) > last:
                     return
@@ -93,8 +92,7 @@ class Async(Communicator):
         finally:
             self._ending.set()
             self._receive_now.set()
-            for thread in self._threads:
-                thread.join(timeout=10)
+            self._threads.join(timeout=10)
 
     def stats(self) -> dict[str, Any]:
         return {**super().stats(), "queue": self._queue.qsize(), "pushes": self._num_sent, "merged": self._num_merged}
@@ -148,18 +146,12 @@ class Async(Communicator):
         with self._lock:
             self._fresh = values
 
-    def _guarded(self, loop: Callable[[Client], None]) -> None:
-        try:
+    def _with_client(self, loop: Callable[[Client], None]) -> Work:
+        def run() -> None:
             with self._connect() as client:
                 loop(client)
-        except FleetError as error:
-            self._error = error
-        except Exception as error:  # must reach the training thread, whatever it is
-            self._error = FleetError(f"a thread of the communicator failed: {type(error).__name__}: {error}")
 
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise self._error
+        return run
 
 
 def merge(gradients: list[Gradients], wide: Collection[str] = ()) -> Gradients:
@@ -172,7 +164,7 @@ def merge(gradients: list[Gradients], wide: Collection[str] = ()) -> Gradients:
         return first
     sparse = {}
     for table in first.sparse:
-        keys, rows = (np.concatenate(parts) for parts in zip(*(g.sparse[table] for g in gradients), strict=True))
+        keys, rows = (np.concatenate(arrays) for arrays in zip(*(g.sparse[table] for g in gradients), strict=True))
         sparse[table] = (keys, rows) if table in wide else sum_by_key(keys, rows)
     dense = {table: np.stack([g.dense[table] for g in gradients]).sum(axis=0) for table in first.dense}
     return Gradients(sparse, first.versions, dense, gradients[-1].rates)

@@ -2,8 +2,8 @@
 
 sync        one update per step with the mean gradient of all workers; everybody waits for it
 half_async  this worker's update, waited for; nobody waits for anybody else
-async       (ps/asynchronous.py) gradients go into a queue, a thread sends them, training goes on
-geo         (ps/geo.py) training on a local copy, differences exchanged now and then
+async       (asynchronous.py) gradients go into a queue, a thread sends them, training goes on
+geo         (geo.py, whole_tables.py) training on a local copy, differences exchanged now and then
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torchfleet.net.wire import DENSE_BACK, SYNC
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.future import Dense
 from torchfleet.worker.client.shard import Floats, Keys
-from torchfleet.worker.lookup.engine import PullAhead
 from torchfleet.worker.lookup.plan import Plan
+from torchfleet.worker.lookup.sources import PullAhead
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ class TimedPull:
 
 
 class HalfAsync(Communicator):
-    """P14: the push is applied, and this worker's dense parameters are the server's, before training goes on."""
+    """The push is applied, and this worker's dense parameters are the server's, before training goes on."""
 
     _flags = DENSE_BACK
     _timeout: float | None = None
@@ -165,7 +165,7 @@ class HalfAsync(Communicator):
 
 
 class Sync(HalfAsync):
-    """P12: as HalfAsync, but the update is made with the mean of all workers' gradients, once all are there."""
+    """As HalfAsync, but the update is made with the mean of all workers' gradients, once all are there."""
 
     _flags = DENSE_BACK | SYNC
     in_step = True

@@ -1,4 +1,4 @@
-"""geo (P15): every worker trains its own copy with SGD; every k steps the differences are exchanged beside training.
+"""The geo mode: each worker trains its own copy with SGD, and every k steps differences are exchanged beside training.
 
 x is the local value, b the base: what this worker believes the server has. Every k steps, for the rows touched since:
     d = (x - b) / workers;   b ← b + d;   the server adds d
@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from torchfleet.background import BackgroundThreads
 from torchfleet.errors import FleetError
 from torchfleet.kernels.merge import unique
 from torchfleet.net.wire import DELTA
@@ -26,8 +27,8 @@ from torchfleet.tables.sparse_table import SparseTable
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.future import Changed, Pulled, Ready
 from torchfleet.worker.client.shard import Floats, Keys
-from torchfleet.worker.lookup.engine import PullAhead
 from torchfleet.worker.lookup.plan import Plan
+from torchfleet.worker.lookup.sources import PullAhead
 from torchfleet.worker.modes.communicator import Communicator, Gradients
 
 _NEGLIGIBLE = 1e-6  # a rest that no longer travels; float32 values near 1 are 1e-7 apart
@@ -63,10 +64,12 @@ class Geo(Communicator):
         self._dense_base = {group.spec.name: group.values() for group in plan.dense}
         self._touched: dict[str, list[Keys]] = {name: [] for name in specs}
         self._out: queue.Queue[Deltas | None] = queue.Queue(1)
-        self._back: queue.Queue[Changed | FleetError] = queue.Queue()
+        self._back: queue.Queue[Changed | None] = queue.Queue()  # None: the thread has ended
         self._under_way = False
         self._num_exchanges = self._last_step = 0  # the step with which an exchange began
-        self._thread = threading.Thread(target=self._carry, daemon=True)
+        self._thread = BackgroundThreads(
+            [self._carry], "the exchange with the servers failed", on_end=lambda: self._back.put(None)
+        )
 
     def start(self) -> None:
         self._thread.start()
@@ -112,7 +115,7 @@ class Geo(Communicator):
             self._touched[name].append(keys)
         self._step_dense()
         if not self._back.empty():
-            self._take_in(self._checked(self._back.get()))
+            self._take_in(self._wait())
         if self._num_steps - self._last_step >= self._k_steps and not self._under_way:
             self._last_step = self._num_steps
             self._send()
@@ -151,8 +154,8 @@ class Geo(Communicator):
             base = self._dense_base[group.spec.name]
             deltas[group.spec.name] = delta = (group.values() - base) * share
             base += delta
-        for name, parts in self._touched.items():
-            keys = unique(np.concatenate(parts or [np.empty(0, np.uint64)]))[0]
+        for name, touched in self._touched.items():
+            keys = unique(np.concatenate(touched or [np.empty(0, np.uint64)]))[0]
             base = self._base[name].pull(keys)
             rows = (self._local[name].pull(keys) - base) * share
             self._base[name].assign(keys, base + rows)
@@ -164,17 +167,12 @@ class Geo(Communicator):
         self._out.put(deltas)
 
     def _wait(self) -> Changed:
-        while True:
-            try:
-                return self._checked(self._back.get(timeout=0.5))
-            except queue.Empty:
-                if not self._thread.is_alive():
-                    raise FleetError("the thread that exchanges with the servers has ended") from None
-
-    @staticmethod
-    def _checked(answer: Changed | FleetError) -> Changed:
-        if isinstance(answer, FleetError):
-            raise answer
+        """The answer to the exchange under way; the thread's error if it failed."""
+        answer = self._back.get()
+        if answer is None:
+            self._back.put(None)  # for whoever asks next
+            self._thread.check()
+            raise FleetError("the thread that exchanges with the servers has ended")
         return answer
 
     def _take_in(self, answer: Changed) -> None:
@@ -200,19 +198,14 @@ class Geo(Communicator):
     def _carry(self) -> None:
         """The thread beside training."""
         names = [group.spec.name for group in self._plan.dense] + list(self._plan.sparse)
-        try:
-            with self._connect() as client:
-                changed = client.pull_changed(names, [0] * client.num_servers).result()
-                while True:
-                    self._back.put(changed)
-                    deltas = self._out.get()
-                    if deltas is None:
-                        return
-                    client.push_tables(deltas, flags=DELTA).result()
-                    changed = client.pull_changed(names, changed.numbers).result()
-                    while not changed.is_all:
-                        changed = changed.joined(client.pull_changed(names, changed.numbers).result())
-        except FleetError as error:
-            self._back.put(error)
-        except Exception as error:  # must reach the training thread, whatever it is
-            self._back.put(FleetError(f"the exchange with the servers failed: {type(error).__name__}: {error}"))
+        with self._connect() as client:
+            changed = client.pull_changed(names, [0] * client.num_servers).result()
+            while True:
+                self._back.put(changed)
+                deltas = self._out.get()
+                if deltas is None:
+                    return
+                client.push_tables(deltas, flags=DELTA).result()
+                changed = client.pull_changed(names, changed.numbers).result()
+                while not changed.is_all:
+                    changed = changed.joined(client.pull_changed(names, changed.numbers).result())

@@ -1,10 +1,10 @@
-"""geo (P15) for those who train on whole tables at once: each a plain array in this process, changed in place.
+"""Geo training on whole tables: each table is a plain array in this process, which training changes in place.
 
-The formulas are those of ps/geo.py. Whoever trains counts the changes of every row; a thread beside training sends the
-differences of those that have changed often, now and then of all, and adds what the others have sent. Rows that all
-workers change all the time are those that drift apart, and they are few: sending these alone makes it cheap to
-exchange often. Nothing waits for anything: of two changes of a number at the same moment, by training and by what the
-others have sent, one may be lost, as among training threads themselves.
+The formulas are those of geo.py. Training counts the changes of every row. A thread beside training sends the
+differences of rows that have changed often with every exchange, those of all rows now and then, and adds what the
+others have sent. Rows that all workers change all the time are those that drift apart, and they are few: sending these
+alone makes it cheap to exchange often. Nothing waits for anything: of two changes of a number at the same moment, by
+training and by what the others have sent, one may be lost, as among training threads themselves.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchfleet.background import BackgroundThreads
 from torchfleet.errors import FleetError, ModelError
 from torchfleet.kernels.differences import fold_in, take_differences
 from torchfleet.kernels.vector_instructions import padded
@@ -33,7 +34,7 @@ _HOT = 16  # a row that has been changed so often goes with every exchange, othe
 Counts = npt.NDArray[np.uint32]
 
 
-class Replica(Communicator):
+class WholeTables(Communicator):
     """`values[table]`: (rows, at least dim) float32, zeros beyond dim. `changes[table]`: add 1 behind every change."""
 
     takes_threads = False
@@ -52,9 +53,8 @@ class Replica(Communicator):
         self._num_wanted, self._num_done = 1, 0  # exchanges; the first fills the arrays
         self._wants_every_row = self._wants_whole = self._is_over = False
         self._last_step = 0  # with which an exchange began
-        self._error: FleetError | None = None
         self._num_exchanges = self._num_rows_sent = 0
-        self._thread = threading.Thread(target=self._carry, daemon=True)
+        self._thread = BackgroundThreads([self._carry], "the exchange with the servers failed", on_end=self._wake)
 
     def start(self) -> None:
         """Fill the arrays from the servers; from then on they note what others change for this worker."""
@@ -92,7 +92,7 @@ class Replica(Communicator):
 
     def stats(self) -> dict[str, Any]:
         sent = {"exchanges": self._num_exchanges, "rows_sent": self._num_rows_sent}
-        return {**super().stats(), "queue": 0 if self._error else self._num_wanted - self._num_done, **sent}
+        return {**super().stats(), "queue": 0 if self._thread.error else self._num_wanted - self._num_done, **sent}
 
     def _exchange(self, whole: bool) -> None:
         with self._changed:
@@ -102,10 +102,9 @@ class Replica(Communicator):
         self._wait_for(wanted)
 
     def _check(self) -> None:
-        if self._error is not None:
-            raise self._error
+        self._thread.check()
         if self._is_over:
-            raise FleetError("this replica has come to its end: the worker was stopped, and nothing is exchanged")
+            raise FleetError("these whole tables have come to their end: the worker was stopped, nothing is exchanged")
 
     def _want(self) -> int:
         self._check()
@@ -115,33 +114,32 @@ class Replica(Communicator):
 
     def _wait_for(self, number: int) -> None:
         with self._changed:
-            while self._num_done < number and self._error is None:
+            while self._num_done < number and self._thread.error is None:
                 self._changed.wait()
-            if self._error is not None:
-                raise self._error
+            self._thread.check()
+
+    def _wake(self) -> None:
+        """The thread beside training has ended: whoever waits for an exchange looks why."""
+        with self._changed:
+            self._changed.notify_all()
 
     def _push(self, gradients: Gradients) -> None:
         raise ModelError(
-            "this job trains on fleet.replica()'s arrays: optimizer.step() would change the same rows a second time"
+            "this job trains on the arrays of fleet.whole_tables(): optimizer.step() would change the same rows a "
+            "second time"
         )
 
     def _carry(self) -> None:
         """The thread beside training."""
-        try:
-            with self._connect() as client:
-                received = self._take_in(client, [0] * client.num_servers)
-                self._fill(client)
-                self._finish(1)
-                while (wanted := self._next()) is not None:
-                    self._send(client, *self._how())
-                    received = self._take_in(client, received)
-                    self._num_exchanges += 1
-                    self._finish(wanted)
-        except Exception as error:  # must reach the training threads, whatever it is
-            told = f"the exchange with the servers failed: {type(error).__name__}: {error}"
-            with self._changed:
-                self._error = error if isinstance(error, FleetError) else FleetError(told)
-                self._changed.notify_all()
+        with self._connect() as client:
+            received = self._take_in(client, [0] * client.num_servers)
+            self._fill(client)
+            self._finish(1)
+            while (wanted := self._next()) is not None:
+                self._send(client, *self._how())
+                received = self._take_in(client, received)
+                self._num_exchanges += 1
+                self._finish(wanted)
 
     def _next(self) -> int | None:
         """The number of the exchange to begin with, once there is one; None at the end."""
@@ -206,12 +204,13 @@ def _array(num_rows: int, width: int) -> Floats:
 def _declared_sizes(plan: Plan) -> dict[str, tuple[int, int]]:
     if plan.dense:
         raise ModelError(
-            f"fleet.replica() is for models of tables only; this one has dense parameters: {plan.dense[0].names[0]}"
+            "fleet.whole_tables() is for models of tables only; this one has dense parameters: "
+            f"{plan.dense[0].names[0]}"
         )
     for name, group in plan.sparse.items():
         if group.spec.kind != "array":
             raise ModelError(
-                f"fleet.replica() holds whole tables, and '{name}' has no size: give "
+                f"fleet.whole_tables() holds whole tables, and '{name}' has no size: give "
                 "SparseEmbedding(num_embeddings=...)"
             )
     return {name: (group.spec.size, group.spec.dim) for name, group in plan.sparse.items()}

@@ -1,0 +1,101 @@
+"""Model, optimizer and strategy of a process in a job with servers, and the tables they lead to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+
+from torchfleet.errors import FleetError, ModelError, StrategyError
+from torchfleet.role import RoleInfo
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.tables.rows.row_statistics import is_counted
+from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.worker.distributed_optimizer import DistributedOptimizer
+from torchfleet.worker.lookup.conversion import convert
+from torchfleet.worker.lookup.plan import Plan, make_plan
+
+
+class JobSetup:
+    """What every process of a job with servers says before it becomes a worker or a server, alike on all of them."""
+
+    def __init__(self, info: RoleInfo, strategy: DistributedStrategy | None) -> None:
+        self.info = info
+        self.strategy = strategy
+        self.model: torch.nn.Module | None = None
+        self.optimizer: DistributedOptimizer | None = None
+
+    def use(self, strategy: DistributedStrategy | None, user: str) -> None:
+        """The strategy may be given to init or to distributed_optimizer, but not twice with differences."""
+        if strategy is not None and self.strategy is not None and strategy != self.strategy:
+            raise StrategyError(f"{user} got another strategy than was given before: give one, to fleet.init or here")
+        self.strategy = strategy or self.strategy
+
+    def distribute_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        if self.model is not None:
+            raise ModelError("fleet.distributed_model was called before: a job has one model")
+        self.model = convert(model)
+        return self.model
+
+    def distribute_for_prediction(self) -> None:
+        """Tables without optimizer state; nothing will be trained."""
+        assert self.model is not None
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(False)
+        self.strategy = DistributedStrategy(a_sync=True, a_sync_configs={"half_async": True})
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        plan = make_plan(self.model, optimizer, self.info.num_servers)
+        for group in plan.sparse.values():  # nothing is admitted, and nothing may be dropped while nobody trains
+            group.spec = msgspec.structs.replace(group.spec, entry=AdmissionEntry(), shrink=Shrink())
+        self.optimizer = DistributedOptimizer(optimizer, plan)
+
+    def distribute_optimizer(self, optimizer: torch.optim.Optimizer) -> DistributedOptimizer:
+        if self.model is None:
+            raise ModelError("call fleet.distributed_model(model) before fleet.distributed_optimizer")
+        if self.optimizer is not None:
+            raise ModelError("fleet.distributed_optimizer was called before: a job has one optimizer")
+        self.strategy = self.strategy or DistributedStrategy()
+        self.strategy.freeze("fleet.distributed_optimizer")
+        plan = make_plan(self.model, optimizer, self.info.num_servers)
+        _check_policies(plan, self.strategy.mode)
+        if self.strategy.mode == "geo" and not isinstance(optimizer, torch.optim.SGD):
+            raise StrategyError(
+                f"geo training (k_steps={self.strategy.a_sync_configs['k_steps']}) sums differences and works with SGD "
+                f"only, found {type(optimizer).__name__}. Use torch.optim.SGD, or k_steps=0 for async training."
+            )
+        self.optimizer = DistributedOptimizer(optimizer, plan)
+        return self.optimizer
+
+    def distribute_scheduler(self, scheduler: Any) -> Any:
+        """In geo training a step of the scheduler becomes as many as there are workers; else it stays as it is."""
+        if self.strategy is None:
+            raise FleetError(
+                "fleet.distributed_scheduler needs to know the strategy: call fleet.distributed_optimizer before it, "
+                "or give the strategy to fleet.init"
+            )
+        if self.strategy.mode == "geo":
+            step, repeats = scheduler.step, self.info.num_workers
+
+            def step_globally(*args: Any, **kwargs: Any) -> None:
+                for _ in range(repeats):
+                    step(*args, **kwargs)
+
+            scheduler.step = step_globally
+        return scheduler
+
+    @property
+    def plan(self) -> Plan:
+        if self.optimizer is None:
+            raise FleetError("call fleet.distributed_model and fleet.distributed_optimizer before this")
+        return self.optimizer.plan
+
+
+def _check_policies(plan: Plan, mode: str) -> None:
+    """Admission and statistics happen where rows are looked up, and in geo training that is not the servers."""
+    counted = [name for name, group in plan.sparse.items() if is_counted(group.spec)]
+    if counted and mode == "geo":
+        raise StrategyError(
+            f"table '{counted[0]}' has an entry or shrink policy, and in geo training the servers do not see lookups. "
+            "Use sync, half_async or async training, or leave the policies out."
+        )

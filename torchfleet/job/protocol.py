@@ -1,0 +1,70 @@
+"""What every kind of job can do: the methods that fleet.py calls without asking which kind it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from torchfleet.adoption import AdoptedOptimizer
+from torchfleet.role import RoleInfo
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+
+
+class Job(Protocol):
+    """One process's part in a job: ParameterServerJob, or CollectiveJob in torchfleet/collective.
+
+    A method that a kind of job does not support raises FleetError with what to call instead.
+    """
+
+    @property
+    def info(self) -> RoleInfo: ...
+
+    @property
+    def mode(self) -> str:
+        """sync, half_async, async or geo; or collective."""
+        ...
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        """(index, number): which of how many equal shares of the samples this process trains on."""
+        ...
+
+    def use(self, strategy: DistributedStrategy | None, user: str) -> None:
+        """Take the strategy that function `user` was given. One that differs from an earlier one is an error."""
+        ...
+
+    def distribute_model(self, model: torch.nn.Module) -> torch.nn.Module: ...
+
+    def distribute_optimizer(self, optimizer: torch.optim.Optimizer) -> AdoptedOptimizer: ...
+
+    def distribute_scheduler(self, scheduler: Any) -> Any: ...
+
+    def barrier(self) -> None:
+        """Wait for all other workers."""
+        ...
+
+    def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The loader's batches."""
+        ...
+
+    def gather(self, name: str, data: bytes) -> list[bytes]:
+        """What every worker brought, in their order."""
+        ...
+
+    def report(self, metrics: dict[str, float]) -> None:
+        """Numbers for the launcher's display."""
+        ...
+
+    def save(self, dirname: str, extra: Mapping[str, Any] | None) -> int:
+        """Save what is needed to go on training; returns the number of the save."""
+        ...
+
+    def load(self, dirname: str) -> dict[str, Any]:
+        """Go on from a save; returns its `extra`."""
+        ...
+
+    def stop(self) -> None:
+        """This process has done its part."""
+        ...

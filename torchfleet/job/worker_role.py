@@ -1,0 +1,190 @@
+"""A process of a job as a worker: connected to the servers, training in the mode of its strategy."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchfleet.checkpoint.manifest import Manifest
+from torchfleet.errors import FleetError, StrategyError
+from torchfleet.job.job_setup import JobSetup
+from torchfleet.job.worker_start import check_loaded, make_tables, wait_for_servers
+from torchfleet.monitor.status import StatusFile
+from torchfleet.net.keys import KeyFolder
+from torchfleet.net.transport import InProcess
+from torchfleet.net.wire import Role
+from torchfleet.server.server import Server
+from torchfleet.server.table_loading import load_model
+from torchfleet.tables.rows.row_statistics import is_pushed
+from torchfleet.tables.settings.clock import MAX_TIME
+from torchfleet.tables.settings.policy import Shrink
+from torchfleet.worker.client.client import Client
+from torchfleet.worker.client.connection import Patience
+from torchfleet.worker.lookup.engine import Engine
+from torchfleet.worker.model_saving import Kind, save_model
+from torchfleet.worker.modes.asynchronous import Async
+from torchfleet.worker.modes.communicator import Communicator, HalfAsync, Sync
+from torchfleet.worker.modes.geo import Geo
+from torchfleet.worker.modes.whole_tables import WholeTables
+from torchfleet.worker.peers import Workers
+
+
+class WorkerRole:
+    """The worker's life: connected, tables ready, everybody's first values equal; then steps; then leave."""
+
+    def __init__(self, setup: JobSetup, dirname: str | None = None, var_names: Sequence[str] | None = None) -> None:
+        self.info, self._plan = setup.info, setup.plan
+        assert setup.strategy is not None
+        assert setup.model is not None
+        assert setup.optimizer is not None
+        self.strategy, self.model, self._optimizer = setup.strategy, setup.model, setup.optimizer
+        self._local = self._local_server(dirname, var_names) if self.info.is_local else None
+        self._keys = KeyFolder(self.info.key_dir) if self.info.key_dir else None
+        self.client = self._connect()
+        self._started = time.monotonic()
+        self._reported: dict[str, float] = {}
+        self._left = False
+        self._passes: Counter[str] = Counter()  # over shared lists of files, by name
+        wait_for_servers(self.client)
+        if dirname is not None:
+            check_loaded(self.client, dirname)
+        make_tables(self.client, self._plan, self.info, self.strategy)
+        self.communicator: Communicator = self._communicator()
+        pushed = {name: group.spec.entry for name, group in self._plan.sparse.items() if is_pushed(group.spec)}
+        modules = {name: group.modules for name, group in self._plan.sparse.items()}
+        self.engine = Engine(self.communicator, modules, pushed)
+        self._status = StatusFile(self.info.status_file, self._status_now)
+        self._bind()
+        self.communicator.start()
+        self._status.write(now=True)
+
+    def barrier(self) -> None:
+        # One name for all of them: a worker that was started again cannot know how many there have been.
+        self.client.barrier("workers", self.info.num_workers, self.strategy.sync_timeout)
+
+    def report(self, metrics: dict[str, float]) -> None:
+        self._reported.update(metrics)
+        self._status.write()
+
+    def workers(self) -> Workers:
+        """All workers, for things they do among themselves."""
+        return Workers(
+            self._connect(), self.info.worker_index, self.info.num_workers, self.strategy.sync_timeout, self._passes
+        )
+
+    def whole_tables(self, share: float | None) -> WholeTables:
+        """From now on this worker trains on whole copies of the tables, in the place of what its mode does."""
+        if share is not None and not 0 < share <= 1:
+            raise FleetError(
+                f"fleet.whole_tables(share={share}): the part of a difference that is sent, above 0, at most 1"
+            )
+        if isinstance(self.communicator, WholeTables):
+            raise FleetError("fleet.whole_tables() was called before: a worker has one set of them")
+        if not self.info.is_local and self.strategy.mode != "geo":
+            raise StrategyError(
+                f"fleet.whole_tables() is geo training, and the strategy says {self.strategy.mode}: use "
+                "DistributedStrategy(a_sync=True, a_sync_configs={'k_steps': N}), or train through the model"
+            )
+        k_steps = self.strategy.a_sync_configs["k_steps"] if not self.info.is_local else 0
+        share = share or 1.0 / self.info.num_workers
+        tables = WholeTables(self.client, self._plan, self._connect, k_steps, share)
+        self.communicator.stop()
+        self.communicator = tables
+        self.engine.use(tables)
+        self._optimizer.bind(self.engine, tables)
+        tables.start()
+        return tables
+
+    def save(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None = None) -> Manifest:
+        """Save the model as it is with the servers, this worker's gradients included."""
+        self.communicator.flush()
+        return save_model(self.client, self._plan, dirname, self.strategy.sync_timeout, kind, extra)
+
+    def shrink(self, table: str | None, policy: Shrink) -> dict[str, int]:
+        self.communicator.flush()
+        return self.client.shrink(table or "", policy, self.strategy.sync_timeout)
+
+    def set_time(self, seconds: float) -> dict[str, int]:
+        try:
+            now = int(seconds)
+        except (TypeError, ValueError, OverflowError):  # NaN and infinity among them
+            now = -1
+        if not 0 <= now <= MAX_TIME:
+            raise FleetError(f"a time is a number of seconds since 1970, 0 to {MAX_TIME}; found {seconds!r}")
+        return self.client.set_clock(now, self.strategy.sync_timeout)
+
+    def stop(self) -> dict[str, Any]:
+        """Everything under way reaches the servers, then they are told. Returns the last statistics."""
+        self.communicator.stop()
+        final = self.stats()
+        self._left = True
+        self._status.write(now=True)
+        self.client.leave()
+        self.client.close()
+        return final
+
+    def stats(self) -> dict[str, Any]:
+        worker = {
+            **self.communicator.stats(),
+            "samples": self.engine.num_samples,
+            "lookups": self.engine.num_lookups,
+            "unforeseen_lookups": self.engine.foresight.num_unforeseen,
+        }
+        return {"mode": self.strategy.mode, "worker": worker, "servers": self.client.stats()}
+
+    def _connect(self) -> Client:
+        patience = Patience(self.strategy.rpc_timeout, self.strategy.rpc_retry_times)
+        role = Role.FIRST_WORKER if self.info.worker_index == 0 else Role.WORKER
+        options: dict[str, Any] = {"worker": self.info.worker_index, "role": role, "patience": patience}
+        if self._local is not None:
+            client = Client([self._local.connect()], names=["the local server"], **options)
+        else:
+            client = Client.connect([f"tcp://{place}" for place in self.info.server_endpoints], self._keys, **options)
+        for spec in self._plan.specs:
+            client.attach(spec)
+        return client
+
+    def _local_server(self, dirname: str | None, var_names: Sequence[str] | None) -> InProcess:
+        server = Server(num_workers=1)
+        if dirname is not None:
+            for spec in self._plan.specs:
+                server.state.add_table(spec)
+            load_model(server.state, dirname, var_names, self._plan.layouts)
+        return InProcess(server)
+
+    def _communicator(self) -> Communicator:
+        plan, configs, mode = self._plan, self.strategy.a_sync_configs, self.strategy.mode
+        if mode == "sync":
+            return Sync(self.client, plan, self._connect, self.strategy.sync_timeout)
+        if mode == "half_async":
+            return HalfAsync(self.client, plan, self._connect)
+        if mode == "async":
+            return Async(self.client, plan, self._connect, configs)
+        step = self._optimizer.step_locally
+        return Geo(self.client, plan, self._connect, configs["k_steps"], self.info.num_workers, step)
+
+    def _bind(self) -> None:
+        for group in self._plan.sparse.values():
+            for module in group.modules:
+                module.bind(self.engine)
+        self.model.register_forward_pre_hook(
+            lambda model, args, kwargs: self.engine.enter([args, kwargs]), with_kwargs=True
+        )
+        self._optimizer.bind(self.engine, self.communicator)
+        self._optimizer.after_step = self._status.write
+
+    def _status_now(self) -> dict[str, Any]:
+        seconds = max(1e-9, time.monotonic() - self._started)
+        stats = self.communicator.stats()
+        return {
+            "role": "worker",
+            "mode": self.strategy.mode,
+            "steps": stats["steps"],
+            "steps_per_s": stats["steps"] / seconds,
+            "samples_per_s": self.engine.num_samples / seconds,
+            "queue": stats["queue"],
+            "left": self._left,
+            **self._reported,
+        }

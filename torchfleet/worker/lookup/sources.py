@@ -1,0 +1,30 @@
+"""What the lookup engine needs from outside: embeddings to look up for, and a source of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torchfleet.worker.client.future import Pulled
+from torchfleet.worker.client.shard import Keys
+
+
+class Embedding(Protocol):
+    """A layer that looks rows up."""
+
+    dim: int
+    training: bool
+
+
+class PullAhead(Protocol):
+    """A pull that is under way."""
+
+    def result(self) -> Pulled: ...
+
+
+class Source(Protocol):
+    """Where rows come from: the communicator of the mode, or the tables of a saved model."""
+
+    pulls_ahead: bool  # rows may be asked for before the step before them has ended
+
+    def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead: ...
