@@ -31,7 +31,8 @@ from benchmarks.online import BATCH, Clicks, Month
 from benchmarks.online_data import Drift
 from benchmarks.timing import report, say
 from torchfleet.checkpoint.comparison import compare
-from torchfleet.launch.roles import Task, one_machine, tasks
+from torchfleet.launch.job_spec import Task
+from torchfleet.launch.roles import one_machine, tasks
 from torchfleet.online import Part, history, model_to_load
 from torchfleet.server.warm import warm_up
 

@@ -1,4 +1,4 @@
-"""fleetrun: its command line, what it prints, and jobs that go well. What goes wrong is in test_launch_failures.py."""
+"""fleetrun: its command line, what it prints, and jobs that go well. What goes wrong is in test_supervisor.py."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from rich.console import Console
 from support.scripts.launching import STAND_IN, TINY, clean_environment, fleetrun
 
 from torchfleet.launch import cli, display, roles
+from torchfleet.launch.job_spec import Task
 from torchfleet.launch.processes import script_command
-from torchfleet.launch.roles import Task, free_ports
+from torchfleet.launch.roles import free_ports
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.wire import Role
 
@@ -310,7 +311,7 @@ class TestDisplay:
 
     def test_lines_are_printed_as_they_are(self, capsys: pytest.CaptureFixture[str]) -> None:
         shown = display.Display()
-        shown.say("[worker 0] [bold]not markup[/bold]")
+        shown.report("[worker 0] [bold]not markup[/bold]")
         shown.close()
         assert capsys.readouterr().out == "[worker 0] [bold]not markup[/bold]\n"
 

@@ -21,9 +21,9 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from torchfleet.errors import RoleError
 from torchfleet.launch import cli, rendezvous, roles
-from torchfleet.launch.rendezvous import FixedMeeting
+from torchfleet.launch.rendezvous import FixedRendezvous
 from torchfleet.launch.roles import free_ports
-from torchfleet.launch.stores import Place, serve
+from torchfleet.launch.stores import StoreAddress, serve
 from torchfleet.role import PaddleCloudRoleMaker
 
 PLAY = str(SCRIPTS / "ranks_play.py")
@@ -185,31 +185,31 @@ def listening(pid: int | None = None) -> list[Any]:
     return [one for one in psutil.Process(pid).net_connections() if one.status == psutil.CONN_LISTEN]
 
 
-Pair = tuple[FixedMeeting, FixedMeeting]
+Pair = tuple[FixedRendezvous, FixedRendezvous]
 
 
-class TestMeeting:
+class TestRendezvous:
     @pytest.fixture
     def pair(self) -> Pair:
         """The launchers of two machines."""
-        place = Place("127.0.0.1", free_ports(1)[0])
-        return FixedMeeting(place, 0, 2, print), FixedMeeting(place, 1, 2, print)
+        place = StoreAddress("127.0.0.1", free_ports(1)[0])
+        return FixedRendezvous(place, 0, 2, print), FixedRendezvous(place, 1, 2, print)
 
     def test_a_store_on_loopback_listens_to_this_machine_only(self) -> None:
-        store = serve(Place("127.0.0.1", 0))
+        store = serve(StoreAddress("127.0.0.1", 0))
         assert [one.laddr.ip for one in listening() if one.laddr.port == store.port] == ["127.0.0.1"]
 
     def test_a_port_that_is_taken_is_named(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
             with pytest.raises(RoleError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*--master"):
-                serve(Place("127.0.0.1", port))
+                serve(StoreAddress("127.0.0.1", port))
 
     def test_a_machine_that_comes_back_makes_all_start_again_with_a_new_store(self, pair: Pair) -> None:
         first, other = pair
         starts = [together(first, other)]
         assert first.num_nodes_waiting() == 0
-        again = FixedMeeting(first.place, 1, 2, print)  # a launcher that was started anew
+        again = FixedRendezvous(first.address, 1, 2, print)  # a launcher that was started anew
         starts.append(together(again, first, lambda: wait_until(first.num_nodes_waiting, 10, "machine that waits")))
         assert starts[0] != starts[1]
         assert first.num_starts == again.num_starts == 1
@@ -228,13 +228,13 @@ class TestMeeting:
     def test_a_store_that_has_gone_is_named(self, pair: Pair) -> None:
         together(*pair)
         first, other = pair
-        place = first.place
-        first._store = first._round = first._of_ranks = None  # type: ignore[assignment]  # its launcher was killed
+        place = first.address
+        first._store = first._start_store = first._rank_store = None  # type: ignore[assignment]  # its launcher was killed
         with pytest.raises(RendezvousConnectionError, match=str(place)):
             other.num_nodes_waiting()
 
 
-def together(one: FixedMeeting, other: FixedMeeting, before: Callable[[], None] = lambda: None) -> int:
+def together(one: FixedRendezvous, other: FixedRendezvous, before: Callable[[], None] = lambda: None) -> int:
     """Both join the next start; the port of the ranks' store. `before`: what happens before the other does."""
     joined: list[Any] = []
     thread = threading.Thread(target=lambda: joined.append(one.next_rendezvous()), daemon=True)

@@ -12,7 +12,7 @@ from support.scripts.launching import TINY, Started
 
 from torchfleet.errors import RoleError
 from torchfleet.launch import roles
-from torchfleet.launch.roles import Layout, free_ports, one_machine, own_addresses, several_machines, tasks
+from torchfleet.launch.roles import JobLayout, free_ports, one_machine, own_addresses, several_machines, tasks
 from torchfleet.role import PaddleCloudRoleMaker
 
 Say = Callable[..., None]
@@ -28,7 +28,7 @@ def at(monkeypatch: pytest.MonkeyPatch) -> Say:
     return say
 
 
-class TestLayout:
+class TestJobLayout:
     def test_one_machine_has_every_role_on_loopback(self) -> None:
         layout = one_machine(3, 2)
         assert layout.local_servers == (0, 1, 2)
@@ -79,12 +79,12 @@ class TestTasks:
         "layout",
         [
             one_machine(2, 3),
-            Layout(("192.0.2.1:7000", "192.0.2.2:7001"), ("192.0.2.2:0",) * 3, (1,), (0, 2)),
-            Layout(("192.0.2.1:7000",), ("192.0.2.2:5000", "192.0.2.2:5001", "192.0.2.3:0"), (), (0, 1)),
+            JobLayout(("192.0.2.1:7000", "192.0.2.2:7001"), ("192.0.2.2:0",) * 3, (1,), (0, 2)),
+            JobLayout(("192.0.2.1:7000",), ("192.0.2.2:5000", "192.0.2.2:5001", "192.0.2.3:0"), (), (0, 1)),
         ],
         ids=["one machine", "several", "workers only"],
     )
-    def test_each_process_finds_its_role_in_the_environment_it_gets(self, layout: Layout) -> None:
+    def test_each_process_finds_its_role_in_the_environment_it_gets(self, layout: JobLayout) -> None:
         for task in tasks(layout, 3, {}):
             info = PaddleCloudRoleMaker(environment=task.environment).read()
             assert info.role == task.role
@@ -97,7 +97,7 @@ class TestTasks:
         "workers", [("h:0", "h:0", "h:0"), ("h:2", "h:0"), ("h:0", "h:1"), ("h:0", "g:0", "h:3"), ("h:5", "h:6")]
     )
     def test_workers_without_a_port_never_get_an_address_twice(self, workers: tuple[str, ...]) -> None:
-        task = tasks(Layout(("h:7000",), workers, (0,), ()), len(workers), {})[0]
+        task = tasks(JobLayout(("h:7000",), workers, (0,), ()), len(workers), {})[0]
         info = PaddleCloudRoleMaker(environment=task.environment).read()
         assert [place.split(":")[0] for place in info.worker_endpoints] == [place.split(":")[0] for place in workers]
 
