@@ -121,7 +121,7 @@ class Agent(LocalElasticAgent):
             max_restarts=job.max_restart, monitor_interval=0.1,
         )  # fmt: skip
         super().__init__(spec, logs)
-        self._rendezvous, self._display, self._logs = rendezvous, display, logs
+        self._rendezvous_handler, self._display, self._logs = rendezvous, display, logs
         self._ranks: list[Rank] = []
         self._tail: Tail | None = None
         self.failure = ""  # why the job ended
@@ -177,7 +177,7 @@ class Agent(LocalElasticAgent):
         super()._shutdown(*arguments, **more)
 
     def _exit_barrier(self) -> None:
-        self._rendezvous.finish()
+        self._rendezvous_handler.finish()
 
 
 @contextlib.contextmanager
