@@ -2,8 +2,8 @@
 
 First all workers draw, from a common seed, how many samples go from each worker to each other worker. The distribution
 is that of a random permutation (multivariate hypergeometric, row by row). Then each worker picks the samples that it
-sends at random, and shuffles those that it ends up with. Together that is a uniform permutation, with shares that differ
-by at most one sample.
+sends at random, and shuffles those that it ends up with. Together that is a uniform permutation, with shares that
+differ by at most one sample.
 """
 
 from __future__ import annotations
