@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 import torchfleet as fleet
-from torchfleet.monitor.progress import Progress as ProgressLine
+from torchfleet.monitor.progress import TrainingProgress as ProgressLine
 from torchfleet.word2vec.corpus import Corpus
-from torchfleet.word2vec.trainer import Progress, Schedule, SkipGramOptions, Trainer
+from torchfleet.word2vec.trainer import Schedule, SkipGramOptions, Trainer, TrainingProgress
 from torchfleet.word2vec.vocabulary import Vocabulary
 
 
@@ -53,11 +53,11 @@ def train_fused(
     return replica.values["emb"][:, : options.dim]
 
 
-def show(progress: Progress, line: ProgressLine) -> None:
+def show(progress: TrainingProgress, line: ProgressLine) -> None:
     line.show(text_of(progress))
     fleet.report(words_per_s=progress.words_per_s, loss=progress.loss)
 
 
-def text_of(progress: Progress) -> str:
+def text_of(progress: TrainingProgress) -> str:
     share = progress.words / progress.num_words
     return f"{share:.0%}, {progress.words_per_s:,.0f} words/s, loss {progress.loss:.4f}, rate {progress.rate:.5f}"

@@ -72,7 +72,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """As a user does, without a terminal."""
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     return subprocess.run(
-        [sys.executable, "-m", "torchfleet.commands.command", *arguments],
+        [sys.executable, "-m", "torchfleet.commands", *arguments],
         capture_output=True,
         text=True,
         timeout=60,

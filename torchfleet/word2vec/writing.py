@@ -1,4 +1,4 @@
-"""A new folder of id files: complete, or not there."""
+"""Writes a folder of id files so that it is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class NewCorpus:
 
 
 class IdWriter:
-    """A file of ids that is being written. `state` and `buffer` are for the kernels, which say when they need room."""
+    """A file of ids that is being written. `state` and `buffer` are for the kernels, which stop at a full buffer."""
 
     def __init__(self, path: str) -> None:
         self.state = np.zeros(words.WRITER_STATE_SIZE, np.int64)
