@@ -24,7 +24,7 @@ def run_ranks(
     extra: Sequence[Mapping[str, str]] = (),
     address: str = "127.0.0.1",
 ) -> list[dict[str, Any]]:
-    """What each rank printed as `RESULT {...}`. `commands[i]` runs rank i, with one thread; `address` is that of rank 0.
+    """What each rank printed as `RESULT {...}`. `commands[i]` runs rank i, with one thread. `address`: of rank 0.
 
     A rank that fails, or all of them taking more than `seconds`, ends the others and the benchmark with their output.
     """
