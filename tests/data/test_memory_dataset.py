@@ -333,12 +333,12 @@ def test_two_slots_are_dealt_independently(tmp_path: Path) -> None:
     dataset = dataset_of(write(tmp_path, [200], lambda i: f"1 {i} 1 {i}\n"), use_var=slots)
     dataset.slots_shuffle(["id", "other"])
     found = samples_of(dataset)
-    assert sum(one[0] == one[1] for one in found) < 20, "both slots went the same way"
+    assert sum(values[0] == values[1] for values in found) < 20, "both slots went the same way"
 
 
 def test_one_slot_may_be_given_by_its_name_alone(twenty: InMemoryDataset) -> None:
     twenty.slots_shuffle("id")
-    assert [one[1:] for one in samples_of(twenty)] == [one[1:] for one in TWENTY]
+    assert [values[1:] for values in samples_of(twenty)] == [values[1:] for values in TWENTY]
 
 
 def test_an_unknown_slot_is_refused_and_nothing_is_shuffled(twenty: InMemoryDataset) -> None:

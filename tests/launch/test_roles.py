@@ -15,17 +15,17 @@ from torchfleet.launch import roles
 from torchfleet.launch.roles import JobLayout, free_ports, one_machine, own_addresses, several_machines, tasks
 from torchfleet.role import PaddleCloudRoleMaker
 
-Say = Callable[..., None]
+SetAddresses = Callable[..., None]
 
 
 @pytest.fixture
-def at(monkeypatch: pytest.MonkeyPatch) -> Say:
-    """Say under which addresses this machine is known; nothing is looked up."""
+def at(monkeypatch: pytest.MonkeyPatch) -> SetAddresses:
+    """Sets the addresses of this machine; nothing is looked up."""
 
-    def say(*addresses: str) -> None:
+    def set_addresses(*addresses: str) -> None:
         monkeypatch.setattr(roles, "own_addresses", lambda: set(addresses))
 
-    return say
+    return set_addresses
 
 
 class TestJobLayout:
@@ -40,10 +40,10 @@ class TestJobLayout:
         ports = free_ports(50)
         assert len(set(ports)) == 50
         for port in ports[:5]:
-            with socket.socket() as one:
-                one.bind(("127.0.0.1", port))
+            with socket.socket() as bound:
+                bound.bind(("127.0.0.1", port))
 
-    def test_every_machine_starts_its_own_part_of_the_same_lists(self, at: Say) -> None:
+    def test_every_machine_starts_its_own_part_of_the_same_lists(self, at: SetAddresses) -> None:
         servers, workers = ["192.0.2.1:7000", "192.0.2.2:7000"], ["192.0.2.2:0", "192.0.2.3:0", "192.0.2.2:0"]
         parts = []
         for address in ("192.0.2.1", "192.0.2.2", "192.0.2.3"):
@@ -53,7 +53,7 @@ class TestJobLayout:
             parts.append((layout.local_servers, layout.local_workers))
         assert parts == [((0,), ()), ((1,), (0, 2)), ((), (1,))]
 
-    def test_a_machine_that_is_in_no_list_is_told_the_hosts_and_its_own_names(self, at: Say) -> None:
+    def test_a_machine_that_is_in_no_list_is_told_the_hosts_and_its_own_names(self, at: SetAddresses) -> None:
         at("192.0.2.9", "here")
         with pytest.raises(RoleError) as caught:
             several_machines(["192.0.2.1:7000"], ["192.0.2.2:0"])
@@ -64,7 +64,7 @@ class TestJobLayout:
         monkeypatch.setenv("POD_IP", "192.0.2.77")
         assert own_addresses() >= {"localhost", "127.0.0.1", socket.gethostname(), "192.0.2.77"}
 
-    def test_an_ipv6_address_in_brackets_is_found_here(self, at: Say) -> None:
+    def test_an_ipv6_address_in_brackets_is_found_here(self, at: SetAddresses) -> None:
         at("::1")
         assert several_machines(["[::1]:7000"], ["[::1]:0"]).local_servers == (0,)
 

@@ -1,1 +1,1 @@
-"""The `fleet` command line."""
+"""The `fleet` command line, which `python -m torchfleet.commands` runs too."""
