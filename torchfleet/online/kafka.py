@@ -61,7 +61,7 @@ class KafkaSource:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._first: dict[int, int] = {}  # by partition: the offset to begin with, when nothing has been trained yet
         self._lost: dict[int, int] = {}  # by partition: the offset whose loss has been reported
-        self._seen: tuple[Any, float] | None = None  # position, and when the first message behind it was seen
+        self._seen: tuple[Any, float] | None = None  # position, and when the first message after it was seen
 
     def next(self, position: Any) -> Part | None:
         known = msgspec.convert(position, KafkaPosition) if position else None

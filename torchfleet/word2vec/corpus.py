@@ -86,7 +86,7 @@ class Corpus:
         self.raw_words = self.words if described is None or described.raw_words is None else described.raw_words
 
     def blocks(self, files: Sequence[str], words_per_block: int) -> Iterator[Ids]:
-        """The ids of these files, one file behind the other, with -1 after every line; fresh arrays.
+        """The ids of these files, one file after another, with -1 after every line; fresh arrays.
 
         An array has at most `words_per_block` elements and ends with a line, unless the line alone is longer: then the
         array does not end with -1, and the line goes on in the next one. All arrays in a row hold all ids and ends of

@@ -91,7 +91,7 @@ def read_questions(path: str | os.PathLike[str]) -> list[AnalogySection]:
 
 
 def read_pairs(path: str | os.PathLike[str]) -> list[Pair]:
-    """Pairs of words and their similarity: the first two columns, and the first number behind them.
+    """Pairs of words and their similarity: the first two columns, and the first number after them.
 
     Columns are separated by tabs or, in a line without one, by blanks. Lines that begin with # are left out, and so
     are lines without a number: headings.
