@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from benchmarks.timing import report, say
+from benchmarks.timing import log, report
 from torchfleet.checkpoint.manifest import Manifest, described, folder_of, write_manifest
 from torchfleet.checkpoint.part_reader import load_sparse
 from torchfleet.net.wire import Role
@@ -158,11 +158,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=chosen.folder) as folder:
         storage = Storage(str(Path(folder) / "model"))
         num_bytes = chosen.rows * 128
-        say("dd")
+        log("dd")
         first = disk_speed(Path(folder), num_bytes)
-        say(f"making and saving {chosen.rows:,} rows")
+        log(f"making and saving {chosen.rows:,} rows")
         found, manifest = save(chosen, storage)
-        say("loading")
+        log("loading")
         found.update(load(storage, manifest, chosen.rows))
         second = disk_speed(Path(folder), num_bytes)
     write, read = ((a + b) / 2 / 1e6 for a, b in zip(first, second, strict=True))

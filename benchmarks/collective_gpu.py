@@ -21,7 +21,7 @@ import torch.distributed as dist
 from benchmarks.gpu_training import (
     BertTask,
     ResNetTask,
-    Task,
+    TrainingTask,
     by_hand,
     free,
     in_turns,
@@ -30,7 +30,7 @@ from benchmarks.gpu_training import (
     peak_bytes,
     samples_per_s,
 )
-from benchmarks.timing import report, say
+from benchmarks.timing import log, report
 
 LAYERS = {"checkpoints": ["encoder.layer.*"]}
 REFERENCE = {"recompute": (10.0, 0.74), "offload": (14.3, 0.65)}  # Paddle's batch and speed, as multiples of amp alone
@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
     large: str = "large"
     base: str = "base"
     length: int = 512
-    small: tuple[int, int] = (4, 8)  # batches that tell how memory grows
+    small: tuple[int, int] = (4, 8)  # batches that show how memory grows
     most: int = 4096
     precision_batch: int = 32
     base_batch: int = 64
@@ -65,10 +65,10 @@ class Bench:
         self.cap = int(chosen.gib * 2**30)
         self.amp: dict[str, Any] = {} if chosen.cpu else {"amp": True}  # a CPU is slow in half precision
 
-    def resnet(self) -> Task:
+    def resnet(self) -> TrainingTask:
         return ResNetTask(self.device, self.sizes.resnet_batch, self.sizes.side)
 
-    def bert(self) -> Task:
+    def bert(self) -> TrainingTask:
         return BertTask(self.device, self.sizes.base_batch, self.sizes.base, self.sizes.base_length)
 
     # The parts
@@ -84,7 +84,7 @@ class Bench:
         self._limit(self.cap)
         try:
             for name, fields in variants.items():
-                say(f"  {name}")
+                log(f"  {name}")
                 found.update(self._largest(name, fields))
         finally:
             self._limit(None)
@@ -102,7 +102,7 @@ class Bench:
             )
             free()
             speed = samples_per_s(task, step, task.batch(batch), 2 * self.sizes.seconds)
-        say(f"    batch {batch}, {speed:,.1f} samples/s")
+        log(f"    batch {batch}, {speed:,.1f} samples/s")
         return {f"{name}_batch": batch, f"{name}_samples_per_s": speed}
 
     def _limit(self, num_bytes: int | None) -> None:
@@ -127,18 +127,18 @@ class Bench:
             with ours(task, **fields) as step:
                 peak = peak_bytes(task, step, task.batch_size)
                 if peak is None:
-                    say(f"  {name}: a batch of {task.batch_size} does not fit")
+                    log(f"  {name}: a batch of {task.batch_size} does not fit")
                     continue
                 speed = samples_per_s(task, step, task.batch(task.batch_size), self.sizes.seconds)
             found[f"{name}_gib"], found[f"{name}_samples_per_s"] = peak / 2**30, speed
-            say(f"  {name}: {peak / 2**30:.2f} GiB, {speed:,.1f} samples/s")
+            log(f"  {name}: {peak / 2**30:.2f} GiB, {speed:,.1f} samples/s")
         return found
 
     def fusion(self) -> dict[str, Any]:
         """The same compiled job, now as compiled, now with every operation by itself."""
         found: dict[str, Any] = {}
         for name, task in {"resnet50": self.resnet(), "bert_base": self.bert()}.items():
-            say(f"  {name}")
+            log(f"  {name}")
             torch._dynamo.reset()
             fields = {**self.amp, "build_strategy": {"fuse_elewise_add_act_ops": True, "fuse_bn_act_ops": True}}
             with ours(task, **fields) as compiled:
@@ -155,7 +155,7 @@ class Bench:
         """
         found: dict[str, Any] = {}
         for name, task in {"resnet50": self.resnet(), "bert_base": self.bert()}.items():
-            say(f"  {name}")
+            log(f"  {name}")
             with ours(task, **self.amp) as step:
                 contenders = {"ours": step, "hand": by_hand(task, bool(self.amp), with_ddp=False)}
                 if dist.is_initialized():
@@ -210,7 +210,7 @@ def main() -> None:
     result: dict[str, Any] = {}
     for name, part in PARTS.items():
         if chosen.part is None or name in chosen.part:
-            say(f"{name}: {(part.__doc__ or '').strip().splitlines()[0]}")
+            log(f"{name}: {(part.__doc__ or '').strip().splitlines()[0]}")
             result.update({f"{name}.{key}": value for key, value in part(bench).items()})
             free()
     device = "cpu" if chosen.cpu else torch.cuda.get_device_name()

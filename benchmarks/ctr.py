@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.ctr_data import write_raw
-from benchmarks.timing import report, say
+from benchmarks.timing import log, report
 
 ROOT = Path(__file__).parent.parent
 _WORKER = Path(__file__).with_name("ctr_worker.py")
@@ -79,20 +79,23 @@ def main() -> None:
     trained: list[list[dict[str, float]]] = []
     towers: list[list[dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as folder:
-        say(f"writing {chosen.rows:,} rows")
+        log(f"writing {chosen.rows:,} rows")
         *files, test = write_raw(Path(folder), chosen.rows, 8)
         for turn in range(chosen.rounds):
             towers.append(run_towers(chosen))
             trained.append(run_training(chosen, files, [test]))
             bare, rate = (
-                sum(one[name] for one in both[-1]) for both, name in ((towers, "bare"), (trained, "samples_per_s"))
+                sum(worker[name] for worker in both[-1])
+                for both, name in ((towers, "bare"), (trained, "samples_per_s"))
             )
-            say(f"  round {turn + 1}/{chosen.rounds}: tower {bare:,.0f}, training {rate:,.0f} samples/s")
-    rate = statistics.median(sum(one["samples_per_s"] for one in both) for both in trained)
-    tower = statistics.median(sum(one["bare"] for one in both) for both in towers)
-    whole = statistics.median(sum(one["input"] for one in both) for both in towers)
-    workers = [one for both in trained for one in both]
-    middle = {name: statistics.median(one[name] for one in workers) for name in workers[0] if name != "samples_per_s"}
+            log(f"  round {turn + 1}/{chosen.rounds}: tower {bare:,.0f}, training {rate:,.0f} samples/s")
+    rate = statistics.median(sum(worker["samples_per_s"] for worker in both) for both in trained)
+    tower = statistics.median(sum(worker["bare"] for worker in both) for both in towers)
+    whole = statistics.median(sum(worker["input"] for worker in both) for both in towers)
+    workers = [worker for both in trained for worker in both]
+    middle = {
+        name: statistics.median(worker[name] for worker in workers) for name in workers[0] if name != "samples_per_s"
+    }
     report(
         {
             "samples_per_s": rate,

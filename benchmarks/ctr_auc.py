@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import torchfleet as fleet
-from benchmarks.timing import report, say
+from benchmarks.timing import log, report
 from examples.ctr_dnn.model import SLOTS, slots
 
 ROOT = Path(__file__).parent.parent
@@ -110,7 +110,7 @@ def main() -> None:
             for mode in chosen.modes:
                 curve = Path(folder) / f"{mode}-{seed}"
                 found[mode].append(trained(chosen, mode, seed, curve))
-                say(f"{mode:10} seed {seed}: {', '.join(f'{auc:.5f}' for auc in found[mode][-1])}")
+                log(f"{mode:10} seed {seed}: {', '.join(f'{auc:.5f}' for auc in found[mode][-1])}")
                 if seed == 0:
                     curves[mode] = curve
         if chosen.plot:

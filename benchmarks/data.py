@@ -18,7 +18,7 @@ import torch
 
 import torchfleet as fleet
 from benchmarks.ctr_data import write_multislot, write_raw
-from benchmarks.timing import interleave, report, say
+from benchmarks.timing import interleave, log, report
 from examples.ctr_dnn.model import CTRDNN, loss_of, slots
 from torchfleet.data.queue_dataset import QueueDataset
 
@@ -119,14 +119,14 @@ def training(chosen: argparse.Namespace, raw: list[str]) -> dict[str, float]:
 def main() -> None:
     chosen = options()
     with tempfile.TemporaryDirectory() as folder:
-        say(f"writing {chosen.rows:,} rows")
+        log(f"writing {chosen.rows:,} rows")
         raw = write_raw(Path(folder), chosen.rows, 4)
         text = write_multislot(Path(folder), raw)
         bytes_per_line = sum(os.path.getsize(path) for path in text) / chosen.rows
         bytes_per_row = sum(os.path.getsize(path) for path in raw) / chosen.rows
-        say("reading")
+        log("reading")
         found = reading(chosen, raw, text)
-        say("training")
+        log("training")
         trained = training(chosen, raw)
     report(
         {

@@ -23,7 +23,7 @@ import numpy as np
 
 import torchfleet as fleet
 from benchmarks.rank_jobs import run_ranks
-from benchmarks.timing import report, say
+from benchmarks.timing import log, report
 from examples.ctr_dnn.model import SLOTS, slots
 from examples.ctr_dnn.prepare import generated, real
 
@@ -115,12 +115,12 @@ def main() -> None:
                 runs[name].append(result["points"])
                 parameters = result["parameters"]
             best = {name: max(epochs[-1]) for name, epochs in runs.items()}
-            say(f"  seed {seed}: dense {best['dense']:.3f}, dgc {best['dgc']:.3f} points")
+            log(f"  seed {seed}: dense {best['dense']:.3f}, dgc {best['dgc']:.3f} points")
     found = {name: [max(epochs) for epochs in all_epochs] for name, all_epochs in runs.items()}
     differences = [dgc - dense for dense, dgc in zip(found["dense"], found["dgc"], strict=True)]
     pairs = zip(runs["dense"], runs["dgc"], strict=True)
     as_soon = [dgc[dense.index(max(dense))] - max(dense) for dense, dgc in pairs]
-    best_epochs = {name: [one.index(max(one)) + 1 for one in all_epochs] for name, all_epochs in runs.items()}
+    best_epochs = {name: [scores.index(max(scores)) + 1 for scores in all_epochs] for name, all_epochs in runs.items()}
     error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
     report(
         {

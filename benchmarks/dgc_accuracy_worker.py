@@ -70,12 +70,12 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         shuffled = torch.randperm(len(labels), generator=order)[: num_steps * batch_size]
         for rows in shuffled.view(-1, batch_size):
             own = rows[fleet.worker_index() :: fleet.worker_num()]
-            model.train_batch(tuple(one[own] for one in inputs), labels[own], torch.nn.functional.cross_entropy)
+            model.train_batch(tuple(values[own] for values in inputs), labels[own], torch.nn.functional.cross_entropy)
             optimizer.step()
             optimizer.zero_grad()
         found.append(points(model, options))
     fleet.stop_worker()
-    return {"points": found, "parameters": sum(one.numel() for one in model.parameters())}
+    return {"points": found, "parameters": sum(parameter.numel() for parameter in model.parameters())}
 
 
 def points(model: torch.nn.Module, options: argparse.Namespace) -> float:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import torchfleet as fleet
-from benchmarks.timing import say
+from benchmarks.timing import log
 from examples.bert.model import SIZES, Bert
 from examples.resnet.model import resnet50, resnet_small
 
@@ -23,7 +23,7 @@ Batch = Mapping[str, torch.Tensor]
 Step = Callable[[Batch], object]
 
 
-class Task:
+class TrainingTask:
     """A model and batches for it, on `device`."""
 
     def __init__(self, device: torch.device, batch: int) -> None:
@@ -42,7 +42,7 @@ class Task:
         return torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-class BertTask(Task):
+class BertTask(TrainingTask):
     """Masked words of random sequences; 15 % of them are told, as in examples/bert."""
 
     def __init__(self, device: torch.device, batch: int, size: str, length: int) -> None:
@@ -70,7 +70,7 @@ class BertTask(Task):
         return found
 
 
-class ResNetTask(Task):
+class ResNetTask(TrainingTask):
     """Random images of `side` pixels: ResNet-50, or a small network for small ones."""
 
     def __init__(self, device: torch.device, batch: int, side: int) -> None:
@@ -93,7 +93,7 @@ class ResNetTask(Task):
 
 
 class _Job:
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: TrainingTask) -> None:
         self.task = task
         self.model: Any = fleet.distributed_model(task.model())
         self.optimizer: Any = fleet.distributed_optimizer(task.optimizer(self.model))
@@ -105,7 +105,7 @@ class _Job:
 
 
 @contextmanager
-def ours(task: Task, **fields: Any) -> Iterator[Step]:
+def ours(task: TrainingTask, **fields: Any) -> Iterator[Step]:
     """The steps of a job of one rank with these fields of DistributedStrategy."""
     fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(**fields))
     try:
@@ -117,7 +117,7 @@ def ours(task: Task, **fields: Any) -> Iterator[Step]:
         free()
 
 
-def by_hand(task: Task, is_amp: bool, with_ddp: bool) -> Step:
+def by_hand(task: TrainingTask, is_amp: bool, with_ddp: bool) -> Step:
     """The same in plain PyTorch, as one would write it for one GPU; with_ddp: as one would for several."""
     model: torch.nn.Module = task.model()
     if with_ddp:
@@ -149,14 +149,14 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def samples_per_s(task: Task, step: Step, batch: Batch, seconds: float) -> float:
+def samples_per_s(task: TrainingTask, step: Step, batch: Batch, seconds: float) -> float:
     """Over about so many seconds, three steps at least; the GPU is waited for at the end alone."""
     taken = _seconds(task, step, batch, 1)
     num = min(500, max(3, round(seconds / taken)))
     return num * _size(batch) / _seconds(task, step, batch, num)
 
 
-def _seconds(task: Task, step: Step, batch: Batch, num: int) -> float:
+def _seconds(task: TrainingTask, step: Step, batch: Batch, num: int) -> float:
     wait(task.device)
     start = time.perf_counter()
     for _ in range(num):
@@ -169,7 +169,7 @@ def _size(batch: Batch) -> int:
     return len(next(iter(batch.values())))
 
 
-def in_turns(task: Task, contenders: Mapping[str, Step], rounds: int, seconds: float) -> dict[str, float]:
+def in_turns(task: TrainingTask, contenders: Mapping[str, Step], rounds: int, seconds: float) -> dict[str, float]:
     """Samples per second of each, the median over rounds taken in turns."""
     batch = task.batch(task.batch_size)
     found: dict[str, list[float]] = {name: [] for name in contenders}
@@ -179,11 +179,11 @@ def in_turns(task: Task, contenders: Mapping[str, Step], rounds: int, seconds: f
     for turn in range(rounds):
         for name, step in contenders.items():
             found[name].append(samples_per_s(task, step, batch, seconds))
-        say(f"  round {turn + 1}/{rounds}: " + ", ".join(f"{name} {each[-1]:,.1f}/s" for name, each in found.items()))
+        log(f"  round {turn + 1}/{rounds}: " + ", ".join(f"{name} {each[-1]:,.1f}/s" for name, each in found.items()))
     return {name: statistics.median(each) for name, each in found.items()}
 
 
-def peak_bytes(task: Task, step: Step, size: int, steps: int = 2) -> int | None:
+def peak_bytes(task: TrainingTask, step: Step, size: int, steps: int = 2) -> int | None:
     """Of memory on the device over some steps with a batch of `size`; None: there was not enough."""
     try:
         free()
@@ -199,20 +199,20 @@ def peak_bytes(task: Task, step: Step, size: int, steps: int = 2) -> int | None:
 def largest_batch(peak: Callable[[int], int | None], cap: int, small: tuple[int, int], most: int) -> int:
     """The largest batch that fits into `cap` bytes, to one in fifty, or `most`; `peak(size)` is None if it does not.
 
-    Two small ones tell how memory grows; then sizes around the extrapolation are tried.
+    Two small batches show how memory grows; then sizes around the extrapolation are tried.
     """
-    one, two = (peak(size) for size in small)
-    if one is None or two is None:
+    lower, upper = (peak(size) for size in small)
+    if lower is None or upper is None:
         raise SystemExit(f"not even a batch of {small} fits into {cap / 2**30:.0f} GiB")
-    slope = (two - one) / (small[1] - small[0])
+    slope = (upper - lower) / (small[1] - small[0])
     fits, too_large = small[1], most + 1
-    guess = most if slope <= 0 else int(small[1] + (cap - two) / slope)
+    guess = most if slope <= 0 else int(small[1] + (cap - upper) / slope)
     for _ in range(10):
         guess = min(max(guess, fits + 1), too_large - 1)
         if too_large - fits <= max(1, fits // 50):
             break
         found = peak(guess)
-        say(f"    batch {guess}: " + ("does not fit" if found is None else f"{found / 2**30:.2f} GiB"))
+        log(f"    batch {guess}: " + ("does not fit" if found is None else f"{found / 2**30:.2f} GiB"))
         if found is None:
             too_large = guess
             guess = max((fits + guess) // 2, int(0.96 * guess))

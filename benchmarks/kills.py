@@ -29,9 +29,10 @@ import torch
 import torchfleet as fleet
 from benchmarks.online import BATCH, Clicks, Month
 from benchmarks.online_data import Drift
-from benchmarks.timing import report, say
+from benchmarks.timing import log, report
 from torchfleet.checkpoint.comparison import compare
-from torchfleet.launch.roles import Task, one_machine, tasks
+from torchfleet.launch.job_spec import Task
+from torchfleet.launch.roles import one_machine, tasks
 from torchfleet.online import Part, history, model_to_load
 from torchfleet.server.warm import warm_up
 
@@ -163,7 +164,7 @@ def disturbed(chosen: argparse.Namespace, folder: str) -> Counter[str]:
             killed[fleet_now.kill_one(rng)] += 1
             fleet_now.kill_all()
             if killed.total() % 20 == 0:
-                say(f"  {killed.total()} kills, {len(trained(folder))} passes begun")
+                log(f"  {killed.total()} kills, {len(trained(folder))} passes begun")
         elif ended is None:
             fleet_now.kill_all()
             raise RuntimeError(f"the job does not end; its logs are in {folder}")
@@ -180,7 +181,7 @@ def trained(folder: str) -> list[str]:
 def run(chosen: argparse.Namespace, folders: Sequence[str]) -> dict[str, Any]:
     start = time.monotonic()
     killed = disturbed(chosen, folders[0])
-    say(f"  {killed.total()} kills in {time.monotonic() - start:.0f} s; now a run that nobody disturbs")
+    log(f"  {killed.total()} kills in {time.monotonic() - start:.0f} s; now a run that nobody disturbs")
     disturbed(argparse.Namespace(**{**vars(chosen), "kills": 0}), folders[1])
     begun, expected = Counter(trained(folders[0])), trained(folders[1])
     model = str(Path(folders[0]) / "model")
@@ -207,9 +208,9 @@ def main() -> None:
     torch.set_num_threads(1)
     warm_up()
     torch.optim.Adagrad([torch.zeros(1, requires_grad=True)])  # imports much, and forks need not do it again
-    say(f"{chosen.hours} parts, {chosen.kills} kills, {chosen.mode}")
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
-        report(run(chosen, (one, two)), chosen.json)
+    log(f"{chosen.hours} parts, {chosen.kills} kills, {chosen.mode}")
+    with tempfile.TemporaryDirectory() as killed, tempfile.TemporaryDirectory() as undisturbed:
+        report(run(chosen, (killed, undisturbed)), chosen.json)
 
 
 if __name__ == "__main__":

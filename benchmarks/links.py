@@ -90,8 +90,8 @@ def _set_up(made: Link) -> None:
     for end, device in enumerate(made.devices):
         _call(["ip", "link", "set", device, "netns", made.namespaces[end]])
         _call(made.inside(end, "ip", "address", "add", f"{made.addresses[end]}/30", "dev", device))
-        for one in ("lo", device):
-            _call(made.inside(end, "ip", "link", "set", one, "up"))
+        for name in ("lo", device):
+            _call(made.inside(end, "ip", "link", "set", name, "up"))
 
 
 def _call(command: list[str]) -> None:

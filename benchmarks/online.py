@@ -23,7 +23,7 @@ import torch
 
 import torchfleet as fleet
 from benchmarks.online_data import HOUR, NUM_SLOTS, START, Drift
-from benchmarks.timing import report, say
+from benchmarks.timing import log, report
 from torchfleet.online.parts import Part, day_and_hour
 
 BATCH = 512
@@ -133,7 +133,7 @@ def in_process(variant: str, chosen: argparse.Namespace) -> dict[str, Any]:
     command += ["--days", str(chosen.days), "--samples", str(chosen.samples)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    say(f"  {variant}: mean AUC {np.mean(found['auc'][24:]):.4f} from day 2 on, {found['rows'][-1]:,} rows at the end")
+    log(f"  {variant}: mean AUC {np.mean(found['auc'][24:]):.4f} from day 2 on, {found['rows'][-1]:,} rows at the end")
     return found
 
 
@@ -179,7 +179,7 @@ def main() -> None:
     if chosen.variant:
         print(json.dumps(run(chosen.variant, chosen.days, chosen.samples)))
         return
-    say(f"{24 * chosen.days} hours of {chosen.samples:,} samples, {len(VARIANTS)} runs")
+    log(f"{24 * chosen.days} hours of {chosen.samples:,} samples, {len(VARIANTS)} runs")
     found = {name: in_process(name, chosen) for name in VARIANTS}
     if chosen.plot:
         draw(found, chosen.plot)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from benchmarks.timing import interleave, rate, report, say
+from benchmarks.timing import interleave, log, rate, report
 from torchfleet.server.process import ServerProcess
 from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.tables.sparse_table import SparseTable
@@ -85,7 +85,7 @@ def measure_speed(chosen: argparse.Namespace) -> dict[str, float]:
     with ServerProcess(chosen.endpoint) as server, Client.connect([server.endpoint], window=chosen.in_flight) as client:
         bare = SparseTable(spec("speed", chosen.dim), 1 << 36)
         client.create_table(spec("speed", chosen.dim))
-        say(f"filling two tables with {chosen.rows:,} rows")
+        log(f"filling two tables with {chosen.rows:,} rows")
         every_key = rng.permutation(chosen.rows).astype(np.uint64)
         for start in range(0, chosen.rows, 100_000):
             bare.pull(every_key[start : start + 100_000])
@@ -101,7 +101,7 @@ def measure_speed(chosen: argparse.Namespace) -> dict[str, float]:
 
         pulls = [partial(client.pull, "speed", keys) for keys in batches]
         pushes = [partial(client.push, "speed", keys, grads[i % 4]) for i, keys in enumerate(batches)]
-        say("pull and push, keys per second")
+        log("pull and push, keys per second")
         found = interleave(
             chosen.rounds,
             {
@@ -119,7 +119,7 @@ def measure_speed(chosen: argparse.Namespace) -> dict[str, float]:
 
 def measure_growth(chosen: argparse.Namespace) -> dict[str, float]:
     """From empty to `growth_rows` keys: every request timed, and the server's memory at the end."""
-    say(f"growing a table to {chosen.growth_rows:,} rows of dim 8 with Adagrad")
+    log(f"growing a table to {chosen.growth_rows:,} rows of dim 8 with Adagrad")
     waits = []
     with ServerProcess(chosen.endpoint) as server, Client.connect([server.endpoint], window=1) as client:
         process = psutil.Process(server.pid)
@@ -131,7 +131,7 @@ def measure_growth(chosen: argparse.Namespace) -> dict[str, float]:
             client.pull("growth", keys).result()
             waits.append(time.perf_counter() - asked)
             if start // chosen.batch % 200 == 199:
-                say(f"  {start:,} rows, longest wait so far {max(waits) * 1000:.1f} ms")
+                log(f"  {start:,} rows, longest wait so far {max(waits) * 1000:.1f} ms")
         held = process.memory_info().rss - before
     payload = chosen.growth_rows * (8 + 4 * 8 * 2)
     milliseconds = 1000 * np.array(waits)

@@ -1,4 +1,4 @@
-"""Ranks of a collective job as a benchmark starts them: together, with a time-out, none left behind."""
+"""Runs the ranks of a collective job for a benchmark, with a time-out; no process is left."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run_ranks(
     extra: Sequence[Mapping[str, str]] = (),
     address: str = "127.0.0.1",
 ) -> list[dict[str, Any]]:
-    """What each rank printed as `RESULT {...}`. `commands[i]` runs rank i, with one thread; they meet at `address`.
+    """What each rank printed as `RESULT {...}`. `commands[i]` runs rank i, with one thread. `address`: of rank 0.
 
     A rank that fails, or all of them taking more than `seconds`, ends the others and the benchmark with their output.
     """
@@ -50,10 +50,10 @@ def run_ranks(
         failed = _wait(processes, seconds)
         texts = [path.read_text(errors="replace") for path in outputs]
         found = [results(text) for text in texts]
-        if failed or any(len(one) != 1 for one in found):
-            said = "\n".join(f"rank {rank}:\n{text[-3000:]}" for rank, text in enumerate(texts))
-            raise SystemExit(f"{failed or 'a rank gave no result'}: {' '.join(commands[0])}\n{said}")
-        return [one[0] for one in found]
+        if failed or any(len(of_rank) != 1 for of_rank in found):
+            printed = "\n".join(f"rank {rank}:\n{text[-3000:]}" for rank, text in enumerate(texts))
+            raise SystemExit(f"{failed or 'a rank gave no result'}: {' '.join(commands[0])}\n{printed}")
+        return [of_rank[0] for of_rank in found]
 
 
 def results(text: str) -> list[dict[str, Any]]:
@@ -80,6 +80,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])

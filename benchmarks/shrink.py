@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.timing import report, say
+from benchmarks.timing import log, report
 from torchfleet.net.wire import Role
 from torchfleet.server.process import ServerProcess
 from torchfleet.tables.settings.policy import Shrink
@@ -69,7 +69,7 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
                 seconds.append(time.perf_counter() - begun)
             alone += quiet.times
             beside += busy.times
-            say(
+            log(
                 f"  round {turn + 1}: p99.9 {longest(quiet.times):.2f} ms alone ({len(quiet.times):,} pulls), "
                 f"{longest(busy.times):.2f} ms beside a shrink of {seconds[-1]:.1f} s ({len(busy.times):,} pulls)"
             )
@@ -127,5 +127,5 @@ class Pulls:
 
 if __name__ == "__main__":
     arguments = options()
-    say(f"{arguments.rows:,} rows x dim {SPEC.dim}, {arguments.rounds} rounds")
+    log(f"{arguments.rows:,} rows x dim {SPEC.dim}, {arguments.rounds} rounds")
     report(run(arguments), arguments.json)

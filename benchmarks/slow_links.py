@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.links import Link, LinkError, link
 from benchmarks.rank_jobs import run_ranks
 from benchmarks.slow_links_worker import STRATEGIES
-from benchmarks.timing import report, say
+from benchmarks.timing import log, report
 
 _WORKER = Path(__file__).with_name("slow_links_worker.py")
 PADDLE = {("1000", "dgc"): 6.5}  # what Paddle's documents give for DGC at 1 Gb/s
@@ -72,7 +72,8 @@ def trained(chosen: argparse.Namespace, joined: Link, strategy: str) -> dict[str
         commands.append(joined.inside(end, sys.executable, str(_WORKER), *what, *size))
         extra.append({"GLOO_SOCKET_IFNAME": device})
     slowest: dict[str, float] = min(
-        run_ranks(commands, 600 + 20 * chosen.seconds, extra, joined.addresses[0]), key=lambda one: one["steps_per_s"]
+        run_ranks(commands, 600 + 20 * chosen.seconds, extra, joined.addresses[0]),
+        key=lambda result: result["steps_per_s"],
     )
     return slowest
 
@@ -88,14 +89,14 @@ def measure(chosen: argparse.Namespace) -> dict[str, Any]:
                 for strategy in chosen.strategies:
                     found = trained(chosen, joined, strategy)
                     rounds.setdefault((name, strategy), []).append(found)
-                    say(
+                    log(
                         f"  round {turn + 1}/{chosen.rounds}, {shown(name)} ({transfers[name][-1]:,.0f} measured): "
                         f"{strategy} {found['steps_per_s']:.3f} steps/s, {found['mb_per_step']:.4g} MB per step"
                     )
     figures: dict[str, Figures] = {}
     for key in ("steps_per_s", "mb_per_step"):
         for (name, strategy), found_all in rounds.items():
-            middle = statistics.median(one[key] for one in found_all)
+            middle = statistics.median(found[key] for found in found_all)
             figures.setdefault(key, {}).setdefault(name, {})[strategy] = middle
     figures["ratio"] = {
         name: {strategy: value / rates["plain"] for strategy, value in rates.items()}

@@ -73,7 +73,7 @@ def train(options: argparse.Namespace) -> dict[str, float]:
     seconds = steps(total)
     bytes_sent = sent(options.device) - before
     fleet.stop_worker()
-    parameters = sum(one.numel() for one in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     return {"steps_per_s": total / seconds, "mb_per_step": bytes_sent / total / 1e6, "parameters": parameters}
 
 

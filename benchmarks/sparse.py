@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.timing import report, say
+from benchmarks.timing import log, report
 
 _WORKER = Path(__file__).with_name("sparse_worker.py")
 _SETTINGS = ("batch", "slots", "dim", "num_ids", "num_batches", "zipf", "seconds")
@@ -60,19 +60,21 @@ def main() -> None:
             found.append(run(chosen, num_workers))
             total = sum(worker["samples_per_s"] for worker in found[-1])
             name = f"1 x {num_workers}" if num_workers else "local"
-            say(f"  round {turn + 1}/{chosen.rounds}: {name}: {total:,.0f} samples/s")
-    speed = {n: statistics.median(sum(w["samples_per_s"] for w in one) for one in found) for n, found in runs.items()}
-    one = {name: statistics.median(found[0][name] for found in runs[1]) for name in runs[1][0][0]}
+            log(f"  round {turn + 1}/{chosen.rounds}: {name}: {total:,.0f} samples/s")
+    speed = {
+        n: statistics.median(sum(w["samples_per_s"] for w in workers) for workers in found) for n, found in runs.items()
+    }
+    single = {name: statistics.median(found[0][name] for found in runs[1]) for name in runs[1][0][0]}
     result: dict[str, Any] = {
         "samples_per_s": speed[1],
         "samples_per_s_two_workers": speed[2],
         "local_samples_per_s": speed[0],
         "ratio": speed[1] / speed[0],
-        "pull_ms": one["pull_wait_ms"],
-        "push_ms": one["push_wait_ms"],
-        "compute_ms": one["step_ms"] - one["pull_wait_ms"] - one["push_wait_ms"],
-        "step_ms": one["step_ms"],
-        "unique_ids_per_batch": one["unique"],
+        "pull_ms": single["pull_wait_ms"],
+        "push_ms": single["push_wait_ms"],
+        "compute_ms": single["step_ms"] - single["pull_wait_ms"] - single["push_wait_ms"],
+        "step_ms": single["step_ms"],
+        "unique_ids_per_batch": single["unique"],
         "rounds": chosen.rounds,
         **{name: getattr(chosen, name) for name in _SETTINGS},
     }

@@ -5,7 +5,7 @@ python -m benchmarks.streaming --quick --json        smaller, to see that it wor
 python -m benchmarks.streaming --entry window        keys get a row at their second appearance, counted in fixed memory
 
 A step pulls and pushes 26,000 keys, a tenth of them from 100,000 hot ones. All gradients are 1 and the rule is SGD: a
-hot key that was never dropped has exactly the value that its number of steps says.
+hot key that was never dropped has exactly the value that follows from its number of steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from benchmarks.timing import report, say
+from benchmarks.timing import log, report
 from torchfleet.server.process import ServerProcess
 from torchfleet.tables.settings.policy import AdmissionEntry, Shrink, WindowCountEntry
 from torchfleet.tables.settings.spec import Rule, TableSpec
@@ -32,8 +32,8 @@ RATE = 2.0**-10  # so that a sum of so many steps is exact
 
 
 @dataclass
-class Progress:
-    """What was seen after a tenth of the stream."""
+class StreamState:
+    """The state of the table after a tenth of the stream."""
 
     keys_per_s: float
     resident: int
@@ -95,7 +95,7 @@ class Stream:
             self._step()
         self._first = self.num_new
 
-    def tenth(self, server: psutil.Process, number: int) -> Progress:
+    def tenth(self, server: psutil.Process, number: int) -> StreamState:
         start, begun = time.perf_counter(), self.num_new
         resident = 0
         while self.num_new - self._first < self._num_keys * (number + 1) // 10:
@@ -103,8 +103,8 @@ class Stream:
             resident = max(resident, server.memory_info().rss)
         seconds = time.perf_counter() - start
         rows = self._client.stats()[0]["tables"]["rows"]["rows"]
-        found = Progress((self.num_new - begun) / (1 - HOT_SHARE) / seconds, resident, rows)
-        say(f"  {self.num_new:>13,} keys: {found.keys_per_s:,.0f} keys/s, {rows:,} rows, {resident / 2**30:.2f} GiB")
+        found = StreamState((self.num_new - begun) / (1 - HOT_SHARE) / seconds, resident, rows)
+        log(f"  {self.num_new:>13,} keys: {found.keys_per_s:,.0f} keys/s, {rows:,} rows, {resident / 2**30:.2f} GiB")
         return found
 
     def check_hot_keys(self) -> tuple[int, int]:
@@ -130,5 +130,5 @@ class Stream:
 
 if __name__ == "__main__":
     arguments = options()
-    say(f"{arguments.keys:,} distinct keys, a budget of {arguments.budget / 2**30:.2f} GiB, entry: {arguments.entry}")
+    log(f"{arguments.keys:,} distinct keys, a budget of {arguments.budget / 2**30:.2f} GiB, entry: {arguments.entry}")
     report(run(arguments), arguments.json)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
+    """A line of progress on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -21,18 +22,19 @@ def interleave(rounds: int, contenders: dict[str, Callable[[], float]]) -> dict[
     for turn in range(rounds):
         for name, measure in contenders.items():
             found[name].append(measure())
-        say(f"  round {turn + 1}/{rounds}: " + ", ".join(f"{name} {values[-1]:,.0f}" for name, values in found.items()))
+        log(f"  round {turn + 1}/{rounds}: " + ", ".join(f"{name} {values[-1]:,.0f}" for name, values in found.items()))
     return {name: statistics.median(values) for name, values in found.items()}
 
 
 def rate(num: int, work: Callable[[], None]) -> float:
-    """`num` things per second of `work`."""
+    """`num`, the items that `work` handles, per second."""
     start = time.perf_counter()
     work()
     return num / (time.perf_counter() - start)
 
 
 def report(result: dict[str, Any], as_json: bool) -> None:
+    """Print the result and the machine: as one JSON object, or a line for each number."""
     result = {**result, "machine": f"{platform.machine()}, Python {platform.python_version()}"}
     if as_json:
         print(json.dumps(result))

@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.timing import report, say
+from benchmarks.timing import log, report
 from examples.word2vec.generate import write_questions, write_text
 from torchfleet.data.reading.streams import chunks, open_file
 from torchfleet.word2vec.evaluation import analogies, read_questions, word_pairs
@@ -61,13 +61,13 @@ class Bench:
     def __init__(self, folder: Path, chosen: argparse.Namespace) -> None:
         self.folder, self.chosen = folder, chosen
         self.text = self._lines() if chosen.corpus is not None else self._generated()
-        say("preprocessing")
+        log("preprocessing")
         self.num_words = build_dictionary(str(self.text), str(folder / "dictionary"), 5).num_words
         filter_corpus(str(self.text), str(folder / "dictionary"), str(folder / "ids"), 5, downsample=0)
         resplit(str(folder / "ids"), str(folder / "parts"), 16)
 
     def _generated(self) -> Path:
-        say("writing a text")
+        log("writing a text")
         write_text(self.folder / "text", 500_000 if self.chosen.quick else 5_000_000)
         write_questions(self.folder / "questions-words.txt")
         return self.folder / "text"
@@ -135,7 +135,7 @@ def main() -> None:
     chosen = options()
     names = [name for name in ("local", "geo", "gensim") if name not in chosen.without]
     if "gensim" in names and importlib.util.find_spec("gensim") is None:
-        say("gensim is not installed: without it")
+        log("gensim is not installed: without it")
         names.remove("gensim")
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory() as folder:
@@ -148,7 +148,7 @@ def main() -> None:
             for name in names:
                 speed, vectors = bench.run(name, seed)
                 found[name].append({"words_per_s": speed, **bench.judged(vectors)})
-                say(f"  seed {seed}: {name} {found[name][-1]}")
+                log(f"  seed {seed}: {name} {found[name][-1]}")
     settings = {"words": bench.num_words, "dim": chosen.dim, "epochs": chosen.epochs, "rounds": chosen.rounds}
     report({**figures(found), **settings, "window": 5, "negatives": 5, "sample": 1e-4, "min_count": 5}, chosen.json)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchfleet import fleet
-from torchfleet.data.dataset import BatchIterator, Workers
+from torchfleet.data.dataset import BatchIterator, WorkerGroup
 from torchfleet.data.memory_dataset import InMemoryDataset as _InMemoryDataset
 from torchfleet.data.queue_dataset import QueueDataset as _QueueDataset
 from torchfleet.errors import DataError
@@ -12,14 +12,14 @@ from torchfleet.errors import DataError
 class InMemoryDataset(_InMemoryDataset):
     """All samples loaded first, then shuffled, exchanged and gone through any number of times: docs/data.md."""
 
-    def workers(self) -> Workers:
+    def workers(self) -> WorkerGroup:
         return fleet.workers()
 
 
 class QueueDataset(_QueueDataset):
     """Batches straight from files, while training goes on: docs/data.md."""
 
-    def workers(self) -> Workers:
+    def workers(self) -> WorkerGroup:
         return fleet.workers()
 
     def settle(self) -> None:

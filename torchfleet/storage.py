@@ -1,4 +1,4 @@
-"""A folder to save to and load from: on this machine, or anywhere that fsspec reaches."""
+"""A folder for saves, on this machine or on any fsspec file system."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from torchfleet.errors import CheckpointError
 
 Buffer = Any  # bytes, or an array's memory
 
-_PIECE = 1 << 24
+_MAX_WRITE = 1 << 24  # bytes of one system call
 
 
 class Storage:
-    """Names are relative to the folder. A file is there whole or not at all."""
+    """Reads and writes whole files. Names are relative to the folder. A local file is complete or does not exist."""
 
     def __init__(self, dirname: str) -> None:
         if not isinstance(dirname, (str, os.PathLike)) or not os.fspath(dirname):
             raise CheckpointError(f"expected the path of a folder, found {dirname!r}")
         self.path = os.fspath(dirname)
-        for protocol in ("file://", "local://"):  # by our own way, which replaces files in one step
+        for protocol in ("file://", "local://"):  # as plain local paths, whose files are replaced in one step
             self.path = self.path.removeprefix(protocol) if "::" not in self.path else self.path
         self.is_local = "://" not in self.path and "::" not in self.path
         if self.is_local:
@@ -34,7 +34,7 @@ class Storage:
             raise CheckpointError(f"{self.path} cannot be opened: {type(error).__name__}: {error}") from error
 
     def write(self, name: str, buffers: Sequence[Buffer]) -> None:
-        """Local files are forced to disk before they get their name."""
+        """Write a file from these buffers. A local file is on disk before it gets its name."""
         place = self.place(name)
         if not self.is_local:
             self._fs.makedirs(self._inner(os.path.dirname(place)), exist_ok=True)
@@ -48,16 +48,17 @@ class Storage:
                 view = memoryview(buffer)
                 rest = view.cast("B") if view.nbytes else b""  # an empty block cannot be cast
                 while len(rest):
-                    rest = rest[raw.write(rest[:_PIECE]) :]
+                    rest = rest[raw.write(rest[:_MAX_WRITE]) :]
             os.fsync(raw.fileno())
         os.replace(f"{place}.tmp", place)
         self._sync_folder(os.path.dirname(place))
 
     def read(self, name: str) -> bytes:
+        """The contents of a file. Raises CheckpointError if it is missing or cannot be read."""
         try:
             if self.is_local:
                 with open(self.place(name), "rb", buffering=0) as file:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # all of it, and not bit by bit
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # read ahead the whole file
                     return file.read()
             with self._fs.open(self._inner(self.place(name)), "rb") as file:
                 return bytes(file.read())
@@ -72,7 +73,7 @@ class Storage:
         return bool(self._fs.exists(self._inner(self.place(name))))
 
     def folders(self) -> Iterator[str]:
-        """Names of the folders in it."""
+        """The names of the folders in it."""
         if self.is_local:
             if os.path.isdir(self.path):
                 yield from (entry.name for entry in os.scandir(self.path) if entry.is_dir())
@@ -88,6 +89,7 @@ class Storage:
             self._fs.rm(self._inner(self.place(name)), recursive=True)
 
     def place(self, name: str) -> str:
+        """The path or URL of a file in the folder."""
         return f"{self.path.rstrip('/')}/{name}"
 
     def _inner(self, place: str) -> str:
@@ -95,7 +97,7 @@ class Storage:
 
     @staticmethod
     def _sync_folder(path: str) -> None:
-        """A rename is on disk when its folder is."""
+        """Force a rename to disk: it is there when its folder is."""
         folder = os.open(path, os.O_RDONLY)
         try:
             os.fsync(folder)

@@ -63,7 +63,7 @@ class Attention(nn.Module):
         self.output = RowParallelLinear(size.hidden, size.hidden, input_is_parallel=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        query, key, value = (self._by_head(one(x)) for one in (self.query, self.key, self.value))
+        query, key, value = (self._by_head(project(x)) for project in (self.query, self.key, self.value))
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
         return self.output(mixed.transpose(1, 2).flatten(2))

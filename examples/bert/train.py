@@ -85,7 +85,7 @@ class Job:
         return masked_loss(logits, labels).item() * labels.numel(), right, labels.numel()
 
     def _on_device(self, batch: Batch) -> Batch:
-        return {name: one.to(self._device, non_blocking=True) for name, one in batch.items()}
+        return {name: tensor.to(self._device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def train(job: Job, batches: Batches, first: int, options: argparse.Namespace) -> None:

@@ -35,7 +35,7 @@ def main() -> None:
     if options.data:
         train, test = (read(Path(options.data), name) for name in ("train", "test"))
         entry.set_dataset(train, test)
-        num_classes = int(max(one.tensors[1].max() for one in (train, test))) + 1
+        num_classes = int(max(dataset.tensors[1].max() for dataset in (train, test))) + 1
         width = train.tensors[0].shape[1]
     else:
         people = Identities(options.num_classes, options.width, options.noise, options.seed)

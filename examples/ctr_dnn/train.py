@@ -27,7 +27,7 @@ from model import CTRDNN, loss_of, slots
 from reader import CriteoReader
 
 
-class Watch(fleet.FetchHandler):
+class MetricsPrinter(fleet.FetchHandler):
     """Prints every few seconds, from a thread of its own."""
 
     def handler(self, values: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ def train(model: torch.nn.Module, optimizer: Any, options: argparse.Namespace) -
         # All workers of a step must cut the same batches: one seed, one order. Otherwise each has its own samples.
         data.local_shuffle(options.seed + epoch) if in_step else data.global_shuffle(options.seed + epoch)
         meter.reset()
-        watch = Watch({"loss": "loss", "auc": "auc"}, period_secs=5)
+        watch = MetricsPrinter({"loss": "loss", "auc": "auc"}, period_secs=5)
         result = fleet.train_from_dataset(
             step, data, optimizer, thread=options.threads, print_period=options.print_period, fetch_handler=watch
         )

@@ -117,7 +117,7 @@ def share(batch: Any) -> dict[str, torch.Tensor]:
 
 
 def conclude(options: argparse.Namespace) -> None:
-    """What the saved model tells about all its passes, those of earlier runs included."""
+    """The results of all passes that the saved model keeps, those of earlier runs included."""
     history = online.history(options.model_dir)
     aucs = [result.auc for result in history if result.auc is not None]
     print(f"mean AUC {sum(aucs) / max(1, len(aucs)):.4f} over {len(aucs)} hours", flush=True)

@@ -38,7 +38,7 @@ class Meter:
         with torch.no_grad():  # and without .item(), for which a GPU would have to be waited for
             best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
             counts = [len(labels) * loss.new_ones(()), len(labels) * loss, best[:, 0].sum(), best.any(1).sum()]
-            self._sums = self._sums.to(loss.device) + torch.stack([one.float() for one in counts])
+            self._sums = self._sums.to(loss.device) + torch.stack([count.float() for count in counts])
         return loss
 
     def summary(self) -> tuple[float, float, float]:
@@ -103,8 +103,8 @@ def evaluate(model: Any, batches: Any) -> tuple[float, float, float]:
 
 def optimizer_of(model: torch.nn.Module, options: argparse.Namespace) -> torch.optim.Optimizer:
     """Momentum SGD or Adam; no weight decay for biases and batch norms."""
-    decayed = [one for one in model.parameters() if one.dim() > 1]
-    others = [one for one in model.parameters() if one.dim() <= 1]
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
     groups = [
         {"params": decayed, "weight_decay": options.weight_decay, "initial_lr": options.lr},
         {"params": others, "weight_decay": 0.0, "initial_lr": options.lr},

@@ -36,7 +36,7 @@ def main() -> None:
     try:
         vectors = load(options)
         for word in [*options.similar, *options.words]:
-            vectors[word]  # a word that is not known is told of before the work begins
+            vectors[word]  # an unknown word is an error before the work begins
         if options.questions:
             print_analogies(vectors, options.questions, options.restrict or None)
         for path in options.pairs:

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 import torchfleet as fleet
-from torchfleet.monitor.progress import Progress as ProgressLine
+from torchfleet.monitor.progress import Progress
 from torchfleet.word2vec.corpus import Corpus
-from torchfleet.word2vec.trainer import Progress, Schedule, SkipGramOptions, Trainer
+from torchfleet.word2vec.trainer import Schedule, SkipGramOptions, Trainer, TrainingProgress
 from torchfleet.word2vec.vocabulary import Vocabulary
 
 
@@ -21,7 +21,7 @@ def train_fused(
     """The words' vectors, all workers' progress in them."""
     # Two workers' differences may be sent whole; more of them, summed up, would go too far (docs/word2vec.md).
     replica = fleet.replica(share=min(1.0, 2.0 / fleet.worker_num()))
-    line = ProgressLine("training")
+    line = Progress("training")
     trainer = Trainer(
         replica,
         vocabulary,
@@ -53,11 +53,11 @@ def train_fused(
     return replica.values["emb"][:, : options.dim]
 
 
-def show(progress: Progress, line: ProgressLine) -> None:
+def show(progress: TrainingProgress, line: Progress) -> None:
     line.show(text_of(progress))
     fleet.report(words_per_s=progress.words_per_s, loss=progress.loss)
 
 
-def text_of(progress: Progress) -> str:
+def text_of(progress: TrainingProgress) -> str:
     share = progress.words / progress.num_words
     return f"{share:.0%}, {progress.words_per_s:,.0f} words/s, loss {progress.loss:.4f}, rate {progress.rate:.5f}"

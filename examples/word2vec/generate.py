@@ -51,11 +51,11 @@ def write_questions(path: Path, per_section: int = 300, seed: int = 0) -> None:
     """Lines of `a b c d` in sections, one for each pair of relations, as in questions-words.txt."""
     rng = np.random.default_rng(seed)
     with path.open("w") as file:
-        for one, other in itertools.combinations(range(NUM_RELATIONS), 2):
-            file.write(f": relation-{one}-to-{other}\n")
+        for first, second in itertools.combinations(range(NUM_RELATIONS), 2):
+            file.write(f": relation-{first}-to-{second}\n")
             for _ in range(per_section):
                 x, y = rng.choice(NUM_FAMILIES, 2, replace=False)
-                file.write(f"f{x}r{one} f{x}r{other} f{y}r{one} f{y}r{other}\n")
+                file.write(f"f{x}r{first} f{x}r{second} f{y}r{first} f{y}r{second}\n")
 
 
 def _pieces(total: int) -> list[int]:

@@ -80,7 +80,7 @@ def make(options: argparse.Namespace, folder: Path) -> None:
 
 
 def wait_for(done: Path) -> None:
-    start = told = time.monotonic()
+    start = reported = time.monotonic()
     while not done.exists():
         time.sleep(0.1)
         if time.monotonic() - start > _PATIENCE:
@@ -88,6 +88,6 @@ def wait_for(done: Path) -> None:
                 f"worker 0 has not made {done.parent} in {_PATIENCE:g} s. On several machines without a common folder, "
                 "run preprocess.py on each of them and give --corpus and --dictionary."
             )
-        if time.monotonic() - told > 10:
-            told = time.monotonic()
-            print(f"waiting for worker 0 to make {done.parent} ({told - start:.0f} s)", file=sys.stderr, flush=True)
+        if time.monotonic() - reported > 10:
+            reported = time.monotonic()
+            print(f"waiting for worker 0 to make {done.parent} ({reported - start:.0f} s)", file=sys.stderr, flush=True)

@@ -202,7 +202,7 @@ def strategy_of(options: argparse.Namespace) -> fleet.DistributedStrategy:
 
 
 def schedule_of(options: argparse.Namespace, corpus: Corpus) -> Schedule:
-    """By the words of all workers together: a worker's own count is multiplied by their number (P16)."""
+    """By the words of all workers together: a worker's own count is multiplied by their number."""
     if options.schedule == "linear":
         return LinearDecay(options.rate, min(1e-4, options.rate), options.epochs * corpus.raw_words)
     return StaircaseDecay(options.rate, options.decay_rate, options.decay_words or corpus.raw_words)

@@ -72,7 +72,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """As a user does, without a terminal."""
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     return subprocess.run(
-        [sys.executable, "-m", "torchfleet.commands.command", *arguments],
+        [sys.executable, "-m", "torchfleet.commands", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -455,7 +455,7 @@ def test_a_chain_is_exported_with_its_statistics(form: str, chain: chains.Chain,
         return
     table = pq.read_table(path)
     assert table.column_names == ["key", "values", *names]
-    assert [str(table.schema.field(one).type) for one in names] == ["uint32"] * 3 + ["float"] * 2 + ["uint32"]
+    assert [str(table.schema.field(name).type) for name in names] == ["uint32"] * 3 + ["float"] * 2 + ["uint32"]
     lines = {line["key"]: line for line in table.to_pylist()}
     assert sorted(lines) == [1, 2, 3, 9]
     assert lines[2] == {"key": 2, "values": [21.0, 21.125], **dict.fromkeys(names, 21)}

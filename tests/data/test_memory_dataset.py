@@ -23,9 +23,9 @@ import torchfleet as fleet
 from torchfleet.data import feed as feed_module
 from torchfleet.data.memory_dataset import InMemoryDataset
 from torchfleet.data.reading.reader import ReadOptions
-from torchfleet.data.samples.sample_rows import Rows
+from torchfleet.data.samples.sample_rows import SampleRows
 from torchfleet.data.samples.sample_store import Store
-from torchfleet.data.samples.slots import Layout
+from torchfleet.data.samples.slots import SampleLayout
 from torchfleet.errors import DataError
 from torchfleet.tables.rows.memory import RELEASE, Memory
 
@@ -333,12 +333,12 @@ def test_two_slots_are_dealt_independently(tmp_path: Path) -> None:
     dataset = dataset_of(write(tmp_path, [200], lambda i: f"1 {i} 1 {i}\n"), use_var=slots)
     dataset.slots_shuffle(["id", "other"])
     found = samples_of(dataset)
-    assert sum(one[0] == one[1] for one in found) < 20, "both slots went the same way"
+    assert sum(values[0] == values[1] for values in found) < 20, "both slots went the same way"
 
 
 def test_one_slot_may_be_given_by_its_name_alone(twenty: InMemoryDataset) -> None:
     twenty.slots_shuffle("id")
-    assert [one[1:] for one in samples_of(twenty)] == [one[1:] for one in TWENTY]
+    assert [values[1:] for values in samples_of(twenty)] == [values[1:] for values in TWENTY]
 
 
 def test_an_unknown_slot_is_refused_and_nothing_is_shuffled(twenty: InMemoryDataset) -> None:
@@ -538,13 +538,13 @@ def resident() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def big_rows(num: int, words_per_row: int) -> Rows:
+def big_rows(num: int, words_per_row: int) -> SampleRows:
     words = np.random.default_rng(0).integers(0, 1 << 32, num * words_per_row, np.uint32)
-    return Rows(words, np.arange(num + 1) * words_per_row)
+    return SampleRows(words, np.arange(num + 1) * words_per_row)
 
 
 def test_draining_a_store_gives_all_rows_and_their_memory_back() -> None:
-    layout = Layout([fleet.Slot("x", dtype="float32", dim=256)])
+    layout = SampleLayout([fleet.Slot("x", dtype="float32", dim=256)])
     rows = big_rows(1 << 15, 256)  # 32 MiB
     store = Store(layout)
     start = resident()
@@ -590,8 +590,8 @@ def test_loading_again_does_not_hold_the_old_samples_meanwhile(tmp_path: Path) -
 
 
 def test_a_store_takes_rows_from_many_threads() -> None:
-    store = Store(Layout(ID))
-    parts = [Rows(np.array([i, 0, i, 1], np.uint32), np.array([0, 2, 4])) for i in range(400)]
+    store = Store(SampleLayout(ID))
+    parts = [SampleRows(np.array([i, 0, i, 1], np.uint32), np.array([0, 2, 4])) for i in range(400)]
     ranges = jobs.in_threads(lambda t: [(i, store.append(parts[i])) for i in range(t, 400, 4)], 4)
     rows = store.rows
     for i, numbers in itertools.chain(*ranges):
@@ -601,7 +601,7 @@ def test_a_store_takes_rows_from_many_threads() -> None:
 
 def test_samples_that_do_not_fit_are_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchfleet.data.samples.sample_store.physical_bytes", lambda: 1 << 16)
-    store = Store(Layout([fleet.Slot("x", dtype="float32", dim=256)]))
+    store = Store(SampleLayout([fleet.Slot("x", dtype="float32", dim=256)]))
     rows = big_rows(20, 256)
     for _ in range(3):
         store.append(rows)

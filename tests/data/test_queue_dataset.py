@@ -152,7 +152,7 @@ def test_every_sample_comes_once_per_pass_in_batches_of_the_size(
             whole, rest = divmod(total, batch_size)
             expected_sizes = [batch_size] * whole + ([rest] if rest and not drop_last else [])
             assert [batch.num_samples for batch in batches] == expected_sizes
-            found = [one for batch in batches for one in samples_of(batch)]
+            found = [found_sample for batch in batches for found_sample in samples_of(batch)]
             expected = [sample(i) for i in range(total)]
             if thread_num == 1:
                 assert found == expected[: len(found)]
@@ -210,7 +210,7 @@ def test_two_passes_at_once_do_not_disturb_each_other(tmp_path: Path) -> None:
 def test_a_batch_stays_as_it_is_when_later_ones_come(tmp_path: Path) -> None:
     dataset = dataset_of(write(tmp_path, [500], line), use_var=SLOTS, batch_size=3, queue_batches=1)
     kept = list(dataset)
-    assert [one for batch in kept for one in samples_of(batch)] == [sample(i) for i in range(500)]
+    assert [found_sample for batch in kept for found_sample in samples_of(batch)] == [sample(i) for i in range(500)]
 
 
 def test_the_files_of_the_last_set_filelist_are_read(tmp_path: Path) -> None:
@@ -451,9 +451,9 @@ def test_a_closed_iterator_gives_nothing_more(tmp_path: Path) -> None:
 
 LEAVING = """
 import sys
-from torchfleet.data.memory import InMemoryDataset
-from torchfleet.data.queue import QueueDataset
-from torchfleet.data.slots import Slot
+from torchfleet.data.memory_dataset import InMemoryDataset
+from torchfleet.data.queue_dataset import QueueDataset
+from torchfleet.data.samples.slots import Slot
 dataset = (QueueDataset if sys.argv[1] == "pass" else InMemoryDataset)()
 dataset.init(use_var=[Slot("id", dim=1)], thread_num=2, queue_batches=1 << 30)
 dataset.set_filelist(sys.argv[2:])

@@ -25,9 +25,9 @@ import torchfleet as fleet
 from torchfleet.data import feed as feed_module
 from torchfleet.data import shuffle
 from torchfleet.data.memory_dataset import InMemoryDataset
-from torchfleet.data.samples.sample_rows import Rows
+from torchfleet.data.samples.sample_rows import SampleRows
 from torchfleet.data.samples.sample_store import Store
-from torchfleet.data.samples.slots import Layout, Slot
+from torchfleet.data.samples.slots import SampleLayout, Slot
 from torchfleet.data.shuffle import deal, exchange_samples, packed, unpacked
 from torchfleet.errors import DataError, FleetError
 from torchfleet.net.wire import Role
@@ -68,7 +68,7 @@ class Room:
 
 
 class FellowWorker:
-    """One worker's view of it; as torchfleet.data.dataset.Workers."""
+    """One worker's view of it; as torchfleet.data.dataset.WorkerGroup."""
 
     def __init__(self, room: Room, index: int) -> None:
         self._room, self.index, self.num = room, index, room.num
@@ -137,8 +137,8 @@ def store_of(values: Sequence[int], slots: Sequence[Slot] = ID) -> Store:
             words += [count] if slot.dim is None else []
             words += [i, 0] * count if slot.dtype == "int64" else [int(np.float32(i).view(np.uint32))] * count
         starts.append(len(words))
-    store = Store(Layout(slots))
-    store.append(Rows(np.array(words, np.uint32), np.array(starts)))
+    store = Store(SampleLayout(slots))
+    store.append(SampleRows(np.array(words, np.uint32), np.array(starts)))
     store.order = np.arange(store.num)
     return store
 
@@ -480,14 +480,14 @@ def test_corrupted_rows_are_refused_exactly_when_they_are_not_whole(
             del array[place]
         elif place < len(array):
             array[place] = data.draw(values)
-    store = Store(Layout(slots))
+    store = Store(SampleLayout(slots))
     parcel = addressed([np.array(words, np.uint32).view(np.uint8), np.array(starts, np.int64).view(np.uint64)])
     if is_whole(words, starts, slots):
         sender, places, found = unpacked(parcel, store.layout)
         assert (sender, places.tolist()) == (3, list(range(len(starts) - 1)))
         assert (found.words.tolist(), found.starts.tolist()) == (words, starts)
         if starts:
-            assert store.layout.check(Rows(np.array(words, np.uint32), np.array(starts, np.int64)))
+            assert store.layout.check(SampleRows(np.array(words, np.uint32), np.array(starts, np.int64)))
     else:
         with pytest.raises(DataError, match="holds no samples of these slots"):
             unpacked(parcel, store.layout)
@@ -510,13 +510,13 @@ def test_corrupted_rows_are_refused_exactly_when_they_are_not_whole(
 )
 def test_a_parcel_of_another_form_is_refused(parcel: Parcel) -> None:
     with pytest.raises(DataError, match="holds no samples of these slots"):
-        unpacked(addressed(parcel), Layout(ID))
+        unpacked(addressed(parcel), SampleLayout(ID))
 
 
 def test_a_parcel_may_have_any_shape_and_its_memory_may_go() -> None:
     rows = store_of([1, 2, 3]).rows
     words = rows.words.view(np.uint8).reshape(1, -1).copy()
-    _, _, found = unpacked(addressed([words, rows.starts.view(np.uint64).reshape(-1, 1)]), Layout(ID))
+    _, _, found = unpacked(addressed([words, rows.starts.view(np.uint64).reshape(-1, 1)]), SampleLayout(ID))
     words[:] = 0
     assert found.words.tolist() == [1, 0, 2, 0, 3, 0]
 

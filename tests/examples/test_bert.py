@@ -48,7 +48,8 @@ def test_readers_share_an_epoch_and_every_step_can_be_had_again():
     readers = [Batches(text, 2, 8, 1, reader, 3) for reader in range(3)]
     assert readers[0].steps_per_epoch == 2
     epochs = [
-        torch.cat([original(one.at(step))[:, 1] for step in steps for one in readers]) for steps in ((0, 1), (2, 3))
+        torch.cat([original(reader.at(step))[:, 1] for step in steps for reader in readers])
+        for steps in ((0, 1), (2, 3))
     ]
     assert epochs[0].sort().values.tolist() == list(range(NUM_SPECIAL, 12 * 7 + NUM_SPECIAL, 7))
     assert not torch.equal(*epochs), "the next epoch has another order"
@@ -101,7 +102,7 @@ def test_sizes_are_the_papers(size: str, millions: int):
     """The paper says 110 and 340 million, with embeddings of segments and the head for next sentences."""
     with torch.device("meta"):
         model = Bert(SIZES[size], 30_522)
-    assert sum(one.numel() for one in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
+    assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, rel=0.01)
 
 
 # Training
@@ -186,7 +187,7 @@ def test_strategies_that_change_nothing_have_the_losses_of_plain_training(ranks:
 def test_strategies_with_their_own_rules_run(ranks: Ranks, flags: str):
     found = losses(ranks, 2, *flags.split())
     assert len(found) == 4
-    assert all(0 < one < 10 for one in found)
+    assert all(0 < loss < 10 for loss in found)
 
 
 def test_a_job_goes_on_from_its_save(ranks: Ranks, tmp_path: Path):

@@ -43,8 +43,8 @@ def accuracy(output: str) -> float:
 
 
 def run(ranks: Ranks, *arguments: object, size: int) -> str:
-    first, *others = ranks.run(example, size, arguments=[str(one) for one in (*QUICK, *arguments)])
-    assert all(one["output"] == "" for one in others)  # one rank speaks for all
+    first, *others = ranks.run(example, size, arguments=[str(argument) for argument in (*QUICK, *arguments)])
+    assert all(result["output"] == "" for result in others)  # one rank reports for all
     return str(first["output"])
 
 
@@ -104,7 +104,7 @@ def own_optimizer() -> dict[str, Any]:
     def make(parameters: Any) -> torch.optim.Optimizer:
         optimizer = torch.optim.AdamW(parameters, lr=0.01)
         rates.append(0.0)
-        optimizer.register_step_post_hook(lambda one, *_: rates.append(one.param_groups[0]["lr"]))
+        optimizer.register_step_post_hook(lambda stepped, *_: rates.append(stepped.param_groups[0]["lr"]))
         return optimizer
 
     torch.manual_seed(0)
@@ -121,11 +121,11 @@ def test_entry_with_an_optimizer_of_ones_own(ranks: Ranks) -> None:
     for size in (1, 2):
         results = ranks.run(own_optimizer, size)
         steps = 5 if size == 1 else 3  # 33 samples in batches of 7; 17 each
-        assert [one["steps"] for one in results] == [steps] * size
+        assert [result["steps"] for result in results] == [steps] * size
         expected = [0.01 * (1.0 if step < 2 else 0.5 if step < 4 else 0.25) for step in range(2 * steps)]
         torch.testing.assert_close(results[0]["rates"], torch.tensor(expected))
-        assert len({one["accuracy"] for one in results}) == 1
-        assert [len(one["classes"]) for one in results] == [3, 0][:size]
+        assert len({result["accuracy"] for result in results}) == 1
+        assert [len(result["classes"]) for result in results] == [3, 0][:size]
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def example(arguments: list[str]) -> dict[str, Any]:
 
 def train(ranks: Ranks, *arguments: object, size: int = 2) -> str:
     """What rank 0 printed."""
-    first, *_ = ranks.run(example, size, arguments=[str(one) for one in (*TINY, *arguments)])
+    first, *_ = ranks.run(example, size, arguments=[str(argument) for argument in (*TINY, *arguments)])
     return str(first["output"])
 
 
@@ -52,8 +52,10 @@ def final(output: str) -> tuple[float, float]:
 class TestModels:
     def test_resnet50_is_that_of_the_paper(self) -> None:
         model = resnet50()
-        assert sum(one.numel() for one in model.parameters()) == 25_557_032
-        assert sum(isinstance(one, torch.nn.Conv2d) for one in model.modules()) == 49 + 4  # and the head; shortcuts
+        assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
+        assert (
+            sum(isinstance(module, torch.nn.Conv2d) for module in model.modules()) == 49 + 4
+        )  # and the head; shortcuts
         with torch.no_grad():
             before = model.stage3(model.stage2(model.stage1(model.stem(torch.zeros(1, 3, 64, 64)))))
             assert before.shape == (1, 1024, 4, 4)
@@ -62,10 +64,10 @@ class TestModels:
     def test_the_small_one_has_six_layers_per_block_and_two(self) -> None:
         for blocks, layers in ((1, 8), (3, 20)):
             model = resnet_small(10, blocks)
-            convolutions = [one for one in model.modules() if isinstance(one, torch.nn.Conv2d)]
-            assert sum(one.kernel_size == (3, 3) for one in convolutions) + 1 == layers
+            convolutions = [module for module in model.modules() if isinstance(module, torch.nn.Conv2d)]
+            assert sum(convolution.kernel_size == (3, 3) for convolution in convolutions) + 1 == layers
         assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
-        assert sum(one.numel() for one in model.parameters()) == 272_474
+        assert sum(parameter.numel() for parameter in model.parameters()) == 272_474
 
 
 class TestData:

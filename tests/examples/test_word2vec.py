@@ -183,7 +183,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 # What they print
 
 
-SECTIONS = [f"relation-{one}-to-{other}" for one in range(4) for other in range(one + 1, 4)]
+SECTIONS = [f"relation-{first}-to-{second}" for first in range(4) for second in range(first + 1, 4)]
 
 
 def accuracies(text: str) -> dict[str, float]:

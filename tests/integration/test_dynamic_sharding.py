@@ -22,7 +22,7 @@ from support.paths import SCRIPTS
 from support.scripts.launching import START, Started, fleetrun, wait_until
 
 from torchfleet.data import Slot
-from torchfleet.data.dataset import Pass, Workers
+from torchfleet.data.dataset import DatasetPass, WorkerGroup
 from torchfleet.data.feed import Feed
 from torchfleet.data.queue_dataset import QueueDataset
 from torchfleet.errors import DataError
@@ -68,7 +68,7 @@ class PartDataset(QueueDataset):
         super().__init__()
         self._part = part
 
-    def workers(self) -> Workers:
+    def workers(self) -> WorkerGroup:
         return self._part.worker.workers()
 
     def settle(self) -> None:
@@ -326,7 +326,7 @@ def test_who_looks_ahead_does_not_wait_for_a_batch_that_another_thread_has_taken
             put(object())
 
     feed: Feed[Any] = Feed([make_one_at_a_time], 1)
-    one_pass = Pass(feed, lambda: None, lambda: None)
+    one_pass = DatasetPass(feed, lambda: None, lambda: None)
     together = threading.Barrier(num, timeout=HANGS)
 
     def work(index: int) -> int:

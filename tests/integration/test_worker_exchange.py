@@ -18,7 +18,7 @@ from support.jobs import in_threads
 from support.lossy import Faults, Network
 
 from torchfleet.data import Slot
-from torchfleet.data.dataset import Workers as WorkersProtocol
+from torchfleet.data.dataset import WorkerGroup
 from torchfleet.data.memory_dataset import InMemoryDataset
 from torchfleet.errors import FleetError, ServerUnreachable
 from torchfleet.net.wire import Array, Command, pack
@@ -269,11 +269,11 @@ def test_what_a_parcel_raises_leaves_it_to_be_taken_again(fleet: Fleet) -> None:
 class Together(InMemoryDataset):
     """A dataset of one of several workers in this process."""
 
-    def __init__(self, make: Callable[[], WorkersProtocol]) -> None:
+    def __init__(self, make: Callable[[], WorkerGroup]) -> None:
         super().__init__()
         self._make = make
 
-    def workers(self) -> WorkersProtocol:
+    def workers(self) -> WorkerGroup:
         return self._make()
 
 

@@ -11,19 +11,19 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torchfleet.data.reading.formats import MultiSlotParser, Source
-from torchfleet.data.samples.slots import Layout, Slot
+from torchfleet.data.reading.formats import LineSource, MultiSlotParser
+from torchfleet.data.samples.slots import SampleLayout, Slot
 from torchfleet.errors import DataError
 
-INTS, FLOATS = Layout([Slot("x")]), Layout([Slot("x", dtype="float32")])
+INTS, FLOATS = SampleLayout([Slot("x")]), SampleLayout([Slot("x", dtype="float32")])
 BEYOND = 3.4028235677973366e38  # half-way between the largest float32 and what would come next: rounds to infinity
 BELOW = float(np.nextafter(BEYOND, 0))
 
 
-def words_of(layout: Layout, tokens: list[str]) -> np.ndarray:
+def words_of(layout: SampleLayout, tokens: list[str]) -> np.ndarray:
     """The words of one line with all these values, without their count."""
     text = " ".join([str(len(tokens)), *tokens]) + "\n"
-    (rows,) = MultiSlotParser(layout).read([text.encode()], Source("part"))
+    (rows,) = MultiSlotParser(layout).read([text.encode()], LineSource("part"))
     assert rows.num == 1
     assert rows.words[0] == len(tokens)
     return rows.words[1:]
@@ -38,7 +38,7 @@ def read_ints(*tokens: str) -> list[int]:
     return words.view(np.int64).tolist()
 
 
-def refusal(layout: Layout, token: str) -> str:
+def refusal(layout: SampleLayout, token: str) -> str:
     with pytest.raises(DataError) as caught:
         words_of(layout, [token])
     return str(caught.value)
@@ -261,7 +261,7 @@ def test_a_strange_byte_at_any_place_of_a_number_is_found(position: int) -> None
             with pytest.raises(
                 DataError, match=r"part, line 1, slot 'x': expected (an integer|a finite number), found"
             ):
-                list(MultiSlotParser(layout).read([b"1 " + bytes(token) + b"\n"], Source("part")))
+                list(MultiSlotParser(layout).read([b"1 " + bytes(token) + b"\n"], LineSource("part")))
 
 
 def test_many_numbers_of_twenty_digits_in_one_line_take_time_in_proportion() -> None:

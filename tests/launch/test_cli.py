@@ -1,4 +1,4 @@
-"""fleetrun: its command line, what it prints, and jobs that go well. What goes wrong is in test_launch_failures.py."""
+"""fleetrun: its command line, what it prints, and jobs that go well. What goes wrong is in test_supervisor.py."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from rich.console import Console
 from support.scripts.launching import STAND_IN, TINY, clean_environment, fleetrun
 
 from torchfleet.launch import cli, display, roles
+from torchfleet.launch.job_spec import Task
 from torchfleet.launch.processes import script_command
-from torchfleet.launch.roles import Task, free_ports
+from torchfleet.launch.roles import free_ports
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.wire import Role
 
@@ -154,9 +155,14 @@ class TestDryRun:
             assert head.startswith(f"{name}: {command}")
             assert str(log_dir / name.replace(" ", "log.")) in head
         found = [dict(line.strip().split("=", 1) for line in block.splitlines()[1:]) for block in blocks]
-        assert [one["FLEET_ROLE"] for one in found] == ["SERVER", "SERVER", "WORKER", "WORKER"]
-        assert [one.get("FLEET_SERVER_INDEX", one.get("FLEET_WORKER_INDEX")) for one in found] == ["0", "1", "0", "1"]
-        assert len({one["FLEET_SERVER_ENDPOINTS"] for one in found}) == 1
+        assert [env["FLEET_ROLE"] for env in found] == ["SERVER", "SERVER", "WORKER", "WORKER"]
+        assert [env.get("FLEET_SERVER_INDEX", env.get("FLEET_WORKER_INDEX")) for env in found] == [
+            "0",
+            "1",
+            "0",
+            "1",
+        ]
+        assert len({env["FLEET_SERVER_ENDPOINTS"] for env in found}) == 1
         assert not log_dir.exists()
         assert psutil.Process().children(recursive=True) == before
 
@@ -310,7 +316,7 @@ class TestDisplay:
 
     def test_lines_are_printed_as_they_are(self, capsys: pytest.CaptureFixture[str]) -> None:
         shown = display.Display()
-        shown.say("[worker 0] [bold]not markup[/bold]")
+        shown.report("[worker 0] [bold]not markup[/bold]")
         shown.close()
         assert capsys.readouterr().out == "[worker 0] [bold]not markup[/bold]\n"
 
@@ -367,7 +373,7 @@ def _cells(log: str, title: str) -> list[list[str]]:
 
 
 def _check_configuration(log: str, worker: int) -> None:
-    """P20: the effective settings, as a table, at the start."""
+    """The effective settings are printed as a table at the start."""
     settings = {row[0]: row[1] for row in _cells(log, f"torchfleet worker {worker}")}
     assert settings["fleet"] == "2 servers, 2 workers (plain)"
     assert settings["mode"] == "sync"
@@ -376,7 +382,7 @@ def _check_configuration(log: str, worker: int) -> None:
 
 
 def _check_tables(log: str) -> None:
-    """P20: PSERVER_DEBUG=1 shows which parameter goes to which table, and what each server holds."""
+    """PSERVER_DEBUG=1 shows which parameter goes to which table, and what each server holds."""
     dense, sparse = _cells(log, "plan")
     assert dense[:4] == ["dense.0", "dense", "3", "sgd(lr=0.1)"]
     assert dense[5:] == ["-", "linear.weight, linear.bias"]

@@ -1,4 +1,4 @@
-"""fleetrun for collective jobs: its command line, what the ranks are told, and what happens when they fail."""
+"""fleetrun for collective jobs: its command line, the environment of the ranks, and what happens when they fail."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from torchfleet.errors import RoleError
 from torchfleet.launch import cli, rendezvous, roles
-from torchfleet.launch.rendezvous import FixedMeeting
+from torchfleet.launch.rendezvous import FixedRendezvous
 from torchfleet.launch.roles import free_ports
-from torchfleet.launch.stores import Place, serve
+from torchfleet.launch.stores import StoreAddress, serve
 from torchfleet.role import PaddleCloudRoleMaker
 
 PLAY = str(SCRIPTS / "ranks_play.py")
@@ -140,24 +140,24 @@ class TestDryRun:
         monkeypatch.setattr(os, "cpu_count", lambda: 6)
         found = planned(*TWO)
         assert list(found) == ["rank 0", "rank 1"]
-        assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in found.values()] == [
+        assert [(env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) for env in found.values()] == [
             ("0", "0", "2"),
             ("1", "1", "2"),
         ]
-        for one in found.values():
-            assert one["OMP_NUM_THREADS"] == "3"
-            assert one["GLOO_SOCKET_IFNAME"] == one["NCCL_SOCKET_IFNAME"] == "lo"
-            assert "CUDA_VISIBLE_DEVICES" not in one
+        for env in found.values():
+            assert env["OMP_NUM_THREADS"] == "3"
+            assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "lo"
+            assert "CUDA_VISIBLE_DEVICES" not in env
 
     def test_what_the_user_has_set_stays(self, planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OMP_NUM_THREADS", "7")
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
-        one = planned("--nproc_per_node", "1")["rank 0"]
-        assert (one["OMP_NUM_THREADS"], one["GLOO_SOCKET_IFNAME"]) == ("7", "eth1")
+        env = planned("--nproc_per_node", "1")["rank 0"]
+        assert (env["OMP_NUM_THREADS"], env["GLOO_SOCKET_IFNAME"]) == ("7", "eth1")
 
     def test_named_gpus_are_dealt_out_in_their_order(self, planned: Any) -> None:
         found = planned("--gpus", "3,1")
-        assert [(one["LOCAL_RANK"], one["CUDA_VISIBLE_DEVICES"]) for one in found.values()] == [
+        assert [(env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) for env in found.values()] == [
             ("0", "3,1"),
             ("1", "3,1"),
         ]
@@ -165,7 +165,7 @@ class TestDryRun:
     def test_the_second_of_three_machines_has_the_ranks_that_follow_the_first(self, planned: Any) -> None:
         found = planned(*TWO, "--nnodes", "3", "--master", "192.0.2.1:7000", "--rank", "1", "--insecure")
         assert list(found) == ["rank 2", "rank 3"]
-        assert [one["WORLD_SIZE"] for one in found.values()] == ["6", "6"]
+        assert [env["WORLD_SIZE"] for env in found.values()] == ["6", "6"]
         assert found["rank 2"]["MASTER_ADDR"] == "192.0.2.1"
         assert "GLOO_SOCKET_IFNAME" not in found["rank 2"]
 
@@ -182,34 +182,34 @@ class TestDryRun:
 
 
 def listening(pid: int | None = None) -> list[Any]:
-    return [one for one in psutil.Process(pid).net_connections() if one.status == psutil.CONN_LISTEN]
+    return [bound for bound in psutil.Process(pid).net_connections() if bound.status == psutil.CONN_LISTEN]
 
 
-Pair = tuple[FixedMeeting, FixedMeeting]
+Pair = tuple[FixedRendezvous, FixedRendezvous]
 
 
-class TestMeeting:
+class TestRendezvous:
     @pytest.fixture
     def pair(self) -> Pair:
         """The launchers of two machines."""
-        place = Place("127.0.0.1", free_ports(1)[0])
-        return FixedMeeting(place, 0, 2, print), FixedMeeting(place, 1, 2, print)
+        place = StoreAddress("127.0.0.1", free_ports(1)[0])
+        return FixedRendezvous(place, 0, 2, print), FixedRendezvous(place, 1, 2, print)
 
     def test_a_store_on_loopback_listens_to_this_machine_only(self) -> None:
-        store = serve(Place("127.0.0.1", 0))
-        assert [one.laddr.ip for one in listening() if one.laddr.port == store.port] == ["127.0.0.1"]
+        store = serve(StoreAddress("127.0.0.1", 0))
+        assert [bound.laddr.ip for bound in listening() if bound.laddr.port == store.port] == ["127.0.0.1"]
 
     def test_a_port_that_is_taken_is_named(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
             with pytest.raises(RoleError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*--master"):
-                serve(Place("127.0.0.1", port))
+                serve(StoreAddress("127.0.0.1", port))
 
     def test_a_machine_that_comes_back_makes_all_start_again_with_a_new_store(self, pair: Pair) -> None:
         first, other = pair
         starts = [together(first, other)]
         assert first.num_nodes_waiting() == 0
-        again = FixedMeeting(first.place, 1, 2, print)  # a launcher that was started anew
+        again = FixedRendezvous(first.address, 1, 2, print)  # a launcher that was started anew
         starts.append(together(again, first, lambda: wait_until(first.num_nodes_waiting, 10, "machine that waits")))
         assert starts[0] != starts[1]
         assert first.num_starts == again.num_starts == 1
@@ -220,24 +220,24 @@ class TestMeeting:
     ) -> None:
         monkeypatch.setattr(rendezvous, "_PARTING", 0.0)
         together(*pair)
-        for teller, hearer in (pair, pair[::-1]):
-            teller.end("rank 7 is gone")
+        for ending, other in (pair, pair[::-1]):
+            ending.end("rank 7 is gone")
             with pytest.raises(RendezvousClosedError, match="rank 7 is gone"):
-                hearer.num_nodes_waiting()
+                other.num_nodes_waiting()
 
     def test_a_store_that_has_gone_is_named(self, pair: Pair) -> None:
         together(*pair)
         first, other = pair
-        place = first.place
-        first._store = first._round = first._of_ranks = None  # type: ignore[assignment]  # its launcher was killed
+        place = first.address
+        first._store = first._start_store = first._rank_store = None  # type: ignore[assignment]  # its launcher was killed
         with pytest.raises(RendezvousConnectionError, match=str(place)):
             other.num_nodes_waiting()
 
 
-def together(one: FixedMeeting, other: FixedMeeting, before: Callable[[], None] = lambda: None) -> int:
+def together(first: FixedRendezvous, other: FixedRendezvous, before: Callable[[], None] = lambda: None) -> int:
     """Both join the next start; the port of the ranks' store. `before`: what happens before the other does."""
     joined: list[Any] = []
-    thread = threading.Thread(target=lambda: joined.append(one.next_rendezvous()), daemon=True)
+    thread = threading.Thread(target=lambda: joined.append(first.next_rendezvous()), daemon=True)
     thread.start()
     before()
     joined.append(other.next_rendezvous())
@@ -249,7 +249,7 @@ def together(one: FixedMeeting, other: FixedMeeting, before: Callable[[], None] 
 
 
 def environments(log_dir: Path, num: int) -> list[dict[str, str]]:
-    """What ranks that were told to print their environment printed."""
+    """The environments that the ranks printed."""
     logs = [(log_dir / f"workerlog.{rank}").read_text() for rank in range(num)]
     return [json.loads(next(line for line in log.splitlines() if line.startswith("{"))) for log in logs]
 
@@ -275,16 +275,20 @@ class TestOneMachine:
         actions = ("environment", "sum", "status", "a $$ sign", "1@line")
         with fleetrun(tmp_path, *TWO, PLAY, *actions, **around) as job:
             assert job.wait() == 0
-        told = environments(tmp_path, 2)
-        assert [(one["RANK"], one["LOCAL_RANK"]) for one in told] == [("0", "0"), ("1", "1")]
-        for one in told:
-            assert one["WORLD_SIZE"] == one["LOCAL_WORLD_SIZE"] == "2"
-            assert one["MASTER_ADDR"] == "127.0.0.1"
-            assert one["GLOO_SOCKET_IFNAME"] == "lo"
-            assert one["TORCHELASTIC_RESTART_COUNT"] == "0"
-            assert not one.keys() & set(around) - {"RANK", "WORLD_SIZE"}
-            info = PaddleCloudRoleMaker(is_collective=True, environment=one).read()
-            assert (info.worker_index, info.num_workers, info.local_rank) == (int(one["RANK"]), 2, int(one["RANK"]))
+        found = environments(tmp_path, 2)
+        assert [(env["RANK"], env["LOCAL_RANK"]) for env in found] == [("0", "0"), ("1", "1")]
+        for env in found:
+            assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "2"
+            assert env["MASTER_ADDR"] == "127.0.0.1"
+            assert env["GLOO_SOCKET_IFNAME"] == "lo"
+            assert env["TORCHELASTIC_RESTART_COUNT"] == "0"
+            assert not env.keys() & set(around) - {"RANK", "WORLD_SIZE"}
+            info = PaddleCloudRoleMaker(is_collective=True, environment=env).read()
+            assert (info.worker_index, info.num_workers, info.local_rank) == (
+                int(env["RANK"]),
+                2,
+                int(env["RANK"]),
+            )
         assert "[rank 0] sum [1, 2]" in job.output
         assert "[rank 0] a $$ sign" in job.output
         assert "[rank 1]" not in job.output
@@ -332,7 +336,7 @@ class TestOneMachine:
         with fleetrun(tmp_path, *TWO, PLAY, "child", "sleep") as job:
             for rank in range(2):
                 wait_until(in_log(tmp_path / f"workerlog.{rank}", "sleep"), START, f"rank {rank}")
-            assert {one.laddr.ip for one in listening(job.process.pid)} == {"127.0.0.1"}
+            assert {bound.laddr.ip for bound in listening(job.process.pid)} == {"127.0.0.1"}
             with seconds() as taken:
                 for _ in range(2):  # an impatient user
                     os.kill(job.process.pid, signal.SIGINT)

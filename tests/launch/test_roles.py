@@ -12,23 +12,23 @@ from support.scripts.launching import TINY, Started
 
 from torchfleet.errors import RoleError
 from torchfleet.launch import roles
-from torchfleet.launch.roles import Layout, free_ports, one_machine, own_addresses, several_machines, tasks
+from torchfleet.launch.roles import JobLayout, free_ports, one_machine, own_addresses, several_machines, tasks
 from torchfleet.role import PaddleCloudRoleMaker
 
-Say = Callable[..., None]
+SetAddresses = Callable[..., None]
 
 
 @pytest.fixture
-def at(monkeypatch: pytest.MonkeyPatch) -> Say:
-    """Say under which addresses this machine is known; nothing is looked up."""
+def at(monkeypatch: pytest.MonkeyPatch) -> SetAddresses:
+    """Sets the addresses of this machine; nothing is looked up."""
 
-    def say(*addresses: str) -> None:
+    def set_addresses(*addresses: str) -> None:
         monkeypatch.setattr(roles, "own_addresses", lambda: set(addresses))
 
-    return say
+    return set_addresses
 
 
-class TestLayout:
+class TestJobLayout:
     def test_one_machine_has_every_role_on_loopback(self) -> None:
         layout = one_machine(3, 2)
         assert layout.local_servers == (0, 1, 2)
@@ -40,10 +40,10 @@ class TestLayout:
         ports = free_ports(50)
         assert len(set(ports)) == 50
         for port in ports[:5]:
-            with socket.socket() as one:
-                one.bind(("127.0.0.1", port))
+            with socket.socket() as bound:
+                bound.bind(("127.0.0.1", port))
 
-    def test_every_machine_starts_its_own_part_of_the_same_lists(self, at: Say) -> None:
+    def test_every_machine_starts_its_own_part_of_the_same_lists(self, at: SetAddresses) -> None:
         servers, workers = ["192.0.2.1:7000", "192.0.2.2:7000"], ["192.0.2.2:0", "192.0.2.3:0", "192.0.2.2:0"]
         parts = []
         for address in ("192.0.2.1", "192.0.2.2", "192.0.2.3"):
@@ -53,7 +53,7 @@ class TestLayout:
             parts.append((layout.local_servers, layout.local_workers))
         assert parts == [((0,), ()), ((1,), (0, 2)), ((), (1,))]
 
-    def test_a_machine_that_is_in_no_list_is_told_the_hosts_and_its_own_names(self, at: Say) -> None:
+    def test_a_machine_that_is_in_no_list_is_told_the_hosts_and_its_own_names(self, at: SetAddresses) -> None:
         at("192.0.2.9", "here")
         with pytest.raises(RoleError) as caught:
             several_machines(["192.0.2.1:7000"], ["192.0.2.2:0"])
@@ -64,7 +64,7 @@ class TestLayout:
         monkeypatch.setenv("POD_IP", "192.0.2.77")
         assert own_addresses() >= {"localhost", "127.0.0.1", socket.gethostname(), "192.0.2.77"}
 
-    def test_an_ipv6_address_in_brackets_is_found_here(self, at: Say) -> None:
+    def test_an_ipv6_address_in_brackets_is_found_here(self, at: SetAddresses) -> None:
         at("::1")
         assert several_machines(["[::1]:7000"], ["[::1]:0"]).local_servers == (0,)
 
@@ -79,12 +79,12 @@ class TestTasks:
         "layout",
         [
             one_machine(2, 3),
-            Layout(("192.0.2.1:7000", "192.0.2.2:7001"), ("192.0.2.2:0",) * 3, (1,), (0, 2)),
-            Layout(("192.0.2.1:7000",), ("192.0.2.2:5000", "192.0.2.2:5001", "192.0.2.3:0"), (), (0, 1)),
+            JobLayout(("192.0.2.1:7000", "192.0.2.2:7001"), ("192.0.2.2:0",) * 3, (1,), (0, 2)),
+            JobLayout(("192.0.2.1:7000",), ("192.0.2.2:5000", "192.0.2.2:5001", "192.0.2.3:0"), (), (0, 1)),
         ],
         ids=["one machine", "several", "workers only"],
     )
-    def test_each_process_finds_its_role_in_the_environment_it_gets(self, layout: Layout) -> None:
+    def test_each_process_finds_its_role_in_the_environment_it_gets(self, layout: JobLayout) -> None:
         for task in tasks(layout, 3, {}):
             info = PaddleCloudRoleMaker(environment=task.environment).read()
             assert info.role == task.role
@@ -97,7 +97,7 @@ class TestTasks:
         "workers", [("h:0", "h:0", "h:0"), ("h:2", "h:0"), ("h:0", "h:1"), ("h:0", "g:0", "h:3"), ("h:5", "h:6")]
     )
     def test_workers_without_a_port_never_get_an_address_twice(self, workers: tuple[str, ...]) -> None:
-        task = tasks(Layout(("h:7000",), workers, (0,), ()), len(workers), {})[0]
+        task = tasks(JobLayout(("h:7000",), workers, (0,), ()), len(workers), {})[0]
         info = PaddleCloudRoleMaker(environment=task.environment).read()
         assert [place.split(":")[0] for place in info.worker_endpoints] == [place.split(":")[0] for place in workers]
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from torchfleet.errors import FleetError
+from torchfleet.launch.job_spec import Task
 from torchfleet.launch.processes import Process, end_all
-from torchfleet.launch.roles import Task
 from torchfleet.monitor import status
 from torchfleet.monitor.status import StatusFile
 

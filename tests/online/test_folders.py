@@ -323,7 +323,7 @@ def test_a_position_does_not_grow(tmp_path: Path) -> None:
         position = part.position
         sizes.append(len(position["recent"]))
     assert max(sizes) == _RECENT
-    assert len(source._said) == 0
+    assert len(source._reported) == 0
 
 
 def test_later_days_are_not_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from torchfleet import online
 from torchfleet.errors import DataError
 from torchfleet.online import KafkaSource, Part
 from torchfleet.online import kafka as kafka_module
-from torchfleet.online.ranges import Range, cut, share
+from torchfleet.online.ranges import OffsetRange, cut, share
 
 NUM_PARTITIONS = 4  # of every topic of the cluster for tests
 HOUR = 1_794_726_000  # 2026-11-15, 07:00
@@ -423,7 +423,7 @@ def test_silence_is_an_error_after_the_timeout(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_cut_is_in_proportion_and_exact() -> None:
-    available = [Range(0, 100, 150), Range(1, 0, 0), Range(2, 7, 8), Range(3, 0, 30)]
+    available = [OffsetRange(0, 100, 150), OffsetRange(1, 0, 0), OffsetRange(2, 7, 8), OffsetRange(3, 0, 30)]
     for num in range(1, 90):
         taken = cut(available, num)
         assert sum(map(len, taken)) == min(num, 81)
@@ -435,7 +435,7 @@ def test_a_cut_is_in_proportion_and_exact() -> None:
 
 
 def test_shares_are_disjoint_and_together_everything() -> None:
-    ranges = [Range(0, 5, 9), Range(2, 0, 1), Range(3, 100, 117)]
+    ranges = [OffsetRange(0, 5, 9), OffsetRange(2, 0, 1), OffsetRange(3, 100, 117)]
     everywhere = [(part.partition, n) for part in ranges for n in range(part.start, part.stop)]
     for num_workers in range(1, 30):
         shares = [share(ranges, worker, num_workers) for worker in range(num_workers)]

@@ -21,7 +21,7 @@ from support.scripts.saved_models import save
 from torchfleet.errors import DataError
 from torchfleet.tables.settings.spec import Rule, TableSpec
 from torchfleet.word2vec import evaluation
-from torchfleet.word2vec.evaluation import Section, analogies, read_pairs, read_questions, word_pairs
+from torchfleet.word2vec.evaluation import AnalogySection, analogies, read_pairs, read_questions, word_pairs
 from torchfleet.word2vec.vectors import WordVectors
 from torchfleet.word2vec.vocabulary import Vocabulary
 
@@ -77,7 +77,7 @@ def with_zeros(rng: np.random.Generator) -> np.ndarray:
     return values
 
 
-def one_question_each(rng: np.random.Generator, words: list[str], num: int) -> list[Section]:
+def one_question_each(rng: np.random.Generator, words: list[str], num: int) -> list[AnalogySection]:
     """Sections of one question each, so that gensim says which are right: some unknown words, some repeated ones."""
     names = [*words, "nowhere"]
     questions = rng.choice(names, (num, 4))
@@ -87,10 +87,10 @@ def one_question_each(rng: np.random.Generator, words: list[str], num: int) -> l
         questions[i] = [words[17 * x % NUM + y] for x, y in ((a, b), (a, c), (d, b), (d, c))]
     questions[1::20, 1] = questions[1::20, 0]
     questions[3::20, 2] = names[-1]
-    return [Section(f"section {i}", [tuple(question)]) for i, question in enumerate(questions.tolist())]
+    return [AnalogySection(f"section {i}", [tuple(question)]) for i, question in enumerate(questions.tolist())]
 
 
-def write_questions(path: Path, sections: list[Section]) -> str:
+def write_questions(path: Path, sections: list[AnalogySection]) -> str:
     lines = [f": {s.name}\n" + "".join(f"{' '.join(question)}\n" for question in s.questions) for s in sections]
     path.write_text("".join(lines), encoding="utf-8")
     return str(path)
@@ -129,7 +129,7 @@ def test_of_equal_answers_gensims_is_taken(make, tmp_path: Path) -> None:  # typ
     theirs, sections = keyed(vectors), []
     for a, b, c in rng.choice(vectors.words[:250], (150, 3)).tolist():
         for answer, _ in theirs.most_similar([b, c], [a], topn=2, restrict_vocab=250):
-            sections.append(Section(f"{len(sections)}", [(a, b, c, answer)]))
+            sections.append(AnalogySection(f"{len(sections)}", [(a, b, c, answer)]))
     path = write_questions(tmp_path / "questions", sections)
     result = analogies(vectors, sections, 250)
     assert [(s.name, s.correct, s.seen) for s in result.sections] == counts_of_gensim(vectors, path, 250, True)[:-1]
@@ -142,7 +142,7 @@ def test_few_words_and_many_spellings_are_as_in_gensim(num: int, tmp_path: Path)
     rng = np.random.default_rng(num)
     words = ["abcd", "ABCD", "Abcd", "aBcd", "abCd", "abcD", "ABcd", "x", "X"][:num]
     vectors = WordVectors(words, rng.normal(size=(num, 3)).astype(np.float32))
-    sections = [Section(f"s{i}", [tuple(rng.choice(["abcd", "x"], 4).tolist())]) for i in range(40)]
+    sections = [AnalogySection(f"s{i}", [tuple(rng.choice(["abcd", "x"], 4).tolist())]) for i in range(40)]
     path = write_questions(tmp_path / "questions", sections)
     result = analogies(vectors, sections)
     assert [(s.name, s.correct, s.seen) for s in result.sections] == counts_of_gensim(vectors, path, 30000, True)[:-1]
@@ -154,7 +154,7 @@ def test_clear_questions_are_answered_in_blocks_and_near_ties_one_by_one(monkeyp
     one_by_one = evaluation._answer
     monkeypatch.setattr(evaluation, "_answer", lambda *arguments: asked.append(1) or one_by_one(*arguments))
     words = [f"w{i}" for i in range(NUM)]
-    sections = [Section("all", [tuple(rng.choice(words, 4, replace=False).tolist()) for _ in range(500)])]
+    sections = [AnalogySection("all", [tuple(rng.choice(words, 4, replace=False).tolist()) for _ in range(500)])]
     analogies(WordVectors(words, normal(rng).astype(np.float32)), sections)
     assert len(asked) < 10
     analogies(WordVectors(words, tied(rng).astype(np.float32)), sections)
@@ -232,7 +232,10 @@ def test_pairs_of_other_files_are_read(tmp_path: Path) -> None:
 def test_questions_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     path = tmp_path / "questions"
     path.write_text("\n: capitals  of Asia \na b c d\ntoo few\none too many here now\n\n: empty\n")
-    assert read_questions(path) == [Section("capitals  of Asia", [("a", "b", "c", "d")]), Section("empty")]
+    assert read_questions(path) == [
+        AnalogySection("capitals  of Asia", [("a", "b", "c", "d")]),
+        AnalogySection("empty"),
+    ]
     path.write_text("a b c d\n")
     with pytest.raises(DataError, match=r"questions, line 1: expected a section, `: name`, found 'a b c d'"):
         read_questions(path)
@@ -250,7 +253,7 @@ def test_restrict_must_leave_words() -> None:
     vectors = WordVectors(["a"], np.ones((1, 2), np.float32))
     with pytest.raises(DataError, match="restrict=0: expected how many"):
         analogies(vectors, [], 0)
-    assert analogies(vectors, [Section("s", [("a", "b", "c", "d")])], None).total.skipped == 1
+    assert analogies(vectors, [AnalogySection("s", [("a", "b", "c", "d")])], None).total.skipped == 1
     assert analogies(vectors, []).total.accuracy == 0.0
 
 

@@ -34,11 +34,11 @@ from torchfleet.word2vec.sampling import alias_table, word_chances
 from torchfleet.word2vec.trainer import (
     WORDS_PER_STEP,
     LinearDecay,
-    Progress,
     Schedule,
     SkipGramOptions,
     StaircaseDecay,
     Trainer,
+    TrainingProgress,
 )
 from torchfleet.word2vec.vocabulary import UNKNOWN, Vocabulary
 
@@ -573,7 +573,7 @@ def test_progress_is_told_while_training_and_at_the_end(tmp_path: Path, monkeypa
     assert [words for words, _ in progress.losses] == sorted(words for words, _ in progress.losses)
     assert progress.losses[-1][1] < progress.losses[0][1]
     assert progress.loss == progress.losses[-1][1]
-    assert math.isnan(Progress().loss)
+    assert math.isnan(TrainingProgress().loss)
 
 
 def test_the_time_of_a_short_training_is_not_zero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -741,7 +741,7 @@ def test_an_interrupt_ends_the_threads(
     lines, rows = topic_lines(500), Rows(seconds=0.02)
     corpus = make_corpus(tmp_path / "ids", lines)
 
-    def tell(progress: Progress) -> None:
+    def tell(progress: TrainingProgress) -> None:
         raise error("now")
 
     trainer = Trainer(rows, vocabulary_of(lines), SkipGramOptions(), tell=tell)

@@ -1,1 +1,1 @@
-"""What the `fleet` command does."""
+"""The `fleet` command line, which `python -m torchfleet.commands` runs too."""

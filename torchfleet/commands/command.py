@@ -1,4 +1,4 @@
-"""The `fleet` command: look into saved models and running servers, compare, compact and export models."""
+"""The command line of `fleet`: inspects saved models and running servers; compares, compacts and exports models."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FleetError as error:
         print(f"fleet: {error}", file=sys.stderr)
         return 2 if options.command == "diff" else 1
-    except BrokenPipeError:  # `fleet inspect ... | head`: nobody reads on, and Python would complain once more
+    except BrokenPipeError:  # `fleet inspect ... | head`: Python would fail again when it flushes stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -71,7 +71,7 @@ def _inspect(options: argparse.Namespace) -> int:
             )
         inspect_collective(options.model, options.check, options.json)
         return 0
-    # A table that is named is to be looked into: histograms and top keys, unless one of them is asked for.
+    # For a named table, both histograms and top keys are shown, unless the user asks for one of them.
     is_bare = bool(options.table) and not options.histograms and options.top is None
     histograms, top = options.histograms or is_bare, _TOP if is_bare else options.top or 0
     if is_live:
@@ -236,7 +236,3 @@ def _gigabytes(text: str) -> int:
         if num_bytes > 0:
             return num_bytes
     raise argparse.ArgumentTypeError(f"expected a number of gigabytes above 0, found {text!r}")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""`fleet diff`: two saved models side by side."""
+"""`fleet diff`: prints how two saved models differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchfleet.monitor.progress import Progress
 
 
 def diff(a: str, b: str, max_bytes: int | None, as_json: bool) -> bool:
-    """Print how they differ; returns whether they do."""
+    """Print how the models differ; returns whether they do."""
     progress = Progress("fleet diff")
     found = compare(a, b, max_bytes, progress.show)
     progress.end("done")
@@ -32,8 +32,8 @@ def _lines(found: Comparison) -> Iterator[str]:
             yield f"{name}: only in {which}"
     for name, table in found.tables.items():
         yield from _table_lines(name, table)
-    for name, (one, two) in found.shapes.items():
-        yield f"{name}: shape {one} in A, {two} in B"
+    for name, (in_a, in_b) in found.shapes.items():
+        yield f"{name}: shape {in_a} in A, {in_b} in B"
     for name, parameter in found.parameters.items():
         yield f"{name}: {parameter.equal:,} values equal, {parameter.changed:,} changed"
         yield from _numbers(parameter, "place")
@@ -41,8 +41,8 @@ def _lines(found: Comparison) -> Iterator[str]:
 
 
 def _table_lines(name: str, table: TableDifference) -> Iterator[str]:
-    for setting, (one, two) in table.settings.items():
-        yield f"{name}: {setting} is {one} in A, {two} in B"
+    for setting, (in_a, in_b) in table.settings.items():
+        yield f"{name}: {setting} is {in_a} in A, {in_b} in B"
     if table.rows is not None:
         yield f"{name}: {_counts(table.rows)}"
         yield from _numbers(table.rows, "key")

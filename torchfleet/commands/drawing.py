@@ -1,4 +1,4 @@
-"""Tables, histograms and lists of keys as text, on a terminal or in a log."""
+"""Prints tables, histograms and lists of keys as text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TITLES = {
 
 
 def print_table(headings: Sequence[str], lines: Sequence[Sequence[Any]], left: Sequence[str] = ()) -> None:
-    """Numbers stand on the right, and get commas; columns named in `left` stand on the left."""
+    """Columns are aligned to the right, those named in `left` to the left. Integers get commas."""
     shown = Table()
     for heading in headings:
         shown.add_column(heading, justify="left" if heading in left else "right")
@@ -42,7 +42,7 @@ def time_text(seconds: float) -> str:
 
 
 def print_summary(table: str, summary: Mapping[str, Any], histograms: bool, top: int) -> None:
-    """What Summary.as_dict says of a table."""
+    """Print what Summary.as_dict returned for a table."""
     mean, largest = summary["norm_mean"], summary["norm_max"]
     print(f"\n{table}: {summary['rows']:,} rows, norm {mean:.4g} in the mean, {largest:.4g} at most")
     for name, bins in summary["histograms"].items() if histograms else ():
@@ -62,7 +62,7 @@ def print_summary(table: str, summary: Mapping[str, Any], histograms: bool, top:
 
 def bars(name: str, bins: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """One line for each bin from the first to the last that has rows."""
-    rows = {(one["from"], one["to"]): one["rows"] for one in bins}
+    rows = {(found["from"], found["to"]): found["rows"] for found in bins}
     limits = bin_limits(name)
     places = [i for i, limit in enumerate(limits) if limit in rows]
     chosen = limits[places[0] : places[-1] + 1]

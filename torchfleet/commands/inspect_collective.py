@@ -1,4 +1,4 @@
-"""`fleet inspect` and `fleet export` of a saved collective model."""
+"""`fleet inspect` and `fleet export` for saved collective models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchfleet.storage import Storage
 
 
 def inspect_collective(dirname: str, check: bool, as_json: bool) -> None:
-    """What the manifest says; with `check`, every piece is read."""
+    """Print the contents of the manifest. With `check`, read every piece and compare its checksum."""
     storage = Storage(dirname)
     manifest = read(storage)
     found = _describe(storage, manifest)
@@ -55,8 +55,8 @@ def _describe(storage: Storage, manifest: CollectiveManifest) -> dict[str, Any]:
         "extra": manifest.extra,
         "tied": manifest.tied,
         "files": len({piece.file for tensor in manifest.tensors for piece in tensor.pieces}),
-        "bytes": dict(sum((Counter({one.kind: one.bytes}) for one in manifest.tensors), Counter())),
-        "tensors": [_describe_tensor(one) for one in manifest.tensors if one.kind == "model"],
+        "bytes": dict(sum((Counter({tensor.kind: tensor.bytes}) for tensor in manifest.tensors), Counter())),
+        "tensors": [_describe_tensor(tensor) for tensor in manifest.tensors if tensor.kind == "model"],
     }
 
 
@@ -81,10 +81,12 @@ def _print(found: dict[str, Any]) -> None:
     for number, group in enumerate(found["groups"]):
         options = ", ".join(f"{key}={value}" for key, value in group.items() if key != "num_parameters")
         print(f"{found['optimizer']}, group {number}: {group['num_parameters']:,} parameters, {options}")
-    parts = ", ".join(f"{kind} {size:,}" for kind, size in found["bytes"].items())
-    print(f"{found['files']} files, bytes: {parts}")
+    sizes = ", ".join(f"{kind} {size:,}" for kind, size in found["bytes"].items())
+    print(f"{found['files']} files, bytes: {sizes}")
     names = ["name", "dtype", "shape", "elements", "bytes", "pieces"]
-    lines = [[one[name] if name != "shape" else _shape(one[name]) for name in names] for one in found["tensors"]]
+    lines = [
+        [tensor[name] if name != "shape" else _shape(tensor[name]) for name in names] for tensor in found["tensors"]
+    ]
     print_table(["tensor", *names[1:]], lines, ("tensor", "dtype", "shape"))
 
 

@@ -1,4 +1,4 @@
-"""`fleet inspect` of a saved model."""
+"""`fleet inspect` for saved models with tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchfleet.tables.summary import Summary
 
 
 class SavedModel:
-    """A saved model, and what is to be told of it."""
+    """Describes, checks and summarizes a saved model."""
 
     def __init__(self, dirname: str) -> None:
         self._storage = Storage(dirname)
@@ -26,7 +26,7 @@ class SavedModel:
         self.sparse_tables = sparse
 
     def describe(self) -> dict[str, Any]:
-        """What the manifest says."""
+        """The contents of the manifest."""
         manifest = self._manifest
         return {
             "path": self._storage.path,
@@ -50,7 +50,7 @@ class SavedModel:
         return num
 
     def summary(self, table: str, top: int) -> dict[str, Any]:
-        """Of all rows of a sparse table, which are read for it."""
+        """The summary of all rows of a sparse table; reads them from the files."""
         live = live_rows(self._storage, self._manifest, table)
         saved = self._manifest.table(table)
         made, num = Summary(saved.spec(), int(self._manifest.time), top), 0
@@ -63,7 +63,7 @@ class SavedModel:
 
 
 def inspect_model(dirname: str, check: bool, tables: list[str], histograms: bool, top: int, as_json: bool) -> None:
-    """The chain and its tables; histograms and top keys of `tables`, or of all sparse ones."""
+    """Print the chain and its tables; histograms and top keys of `tables`, or of all sparse ones."""
     model = SavedModel(dirname)
     found = model.describe()
     wanted = (tables or model.sparse_tables) if histograms or top else []

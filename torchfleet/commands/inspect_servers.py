@@ -1,4 +1,4 @@
-"""`fleet inspect` of servers that are running."""
+"""`fleet inspect` for running servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PATIENCE = Patience(timeout=10.0)
 def inspect_servers(
     endpoints: list[str], keys: str | None, tables: list[str], histograms: bool, top: int, as_json: bool
 ) -> None:
-    """Tables of these servers; histograms and top keys of `tables`, or of all that have rows for any id."""
+    """Print the tables of these servers; histograms and top keys of `tables`, or of all sparse ones."""
     with Client.connect(endpoints, KeyFolder(keys) if keys else None, patience=_PATIENCE) as client:
         servers = client.stats()
         known = {name: table["kind"] for server in servers for name, table in server["tables"].items()}
@@ -41,8 +41,9 @@ def inspect_servers(
 
 
 def _summary(client: Client, table: str, top: int) -> dict[str, Any]:
-    parts = client.inspect(table, top)
-    return {**merged(parts, top), "candidates": sum(part.get("candidates", 0) for part in parts)}
+    summaries = client.inspect(table, top)  # one per server
+    num_candidates = sum(summary.get("candidates", 0) for summary in summaries)
+    return {**merged(summaries, top), "candidates": num_candidates}
 
 
 def _print(endpoints: list[str], servers: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""From files to batches: docs/data.md. Names that need torch are loaded when they are first used."""
+"""Datasets: from files to batches (docs/data.md). Names that need torch are imported when they are first used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all datasets share: their settings, and the iterator over a pass."""
+"""The base class of datasets: their settings, and the iterator over the batches of a pass."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.data.feed import Feed
-from torchfleet.data.file_passes import FileBatch, Files
+from torchfleet.data.file_passes import FileBatch, FileQueue
 from torchfleet.data.reading.reader import ReadOptions
 from torchfleet.data.reading.streams import check_files
-from torchfleet.data.samples.slots import Layout, Slot
+from torchfleet.data.samples.slots import SampleLayout, Slot
 from torchfleet.errors import DataError
 
 
-class Exchange(Protocol):
-    """Parcels between workers; what comes in is handed to `on_parcel`."""
+class SampleExchange(Protocol):
+    """Sends parcels of samples to other workers. Parcels that arrive are passed to `on_parcel`."""
 
     def send(
         self, to: int, arrays: list[npt.NDArray[Any]], on_parcel: Callable[[list[npt.NDArray[Any]]], None]
@@ -32,21 +32,23 @@ class Exchange(Protocol):
     def finish(self) -> None: ...
 
 
-class SharedFiles(Files, Protocol):
+class SharedFileQueue(FileQueue, Protocol):
+    """Files that all workers of a job take from one list."""
+
     def close(self) -> None: ...
 
 
-class Workers(Protocol):
-    """All workers of a job, as far as datasets need them."""
+class WorkerGroup(Protocol):
+    """The workers of a job, as datasets see them: torchfleet.worker.peers.Workers, or Alone."""
 
     index: int
     num: int
 
     def gather(self, name: str, data: bytes) -> list[bytes]: ...
 
-    def exchange(self, topic: str) -> Exchange: ...
+    def exchange(self, topic: str) -> SampleExchange: ...
 
-    def files(self, name: str, paths: Sequence[str], lease: float) -> SharedFiles: ...
+    def files(self, name: str, paths: Sequence[str], lease: float) -> SharedFileQueue: ...
 
     def close(self) -> None: ...
 
@@ -57,7 +59,7 @@ class Dataset(ABC):
     def __init__(self) -> None:
         self._options: ReadOptions | None = None
         self._files: list[str] | None = None
-        self.num_skipped = 0  # malformed lines that the last pass (or loading) has left out
+        self.num_skipped = 0  # malformed lines that the last pass (or loading) skipped
 
     def init(
         self,
@@ -79,10 +81,10 @@ class Dataset(ABC):
         self._queue_size = default if queue_batches is None else checked("queue_batches", queue_batches)
         self.drop_last = drop_last
         self._options = ReadOptions(use_var, pipe_command, data_format, on_bad_line)
-        self._layout = Layout(use_var)
+        self._layout = SampleLayout(use_var)
 
     def set_filelist(self, files: Sequence[str]) -> None:
-        """The files of this worker; fleet.util.get_file_shard(files) deals out a common list."""
+        """The files of this worker; fleet.util.get_file_shard(files) gives each worker its share of a common list."""
         self._files = check_files(files)
 
     def __iter__(self) -> BatchIterator:
@@ -105,15 +107,15 @@ class Dataset(ABC):
             raise DataError("call dataset.set_filelist([...]) first")
         return self._files
 
-    def workers(self) -> Workers:
-        """The other workers. Alone, there is only one."""
+    def workers(self) -> WorkerGroup:
+        """The workers of the job, this one included. Without a job there is only this one."""
         return Alone()
 
     def settle(self) -> None:  # noqa: B027  (without servers there is nothing to wait for)
-        """Wait until what has been trained so far is with the servers."""
+        """Wait until the servers have all gradients of the batches so far."""
 
 
-class Pass:
+class DatasetPass:
     """One pass over a dataset, from which any number of threads take batches."""
 
     def __init__(self, feed: Feed[FileBatch], at_end: Callable[[], None], report: Callable[[], None]) -> None:
@@ -121,18 +123,18 @@ class Pass:
         self._is_over = False
 
     def take(self) -> FileBatch | None:
-        """The next batch, waited for; None at the end."""
+        """Wait for the next batch; None at the end."""
         try:
             return next(self._feed)
         except StopIteration:
             return None
 
     def take_ready(self) -> FileBatch | None:
-        """The next batch if it is there already."""
+        """The next batch if it is ready; never waits."""
         return self._feed.take_ready()
 
     def close(self) -> None:
-        """End it, also in the middle."""
+        """End the pass, also before its last batch."""
         if not self._is_over:
             self._is_over = True
             self._feed.close()
@@ -143,7 +145,7 @@ class Pass:
 class BatchIterator:
     """The batches of a pass for one thread. A batch counts as used when the thread waits for another one."""
 
-    def __init__(self, batches: Pass, closes: bool = True) -> None:
+    def __init__(self, batches: DatasetPass, closes: bool = True) -> None:
         self._pass, self._closes = batches, closes
         self._handed: list[FileBatch] = []
 
@@ -155,7 +157,7 @@ class BatchIterator:
         return self
 
     def __next__(self) -> FileBatch:
-        """The next batch; all that were handed out before have been used."""
+        """The next batch. All batches before it count as used."""
         try:
             self._release(0)
             batch = self._pass.take()
@@ -169,7 +171,7 @@ class BatchIterator:
         return batch
 
     def ready(self) -> FileBatch | None:
-        """The next batch if it is there already; for who looks ahead, while the last one is still in use."""
+        """The next batch if it is ready, for a look ahead: the batch before it stays in use."""
         batch = self._pass.take_ready()
         if batch is not None:
             self._release(1)
@@ -177,7 +179,7 @@ class BatchIterator:
         return batch
 
     def close(self) -> None:
-        """End the pass, also in the middle: batches that have been handed out and not used do not count as used."""
+        """End the pass, also before its last batch. Batches that are still in use do not count as used."""
         if self._closes:
             self._pass.close()
 
@@ -190,17 +192,17 @@ class BatchIterator:
 
 
 class Alone:
-    """The workers of a process that has no fellows."""
+    """The worker group of a process without a job: one worker."""
 
     index, num = 0, 1
 
     def gather(self, name: str, data: bytes) -> list[bytes]:
         return [data]
 
-    def exchange(self, topic: str) -> Exchange:
+    def exchange(self, topic: str) -> SampleExchange:
         raise DataError("there is no other worker to exchange samples with")
 
-    def files(self, name: str, paths: Sequence[str], lease: float) -> SharedFiles:
+    def files(self, name: str, paths: Sequence[str], lease: float) -> SharedFileQueue:
         raise DataError("set_filelist(dynamic=True) shares files among workers: call fleet.init_worker() first")
 
     def close(self) -> None:
@@ -208,14 +210,14 @@ class Alone:
 
 
 def checked(name: str, value: Any) -> int:
-    """A number of at least 1."""
+    """`value`, which must be an int of at least 1; else DataError."""
     if type(value) is not int or value < 1:
         raise DataError(f"{name} must be a number of at least 1, found {value!r}")
     return value
 
 
 def file_shard(files: Sequence[str], index: int, num: int) -> list[str]:
-    """Every `num`-th file, from number `index` on: each file for one worker, counts differ by at most one."""
+    """Every `num`-th file, from number `index` on: each file goes to one worker, and counts differ by at most one."""
     if isinstance(files, (str, bytes, os.PathLike)):
         raise DataError(f"get_file_shard: expected a list of paths, found the single {files!r}")
     return list(files)[index::num]

@@ -1,4 +1,4 @@
-"""Batches from files for a plain torch.utils.data.DataLoader."""
+"""An IterableDataset of batches from files, for torch.utils.data.DataLoader."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class FileBatches(torch.utils.data.IterableDataset[Batch]):
             "on_bad_line": on_bad_line,
             "drop_last": drop_last,
         }
-        QueueDataset().init(**self._options)  # what is wrong with them is an error here and now
+        QueueDataset().init(**self._options)  # raises for wrong options now, not in a DataLoader's process
 
     def __iter__(self) -> Iterator[Batch]:
         info = torch.utils.data.get_worker_info()

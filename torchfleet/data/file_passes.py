@@ -1,4 +1,4 @@
-"""One pass over files: threads take files, cut their rows into batches, and account for every line and file."""
+"""One pass over files: threads take files, cut their rows into batches, and count skipped lines and finished files."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from torchfleet.data.reading.reader import FileReader
-from torchfleet.data.samples.sample_rows import Rows
-from torchfleet.data.samples.slots import Batch, Layout, Piece
+from torchfleet.data.samples.sample_rows import SampleRows
+from torchfleet.data.samples.slots import Batch, RowSelection, SampleLayout
 
-_LOOK = 0.2  # seconds between two questions whether a file has come free
+_POLL = 0.2  # seconds between two looks for a file that another worker has given up
 
 
-class Files(Protocol):
+class FileQueue(Protocol):
     """Where the threads of a pass take their files from."""
 
     def take(self) -> str | None:
@@ -26,8 +26,8 @@ class Files(Protocol):
         """All its samples have been used."""
 
 
-class OwnFiles:
-    """A list for this worker alone."""
+class OwnFileQueue:
+    """The files of this worker alone."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths, self._lock = list(reversed(paths)), threading.Lock()
@@ -41,7 +41,7 @@ class OwnFiles:
 
 
 class Ticket:
-    """A file on its way: done when nobody holds it any more."""
+    """A reference count of a file: `on_done` is called when its last sample has been used."""
 
     def __init__(self, path: str, on_done: Callable[[str], None]) -> None:
         self.path, self._on_done = path, on_done
@@ -60,61 +60,63 @@ class Ticket:
 
 
 class FileBatch(Batch):
-    """A batch that knows which files its samples are from."""
+    """A batch with the tickets of the files that its samples are from."""
 
     tickets: tuple[Ticket, ...] = ()
 
     def __reduce__(self) -> tuple[type[Batch], tuple[dict[str, Any], int]]:
-        return Batch, (dict(self), self.num_samples)  # in another process it is a batch like any other
+        return Batch, (dict(self), self.num_samples)  # in another process it is a plain batch
 
     def release(self) -> None:
-        """It has been used."""
+        """Count its samples as used."""
         tickets, self.tickets = self.tickets, ()
         for ticket in tickets:
             ticket.release()
 
 
 class Cutter:
-    """Rows of any number into batches of one size."""
+    """Cuts rows into batches of one size."""
 
-    def __init__(self, layout: Layout, batch_size: int, put: Callable[[FileBatch], None]) -> None:
+    def __init__(self, layout: SampleLayout, batch_size: int, put: Callable[[FileBatch], None]) -> None:
         self._layout, self._batch_size, self._put = layout, batch_size, put
-        self._pieces: list[tuple[Piece, Ticket]] = []
+        self._selections: list[tuple[RowSelection, Ticket]] = []
         self._num = 0
 
-    def add(self, rows: Rows, ticket: Ticket) -> None:
+    def add(self, rows: SampleRows, ticket: Ticket) -> None:
         index = np.arange(rows.num)
         while len(index):
             taken, index = np.split(index, [self._batch_size - self._num])
             ticket.hold()
-            self._pieces.append((Piece(rows, taken), ticket))
+            self._selections.append((RowSelection(rows, taken), ticket))
             self._num += len(taken)
             if self._num == self._batch_size:
                 self.cut()
 
     def cut(self) -> None:
-        """A batch of what is there, full or not."""
-        if self._pieces:
-            made = self._layout.batch([piece for piece, _ in self._pieces])
+        """Put a batch of the rows so far, full or not."""
+        if self._selections:
+            made = self._layout.batch([selection for selection, _ in self._selections])
             batch = FileBatch(dict(made), made.num_samples)
-            batch.tickets = tuple(ticket for _, ticket in self._pieces)
-            self._pieces, self._num = [], 0
+            batch.tickets = tuple(ticket for _, ticket in self._selections)
+            self._selections, self._num = [], 0
             self._put(batch)
 
     def drop(self) -> None:
-        pieces, self._pieces, self._num = self._pieces, [], 0
-        for _, ticket in pieces:
+        """Forget the rows so far; they count as used."""
+        selections, self._selections, self._num = self._selections, [], 0
+        for _, ticket in selections:
             ticket.release()
 
     def move_to(self, other: Cutter) -> None:
-        pieces, self._pieces, self._num = self._pieces, [], 0
-        for (rows, order), ticket in pieces:
+        """Give the rows so far to another cutter."""
+        selections, self._selections, self._num = self._selections, [], 0
+        for (rows, order), ticket in selections:
             other.add(rows.pick(order), ticket)
             ticket.release()
 
 
 class Account:
-    """Lines that were left out, over all files of a pass."""
+    """Counts the skipped lines of all files of a pass."""
 
     def __init__(self) -> None:
         self.num_skipped = 0
@@ -135,10 +137,16 @@ class Account:
 
 
 class Reading:
-    """The threads' common work in one pass of a QueueDataset."""
+    """What the threads of one pass of a QueueDataset share."""
 
     def __init__(
-        self, files: Files, layout: Layout, batch_size: int, drop_last: bool, num_threads: int, account: Account
+        self,
+        files: FileQueue,
+        layout: SampleLayout,
+        batch_size: int,
+        drop_last: bool,
+        num_threads: int,
+        account: Account,
     ) -> None:
         self._files, self._layout, self._batch_size, self._drop_last = files, layout, batch_size, drop_last
         self._num_running, self._lock, self.account = num_threads, threading.Lock(), account
@@ -146,15 +154,15 @@ class Reading:
         self.closing = threading.Event()
 
     def run(self, reader: FileReader, put: Callable[[FileBatch], None]) -> None:
-        """The life of one thread: whole files, one after another. The last thread to end cuts up what all have left."""
+        """One thread: reads files, one after another. The last thread to end batches the rows that all have left."""
         cutter = Cutter(self._layout, self._batch_size, put)
         while (path := self._files.take()) is not None:
             if path:
                 self._read(reader, path, cutter)
                 continue
-            # Others have the last files, and may wait for ours to be done: nothing can be kept for a fuller batch.
+            # Other workers have the last files, and may wait for ours to be done: no row is kept for a fuller batch.
             self._end(cutter)
-            if self.closing.wait(_LOOK):  # nobody trains any more: what it waits for may never be done
+            if self.closing.wait(_POLL):  # training has ended: the files of others may never be done
                 return
         with self._lock:
             self._rests.append(cutter)

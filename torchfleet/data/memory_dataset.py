@@ -1,4 +1,4 @@
-"""InMemoryDataset: all samples loaded first, then shuffled, exchanged and gone through any number of times."""
+"""InMemoryDataset: all samples are loaded first, then shuffled and iterated over any number of times."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from functools import partial
 import numpy as np
 
 from torchfleet.background import BackgroundThreads
-from torchfleet.data.dataset import BatchIterator, Dataset, Pass, as_numbers, checked
+from torchfleet.data.dataset import BatchIterator, Dataset, DatasetPass, as_numbers, checked
 from torchfleet.data.feed import Feed
-from torchfleet.data.file_passes import Account, FileBatch, OwnFiles
+from torchfleet.data.file_passes import Account, FileBatch, OwnFileQueue
 from torchfleet.data.reading.reader import ReadOptions
 from torchfleet.data.samples.sample_store import Store
-from torchfleet.data.samples.slots import Layout, Piece
+from torchfleet.data.samples.slots import RowSelection, SampleLayout
 from torchfleet.data.shuffle import exchange_samples
 from torchfleet.errors import DataError
 from torchfleet.monitor.progress import Progress
@@ -98,11 +98,11 @@ class InMemoryDataset(Dataset):
 
         def make(put: Callable[[FileBatch], None]) -> None:
             for begin in range(0, num, size):
-                made = store.layout.batch([Piece(rows, order[begin : begin + size])])
+                made = store.layout.batch([RowSelection(rows, order[begin : begin + size])])
                 put(FileBatch(dict(made), made.num_samples))
 
         store.add_reader()
-        return BatchIterator(Pass(Feed([make], self._queue_size), store.remove_reader, lambda: None))
+        return BatchIterator(DatasetPass(Feed([make], self._queue_size), store.remove_reader, lambda: None))
 
     def __len__(self) -> int:
         """Batches in a pass."""
@@ -138,9 +138,9 @@ class InMemoryDataset(Dataset):
             workers.close()
 
 
-def _load(options: ReadOptions, layout: Layout, paths: list[str], num_threads: int) -> tuple[Store, Account]:
+def _load(options: ReadOptions, layout: SampleLayout, paths: list[str], num_threads: int) -> tuple[Store, Account]:
     """All samples of the files, in the order of files and lines, however many threads read."""
-    store, account, files, closing = Store(layout), Account(), OwnFiles(paths), threading.Event()
+    store, account, files, closing = Store(layout), Account(), OwnFileQueue(paths), threading.Event()
     ranges: dict[str, list[range]] = {path: [] for path in paths}
     num_done = 0
 

@@ -1,13 +1,13 @@
-"""QueueDataset: batches straight from files, while training goes on."""
+"""QueueDataset: batches that are read from files while training goes on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 
-from torchfleet.data.dataset import BatchIterator, Dataset, Pass, SharedFiles
+from torchfleet.data.dataset import BatchIterator, Dataset, DatasetPass, SharedFileQueue
 from torchfleet.data.feed import Feed
-from torchfleet.data.file_passes import Account, Files, OwnFiles, Reading
+from torchfleet.data.file_passes import Account, FileQueue, OwnFileQueue, Reading
 from torchfleet.errors import DataError
 
 LEASE = 30.0  # seconds of silence after which a worker's files go to others
@@ -23,9 +23,9 @@ class QueueDataset(Dataset):
     def set_filelist(
         self, files: Sequence[str], dynamic: bool = False, name: str = "files", lease: float = LEASE
     ) -> None:
-        """The files of this worker; with `dynamic`, all files of all workers, who take them one after another.
+        """The files of this worker; with `dynamic`, the files of all workers, which take them one after another.
 
-        `name` tells several such lists of a job apart; after `lease` seconds of silence a worker's files go to others.
+        `name` distinguishes such lists of a job. After `lease` seconds of silence a worker's files go to others.
         """
         if not isinstance(lease, (int, float)) or not 0.1 <= lease <= 86400:
             raise DataError(f"lease: expected 0.1 to 86400 seconds, found {lease!r}")
@@ -34,13 +34,13 @@ class QueueDataset(Dataset):
 
     def iterate(self) -> BatchIterator:
         settings = self.settings
-        files: Files
+        files: FileQueue
         if self._dynamic is not None and self.filelist:
             workers = self.workers()
             shared = workers.files(self._dynamic[0], self.filelist, self._dynamic[1])
             files, at_end = _Settled(shared, self), shared.close
         else:
-            files, at_end = OwnFiles(self.filelist), lambda: None
+            files, at_end = OwnFileQueue(self.filelist), lambda: None
         num_threads = min(self.thread_num, max(1, len(self.filelist)))
         account = Account()
         reading = Reading(files, self._layout, self.batch_size, self.drop_last, num_threads, account)
@@ -52,13 +52,13 @@ class QueueDataset(Dataset):
             self.num_skipped = account.num_skipped
             account.report()
 
-        return BatchIterator(Pass(feed, at_end, report))
+        return BatchIterator(DatasetPass(feed, at_end, report))
 
 
 class _Settled:
-    """Shared files that are done only when the gradients of their samples have reached the servers."""
+    """A shared file queue whose files are done when the servers have the gradients of all their samples."""
 
-    def __init__(self, files: SharedFiles, dataset: Dataset) -> None:
+    def __init__(self, files: SharedFileQueue, dataset: Dataset) -> None:
         self._files, self._dataset = files, dataset
 
     def take(self) -> str | None:

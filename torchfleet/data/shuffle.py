@@ -1,8 +1,9 @@
-"""Global shuffle: a uniformly random permutation of all workers' samples, dealt out in equal shares.
+"""Global shuffle: a uniformly random permutation of all workers' samples, in equal shares.
 
-How many samples go from each worker to each other one is drawn first, by all workers alike, from the distribution that
-a random permutation would give (multivariate hypergeometric, row by row). Each worker then picks at random which ones,
-and shuffles what it ends up with: together that is a uniform permutation, with shares that differ by at most one.
+First all workers draw, from a common seed, how many samples go from each worker to each other worker. The distribution
+is that of a random permutation (multivariate hypergeometric, row by row). Then each worker picks the samples that it
+sends at random, and shuffles those that it ends up with. Together that is a uniform permutation, with shares that
+differ by at most one sample.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.data.dataset import Workers
-from torchfleet.data.samples.sample_rows import Rows
+from torchfleet.data.dataset import WorkerGroup
+from torchfleet.data.samples.sample_rows import SampleRows
 from torchfleet.data.samples.sample_store import Store
-from torchfleet.data.samples.slots import Layout
+from torchfleet.data.samples.slots import SampleLayout
 from torchfleet.errors import DataError
 from torchfleet.monitor.progress import Progress
 
@@ -24,24 +25,24 @@ _PARCEL_ROWS, _PARCEL_BYTES = 1 << 14, 1 << 22
 _MAX_SEED = 1 << 63
 
 
-def exchange_samples(store: Store, workers: Workers, seed: int | None, on_begin: Callable[[], None]) -> Store:
-    """A store with this worker's share of all samples; `order` depends on the seed only, not on which came first.
+def exchange_samples(store: Store, workers: WorkerGroup, seed: int | None, on_begin: Callable[[], None]) -> Store:
+    """A store with this worker's share of all samples; `order` depends on the seed only, not on the order of arrival.
 
-    `store` is emptied as they go, so that memory stays that of one; `on_begin` is called before the first one goes.
+    `store` is emptied on the way, so that memory holds the samples once. `on_begin` is called before the first is sent.
     """
-    numbers, common, talk = _agree(store, workers, seed)
+    numbers, common, topic = _agree(store, workers, seed)
     index, num = workers.index, workers.num
     flows = deal(numbers, np.random.default_rng([common, 0]))
     places = np.empty(store.num, np.int64)  # of each row in this worker's order
     places[store.order] = np.arange(store.num)
-    ways = np.repeat(np.arange(num), flows[index])
-    np.random.default_rng([common, 1, index]).shuffle(ways)
+    receivers = np.repeat(np.arange(num), flows[index])
+    np.random.default_rng([common, 1, index]).shuffle(receivers)
     share = Share(store.layout, int(flows[:, index].sum()))
-    exchange = workers.exchange(f"global shuffle {talk}")
+    exchange = workers.exchange(f"global shuffle {topic}")
     on_begin()
     for row_numbers, rows in store.drain(_rows_per_parcel(store)):
         at = places[row_numbers.start : row_numbers.stop]
-        chosen = ways[at]
+        chosen = receivers[at]
         for to in range(num):
             picked = np.flatnonzero(chosen == to)
             if len(picked) and to == index:
@@ -54,9 +55,9 @@ def exchange_samples(store: Store, workers: Workers, seed: int | None, on_begin:
 
 
 class Share:
-    """What comes in, with where it came from: that gives it an order."""
+    """The samples of this worker as they arrive, with their origins, which determine their order."""
 
-    def __init__(self, layout: Layout, expected: int) -> None:
+    def __init__(self, layout: SampleLayout, expected: int) -> None:
         self._store, self._expected = Store(layout), expected
         self._origins: list[npt.NDArray[np.int64]] = []
         self._progress = Progress("global shuffle")
@@ -69,7 +70,7 @@ class Share:
         self.add(*unpacked(parcel, self._store.layout))
         self._progress.show(f"{self._store.num:,} of {self._expected:,} samples are here")
 
-    def add(self, sender: int, places: npt.NDArray[np.int64], rows: Rows) -> None:
+    def add(self, sender: int, places: npt.NDArray[np.int64], rows: SampleRows) -> None:
         self._store.append(rows)
         self._origins.append(np.stack([np.full(len(places), sender), places]))
 
@@ -82,12 +83,12 @@ class Share:
         return self._store
 
 
-def _agree(store: Store, workers: Workers, seed: int | None) -> tuple[npt.NDArray[np.int64], int, int]:
-    """(numbers of samples of all workers, a seed that all of them have, a name for this exchange)."""
+def _agree(store: Store, workers: WorkerGroup, seed: int | None) -> tuple[npt.NDArray[np.int64], int, int]:
+    """(numbers of samples of all workers, a common seed, a topic for this exchange)."""
     own = int(np.random.default_rng(seed).integers(_MAX_SEED))
-    talk = int(np.random.default_rng().integers(_MAX_SEED))  # new every time, whatever the seed
+    topic = int(np.random.default_rng().integers(_MAX_SEED))  # new every time, whatever the seed
     layout = repr(store.layout.slots).encode()
-    parts = workers.gather("global shuffle", np.array([store.num, own, talk], np.int64).tobytes() + layout)
+    parts = workers.gather("global shuffle", np.array([store.num, own, topic], np.int64).tobytes() + layout)
     if len(parts) != workers.num:
         raise DataError(f"global shuffle needs all {workers.num} workers, and only {len(parts)} are left")
     if any(part[24:] != layout for part in parts):
@@ -113,12 +114,12 @@ def deal(numbers: npt.NDArray[np.int64], rng: np.random.Generator) -> npt.NDArra
 
 
 def hypergeometric(rng: np.random.Generator, good: int, bad: int, draws: int) -> int:
-    """How many of `draws` are good ones. numpy's own ends at 10^9; beyond, by inversion around the mean."""
+    """How many of `draws` are good. numpy's own is limited to 10^9; beyond, by inversion around the mean."""
     total = good + bad
     if total < 10**9:
         return int(rng.hypergeometric(good, bad, draws))
     mean = draws * good / total
-    width = 12 * (mean * bad / total * (total - draws) / (total - 1)) ** 0.5 + 50  # far beyond any chance
+    width = 12 * (mean * bad / total * (total - draws) / (total - 1)) ** 0.5 + 50  # what lies beyond never happens
     low = max(0, draws - bad, int(mean - width))
     high = min(good, draws, int(mean + width))
     k = np.arange(low, high, dtype=np.float64)
@@ -133,7 +134,7 @@ def _rows_per_parcel(store: Store) -> int:
     return max(1, min(_PARCEL_ROWS, int(_PARCEL_BYTES / max(1.0, mean_bytes))))
 
 
-def packed(sender: int, places: npt.NDArray[np.int64], rows: Rows) -> list[npt.NDArray[Any]]:
+def packed(sender: int, places: npt.NDArray[np.int64], rows: SampleRows) -> list[npt.NDArray[Any]]:
     return [
         np.array([sender], np.uint64),
         places.view(np.uint64),
@@ -142,11 +143,11 @@ def packed(sender: int, places: npt.NDArray[np.int64], rows: Rows) -> list[npt.N
     ]
 
 
-def unpacked(parcel: list[npt.NDArray[Any]], layout: Layout) -> tuple[int, npt.NDArray[np.int64], Rows]:
-    """(sender, places, rows) that came from another worker, checked before anything walks along them."""
+def unpacked(parcel: list[npt.NDArray[Any]], layout: SampleLayout) -> tuple[int, npt.NDArray[np.int64], SampleRows]:
+    """(sender, places, rows) that came from another worker, checked before a kernel reads them."""
     if [array.dtype for array in parcel] == [np.uint64, np.uint64, np.uint8, np.uint64] and parcel[2].size % 4 == 0:
         sender, places, words, starts = (np.ascontiguousarray(array).reshape(-1).copy() for array in parcel)
-        rows = Rows(words.view(np.uint32), starts.view(np.int64))
+        rows = SampleRows(words.view(np.uint32), starts.view(np.int64))
         if len(sender) == 1 and len(places) == rows.num and layout.check(rows):
             return int(sender[0]), places.view(np.int64), rows
     raise DataError("global shuffle: a parcel that holds no samples of these slots; do all workers run one version?")

@@ -1,1 +1,1 @@
-"""fleetrun: starts the processes of a job, watches them, and leaves nothing behind."""
+"""The `fleetrun` command line: starts the processes of a job, watches them, and ends them together."""

@@ -1,4 +1,4 @@
-"""The ranks of one machine, run by torch's elastic agent: what is shown of them, how they are logged and ended."""
+"""torch's elastic agent for the ranks of one machine, with fleetrun's logs, display and way to end processes."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
 
 from torchfleet.launch.display import Display
+from torchfleet.launch.job_spec import JobSpec, Task
 from torchfleet.launch.processes import Process, end_all
-from torchfleet.launch.rendezvous import Meeting
-from torchfleet.launch.roles import Task
+from torchfleet.launch.rendezvous import Rendezvous
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-# Run before the script itself: should the launcher be killed outright, the kernel ends its ranks (PR_SET_PDEATHSIG);
-# and output is added to a log that torch itself would begin anew at every start.
+# Run before the script itself. If the launcher is killed, the kernel ends its ranks (PR_SET_PDEATHSIG). Output is
+# appended to the log, which torch itself would truncate at every start.
 _BEFORE_THE_SCRIPT = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
     "os.dup2(os.open(os.devnull, os.O_RDONLY), 0); "
@@ -33,12 +33,12 @@ _BEFORE_THE_SCRIPT = (
 
 
 class RankLogs(LogsSpecs):
-    """workerlog.N of every rank N, both streams in one; torch hands the environment of the ranks over here too."""
+    """Both streams of rank N go to workerlog.N. torch passes the environment of the ranks through here as well."""
 
-    def __init__(self, log_dir: Path, environment: Mapping[str, str], meeting: Meeting) -> None:
+    def __init__(self, log_dir: Path, environment: Mapping[str, str], rendezvous: Rendezvous) -> None:
         super().__init__(str(log_dir))
-        self._log_dir, self._environment, self._meeting = log_dir, environment, meeting
-        self.begins: dict[Path, int] = {}  # where in its log the output of a rank's last start begins
+        self._log_dir, self._environment, self._rendezvous = log_dir, environment, rendezvous
+        self.begins: dict[Path, int] = {}  # by log: the offset at which the output of the last start begins
 
     @property
     def root_log_dir(self) -> str:
@@ -55,7 +55,7 @@ class RankLogs(LogsSpecs):
                 self._environment,
                 FLEET_LOG_FILE=str(log),
                 FLEET_STATUS_FILE=str(status_file_of(self._log_dir, env["RANK"])),
-                TORCHELASTIC_RESTART_COUNT=str(self._meeting.num_starts),  # the same on all machines
+                TORCHELASTIC_RESTART_COUNT=str(self._rendezvous.num_starts),  # equal on all machines
                 TORCHELASTIC_ERROR_FILE="",
             )
         nowhere = dict.fromkeys(envs, os.devnull)
@@ -79,12 +79,12 @@ class Rank(Process):
         self._process, self._reader, self._sink = process, None, io.BytesIO()
 
     def status(self) -> dict[str, Any]:
-        """Never empty: a script that does not tell how it is doing runs nonetheless."""
+        """Never empty: a rank counts as running from the start, even if its script reports nothing."""
         return {"role": "rank", **super().status()}
 
     @property
-    def end(self) -> str:
-        """How it ended."""
+    def ending(self) -> str:
+        """How it ended: its exit status or its signal."""
         code = self.returncode or 0
         if code >= 0:
             return f"ended with exit status {code}"
@@ -93,7 +93,7 @@ class Rank(Process):
 
 
 class Tail:
-    """What is added to a log behind `begin`, line by line."""
+    """Reads the lines that are appended to a log after the offset `begin`."""
 
     def __init__(self, log: Path, begin: int) -> None:
         self._file = open(log, "rb")  # noqa: SIM115  (open as long as the process)
@@ -101,6 +101,7 @@ class Tail:
         self._rest = b""
 
     def lines(self, is_last: bool = False) -> Iterator[str]:
+        """The lines that are complete since the last call; with `is_last` also one without an end."""
         *whole, self._rest = (self._rest + self._file.read()).split(b"\n")
         if is_last and self._rest:
             whole.append(self._rest)
@@ -110,18 +111,17 @@ class Tail:
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, which starts the ranks, watches them and starts them again; and tells what happens."""
+    """Starts the ranks, watches them and restarts them, as torch's agent does, and shows what happens."""
 
-    def __init__(
-        self, command: Sequence[str], num: int, max_restart: int, logs: RankLogs, meeting: Meeting, display: Display
-    ) -> None:
-        arguments = tuple(part.replace("$", "$$") for part in ("-c", _BEFORE_THE_SCRIPT, *command))  # torch has macros
+    def __init__(self, job: JobSpec, num_ranks: int, logs: RankLogs, rendezvous: Rendezvous, display: Display) -> None:
+        command = ("-c", _BEFORE_THE_SCRIPT, *job.command)
+        arguments = tuple(argument.replace("$", "$$") for argument in command)  # torch expands macros after a $
         spec = WorkerSpec(
-            "worker", num, meeting, entrypoint=sys.executable, args=arguments, max_restarts=max_restart,
-            monitor_interval=0.1,
+            "worker", num_ranks, rendezvous, entrypoint=sys.executable, args=arguments,
+            max_restarts=job.max_restart, monitor_interval=0.1,
         )  # fmt: skip
         super().__init__(spec, logs)
-        self._meeting, self._display, self._logs = meeting, display, logs
+        self._rendezvous_handler, self._display, self._logs = rendezvous, display, logs
         self._ranks: list[Rank] = []
         self._tail: Tail | None = None
         self.failure = ""  # why the job ended
@@ -139,7 +139,7 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         failed = [rank for rank in self._ranks if rank.returncode not in (None, 0)]
         if failed:
-            # A rank that was killed takes others along, with errors of their own: it is the one to name.
+            # Other ranks fail with errors of their own when one is killed: the killed one is the cause.
             self._fail(next((rank for rank in failed if (rank.returncode or 0) < 0), failed[0]))
         self._echo()
         self._display.show(self._ranks)
@@ -151,23 +151,23 @@ class Agent(LocalElasticAgent):
 
     def _fail(self, rank: Rank) -> None:
         self._end_ranks()
-        say, most = self._display.say, self._worker_group.spec.max_restarts
-        what = f"{rank.task.name} {rank.end}"
+        report, most = self._display.report, self._worker_group.spec.max_restarts
+        what = f"{rank.task.name} {rank.ending}"
         if self._remaining_restarts:
-            say(f"[fleetrun] {what}; starting all ranks again ({most - self._remaining_restarts + 1} of {most})")
+            report(f"[fleetrun] {what}; starting all ranks again ({most - self._remaining_restarts + 1} of {most})")
             return
         self.failure = what
-        say(f"[fleetrun] {what}; the job ends. Last lines of {rank.log}:")
+        report(f"[fleetrun] {what}; the job ends. Last lines of {rank.log}:")
         for line in rank.last_lines():
-            say(f"    {line}")
+            report(f"    {line}")
 
     def _echo(self, is_last: bool = False) -> None:
-        """The output of the first rank of this machine, on the terminal."""
+        """Show the new output of the first rank of this machine."""
         for line in self._tail.lines(is_last) if self._tail else ():
-            self._display.say(f"[{self._ranks[0].task.name}] {line}")
+            self._display.report(f"[{self._ranks[0].task.name}] {line}")
 
     def _end_ranks(self) -> None:
-        """Within seconds, their children too, whatever signals arrive meanwhile."""
+        """End the ranks and their children within seconds. Signals that arrive meanwhile wait."""
         with _held_back(SIGNALS):
             end_all(self._ranks)
             self._echo(is_last=True)
@@ -177,7 +177,7 @@ class Agent(LocalElasticAgent):
         super()._shutdown(*arguments, **more)
 
     def _exit_barrier(self) -> None:
-        self._meeting.finish()
+        self._rendezvous_handler.finish()
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The state of all roles: a live table on a terminal, plain lines elsewhere."""
+"""The progress of a job's processes: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PERIOD = 5.0  # seconds between plain lines
 
 
 class Display:
-    """Shows processes until it is closed. Lines given to `say` stand above the table."""
+    """Shows processes until it is closed. Lines given to `report` stand above the table."""
 
     def __init__(self) -> None:
         self._console = Console(file=sys.stdout)
@@ -28,7 +28,7 @@ class Display:
             self._live.start()
         self._next = time.monotonic() + _PERIOD
 
-    def say(self, line: str) -> None:
+    def report(self, line: str) -> None:
         if self._live:
             self._live.console.print(line, markup=False, highlight=False)
         else:
@@ -41,9 +41,9 @@ class Display:
             self.show_line(processes)
 
     def show_line(self, processes: Sequence[Process]) -> None:
-        """A plain line now: how a job ended stays readable, also where the table has gone or none was due."""
+        """A plain line now, whatever the period: how a job ended stays readable after the table is gone."""
         self._next = time.monotonic() + _PERIOD
-        self.say("[fleetrun] " + "; ".join(_line(process) for process in processes))
+        self.report("[fleetrun] " + "; ".join(_line(process) for process in processes))
 
     def close(self) -> None:
         if self._live:

@@ -1,11 +1,10 @@
-"""The run of a collective job on one machine: torch's agent, and what fleetrun says and does when it is over."""
+"""Runs the ranks of this machine to their end: rendezvous, torch's agent, signals and the exit status."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -15,11 +14,12 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torchfleet.launch import roles
 from torchfleet.launch.agent import SIGNALS, Agent, RankLogs
 from torchfleet.launch.display import Display
-from torchfleet.launch.rank_plan import Plan
-from torchfleet.launch.rendezvous import ElasticMeeting, FixedMeeting, Meeting
-from torchfleet.launch.stores import Place, Say
+from torchfleet.launch.job_spec import JobSpec
+from torchfleet.launch.rank_plan import RankPlan
+from torchfleet.launch.rendezvous import ElasticRendezvous, FixedRendezvous, Rendezvous
+from torchfleet.launch.stores import Report, StoreAddress
 
-# A role that the launcher itself stands in is not its ranks' role.
+# The launcher may itself run as a process of a job. Its ranks must not inherit that role.
 _ROLES = ("PADDLE_", "FLEET_ROLE", "FLEET_RESTART", "FLEET_NUM_", "FLEET_SERVER_", "FLEET_WORKER_", "FLEET_STATUS_")
 _ROLE_NAMES = (
     "TRAINING_ROLE", "FLAGS_selected_gpus", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
@@ -27,70 +27,73 @@ _ROLE_NAMES = (
 )  # fmt: skip
 
 
-def run(plan: Plan, command: Sequence[str], log_dir: Path) -> int:
-    """Until the job is over; the exit status. Nothing is left running."""
+def run(job: JobSpec, plan: RankPlan, log_dir: Path) -> int:
+    """Run the job to its end and return its exit status. No rank is left when this returns."""
     _handle_signals()
     _quiet_torch()
     for name in [name for name in os.environ if name in _ROLE_NAMES or name.startswith(_ROLES)]:
         del os.environ[name]
     display = Display()
     try:
-        return _run(plan, command, log_dir, display)
+        return _run(job, plan, log_dir, display)
     except RendezvousError as error:
-        display.say(f"[fleetrun] the job ends: {error}")
+        display.report(f"[fleetrun] the job ends: {error}")
         return 1
     except SignalException as stopped:
-        display.say(f"[fleetrun] {stopped.sigval.name}: ended all ranks; logs in {log_dir}")
+        display.report(f"[fleetrun] {stopped.sigval.name}: ended all ranks; logs in {log_dir}")
         return 128 + int(stopped.sigval)
     finally:
         display.close()
 
 
-def _run(plan: Plan, command: Sequence[str], log_dir: Path, display: Display) -> int:
-    meeting = _meet(plan, display.say)
-    logs = RankLogs(log_dir, plan.environment, meeting)
-    agent = Agent(command, plan.num_ranks, plan.max_restart, logs, meeting, display)
+def _run(job: JobSpec, plan: RankPlan, log_dir: Path, display: Display) -> int:
+    rendezvous = _rendezvous(plan, display.report)
+    logs = RankLogs(log_dir, plan.environment, rendezvous)
+    agent = Agent(job, plan.num_ranks, logs, rendezvous, display)
     try:
         result = agent.run()
     except SignalException as stopped:
         if not plan.is_elastic:  # the other machines of an elastic job go on
-            meeting.end(_told_by(plan, f"stopped by {stopped.sigval.name}"))
+            rendezvous.end(_on_this_machine(plan, f"stopped by {stopped.sigval.name}"))
         raise
-    if result is None:  # torch's word for a machine that came when there were enough
-        display.say(f"[fleetrun] the job has finished with {plan.most} other machines")
+    if result is None:  # torch returns None on a machine that came when there were enough
+        display.report(f"[fleetrun] the job has finished with {plan.max_machines} other machines")
     elif result.is_failed():
-        meeting.end(_told_by(plan, agent.failure))
+        rendezvous.end(_on_this_machine(plan, agent.failure))
         return 1
-    meeting.shutdown()
-    display.say(f"[fleetrun] finished; logs in {log_dir}")
+    rendezvous.shutdown()
+    display.report(f"[fleetrun] finished; logs in {log_dir}")
     return 0
 
 
 def _handle_signals() -> None:
-    """As torch does once ranks are running; here already while machines meet. nohup's wish is heard."""
-    wanted = [one for one in SIGNALS if one != signal.SIGHUP or signal.getsignal(one) != signal.SIG_IGN]
-    for number in wanted:
+    """Stop on the signals that torch handles once ranks run, also before. SIGHUP stays ignored under nohup."""
+    is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    handled = [number for number in SIGNALS if number != signal.SIGHUP or not is_ignored]
+    for number in handled:
         signal.signal(number, _stop)
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in wanted)
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in handled)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
     raise SignalException("stopped", signal.Signals(number))
 
 
-def _told_by(plan: Plan, what: str) -> str:
+def _on_this_machine(plan: RankPlan, what: str) -> str:
+    """What happened here, in words for the other machines."""
     return f"on another machine, {what}" if plan.is_elastic else f"on machine {plan.machine}, {what}"
 
 
-def _meet(plan: Plan, say: Say) -> Meeting:
-    place = Place(plan.host, plan.port)
+def _rendezvous(plan: RankPlan, report: Report) -> Rendezvous:
+    address = StoreAddress(plan.host, plan.port)
     if plan.machine is None:
-        return ElasticMeeting(place, roles.is_here(f"{place}", roles.own_addresses()), plan.least, plan.most, say)
-    return FixedMeeting(place, plan.machine, plan.most, say)
+        is_here = roles.is_here(str(address), roles.own_addresses())
+        return ElasticRendezvous(address, is_here, plan.min_machines, plan.max_machines, report)
+    return FixedRendezvous(address, plan.machine, plan.max_machines, report)
 
 
 def _quiet_torch() -> None:
-    """What torch's launcher reports of its own accord, fleetrun says in its own words."""
+    """Silence the log messages of torch's launcher: fleetrun reports the same events itself."""
     if "LOGLEVEL" not in os.environ:
         for name in logging.root.manager.loggerDict:
             if name.startswith("torch.distributed.elastic"):

@@ -1,4 +1,4 @@
-"""Processes of a job: started in groups of their own, logged, watched, and ended together."""
+"""The processes of a job: each in a process group of its own, with a log and a status file; ended together."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from torchfleet.launch.roles import Task
+from torchfleet.launch.job_spec import Task
 
-_GRACE = 3.0  # seconds between asking a process to end and ending it
+_GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 # Run before the script itself: should the launcher be killed outright, the kernel ends its children (PR_SET_PDEATHSIG).
 _TIE_TO_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 
-
-# A role that the launcher itself stands in is not its processes' role.
+# The launcher may itself run as a process of a job. Its processes must not inherit that role.
 _ROLES = {
     "FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_INDEX", "FLEET_SERVER_INDEX", "FLEET_WORKER_ENDPOINTS",
     "TRAINING_ROLE", "PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID",
@@ -30,7 +29,7 @@ _ROLES = {
 
 
 class Process:
-    """A running task, its log and its status file."""
+    """A task that was started, its log and its status file."""
 
     def __init__(
         self,
@@ -66,6 +65,7 @@ class Process:
             self._reader.start()
 
     def restart(self) -> None:
+        """Start the task again; its log goes on."""
         self.signal(signal.SIGKILL)  # what is left of its group
         self.num_restarts += 1
         self._sink.close()
@@ -80,7 +80,7 @@ class Process:
         return self._process.pid
 
     def status(self) -> dict[str, Any]:
-        """The last thing the process said of itself; empty before the first."""
+        """What the process reported last; empty before its first report."""
         try:
             found = json.loads(self.status_file.read_text())
         except (OSError, ValueError):
@@ -88,6 +88,7 @@ class Process:
         return found if isinstance(found, dict) else {}
 
     def last_lines(self, num: int = 20) -> list[str]:
+        """The end of its log."""
         if self._reader:
             self._reader.join(timeout=2)
         with open(self.log, "rb") as log:
@@ -96,12 +97,13 @@ class Process:
             return log.read().decode(errors="replace").splitlines()[-num:]
 
     def signal(self, number: int) -> None:
-        """To the whole group: a worker's own children end with it."""
+        """Send a signal to the whole process group: a worker's own children end with it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
     def close(self) -> None:
-        self.signal(signal.SIGKILL)  # whatever is left of its group
+        """Kill what is left of the process group, and close its files."""
+        self.signal(signal.SIGKILL)
         self._process.wait()
         if self._reader:
             self._reader.join(timeout=2)
@@ -118,7 +120,7 @@ class Process:
 
 
 def end_all(processes: Sequence[Process]) -> None:
-    """Ask all to end, wait a little, end the rest. Returns with none of them running."""
+    """SIGTERM to all, and SIGKILL to those that have not ended after a grace. None runs when this returns."""
     for process in processes:
         if process.returncode is None:
             process.signal(signal.SIGTERM)
@@ -130,4 +132,5 @@ def end_all(processes: Sequence[Process]) -> None:
 
 
 def script_command(script: str, arguments: Sequence[str]) -> list[str]:
+    """The command that runs a training script with this Python."""
     return [sys.executable, script, *arguments]

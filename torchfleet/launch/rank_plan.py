@@ -1,4 +1,4 @@
-"""The command line of collective jobs: which ranks this machine has, where machines meet, what the ranks are told."""
+"""The plan of a collective job: the ranks of this machine, the address of the rendezvous, the ranks' environment."""
 
 from __future__ import annotations
 
@@ -6,29 +6,25 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torchfleet.errors import RoleError
 from torchfleet.launch import roles
 from torchfleet.net.keys import is_private
 
-FLAGS = ("nproc_per_node", "gpus", "nnodes", "master", "rank", "ips")
-_OF_SERVERS = ("server_num", "worker_num", "servers", "workers")
-_PORT = 6170  # with --ips, unless --master says another
+_PORT = 6170  # of the rendezvous with --ips, unless --master gives another
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A collective job as one machine sees it."""
+class RankPlan:
+    """The part that one machine has in a collective job."""
 
-    num_ranks: int  # of this machine
-    least: int = 1  # machines
-    most: int = 1
-    machine: int | None = 0  # this one's number; None: it gets one when the machines meet
-    host: str = "127.0.0.1"
-    port: int = 0  # any
-    max_restart: int = 0
+    num_ranks: int  # on this machine
+    min_machines: int = 1
+    max_machines: int = 1
+    machine: int | None = 0  # the number of this machine; None: the rendezvous numbers the machines
+    host: str = "127.0.0.1"  # of the rendezvous
+    port: int = 0  # 0: any free port
     environment: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -36,21 +32,8 @@ class Plan:
         return self.machine is None
 
 
-def is_asked(options: argparse.Namespace) -> bool:
-    """Whether the command line is that of a collective job. Flags of both kinds of jobs are an error."""
-    given = [f"--{name}" for name in FLAGS if getattr(options, name) is not None]
-    others = [f"--{name}" for name in _OF_SERVERS if getattr(options, name) is not None]
-    others += ["--max_job_restart"] if options.max_job_restart else []
-    if given and others:
-        raise RoleError(
-            f"{', '.join(given)} start a collective job, {', '.join(others)} one with parameter servers: use one kind"
-        )
-    if given and options.key_dir and options.key_dir != os.environ.get("FLEET_KEY_DIR"):
-        raise RoleError(f"--key_dir is for parameter servers: torch.distributed, which {given[0]} uses, has no keys")
-    return bool(given)
-
-
-def make_plan(options: argparse.Namespace) -> Plan:
+def make_plan(options: argparse.Namespace) -> RankPlan:
+    """The plan for the options of the command line. Raises RoleError for options that cannot work."""
     gpus = _gpus(options.gpus)
     num_ranks = _num_ranks(options.nproc_per_node, gpus)
     least, most = _machines(options.nnodes)
@@ -68,24 +51,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         )
     machine = _machine(options.rank, hosts, least, most)
     environment = _environment(num_ranks, gpus, is_private(f"tcp://{_bracketed(host)}:{port}"))
-    return Plan(num_ranks, least, most, machine, host, port, options.max_restart, environment)
-
-
-def describe(plan: Plan, command: Sequence[str], log_dir: Path) -> list[str]:
-    """What would be started, in lines."""
-    lines = []
-    for local in range(plan.num_ranks):
-        rank = (plan.machine or 0) * plan.num_ranks + local  # if all machines have as many
-        given = {"LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(plan.num_ranks)}
-        if plan.is_elastic:
-            numbers = f"{plan.least} to {plan.most} machines: ranks are numbered when they meet"
-            lines.append(f"local rank {local}: {' '.join(command)}   ({numbers}; logs: {log_dir}/workerlog.RANK)")
-        else:
-            lines.append(f"rank {rank}: {' '.join(command)}   (log: {log_dir / f'workerlog.{rank}'})")
-            given |= {"RANK": str(rank), "WORLD_SIZE": str(plan.most * plan.num_ranks), "MASTER_ADDR": plan.host}
-            given["MASTER_PORT"] = "(a free one, for every start)"
-        lines += [f"    {name}={value}" for name, value in {**given, **plan.environment}.items()]
-    return lines
+    return RankPlan(num_ranks, least, most, machine, host, port, environment)
 
 
 def _environment(num_ranks: int, gpus: Sequence[str], is_loopback: bool) -> dict[str, str]:
@@ -99,7 +65,7 @@ def _environment(num_ranks: int, gpus: Sequence[str], is_loopback: bool) -> dict
 
 
 def _gpus(text: str | None) -> list[str]:
-    """Names of GPUs as CUDA has them, each once; one that the launcher itself may not see is refused."""
+    """Names of GPUs as CUDA spells them, each once. A GPU that is hidden from the launcher is refused."""
     if text is None:
         return []
     gpus = _list("--gpus", text)
@@ -107,7 +73,7 @@ def _gpus(text: str | None) -> list[str]:
     for gpu in gpus:
         if not (gpu.isascii() and gpu.isdigit()) and not gpu.startswith(("GPU-", "MIG-")):
             raise RoleError(f"--gpus expects numbers of GPUs separated by commas, such as 0,1; found {gpu!r}")
-        if visible is not None and gpu not in [one.strip() for one in visible.split(",")]:
+        if visible is not None and gpu not in [name.strip() for name in visible.split(",")]:
             raise RoleError(f"--gpus names GPU {gpu}, but CUDA_VISIBLE_DEVICES={visible} hides it")
     return gpus
 
@@ -152,7 +118,7 @@ def _place(master: str | None, hosts: Sequence[str], most: int) -> tuple[str, in
 
 
 def _machine(rank: int | None, hosts: Sequence[str], least: int, most: int) -> int | None:
-    """This machine's number: as --rank says, or as its place in --ips. None for MIN:MAX machines."""
+    """This machine's number: that of --rank, or its position in --ips. None for MIN:MAX machines."""
     if least != most:
         if rank is not None:
             raise RoleError(

@@ -1,8 +1,8 @@
-"""Where the machines of a collective job meet before every start of its ranks: rendezvous handlers for torch's agent.
+"""Rendezvous handlers for torch's elastic agent: the machines of a collective job meet before every start of its ranks.
 
-One machine keeps a store in which all launchers talk; each start of the ranks gets a store of its own, so that nothing
-that an earlier start left behind is taken for news. On loopback both listen to this machine only. (torch's own
-handlers listen to every network, keep one store for all starts, and cannot be interrupted while they wait.)
+One machine serves a store that all launchers use. Every start of the ranks gets a store of its own, so that no value of
+an earlier start is taken for a new one. On loopback both listen to this machine only. (torch's own handlers listen to
+every network, use one store for all starts, and cannot be interrupted while they wait.)
 """
 
 from __future__ import annotations
@@ -28,77 +28,80 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from torchfleet.launch.stores import PATIENCE, Place, Say, reach, serve, serve_or_reach
+from torchfleet.launch.stores import PATIENCE, Report, StoreAddress, reach, serve, serve_or_reach
 
 _LAST_CALL = 5  # seconds that a job of MIN:MAX machines waits for more of them, once there are MIN
-_PARTING = 3.0  # seconds that the machine with the store gives the others to hear how the job ended
-_PERIOD = 0.1
+_PARTING = 3.0  # seconds that the machine with the store waits for the others to read how the job ended
+_PERIOD = 0.1  # seconds between two looks at the store
 
 
-class Meeting(RendezvousHandler):
-    """What both kinds share. `num_starts`: how often the ranks of the job were started before this time."""
+class Rendezvous(RendezvousHandler):
+    """What fixed and elastic jobs share. `num_starts`: how often the ranks were started before this start."""
 
-    def __init__(self, place: Place, store: TCPStore, is_host: bool, most: int, say: Say) -> None:
-        self.place, self._store, self._is_host, self._say = place, store, is_host, say
-        self._size = most
-        self._round: Store = store
-        self._of_ranks: TCPStore | None = None
+    def __init__(
+        self, address: StoreAddress, store: TCPStore, is_host: bool, max_machines: int, report: Report
+    ) -> None:
+        self.address, self._store, self._is_host, self._report = address, store, is_host, report
+        self._num_machines = max_machines
+        self._start_store: Store = store  # of this start of the ranks only
+        self._rank_store: TCPStore | None = None
         self.num_starts = 0
 
     @abstractmethod
     def _join(self) -> tuple[Store, int, int]:
-        """Wait for the other machines: a store for this start only, this machine's number, and how many there are."""
+        """Wait for the other machines. Returns a store for this start only, this machine's number, and their number."""
 
     @abstractmethod
     def _own_host(self) -> str:
-        """How other machines call this one."""
+        """The address of this machine for the others."""
 
     def next_rendezvous(self) -> RendezvousInfo:
-        with self._talking():
-            self._round, number, self._size = self._join()
-            self._of_ranks = None
+        with self._store_errors():
+            self._start_store, number, self._num_machines = self._join()
+            self._rank_store = None
             if number == 0:
-                self._of_ranks = serve(Place(self._own_host(), 0))
-                told = [self._own_host(), self._of_ranks.port, self._store.add("starts", 1) - 1]
-                self._round.set("ranks", json.dumps(told))
-            host, port, self.num_starts = json.loads(self._round.get("ranks"))
-            return RendezvousInfo(self._round, number, self._size, RendezvousStoreInfo(host, port))
+                self._rank_store = serve(StoreAddress(self._own_host(), 0))
+                announced = [self._own_host(), self._rank_store.port, self._store.add("starts", 1) - 1]
+                self._start_store.set("ranks", json.dumps(announced))
+            host, port, self.num_starts = json.loads(self._start_store.get("ranks"))
+            return RendezvousInfo(self._start_store, number, self._num_machines, RendezvousStoreInfo(host, port))
 
     def finish(self) -> None:
-        """All ranks of this machine have done their work; returns when those of the other machines have too."""
-        with self._talking():
-            self._round.add("done", 1)
-            while self._round.add("done", 0) < self._size:
+        """Report that all ranks of this machine have finished, and wait for those of the other machines."""
+        with self._store_errors():
+            self._start_store.add("done", 1)
+            while self._start_store.add("done", 0) < self._num_machines:
                 if self.num_nodes_waiting():
                     raise RendezvousClosedError("another machine starts again, but the ranks here have finished")
                 time.sleep(_PERIOD)
-            self._part(self._round, "parted")
+            self._leave(self._start_store, "parted")
 
     def end(self, reason: str) -> None:
-        """Tell the other machines that the job is over."""
+        """Announce to the other machines that the job is over, and why."""
         with contextlib.suppress(RuntimeError):
             self._store.set("ended", reason)
-            self._part(self._store, "heard")
+            self._leave(self._store, "heard")
 
-    def _hear_the_end(self) -> None:
+    def _raise_if_ended(self) -> None:
+        """Raise if another machine has announced the end of the job."""
         if self._store.check(["ended"]):
             self._store.add("heard", 1)
             raise RendezvousClosedError(self._store.get("ended").decode())
 
-    def _part(self, store: Store, key: str) -> None:
-        """The machine with the store leaves last, but does not wait for ever."""
+    def _leave(self, store: Store, key: str) -> None:
+        """Count this machine as leaving. The machine that serves the store waits for the others, up to _PARTING."""
         deadline = time.monotonic() + (_PARTING if self._is_host else 0.0)
         store.add(key, 1)
-        while store.add(key, 0) < self._size and time.monotonic() < deadline:
+        while store.add(key, 0) < self._num_machines and time.monotonic() < deadline:
             time.sleep(_PERIOD)
 
     @contextlib.contextmanager
-    def _talking(self) -> Iterator[None]:
+    def _store_errors(self) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # torch's errors of the network and of stores
+        except RuntimeError as error:  # torch raises it for network and store errors
             raise RendezvousConnectionError(
-                f"the launcher at {self.place} has ended or cannot be reached any more ({str(error).splitlines()[0]})"
+                f"the launcher at {self.address} has ended or cannot be reached any more ({str(error).splitlines()[0]})"
             ) from None
 
     def get_backend(self) -> str:
@@ -106,7 +109,7 @@ class Meeting(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks are clients of a store that a launcher keeps, so no other rank depends on the process of rank 0."""
+        """Ranks are clients of a store that a launcher serves, so that no rank depends on the process of rank 0."""
         return True
 
     def is_closed(self) -> bool:
@@ -122,17 +125,17 @@ class Meeting(RendezvousHandler):
         return True
 
 
-class FixedMeeting(Meeting):
-    """A known number of machines, each with its own number; machine 0 keeps the store.
+class FixedRendezvous(Rendezvous):
+    """A known number of machines, each with a fixed number; machine 0 serves the store.
 
-    When one of them asks for a new start, the others see it and start again with it. A machine that was lost may
-    come back under its number.
+    When one machine asks for a new start, the others notice and start again with it. A lost machine may come back
+    under its number.
     """
 
-    def __init__(self, place: Place, machine: int, num_machines: int, say: Say) -> None:
-        store = serve(place) if machine == 0 else reach(place, say)
-        super().__init__(place, store, machine == 0, num_machines, say)
-        self._machine, self._num_machines, self._next = machine, num_machines, 0
+    def __init__(self, address: StoreAddress, machine: int, num_machines: int, report: Report) -> None:
+        store = serve(address) if machine == 0 else reach(address, report)
+        super().__init__(address, store, machine == 0, num_machines, report)
+        self._machine, self._next = machine, 0
 
     def _join(self) -> tuple[Store, int, int]:
         number = self._store.add("formed", 0)
@@ -147,66 +150,68 @@ class FixedMeeting(Meeting):
         return PrefixStore(f"start/{number}", self._store), self._machine, self._num_machines
 
     def _wait_for(self, keys: list[str]) -> None:
-        deadline, is_told = time.monotonic() + PATIENCE, False
+        deadline, is_reported = time.monotonic() + PATIENCE, False
         while not self._store.check(keys):
-            self._hear_the_end()
+            self._raise_if_ended()
             if time.monotonic() > deadline:
                 raise RendezvousTimeoutError(
-                    f"not all of the {self._num_machines} machines came to {self.place} within {PATIENCE:.0f} s"
+                    f"not all of the {self._num_machines} machines came to {self.address} within {PATIENCE:.0f} s"
                 )
-            if not is_told:
-                self._say(f"[fleetrun] waiting for all {self._num_machines} machines at {self.place}")
-                is_told = True
+            if not is_reported:
+                self._report(f"[fleetrun] waiting for all {self._num_machines} machines at {self.address}")
+                is_reported = True
             time.sleep(_PERIOD)
 
     def _own_host(self) -> str:
-        return self.place.host
+        return self.address.host
 
     def num_nodes_waiting(self) -> int:
-        with self._talking():
-            self._hear_the_end()
+        with self._store_errors():
+            self._raise_if_ended()
             num = int(self._store.add(f"{self._next}/waiting", 0))
         if num:
-            self._say("[fleetrun] another machine starts its ranks again; starting all ranks again")
+            self._report("[fleetrun] another machine starts its ranks again; starting all ranks again")
         return num
 
 
-class ElasticMeeting(Meeting):
-    """Between `least` and `most` machines, which may come and go; who is there gets a number at every start.
+class ElasticRendezvous(Rendezvous):
+    """Between `min_machines` and `max_machines` machines, which come and go; they are numbered at every start.
 
-    torch's c10d rendezvous decides who takes part. It keeps its state in the store as a pickle: whoever can write to
+    torch's c10d rendezvous decides which take part. It keeps its state in the store as a pickle: whoever can write to
     the store can run code here.
     """
 
-    def __init__(self, place: Place, is_here: bool, least: int, most: int, say: Say) -> None:
-        store, is_host = serve_or_reach(place, say) if is_here else (reach(place, say), False)
-        super().__init__(place, store, is_host, most, say)
+    def __init__(
+        self, address: StoreAddress, is_here: bool, min_machines: int, max_machines: int, report: Report
+    ) -> None:
+        store, is_host = serve_or_reach(address, report) if is_here else (reach(address, report), False)
+        super().__init__(address, store, is_host, max_machines, report)
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # next_rendezvous makes the ranks' store
         parameters = RendezvousParameters(
-            "c10d", str(place), self.get_run_id(), least, most, self._own_host(), join_timeout=int(PATIENCE),
-            last_call_timeout=_LAST_CALL, keep_alive_interval=2, keep_alive_max_attempt=4,
+            "c10d", str(address), self.get_run_id(), min_machines, max_machines, self._own_host(),
+            join_timeout=int(PATIENCE), last_call_timeout=_LAST_CALL, keep_alive_interval=2, keep_alive_max_attempt=4,
         )  # fmt: skip
         self._members = create_handler(store, C10dRendezvousBackend(store, self.get_run_id()), parameters)
 
     def _join(self) -> tuple[Store, int, int]:
-        self._hear_the_end()
-        self._say(f"[fleetrun] meeting the other machines at {self.place}")
+        self._raise_if_ended()
+        self._report(f"[fleetrun] meeting the other machines at {self.address}")
         joined = self._members.next_rendezvous()
         return joined.store, joined.rank, joined.world_size
 
     def _own_host(self) -> str:
         """The address that packets to the store leave from; nothing is sent."""
-        family, _, _, _, address = socket.getaddrinfo(*self.place, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as one:
-            one.connect(address)
-            return str(one.getsockname()[0])
+        family, _, _, _, resolved = socket.getaddrinfo(*self.address, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(resolved)
+            return str(probe.getsockname()[0])
 
     def num_nodes_waiting(self) -> int:
-        with self._talking():
-            self._hear_the_end()
+        with self._store_errors():
+            self._raise_if_ended()
             num = self._members.num_nodes_waiting()
         if num:
-            self._say("[fleetrun] a machine joins or starts again; starting all ranks again")
+            self._report("[fleetrun] a machine joins or starts again; starting all ranks again")
         return num
 
     def shutdown(self) -> bool:

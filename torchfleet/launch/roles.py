@@ -1,35 +1,19 @@
-"""Which processes a job has, which of them belong to this machine, and with which environment each starts."""
+"""The servers and workers of a job: their addresses, those that this machine starts, and the environment of each."""
 
 from __future__ import annotations
 
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torchfleet.errors import RoleError
-
-
-@dataclass
-class Task:
-    """One process to start here."""
-
-    role: str  # "server" or "worker"
-    index: int
-    environment: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        return f"{self.role} {self.index}"
-
-    @property
-    def log_name(self) -> str:
-        return f"{self.role}log.{self.index}"
+from torchfleet.launch.job_spec import Task
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Addresses of all roles of a job, and which of them are here."""
+class JobLayout:
+    """The addresses of all servers and workers of a job, and the indexes of those on this machine."""
 
     servers: tuple[str, ...]
     workers: tuple[str, ...]
@@ -37,14 +21,17 @@ class Layout:
     local_workers: tuple[int, ...]
 
 
-def one_machine(num_servers: int, num_workers: int) -> Layout:
-    """Everything here, on free loopback ports."""
+def one_machine(num_servers: int, num_workers: int) -> JobLayout:
+    """All servers and workers on this machine; the servers on free loopback ports."""
     servers = tuple(f"127.0.0.1:{port}" for port in free_ports(num_servers))
-    return Layout(servers, (), tuple(range(num_servers)), tuple(range(num_workers)))
+    return JobLayout(servers, (), tuple(range(num_servers)), tuple(range(num_workers)))
 
 
-def several_machines(servers: Sequence[str], workers: Sequence[str]) -> Layout:
-    """The same two lists on every machine; here start those whose host is one of this machine's names or addresses."""
+def several_machines(servers: Sequence[str], workers: Sequence[str]) -> JobLayout:
+    """The same two lists on every machine. Local are those whose host is a name or an address of this machine.
+
+    Raises RoleError if none is.
+    """
     own = own_addresses()
     local_servers = tuple(i for i, place in enumerate(servers) if is_here(place, own))
     local_workers = tuple(i for i, place in enumerate(workers) if is_here(place, own))
@@ -54,11 +41,14 @@ def several_machines(servers: Sequence[str], workers: Sequence[str]) -> Layout:
             f"none of the hosts {hosts} is this machine ({', '.join(sorted(own))}). Name it in --servers or --workers "
             "by one of these, or set POD_IP to the name it has in the lists."
         )
-    return Layout(tuple(servers), tuple(workers), local_servers, local_workers)
+    return JobLayout(tuple(servers), tuple(workers), local_servers, local_workers)
 
 
-def tasks(layout: Layout, num_workers: int, base: dict[str, str]) -> list[Task]:
-    """Servers first. Threads of torch are dealt out so that the roles of a machine do not fight for its cores."""
+def tasks(layout: JobLayout, num_workers: int, base: dict[str, str]) -> list[Task]:
+    """The processes to start on this machine, servers first; `base` is part of the environment of each.
+
+    The cores are divided among the workers of the machine, unless OMP_NUM_THREADS is set.
+    """
     common = {
         **base,
         "FLEET_SERVER_ENDPOINTS": ",".join(layout.servers),
@@ -82,19 +72,19 @@ def tasks(layout: Layout, num_workers: int, base: dict[str, str]) -> list[Task]:
 
 
 def free_ports(num: int) -> list[int]:
-    """Ports that nobody uses right now; all held open until the last is found, so that they differ."""
+    """`num` different ports that are free at the moment. All are held open until the last is found."""
     held = [socket.socket() for _ in range(num)]
     try:
-        for one in held:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in held]
+        for bound in held:
+            bound.bind(("127.0.0.1", 0))
+        return [bound.getsockname()[1] for bound in held]
     finally:
-        for one in held:
-            one.close()
+        for bound in held:
+            bound.close()
 
 
 def own_addresses() -> set[str]:
-    """Names and addresses under which this machine may stand in a list."""
+    """The names and addresses by which a list of hosts may refer to this machine."""
     own = {"localhost", "127.0.0.1", socket.gethostname(), socket.getfqdn()}
     if os.environ.get("POD_IP"):
         own.add(os.environ["POD_IP"])
@@ -107,6 +97,7 @@ def own_addresses() -> set[str]:
 
 
 def is_here(place: str, own: set[str]) -> bool:
+    """Whether the host of `place`, host:port, is one of `own` or resolves to one."""
     host = place.rpartition(":")[0].strip("[]")
     if host in own:
         return True
@@ -117,11 +108,11 @@ def is_here(place: str, own: set[str]) -> bool:
 
 
 def _numbered(workers: Sequence[str]) -> list[str]:
-    """Workers need no port (host:0); such entries get the first number that no other entry of the list has."""
+    """Endpoints must differ, but workers need no port: host:0 gets the first number that makes it unlike all others."""
     taken = {place for place in workers if not place.endswith(":0")}
     numbered = []
     for place in workers:
         free = (f"{place[:-2]}:{i}" for i in range(1, 1 << 16))
-        numbered.append(next(one for one in free if one not in taken) if place.endswith(":0") else place)
+        numbered.append(next(endpoint for endpoint in free if endpoint not in taken) if place.endswith(":0") else place)
         taken.add(numbered[-1])
     return numbered

@@ -1,4 +1,4 @@
-"""Stores of torch.distributed, in which launchers and ranks find each other: one process keeps one, others reach it."""
+"""The stores of torch.distributed through which launchers and ranks exchange addresses: one process serves each."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torchfleet.errors import RoleError
 from torchfleet.net.keys import is_private
 
-PATIENCE = 900.0  # seconds to wait for other machines
-_ANSWER = timedelta(seconds=60)  # a store that takes longer than this is not there
+PATIENCE = 900.0  # seconds that a machine waits for the others
+_TIMEOUT = timedelta(seconds=60)  # of one operation of a store
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]  # shows a line to the user
 
 
-class Place(NamedTuple):
+class StoreAddress(NamedTuple):
     """Where a store listens."""
 
     host: str
@@ -32,44 +32,47 @@ class Place(NamedTuple):
 
     @property
     def is_private(self) -> bool:
+        """Whether only this machine can reach it."""
         return is_private(f"tcp://{self}")
 
 
-def serve(place: Place) -> TCPStore:
-    """A store that listens there (port 0: any), on loopback to this machine only."""
+def serve(address: StoreAddress) -> TCPStore:
+    """A store that listens at `address` (port 0: any free one); at a loopback address, to this machine only."""
     try:
-        if not place.is_private:
-            return TCPStore(place.host, place.port, None, True, _ANSWER, wait_for_workers=False)
-        family, _, _, _, address = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)[0]
-        with socket.create_server(address, family=family) as listening:
+        if not address.is_private:
+            return TCPStore(address.host, address.port, None, True, _TIMEOUT, wait_for_workers=False)
+        family, _, _, _, resolved = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        with socket.create_server(resolved, family=family) as listening:
             port = listening.getsockname()[1]
             return TCPStore(
-                place.host, port, None, True, _ANSWER, wait_for_workers=False, master_listen_fd=listening.detach()
+                address.host, port, None, True, _TIMEOUT, wait_for_workers=False, master_listen_fd=listening.detach()
             )
     except (OSError, RuntimeError) as error:
-        raise RoleError(f"cannot listen on {place}: {str(error).splitlines()[0]}. Give --master a free port.") from None
+        raise RoleError(
+            f"cannot listen on {address}: {str(error).splitlines()[0]}. Give --master a free port."
+        ) from None
 
 
-def reach(place: Place, say: Say) -> TCPStore:
-    """The store that another launcher keeps, or will soon."""
+def reach(address: StoreAddress, report: Report) -> TCPStore:
+    """A client of the store that another launcher serves. Waits up to PATIENCE for it to start."""
     deadline = time.monotonic() + PATIENCE
     for attempt in itertools.count():
         try:
-            socket.create_connection(place, timeout=2.0).close()
-            return TCPStore(place.host, place.port, None, False, _ANSWER)
+            socket.create_connection(address, timeout=2.0).close()
+            return TCPStore(address.host, address.port, None, False, _TIMEOUT)
         except (OSError, RuntimeError) as error:
             if attempt == 0:
-                say(f"[fleetrun] nobody answers at {place} yet; waiting")
+                report(f"[fleetrun] nobody answers at {address} yet; waiting")
             if time.monotonic() > deadline:
                 raise RoleError(
-                    f"nobody answers at {place} after {PATIENCE:.0f} s ({error}): is machine 0 running?"
+                    f"nobody answers at {address} after {PATIENCE:.0f} s ({error}): is machine 0 running?"
                 ) from None
         time.sleep(0.2)
     raise AssertionError
 
 
-def serve_or_reach(place: Place, say: Say) -> tuple[TCPStore, bool]:
-    """The store, and whether it is ours: the first launcher of the machine that it is on keeps it."""
+def serve_or_reach(address: StoreAddress, report: Report) -> tuple[TCPStore, bool]:
+    """The store, and whether this process serves it: the first launcher on the machine of `address` does."""
     with contextlib.suppress(RoleError):
-        return serve(place), True
-    return reach(place, say), False
+        return serve(address), True
+    return reach(address, report), False

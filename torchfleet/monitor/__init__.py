@@ -1,1 +1,1 @@
-"""What a process tells of itself: status files and progress lines."""
+"""Reports of a running process: status files for its launcher, progress lines for the user."""

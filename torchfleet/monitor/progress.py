@@ -1,4 +1,4 @@
-"""A line on stderr for whatever takes longer than a second."""
+"""Progress lines on stderr, for operations that take longer than a second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FIRST, _ON_TERMINAL, _ELSEWHERE = 1.0, 0.5, 10.0  # seconds before the first li
 
 
 class Progress:
-    """Shows how far something has come: in one line on a terminal, now and then a line elsewhere."""
+    """Shows the progress of an operation: one line, rewritten, on a terminal; a line every ten seconds elsewhere."""
 
     def __init__(self, what: str) -> None:
         self._what, self._start = what, time.monotonic()
@@ -17,6 +17,7 @@ class Progress:
         self._shown = False
 
     def show(self, text: str) -> None:
+        """Show `text`, unless the last line is too recent."""
         now = time.monotonic()
         if now < self._next:
             return
@@ -25,7 +26,7 @@ class Progress:
         self._write(text, end="" if is_terminal else "\n")
 
     def end(self, text: str) -> None:
-        """The last line, if there was a first one or it took long."""
+        """Show the last line, if an earlier one was shown or the operation took long enough for one."""
         if self._shown or time.monotonic() - self._start >= _FIRST:
             self._write(text, end="\n")
 

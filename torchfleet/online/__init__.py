@@ -1,4 +1,4 @@
-"""Training that never ends, part after part as they are finished: docs/online.md."""
+"""Online learning: training on a stream of parts, each as soon as it is complete (docs/online.md)."""
 
 from __future__ import annotations
 

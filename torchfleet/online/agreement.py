@@ -1,4 +1,4 @@
-"""Where the workers of the pass loop meet: all must be at the same point, and none may be missing."""
+"""The barriers of the pass loop: all workers must arrive, and at the same stage of the same part."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ import msgspec
 from torchfleet import fleet
 from torchfleet.errors import FleetError
 
-_NAME = "online"  # one name for all meetings: workers at different points find out, and do not wait for each other
-LOOK = "part"  # the stage at which the next part is told
+_NAME = "online"  # one name for all barriers: workers at different stages notice it, instead of waiting for each other
+NEXT_PART = "part"  # the stage at which worker 0 announces the next part
 _AGAIN = "Start the job again: it goes on from the last complete pass."
 
 
-class Word(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker brings."""
+class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
+    """The stage at which a worker arrives, and its data for the others."""
 
     stage: str
     part: str
     data: Any
 
 
-def meet(stage: str, part: str, data: Any = None) -> list[Any]:
-    """What every worker brought, in their order. Raises on all workers alike if one is missing or elsewhere."""
-    brought = fleet.gather(_NAME, msgspec.msgpack.encode(Word(stage, part, data)))
-    words = [msgspec.msgpack.decode(word, type=Word) for word in brought]
-    at = f"part {part} is not complete" if stage != LOOK else f"no part after {part or 'the beginning'} can begin"
-    if len(words) < fleet.worker_num():
+def gather_at(stage: str, part: str, data: Any = None) -> list[Any]:
+    """The data of all workers, in their order, once all have arrived. Raises FleetError on all workers if one has left
+    the job or is at another stage or part."""
+    encoded = fleet.gather(_NAME, msgspec.msgpack.encode(WorkerReport(stage, part, data)))
+    reports = [msgspec.msgpack.decode(report, type=WorkerReport) for report in encoded]
+    at = f"part {part} is not complete" if stage != NEXT_PART else f"no part after {part or 'the beginning'} can begin"
+    if len(reports) < fleet.worker_num():
         raise FleetError(
-            f"{at}: {fleet.worker_num() - len(words)} of {fleet.worker_num()} workers have left; their logs say why. "
+            f"{at}: {fleet.worker_num() - len(reports)} of {fleet.worker_num()} workers have left; their logs say why. "
             f"{_AGAIN}"
         )
-    if any((word.stage, word.part) != (stage, part) for word in words):
-        places = ", ".join(f"{i} at '{word.stage}' of {word.part or 'none'}" for i, word in enumerate(words))
+    if any((report.stage, report.part) != (stage, part) for report in reports):
+        places = ", ".join(f"{i} at '{report.stage}' of {report.part or 'none'}" for i, report in enumerate(reports))
         raise FleetError(
             f"{at}: the workers are not at the same point ({places}). Was one of them started again? {_AGAIN}"
         )
-    return [word.data for word in words]
+    return [report.data for report in reports]

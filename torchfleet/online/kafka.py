@@ -1,4 +1,4 @@
-"""Parts from a Kafka topic: ranges of offsets, kept with the model."""
+"""KafkaSource: parts of a Kafka topic as ranges of offsets, which are saved with the model."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 import msgspec
 
 from torchfleet.errors import DataError
-from torchfleet.online.kafka_reader import Reader
+from torchfleet.online.kafka_reader import KafkaReader
 from torchfleet.online.parts import Part, day_and_hour
-from torchfleet.online.ranges import Range, cut, share
+from torchfleet.online.ranges import OffsetRange, cut, share
 
 
-class Position(msgspec.Struct, frozen=True):
-    """Where the next part begins."""
+class KafkaPosition(msgspec.Struct, frozen=True):
+    """Where the next part begins. Stored with the model."""
 
     offsets: dict[str, int]  # by partition
     number: int = 0  # of parts so far
-    time: float = 0.0  # of the last part: the clock never goes back
+    time: float = 0.0  # of the last part: time never goes back
 
 
 class KafkaSource:
@@ -56,25 +56,25 @@ class KafkaSource:
             raise DataError(f"KafkaSource(start=...): expected 'earliest' or 'latest', found {start!r}")
         self._topic, self._num, self._max_wait, self._start = topic, messages_per_part, max_wait, start
         self._kafka = _library()
-        self._reader = Reader(self._kafka, topic, servers, timeout, config or {})
+        self._reader = KafkaReader(self._kafka, topic, servers, timeout, config or {})
         self._folder = folder
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._first: dict[int, int] = {}  # offsets to begin with, when nothing has been trained yet
-        self._lost: dict[int, int] = {}  # offsets from which on messages were found to be gone, and it was said
-        self._seen: tuple[Any, float] | None = None  # position, and when the first message behind it was seen
+        self._first: dict[int, int] = {}  # by partition: the offset to begin with, when nothing has been trained yet
+        self._lost: dict[int, int] = {}  # by partition: the offset whose loss has been reported
+        self._seen: tuple[Any, float] | None = None  # position, and when the first message after it was seen
 
     def next(self, position: Any) -> Part | None:
-        known = msgspec.convert(position, Position) if position else None
+        known = msgspec.convert(position, KafkaPosition) if position else None
         available = self._available(known)
         num = sum(map(len, available))
         if num < self._num and not self._has_waited(position, num):
             return None
         ranges = cut(available, self._num)
-        stops = {part.partition: part.stop for part in ranges}
-        offsets = {str(part.partition): stops.get(part.partition, part.start) for part in available}
-        last = known or Position({})
+        stops = {taken.partition: taken.stop for taken in ranges}
+        offsets = {str(left.partition): stops.get(left.partition, left.start) for left in available}
+        last = known or KafkaPosition({})
         moment = max(last.time, self._reader.first_time(ranges) or last.time or time.time())
-        following = Position(offsets, last.number + 1, moment)
+        following = KafkaPosition(offsets, last.number + 1, moment)
         day, hour = day_and_hour(moment)
         name = f"{day}/{hour:02}-{following.number:06}"
         return Part(name, moment, day, hour, msgspec.to_builtins(following), detail=msgspec.to_builtins(ranges))
@@ -84,31 +84,31 @@ class KafkaSource:
 
     def files_of(self, part: Part, worker: int, num_workers: int) -> list[str]:
         """The messages of this worker's share, read now, one per line."""
-        own = share(msgspec.convert(part.detail, list[Range]), worker, num_workers)
+        own = share(msgspec.convert(part.detail, list[OffsetRange]), worker, num_workers)
         if not own:
             return []
-        path = os.path.join(self._place(), f"{part.name.replace('/', '-')}-{worker}-of-{num_workers}.txt")
+        path = os.path.join(self._own_folder(), f"{part.name.replace('/', '-')}-{worker}-of-{num_workers}.txt")
         with open(path, "wb") as file:
             for value in self._reader.values(own):
                 file.write(value if value.endswith(b"\n") else value + b"\n")
         return [path]
 
     def done(self, part: Part) -> None:
-        for name in os.listdir(self._place()):
-            os.remove(os.path.join(self._place(), name))
+        for name in os.listdir(self._own_folder()):
+            os.remove(os.path.join(self._own_folder(), name))
 
     def close(self) -> None:
-        """Leave the brokers, and remove what temporary files there are."""
+        """Close the connection to the brokers, and remove the temporary files."""
         self._reader.close()
         if self._temporary is not None:
             self._temporary.cleanup()
             self._temporary = None
 
-    def _available(self, known: Position | None) -> list[Range]:
-        """Per partition what is there and not trained yet."""
+    def _available(self, known: KafkaPosition | None) -> list[OffsetRange]:
+        """By partition: the offsets that the brokers have and that have not been trained yet."""
         found = []
         for partition, low, high in self._reader.partitions():
-            if known is not None:  # a partition that is new is read from its beginning
+            if known is not None:  # a new partition is read from its beginning
                 start = known.offsets.get(str(partition), low)
             else:
                 start = self._first.setdefault(partition, low if self._start == "earliest" else high)
@@ -119,11 +119,11 @@ class KafkaSource:
                 )
             if start < low and self._lost.get(partition) != start:
                 self._lost[partition] = start
-                self._say_lost(partition, start, low)
-            found.append(Range(partition, max(start, low), high))
+                self._report_lost(partition, start, low)
+            found.append(OffsetRange(partition, max(start, low), high))
         return found
 
-    def _say_lost(self, partition: int, start: int, low: int) -> None:
+    def _report_lost(self, partition: int, start: int, low: int) -> None:
         print(
             f"topic {self._topic}, partition {partition}: offsets {start:,} to {low:,} are gone before they were read; "
             "going on behind them. Let the topic keep its messages for longer.",
@@ -132,7 +132,7 @@ class KafkaSource:
         )
 
     def _has_waited(self, position: Any, num: int) -> bool:
-        """Whether there is something, and for long enough."""
+        """Whether there are messages, and the first has been seen max_wait seconds ago."""
         now = time.monotonic()
         if not num:
             self._seen = None
@@ -140,8 +140,8 @@ class KafkaSource:
             self._seen = position, now
         return self._seen is not None and now - self._seen[1] >= self._max_wait
 
-    def _place(self) -> str:
-        """A folder that only this process knows."""
+    def _own_folder(self) -> str:
+        """A temporary folder of this process."""
         if self._temporary is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="torchfleet-kafka-", dir=self._folder)
         return self._temporary.name

@@ -1,4 +1,4 @@
-"""Exactly these offsets of a topic, by a client that belongs to no group."""
+"""Reads given ranges of offsets of a Kafka topic, with a consumer that joins no group and commits nothing."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from contextlib import closing
 from typing import Any
 
 from torchfleet.errors import DataError
-from torchfleet.online.ranges import Range
+from torchfleet.online.ranges import OffsetRange
 
 _AT_ONCE = 10_000  # messages
-_PAUSE = 0.02  # seconds until a look at what has come so far
+_PAUSE = 0.02  # seconds that one call waits for messages
 
 
-class Reader:
-    """A consumer of one topic; it is told what to read, and commits nothing."""
+class KafkaReader:
+    """A consumer of one topic that reads the ranges it is given. Connects on first use."""
 
     def __init__(self, kafka: Any, topic: str, servers: str, timeout: float, config: dict[str, Any]) -> None:
         self._kafka, self._topic, self._servers, self._timeout = kafka, topic, servers, timeout
         fixed = {
             "bootstrap.servers": servers,
-            "group.id": "torchfleet",  # must be given, and is not joined
+            "group.id": "torchfleet",  # required, but the group is not joined
             "enable.auto.commit": False,
             "enable.partition.eof": True,
             "auto.offset.reset": "error",
         }
-        quick = {"fetch.wait.max.ms": 50}  # what is asked for is there; an end must not hold up what is asked next
+        quick = {"fetch.wait.max.ms": 50}  # no long wait at the end of a partition: the messages exist
         self._config = {**quick, **config, **fixed}
         self._made: Any = None
 
     def partitions(self) -> list[tuple[int, int, int]]:
-        """(partition, first offset that is there, offset behind the last one) of all of them."""
+        """(partition, first offset, offset after the last) of all partitions."""
         try:
             topic = self._consumer.list_topics(self._topic, timeout=self._timeout).topics[self._topic]
             if topic.error is not None:
@@ -45,10 +45,10 @@ class Reader:
         except self._kafka.KafkaException as error:
             raise self._failure(str(error)) from None
 
-    def first_time(self, ranges: list[Range]) -> float | None:
-        """The earliest of the times of the ranges' first messages; None if they have none."""
+    def first_time(self, ranges: list[OffsetRange]) -> float | None:
+        """The earliest time of the first messages of the ranges; None if none has a time."""
         times: list[float] = []
-        missing = {part.partition for part in ranges}
+        missing = {offsets.partition for offsets in ranges}
         with closing(self._messages(ranges)) as messages:
             for message in messages:
                 kind, milliseconds = message.timestamp()
@@ -59,8 +59,8 @@ class Reader:
                     break
         return min(times, default=None)
 
-    def values(self, ranges: list[Range]) -> Iterator[bytes]:
-        """All values within the ranges; messages without one are left out."""
+    def values(self, ranges: list[OffsetRange]) -> Iterator[bytes]:
+        """The values of all messages in the ranges; messages without a value are skipped."""
         for message in self._messages(ranges):
             value = message.value()
             if value is not None:
@@ -71,12 +71,13 @@ class Reader:
             self._made.close()
             self._made = None
 
-    def _messages(self, ranges: list[Range]) -> Generator[Any, None, None]:
-        """All messages within the ranges. What is not there (compacted, aborted) is not waited for: a message behind
-        a range, or the end of its partition, ends it."""
-        stops = {part.partition: part.stop for part in ranges}
-        places = [self._kafka.TopicPartition(self._topic, part.partition, part.start) for part in ranges]
-        self._consumer.assign(places)
+    def _messages(self, ranges: list[OffsetRange]) -> Generator[Any, None, None]:
+        """All messages in the ranges. Missing offsets (compacted, aborted) are not waited for: a message after a range,
+        or the end of its partition, completes the range."""
+        stops = {offsets.partition: offsets.stop for offsets in ranges}
+        self._consumer.assign(
+            [self._kafka.TopicPartition(self._topic, offsets.partition, offsets.start) for offsets in ranges]
+        )
         try:
             deadline = time.monotonic() + self._timeout
             while stops:

@@ -1,4 +1,4 @@
-"""Parts found below a path by a pattern of names: on this machine, or anywhere that fsspec reaches."""
+"""Finds parts below a path by a pattern of names: on this machine, or on any fsspec file system."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import fsspec
 from torchfleet.errors import DataError
 from torchfleet.online.parts import time_of
 
-_PIECES = re.compile(r"(\{day\}|\{hour\}|\*|\?)")
-_MEANING = {"{day}": r"(?P<day>\d{8})", "{hour}": r"(?P<hour>\d{2})", "*": ".*", "?": "."}
+_FIELDS = re.compile(r"(\{day\}|\{hour\}|\*|\?)")
+_EXPRESSIONS = {"{day}": r"(?P<day>\d{8})", "{hour}": r"(?P<hour>\d{2})", "*": ".*", "?": "."}
 
 
 @dataclass(frozen=True)
-class Begun:
-    """A part of which something is there: a folder, or files."""
+class FoundPart:
+    """A part of which a folder or some files exist. It may be unfinished."""
 
     day: str
     hour: str  # "" where parts are whole days
@@ -32,7 +32,9 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Match:
+    """A path that matches the first steps of the pattern, and the values of its fields."""
+
     path: str
     fields: dict[str, str]
 
@@ -45,8 +47,8 @@ class _Place:
         return self.fields.get("hour", "")
 
 
-class Tree:
-    """What lies below a path. `pattern` has {day} (20261115) and, for hourly parts, {hour} (07); * and ? are wild."""
+class PartTree:
+    """The parts below a path. `pattern` has {day} (20261115) and, for hourly parts, {hour} (07); * and ? are wild."""
 
     def __init__(self, path: str, pattern: str) -> None:
         if "{day}" not in pattern:
@@ -60,10 +62,10 @@ class Tree:
         except Exception as error:  # every file system has its own
             raise DataError(f"{path} cannot be opened: {type(error).__name__}: {error}") from error
 
-    def parts(self, since: str) -> Iterator[Begun]:
-        """In their order, from day `since` on. Later days are looked at only when they are asked for."""
-        self._fs.invalidate_cache()  # of an earlier look
-        places = [_Place("", {})]
+    def parts(self, since: str) -> Iterator[FoundPart]:
+        """The parts in their order, from day `since` on. A day is listed only when the iterator reaches it."""
+        self._fs.invalidate_cache()  # of an earlier listing
+        places = [_Match("", {})]
         for step in self._steps[: self._day_step + 1]:
             places = [found for place in places for found in self._matches(place, step)]
         places = sorted((place for place in places if place.day >= since), key=lambda place: place.day)
@@ -77,36 +79,36 @@ class Tree:
         return bool(self._fs.isdir(self._inner(path)))
 
     def files(self, folder: str, pattern: str) -> list[str]:
-        """Files of a folder whose names fit, sorted; names that begin with _ or . are no data."""
+        """The data files of a folder that match, sorted. Names that begin with _ or . are never data."""
         names = [name for name, is_folder in self._list(folder) if not is_folder and not name.startswith(("_", "."))]
         return [f"{folder}/{name}" for name in names if fnmatchcase(name, pattern)]
 
     def place(self, path: str) -> str:
-        """As datasets open it."""
+        """The path or URL as datasets open it."""
         return f"{self.path.rstrip('/')}/{path}"
 
-    def _hours(self, places: Iterable[_Place]) -> Iterator[Begun]:
+    def _hours(self, places: Iterable[_Match]) -> Iterator[FoundPart]:
         """The parts of one day."""
         for step in self._steps[self._day_step + 1 :]:
             places = [found for place in places for found in self._matches(place, step)]
         ordered = sorted(places, key=lambda place: (place.hour, place.path))
         for hour, of_hour in groupby(ordered, key=lambda place: place.hour):
             same = list(of_hour)
-            yield Begun(same[0].day, hour, tuple(place.path for place in same))
+            yield FoundPart(same[0].day, hour, tuple(place.path for place in same))
 
-    def _matches(self, place: _Place, step: re.Pattern[str]) -> Iterator[_Place]:
+    def _matches(self, place: _Match, step: re.Pattern[str]) -> Iterator[_Match]:
         for name, _ in self._list(place.path):
             match = step.fullmatch(name)
             if match is None:
                 continue
             fields = match.groupdict()
             if all(place.fields.get(field, value) == value for field, value in fields.items()):
-                found = _Place(f"{place.path}/{name}".lstrip("/"), {**place.fields, **fields})
-                if _is_moment(found):
+                found = _Match(f"{place.path}/{name}".lstrip("/"), {**place.fields, **fields})
+                if _is_date(found):
                     yield found
 
     def _list(self, path: str) -> list[tuple[str, bool]]:
-        """(name, whether it is a folder) of everything in a folder, sorted; nothing if there is none."""
+        """(name, whether it is a folder) of everything in a folder, sorted; empty if there is no such folder."""
         try:
             entries: list[dict[str, Any]] = self._fs.ls(self._inner(path), detail=True)
         except (FileNotFoundError, NotADirectoryError):
@@ -123,20 +125,20 @@ class Tree:
 
 
 def _regex(step: str) -> re.Pattern[str]:
-    """One name between slashes; a field that comes twice must be the same both times."""
+    """The expression for one name of the pattern. A field that occurs twice must match the same text."""
     text, seen = "", set()
-    for piece in _PIECES.split(step):
-        meaning = _MEANING.get(piece)
-        text += f"(?P={piece[1:-1]})" if piece in seen else meaning or re.escape(piece)
-        if meaning and piece[0] == "{":
-            seen.add(piece)
+    for token in _FIELDS.split(step):
+        expression = _EXPRESSIONS.get(token)
+        text += f"(?P={token[1:-1]})" if token in seen else expression or re.escape(token)
+        if expression and token[0] == "{":
+            seen.add(token)
     return re.compile(text)
 
 
-def _is_moment(place: _Place) -> bool:
-    """Eight digits may also be something else than a day."""
+def _is_date(match: _Match) -> bool:
+    """Whether its day and hour exist: eight digits need not be a day."""
     try:
-        time_of(place.day or "20000101", int(place.hour or 0))
+        time_of(match.day or "20000101", int(match.hour or 0))
     except ValueError:
         return False
     return True

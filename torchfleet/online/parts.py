@@ -1,4 +1,4 @@
-"""A part: the samples of an hour, or so, that one pass trains on; and where parts come from."""
+"""Part, the share of a stream that one pass trains on, and Source, the protocol of what yields parts."""
 
 from __future__ import annotations
 
@@ -11,31 +11,34 @@ DAY, HOUR = 86400, 3600
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What one pass trains on. `position` is JSON-able, and all that a source needs to go on behind this part."""
+    """A part of the data: the samples, often of one hour, that one pass trains on.
 
-    name: str  # no two parts of a source have the same
+    `position` can be stored as JSON. It is all that a source needs to find the next part.
+    """
+
+    name: str  # unique within a source
     time: float  # seconds since 1970
     day: str  # 20261115
     hour: int
     position: Any
-    files: list[str] = []  # of all workers; empty where every worker makes its own
-    detail: Any = None  # what else files_of needs
+    files: list[str] = []  # of all workers; empty if each worker fetches its own
+    detail: Any = None  # further data for Source.files_of
 
 
 class Source(Protocol):
-    """Where parts come from. Worker 0 asks for the next one; every worker asks for its own files of it."""
+    """Yields the parts of a stream. Worker 0 calls `next`, all workers call `files_of`."""
 
     def next(self, position: Any) -> Part | None:
-        """The first finished part behind `position` (None: from the beginning). None: there is none yet."""
+        """The first finished part after `position` (None: from the beginning). None: there is none yet."""
 
     def is_over(self, position: Any) -> bool:
-        """Whether there will never be a part behind `position`; asked when `next` has found none."""
+        """Whether no part will ever come after `position`. Called when `next` has returned None."""
 
     def files_of(self, part: Part, worker: int, num_workers: int) -> list[str]:
         """This worker's files: local paths or fsspec URLs. Every sample is in the files of exactly one worker."""
 
     def done(self, part: Part) -> None:
-        """The part has been trained and saved; its temporary files may go."""
+        """Called when the part has been trained and saved: its temporary files can be removed."""
 
 
 def time_of(day: str, hour: int) -> float:

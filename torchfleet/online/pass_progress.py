@@ -1,4 +1,4 @@
-"""How far training has come: kept with the model, so that both are always of the same moment."""
+"""The progress of online training. It is saved with the model, in one step, so that both always agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEY = "online"
 
 
 class PassReport(msgspec.Struct, frozen=True):
-    """What a pass has come to; the same on all workers."""
+    """The result of a pass; the same on all workers."""
 
     part: str
     number: int  # passes so far, those of earlier runs included
@@ -42,24 +42,24 @@ class Result(msgspec.Struct, frozen=True, array_like=True):
     rows: int
 
 
-class Progress(msgspec.Struct):
-    """Which parts are in the model, and where to go on."""
+class PassProgress(msgspec.Struct):
+    """Which parts the model has been trained on, and the position of the next. Stored in the manifest's `extra`."""
 
     position: Any = None
     part: str = ""
     day: str = ""
     passes: int = 0
     deltas: int = 0
-    history: list[Result] = []  # the last ones
+    history: list[Result] = []  # of the last KEPT passes
 
     def takes_full_save(self, part: Part) -> bool:
         """Whether this is the first part of its day, or of all."""
         return not self.passes or part.day != self.day
 
-    def after(self, part: Part, result: Result, is_full: bool) -> Progress:
+    def after(self, part: Part, result: Result, is_full: bool) -> PassProgress:
         deltas = 0 if is_full else self.deltas + 1
         history = [*self.history, result][-KEPT:]
-        return Progress(part.position, part.name, part.day, self.passes + 1, deltas, history)
+        return PassProgress(part.position, part.name, part.day, self.passes + 1, deltas, history)
 
 
 def model_to_load(model_dir: str) -> str | None:
@@ -72,15 +72,15 @@ def history(model_dir: str) -> list[Result]:
     return saved_progress(model_dir).history
 
 
-def saved_progress(model_dir: str) -> Progress:
-    """That of the last complete pass; from the beginning if there is none."""
+def saved_progress(model_dir: str) -> PassProgress:
+    """The progress after the last complete pass that is saved there; that of a new model if there is none."""
     extra = fleet.saved_extra(model_dir) or {}
     try:
-        return msgspec.convert(extra.get(_KEY, {}), Progress)
+        return msgspec.convert(extra.get(_KEY, {}), PassProgress)
     except msgspec.ValidationError as error:
         raise CheckpointError(f"{model_dir}: what is kept there about the passes cannot be read: {error}") from None
 
 
-def extra_of(progress: Progress) -> dict[str, Any]:
-    """As it is kept with the model."""
+def extra_of(progress: PassProgress) -> dict[str, Any]:
+    """The progress as it is stored in the manifest's `extra`."""
     return {_KEY: msgspec.to_builtins(progress)}

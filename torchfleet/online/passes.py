@@ -1,4 +1,4 @@
-"""The pass loop: each finished part is evaluated, trained once and saved, for as long as parts come."""
+"""The pass loop of online learning: evaluates, trains and saves each part of a source, once and in order."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ import msgspec
 from torchfleet import fleet
 from torchfleet.errors import CheckpointError, FleetError, ServerRestarted, ServerUnreachable
 from torchfleet.metrics import AUC
-from torchfleet.online.agreement import LOOK, meet
+from torchfleet.online.agreement import NEXT_PART, gather_at
 from torchfleet.online.parts import Part, Source
-from torchfleet.online.pass_progress import KEPT, PassReport, Progress, Result, extra_of, saved_progress
+from torchfleet.online.pass_progress import KEPT, PassProgress, PassReport, Result, extra_of, saved_progress
 from torchfleet.online.validation import auc_of_all
 from torchfleet.storage import Storage
 
-BEAT = 10.0  # seconds after which worker 0 tells the others that it is still waiting for a part
+BEAT = 10.0  # seconds after which worker 0 answers the others, though no part has come: they must not time out
 
-_saved_here: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by job: the folder that its last pass is in
+_saved_here: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by job: the folder of its last save
 
 Train = Callable[[Part, list[str]], Any]
 Evaluate = Callable[[Part, list[str]], AUC | None]
@@ -62,11 +62,13 @@ def train_passes(
         raise
     except Exception:
         with contextlib.suppress(Exception):
-            fleet.stop_worker()  # the others must not wait for this one; they find it missing when they meet
+            fleet.stop_worker()  # the others must not wait for this one: they find it missing at the next barrier
         raise
 
 
 class _Loop:
+    """One call of train_passes on one worker."""
+
     def __init__(
         self,
         source: Source,
@@ -85,12 +87,12 @@ class _Loop:
         self._shrink, self._poll_seconds, self._all_files = shrink, poll_seconds, all_files
         self._is_first = fleet.is_first_worker()
         self._next_poll = 0.0
-        self._waits = False
-        self._part = ""  # the last one of this run
+        self._is_waiting = False  # and has reported it
+        self._part = ""  # the last part of this run
         self._has_saved = False
         self._own: list[str] = []  # this worker's files
-        self._files_for = ""  # of this part
-        self._progress = Progress()  # worker 0 has it
+        self._files_for = ""  # the part that `_own` is of
+        self._progress = PassProgress()  # kept by worker 0
 
     def run(self, max_passes: int | None) -> list[PassReport]:
         _refuse_restarted_worker()
@@ -108,10 +110,10 @@ class _Loop:
                 self._on_pass(reports[-1])
         return list(reports)
 
-    def _resumed(self) -> Progress:
-        """Where to go on. The servers must have the model that this position belongs to."""
+    def _resumed(self) -> PassProgress:
+        """The saved progress. Raises FleetError if the servers have not loaded the model that it belongs to."""
         if fleet.saved_extra(self._model_dir) is None:
-            return Progress()
+            return PassProgress()
         wanted = Storage(self._model_dir).path
         for number, server in enumerate(fleet.stats()["servers"]):
             if wanted not in (server["model"], _saved_here.get(fleet._get_job())):
@@ -126,49 +128,49 @@ class _Loop:
         return progress
 
     def _next_part(self) -> Part | None:
-        """Waited for by all workers; None at the end of the source."""
+        """Wait, with all workers, for the next part; None at the end of the source."""
         while True:
-            found = self._look() if self._is_first else None
-            what, part = meet(LOOK, self._part, found)[0]
-            if what == "over":
+            found = self._poll() if self._is_first else None
+            kind, part = gather_at(NEXT_PART, self._part, found)[0]
+            if kind == "over":
                 return None
-            if what == "part":
+            if kind == "part":
                 return msgspec.convert(part, Part)
 
-    def _look(self) -> tuple[str, Any]:
-        """On worker 0: what to tell the others."""
+    def _poll(self) -> tuple[str, Any]:
+        """On worker 0: poll the source for up to BEAT seconds. ("part", the part), ("over", None) or ("wait", None)."""
         deadline = time.monotonic() + BEAT
         while (now := time.monotonic()) < deadline:
             if now >= self._next_poll:
                 part = self._source.next(self._progress.position)
                 if part is not None:
-                    self._waits, self._next_poll = False, 0.0
-                    fleet.set_time(part.time)  # nobody trains now
+                    self._is_waiting, self._next_poll = False, 0.0
+                    fleet.set_time(part.time)  # no worker trains at this point
                     return "part", msgspec.to_builtins(part)
                 if self._source.is_over(self._progress.position):
                     return "over", None
-                self._say_waiting()
+                self._report_waiting()
                 self._next_poll = now + self._poll_seconds
             time.sleep(max(0.0, min(self._next_poll, deadline) - time.monotonic()))
         return "wait", None
 
-    def _say_waiting(self) -> None:
-        if not self._waits:
+    def _report_waiting(self) -> None:
+        if not self._is_waiting:
             behind = f"after {self._progress.part}" if self._progress.part else "of all"
             print(f"waiting for the first part {behind}", flush=True)
-            self._waits = True
+            self._is_waiting = True
 
     def _pass(self, part: Part) -> PassReport:
         start = time.monotonic()
         self._part = part.name
         auc, samples = None, None
-        if self._evaluate is not None:  # nobody trains before all have evaluated
+        if self._evaluate is not None:  # no worker trains before all have evaluated
             auc, samples = auc_of_all(self._evaluate(part, self._own_files(part)), part.name)
         files = self._source.files_of(part, 0, 1) if self._all_files else self._own_files(part)
         begin, before = time.monotonic(), _num_samples()
         self._train(part, files)
         fleet.flush()
-        trained = sum(meet("trained", part.name, _num_samples() - before))
+        trained = sum(gather_at("trained", part.name, _num_samples() - before))
         samples = trained if samples is None else samples
         rate = samples / max(time.monotonic() - begin, 1e-9)
         report = self._saved(part, auc, samples, rate, start)
@@ -179,14 +181,14 @@ class _Loop:
         return report
 
     def _own_files(self, part: Part) -> list[str]:
-        """Made once for a part: a source may have to fetch them."""
+        """This worker's files of the part. Asked for once: a source may have to fetch them."""
         if self._files_for != part.name:
             self._files_for = part.name
             self._own = self._source.files_of(part, fleet.worker_index(), fleet.worker_num())
         return list(self._own)
 
     def _saved(self, part: Part, auc: float | None, samples: int, rate: float, start: float) -> PassReport:
-        """Worker 0 saves, the others wait."""
+        """Save on worker 0 while the others wait; all return the same report."""
         report = None
         if self._is_first:
             is_full = self._progress.takes_full_save(part)
@@ -201,10 +203,10 @@ class _Loop:
                 part.name, self._progress.passes, auc, samples, rate, self._progress.deltas, result.rows, seconds
             )
             print(report.line(), flush=True)
-        return msgspec.convert(meet("saved", part.name, msgspec.to_builtins(report))[0], PassReport)
+        return msgspec.convert(gather_at("saved", part.name, msgspec.to_builtins(report))[0], PassReport)
 
-    def _save(self, part: Part, result: Result, is_full: bool) -> Progress:
-        """The model and the position in the source, in one step."""
+    def _save(self, part: Part, result: Result, is_full: bool) -> PassProgress:
+        """Save the model and the progress in one step; returns the progress."""
         if not is_full:
             progress = self._progress.after(part, result, is_full=False)
             try:
@@ -213,7 +215,7 @@ class _Loop:
             except CheckpointError as error:
                 if self._has_saved:
                     raise
-                # The first of a run: its tables may have other policies than those of the run before.
+                # The first save of a run: its tables may have other policies than the saved ones.
                 print(
                     f"part {part.name}: everything is saved, as no delta can be: {error}", file=sys.stderr, flush=True
                 )
@@ -223,7 +225,7 @@ class _Loop:
 
 
 def _refuse_restarted_worker() -> None:
-    """The servers still hold what it has trained of a part, so that it would be trained twice."""
+    """A restarted worker would train its part twice: the servers still have the first gradients."""
     if fleet._get_job().info.restart:
         raise FleetError(
             "this worker was started again in the middle of a job, whose servers hold half of a part. Start the whole "

@@ -1,4 +1,4 @@
-"""Progressive validation: the AUC of a part before anybody has trained on it, over all workers."""
+"""Progressive validation: the AUC of a part before it is trained on, over all workers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import numpy as np
 
 from torchfleet.errors import FleetError
 from torchfleet.metrics import AUC, area
-from torchfleet.online.agreement import meet
+from torchfleet.online.agreement import gather_at
 
 
 def auc_of_all(meter: Any, part: str) -> tuple[float | None, int]:
-    """(AUC, samples) from every worker's own meter, or None where it had no samples. Returns when all have come."""
+    """(AUC, samples) over the meters of all workers, at a barrier; None for a worker, or an AUC, without samples."""
     if meter is not None and not isinstance(meter, AUC):
         raise FleetError(f"evaluate must return a fleet.metrics.AUC, or None, found {type(meter).__name__}")
     counts = meter.compute()[2][2:] if meter is not None else []
-    brought = meet("evaluated", part, [count.tobytes() for count in counts])
-    stats = [[np.frombuffer(count, np.float64) for count in worker] for worker in brought if worker]
+    gathered = gather_at("evaluated", part, [count.tobytes() for count in counts])
+    stats = [[np.frombuffer(count, np.float64) for count in worker] for worker in gathered if worker]
     if len({len(positive) for positive, _ in stats}) > 1:
         raise FleetError("evaluate: the workers' AUCs have different num_thresholds; give all of them the same")
     if not stats:

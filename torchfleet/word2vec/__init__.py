@@ -1,1 +1,1 @@
-"""Word vectors (W1-W10): from text to trained, saved and judged vectors. docs/word2vec.md walks through it."""
+"""Word vectors: preprocessing of text, skip-gram training, files of vectors and their evaluation (docs/word2vec.md)."""

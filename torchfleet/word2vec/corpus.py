@@ -1,4 +1,4 @@
-"""A corpus of ids: a folder of text files, lines of numbers, with a description of how it was made."""
+"""A corpus of word ids: a folder of text files with lines of numbers, and a description of how it was made."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Ids = npt.NDArray[np.int32]
 
 
 class Description(msgspec.Struct, forbid_unknown_fields=False):
-    """The contents of `_corpus.json`; None is what nobody knows."""
+    """The contents of `_corpus.json`; None stands for unknown."""
 
     format: int
     dictionary: int | None  # the vocabulary's fingerprint
@@ -38,7 +38,7 @@ class Description(msgspec.Struct, forbid_unknown_fields=False):
 
 
 def read_description(folder: str) -> Description | None:
-    """None if there is none. An unfinished folder, or one whose files are not those of its description, is an error."""
+    """None if there is none. Raises DataError for an unfinished folder, and for other files than those described."""
     try:
         with open(os.path.join(folder, DESCRIPTION), "rb") as file:
             found = msgspec.json.decode(file.read(), type=Description)
@@ -86,7 +86,7 @@ class Corpus:
         self.raw_words = self.words if described is None or described.raw_words is None else described.raw_words
 
     def blocks(self, files: Sequence[str], words_per_block: int) -> Iterator[Ids]:
-        """The ids of these files, one file behind the other, with -1 after every line; fresh arrays.
+        """The ids of these files, one file after another, with -1 after every line; fresh arrays.
 
         An array has at most `words_per_block` elements and ends with a line, unless the line alone is longer: then the
         array does not end with -1, and the line goes on in the next one. All arrays in a row hold all ids and ends of
@@ -97,10 +97,10 @@ class Corpus:
     def _check(self, described: Description, vocabulary: Vocabulary) -> None:
         expected = (described.num_ids, described.dictionary)
         found = (len(vocabulary), vocabulary.fingerprint)
-        for what, one, other in zip(("ids", "fingerprint"), expected, found, strict=True):
-            if one is not None and one != other:
+        for what, needed, given in zip(("ids", "fingerprint"), expected, found, strict=True):
+            if needed is not None and needed != given:
                 raise DataError(
-                    f"{self.path} was made with another dictionary ({what}: {one}) than this ({what}: {other}): "
+                    f"{self.path} was made with another dictionary ({what}: {needed}) than this ({what}: {given}): "
                     "give the one that it was made with, or run --filter_corpus again with this one"
                 )
 
@@ -108,7 +108,7 @@ class Corpus:
 def count_words(
     paths: Sequence[str], num_ids: int = MAX_IDS, words_of: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Words in each file of ids. `words_of`: how many a file must have, for those that are in it."""
+    """The number of words in each file of ids. `words_of`: the number that a file must have."""
     progress, found, total = Progress("counting words"), {}, 0
     for path in paths:
         found[path] = 0
@@ -123,7 +123,7 @@ def count_words(
 def read_ids(
     paths: Sequence[str], words_per_block: int, num_ids: int = MAX_IDS, words_of: Mapping[str, int] | None = None
 ) -> Iterator[Ids]:
-    """What Corpus.blocks says. `words_of`: how many words a file must have, for those that are in it."""
+    """The ids of these files, as Corpus.blocks yields them. `words_of`: the number of words that a file must have."""
     if words_per_block < 1:
         raise DataError(f"words_per_block must be at least 1, found {words_per_block}")
     ids, state = np.empty(words_per_block, np.int32), np.zeros(words.READER_STATE_SIZE, np.int64)
@@ -150,7 +150,7 @@ def read_ids(
 
 
 def _with_rest(ids: Ids, cut: int, state: npt.NDArray[np.int64]) -> Ids:
-    """A fresh array that begins with what stands behind the cut."""
+    """A new array that begins with the ids after the cut."""
     fresh, num_left = np.empty_like(ids), len(ids) - cut
     fresh[:num_left] = ids[cut:]
     state[words.NUM_IDS], state[words.WHOLE_LINES] = num_left, 0

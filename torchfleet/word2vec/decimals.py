@@ -1,11 +1,11 @@
-"""Float32 numbers as decimal text, a block at a time: twenty times as fast as Python's own formatting."""
+"""Formats blocks of float32 numbers as decimal text, twenty times as fast as Python does."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-# Every number is laid out in the same columns; what it has no use for stays zero, and is taken out in the end:
+# Every number gets the same columns. Columns that it does not need stay zero, and are removed at the end:
 #   -  0  .  000  d  .  dddddddd  e  -  dd  blank
 _WIDTH = 21
 _SIGN, _FIRST, _POINT, _REST, _EXPONENT, _END = 0, 6, 7, 8, 16, 20
@@ -22,7 +22,7 @@ def _layout(exponent: int) -> bytes:
 
 
 def _kept(num_zeros: int) -> npt.NDArray[np.uint8]:
-    """1 for the columns that stay when so many of the last digits are zeros; the point goes with the last of them."""
+    """1 for the columns that stay if the last `num_zeros` digits are zeros; 0 for the point if no digit follows."""
     kept = np.ones(_WIDTH, np.uint8)
     kept[_EXPONENT - num_zeros : _EXPONENT] = 0
     kept[_POINT] = num_zeros < 8
@@ -39,7 +39,7 @@ _TRAILING = np.array([4 - len(f"{num:04}".rstrip("0")) for num in range(10_000)]
 def lines_of(values: npt.NDArray[np.float32]) -> list[bytes]:
     """A line for each row, its numbers with a blank between; finite ones only.
 
-    Nine digits, zeros at the end left out, tell every float32 from every other. The last one may differ by one from
+    Nine digits, without zeros at the end, distinguish all float32 numbers. The last one may differ by one from
     what Python writes; it still reads back to the same number.
     """
     exponents, mantissas = _scientific(values.reshape(-1))

@@ -1,6 +1,6 @@
-"""How good word vectors are: analogy questions (a is to b as c is to d), and people's judgement of pairs of words.
+"""Evaluates word vectors: by analogy questions (a is to b as c is to d), and by human judgements of word pairs.
 
-Both are as gensim's KeyedVectors.evaluate_word_analogies and evaluate_word_pairs do it, to the last question.
+The results equal those of gensim's KeyedVectors.evaluate_word_analogies and evaluate_word_pairs, to the last question.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchfleet.errors import DataError
 from torchfleet.word2vec.vectors import WordVectors, check_restrict, highest, to_unit
 
 _BLOCK = 1 << 22  # scores at a time: 16 MB
-_TOP = 5  # answers that are looked through for one that is no word of the question in other letters
+_TOP = 5  # best answers, of which the first is taken that is no word of the question in another case
 
 Question = tuple[str, str, str, str]
 Pair = tuple[str, str, float]
@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Section:
+class AnalogySection:
     """Questions of one kind: a is to b as c is to d."""
 
     name: str
@@ -68,15 +68,15 @@ class PairsResult:
     skipped: int
 
 
-def read_questions(path: str | os.PathLike[str]) -> list[Section]:
+def read_questions(path: str | os.PathLike[str]) -> list[AnalogySection]:
     """Sections of a file in the format of questions-words.txt: `: name` lines, and below each, lines of four words.
 
     Lines of more or fewer words are left out, as gensim does.
     """
-    sections: list[Section] = []
+    sections: list[AnalogySection] = []
     for number, line in enumerate(_lines(path), 1):
         if line.startswith(":"):
-            sections.append(Section(line.lstrip(": ").strip()))
+            sections.append(AnalogySection(line.lstrip(": ").strip()))
             continue
         words = line.split()
         if words and not sections:
@@ -91,7 +91,7 @@ def read_questions(path: str | os.PathLike[str]) -> list[Section]:
 
 
 def read_pairs(path: str | os.PathLike[str]) -> list[Pair]:
-    """Pairs of words and their similarity: the first two columns, and the first number behind them.
+    """Pairs of words and their similarity: the first two columns, and the first number after them.
 
     Columns are separated by tabs or, in a line without one, by blanks. Lines that begin with # are left out, and so
     are lines without a number: headings.
@@ -123,9 +123,9 @@ def _number(text: str) -> float:
 
 
 class _Lookup:
-    """Positions of words among the first `restrict`, small and capital letters being the same if that is wanted.
+    """Positions of words among the first `restrict`, with or without regard to case.
 
-    Of words that differ in that alone, the first stands for all; `first` says which it is for each position.
+    Of words that differ in case only, the first stands for all: `first` has its position, for each position.
     """
 
     def __init__(self, vectors: WordVectors, restrict: int | None, case_insensitive: bool) -> None:
@@ -142,7 +142,10 @@ class _Lookup:
 
 
 def analogies(
-    vectors: WordVectors, sections: Sequence[Section], restrict: int | None = 30_000, case_insensitive: bool = True
+    vectors: WordVectors,
+    sections: Sequence[AnalogySection],
+    restrict: int | None = 30_000,
+    case_insensitive: bool = True,
 ) -> AnalogyResult:
     """How many questions are answered by the word nearest to b + c - a, other than the question's own words.
 
@@ -186,7 +189,7 @@ def _answers(vectors: WordVectors, questions: Ids, first: Ids) -> Ids:
 
 
 def _best(scores: npt.NDArray[np.float32]) -> tuple[Ids, npt.NDArray[np.float32]]:
-    """Where each row's highest is, and how far it is above the second; nan if there is none. Writes over the scores."""
+    """The column of each row's highest score, and its lead over the second; nan if there is none. Changes `scores`."""
     rows = np.arange(len(scores))
     best = scores.argmax(axis=1)
     top = scores[rows, best]
@@ -203,7 +206,7 @@ def _targets(vectors: WordVectors, asked: Ids) -> npt.NDArray[np.float32]:
 
 
 def _answer(vectors: WordVectors, target: npt.NDArray[np.float32], asked: list[int], first: Ids) -> int:
-    """The best that is no word of the question; the fifth if five are, in other letters; -1 if there is none."""
+    """The best word that is not in the question, in any case; the fifth if five are; -1 if there is none."""
     best = highest(vectors.cosines(target, len(first)), _TOP + len(asked))
     others = [int(first[i]) for i in best if i not in asked][:_TOP]
     return next((i for i in others if i not in asked), others[-1] if others else -1)
@@ -218,25 +221,25 @@ def word_pairs(
     """Correlations of cosines with given similarities, over the pairs (or a file's) whose words are both known."""
     lookup = _Lookup(vectors, restrict, case_insensitive)
     given = read_pairs(pairs) if isinstance(pairs, (str, os.PathLike)) else pairs
-    known = [(ids, score) for one, other, score in given if (ids := lookup.find((one, other)))]
+    known = [(ids, score) for first, second, score in given if (ids := lookup.find((first, second)))]
     if len(known) < 2:
         raise DataError(
             f"of {len(given)} pairs of words, {len(known)} are known: two at least are needed. Are vectors and pairs "
             "in the same language?"
         )
     units = to_unit(vectors.vectors[[ids for ids, _ in known]].astype(np.float64))
-    cosines = np.array([np.dot(one, other) for one, other in units], np.float64)
+    cosines = np.array([np.dot(first, second) for first, second in units], np.float64)
     scores = np.array([score for _, score in known])
     spearman = _correlation(_ranks(scores), _ranks(cosines))
     return PairsResult(_correlation(scores, cosines), spearman, len(known), len(given) - len(known))
 
 
-def _correlation(one: Floats, other: Floats) -> float:
-    """Pearson's."""
-    if np.ptp(one) == 0 or np.ptp(other) == 0:
+def _correlation(x: Floats, y: Floats) -> float:
+    """Pearson's correlation; nan if x or y is constant."""
+    if np.ptp(x) == 0 or np.ptp(y) == 0:
         return math.nan
-    one, other = one - one.mean(), other - other.mean()
-    return max(-1.0, min(1.0, float(one @ other) / math.sqrt(float(one @ one)) / math.sqrt(float(other @ other))))
+    x, y = x - x.mean(), y - y.mean()
+    return max(-1.0, min(1.0, float(x @ y) / math.sqrt(float(x @ x)) / math.sqrt(float(y @ y))))
 
 
 def _ranks(values: Floats) -> Floats:

@@ -1,4 +1,4 @@
-"""Skip-gram with negative sampling as an ordinary module (W4): it trains in every mode, by any loop."""
+"""Skip-gram with negative sampling as a torch module, which trains in every mode with an ordinary loop."""
 
 from __future__ import annotations
 

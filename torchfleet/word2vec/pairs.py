@@ -1,4 +1,4 @@
-"""Batches of pairs for SkipGram, straight from the id files (W5's fast reader)."""
+"""Reads batches of (word, context word) pairs for SkipGram from a corpus of ids."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS_AT_ONCE = 10_000
 
 
 class Pairs(NamedTuple):
-    """A batch: words, a word of the window of each, negatives that all of them share; and how many words were read."""
+    """A batch: words, a context word for each, negatives that all share; and the number of words that were read."""
 
     words: torch.Tensor
     trues: torch.Tensor
@@ -43,7 +43,7 @@ class PairReader:
         for ids in corpus.blocks(files, WORDS_AT_ONCE):
             waiting = np.concatenate([waiting, self._pairs(ids)], axis=1)
             num_read += int(np.count_nonzero(ids >= 0))
-            while waiting.shape[1] > self._batch_size:  # the last batch counts the words behind it that have no pairs
+            while waiting.shape[1] > self._batch_size:  # the last batch counts the words after it too
                 yield self._batch(waiting[:, : self._batch_size], num_read)
                 waiting, num_read = waiting[:, self._batch_size :], 0
         if waiting.shape[1]:

@@ -1,4 +1,4 @@
-"""From text to a dictionary, and to lines of ids. docs/word2vec.md tells what the files hold."""
+"""Preprocessing: builds the dictionary of a text, and writes the text as lines of ids (docs/word2vec.md)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchfleet.word2vec.writing import IdWriter, NewCorpus
 
 @dataclass(frozen=True)
 class DictionaryFacts:
-    """What build_dictionary found: all words, different ones, those with an id of their own, the rest of all words."""
+    """What build_dictionary found: all words, distinct words, words with an id, and occurrences of all others."""
 
     num_words: int
     num_distinct: int
@@ -54,7 +54,7 @@ def build_dictionary(source: str, dict_path: str, min_count: int = 5, max_bytes:
     if not total:
         raise DataError(f"{source} has no words: expected a text")
     kept = np.flatnonzero(counts >= min_count)
-    kept = kept[kept > 0]  # number 0 is <UNK>, which is unknown however often the text has it
+    kept = kept[kept > 0]  # number 0 is <UNK>, which is no known word however often the text has it
     num_unknown = total - int(counts[kept].sum())
     lines = [(-int(counts[number]), found.word(number)) for number in kept.tolist()]
     lines += [(-num_unknown, UNKNOWN.encode())] if num_unknown else []
@@ -87,7 +87,7 @@ def filter_corpus(
     seed: int = 0,
     max_bytes: int | None = None,
 ) -> CorpusFacts:
-    """Write the texts as lines of ids to the folder `output`, without those words that are drawn to be left out.
+    """Write the texts as lines of ids to the folder `output`, without the words that are drawn to be left out.
 
     Also writes `{dict_path}_word_to_id_`. Which word is left out depends on the seed and on its place in all texts.
     """
@@ -133,12 +133,12 @@ class _Encoder:
         assert len(self._map) == len(vocabulary)
         self._unknown = -1 if vocabulary.unknown is None else vocabulary.unknown
         self._seed = np.uint64(seed)
-        # One element more than there are words: that of all others.
+        # The last element is for all words that are not in the dictionary.
         ids = np.where(vocabulary.counts >= min_count, np.arange(len(vocabulary)), self._unknown)
         self._ids = np.append(ids, self._unknown).astype(np.int32)
         if vocabulary.unknown is not None:
             self._ids[vocabulary.unknown] = vocabulary.unknown
-        chances = keep_probabilities(vocabulary, downsample)[self._ids]  # of -1 it does not matter
+        chances = keep_probabilities(vocabulary, downsample)[self._ids]  # that of -1 is not used
         self._keep = np.ceil(chances * 2.0**53).astype(np.uint64)
         known = vocabulary.counts[self._ids[:-1] != self._unknown].sum()
         self._share_unknown = 1 - int(known) / vocabulary.total
@@ -157,7 +157,7 @@ class _Encoder:
         self.num_read, self.num_unknown = writer.state[[words.NUM_READ, words.NUM_UNKNOWN]].tolist()
 
     def check(self, facts: CorpusFacts, source: str, dict_path: str) -> None:
-        """Of the words that should be known by what the dictionary says of itself, at least half must be."""
+        """Raise DataError if less than half of the words that the dictionary should have are in it."""
         if not facts.num_read:
             raise DataError(f"{source} has no words: expected a text")
         if 2 * (facts.num_read - facts.num_unknown) < (1 - self._share_unknown) * facts.num_read:

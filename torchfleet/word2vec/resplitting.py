@@ -1,4 +1,4 @@
-"""A corpus of ids in other files: as many as asked for, with equal numbers of words."""
+"""Splits a corpus of ids into a given number of files with equal numbers of words."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torchfleet.word2vec.textfiles import input_files
 from torchfleet.word2vec.writing import NewCorpus
 
 _WORDS_AT_ONCE = 1 << 20
-_FAR = 20  # a cut moves by at most one part in so many
+_FAR = 20  # a cut moves by at most 1 / _FAR of a file
 
 
 def resplit(source: str, output: str, num_files: int = 1024) -> dict[str, int]:
     """Cut a folder of id files into exactly `num_files`, `part-00000` and so on; returns the words in each.
 
-    Their numbers of words differ by at most one, but for cuts that move on to the end of a line which is at most 5 % of
-    a part away. The order of words stays. Three passes over the text: how many words, where lines end, writing.
+    The numbers of words differ by at most one; but a cut moves on to the end of the line if that is at most 5 % of a
+    file away. The order of words stays. Three passes over the text: how many words, where lines end, writing.
     """
     if num_files < 1:
         raise DataError(f"num_files must be at least 1, found {num_files}")
@@ -43,7 +43,7 @@ def resplit(source: str, output: str, num_files: int = 1024) -> dict[str, int]:
 
 
 def _checked_total(source: str, paths: Sequence[str], num_ids: int, described: Description | None) -> int:
-    """All words, counted. A file that has not as many as its description says is an error."""
+    """The number of all words, counted. A file with another number than its description has is an error."""
     expected = {} if described is None else {path: described.files[os.path.basename(path)] for path in paths}
     words_of = count_words(paths, num_ids, expected)
     if not any(words_of.values()):
@@ -52,7 +52,7 @@ def _checked_total(source: str, paths: Sequence[str], num_ids: int, described: D
 
 
 def _ends_of_parts(paths: Sequence[str], num_ids: int, total: int, num_files: int) -> npt.NDArray[np.int64]:
-    """In words from the beginning: that of equal parts, or the next end of a line if it is near enough."""
+    """Where each file ends, in words from the beginning: at equal sizes, or at the next end of a line if it is near."""
     even = np.array([total * (number + 1) // num_files for number in range(num_files)], np.int64)
     next_line = np.empty_like(even)
     num_words = num_found = 0

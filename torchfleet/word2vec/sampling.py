@@ -1,4 +1,4 @@
-"""Which words are left out, and which are drawn as negatives: per word, as the kernels take it."""
+"""Subsampling of frequent words and negative sampling: the probabilities of each word, as the kernels take them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _POWER = 0.75  # negatives are drawn from count^0.75
 
 
 def word_chances(vocabulary: Vocabulary, sample: float, train_unknown: bool = False) -> Words:
-    """`sample` is the threshold above which frequent words are left out by lot (0: none is).
+    """`sample` is the frequency above which words are left out at random (0: no word is).
 
-    <UNK> is no word: it is always left out, and never a negative, unless `train_unknown` says otherwise.
+    <UNK> is no word: it is always left out, and never a negative, unless `train_unknown` is True.
     """
     keep = np.minimum(keep_probabilities(vocabulary, sample) * 2.0**32, ALWAYS)
     weights = vocabulary.counts.astype(np.float64) ** _POWER

@@ -1,4 +1,4 @@
-"""Texts as pieces of whole words, whatever their files: one or many, plain or compressed, lines of any length."""
+"""Reads text as blocks of whole words, from one file or many, plain or compressed, with lines of any length."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def input_files(path: str) -> list[str]:
 
 
 def whole_words(chunks: Iterable[bytes], name: str, is_cut: Callable[[], bool] = lambda: False) -> Iterator[Bytes]:
-    """The chunks, joined and cut so that no word is torn, each with the padding that the kernels ask for.
+    """The chunks, cut between words instead of anywhere, each with the padding that the kernels need.
 
-    The last line ends with a newline, whether it does in the chunks or not. `is_cut` is asked at the end: whether the
-    last word may have lost its end, and is left out.
+    The last line ends with a newline, whether it does in the chunks or not. `is_cut` is called at the end: whether the
+    last word may be incomplete, and is left out.
     """
     rest: list[bytes] = []  # the beginning of a word that has not ended
     size = 0
@@ -60,9 +60,9 @@ def padded(*parts: bytes | memoryview) -> Bytes:
 
 
 class Texts:
-    """The texts of a corpus, read one behind the other, up to `max_bytes` of all of them together; shows how far it is.
+    """The texts of a corpus, read one after another, up to `max_bytes` of all together. Shows its progress.
 
-    Where the limit cuts a text, the text ends behind the last white space before the cut.
+    Where the limit cuts a text, the text ends after the last white space before the cut.
     """
 
     def __init__(self, path: str, what: str, max_bytes: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Skip-gram by the fused kernel: several threads, straight on a replica of the tables. In one process and in geo."""
+"""Trains skip-gram with the fused kernel: several threads, directly on whole tables. In one process, or in geo mode."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torchfleet.word2vec.sampling import word_chances
 from torchfleet.word2vec.vocabulary import Vocabulary
 from torchfleet.worker.modes.whole_tables import WholeTables
 
-WORDS_PER_STEP = 10_000  # of the corpus, as it is: what k_steps counts
+WORDS_PER_STEP = 10_000  # words of the corpus in one step, as k_steps counts them
 _SHOW_SECONDS = 1.0
 
-Schedule = Callable[[float], float]  # from words of all workers, so far, to the learning rate
+Schedule = Callable[[float], float]  # from the words of all workers so far to the learning rate
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LinearDecay:
 
 @dataclass(frozen=True)
 class StaircaseDecay:
-    """`rate`, times `factor` after every `num_words` words (W4)."""
+    """`rate`, times `factor` after every `num_words` words."""
 
     rate: float
     factor: float
@@ -54,7 +54,7 @@ class SkipGramOptions:
     num_negatives: int = 5
     sample: float = 1e-4
     train_unknown: bool = False
-    windows_per_step: int = 24  # words whose windows share negatives, and are one step of SGD
+    windows_per_step: int = 24  # words whose windows share negatives and form one step of SGD
     shared_negatives: int = 32
     seed: int = 0
 
@@ -67,8 +67,8 @@ class SkipGramOptions:
 
 
 @dataclass
-class Progress:
-    """How far training has come; `words` are words of the corpus as it was before any were left out."""
+class TrainingProgress:
+    """The progress of training. `words` counts words of the text, also those that the corpus leaves out."""
 
     words: float = 0.0
     num_words: float = 0.0
@@ -86,7 +86,7 @@ class Progress:
 
 
 class Trainer:
-    """Trains `replica`, which must hold SkipGram's tables. Progress is told once a second, and at the end."""
+    """Trains `replica`, which must hold SkipGram's tables. `tell` gets the progress once a second, and at the end."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Trainer:
         *,
         worker: int = 0,
         num_workers: int = 1,
-        tell: Callable[[Progress], None] = lambda progress: None,
+        tell: Callable[[TrainingProgress], None] = lambda progress: None,
     ) -> None:
         self._replica, self._options, self._tell = replica, options, tell
         self._words = word_chances(vocabulary, options.sample, options.train_unknown)
@@ -110,10 +110,12 @@ class Trainer:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._error: BaseException | None = None
-        self._measured = (0.0, 0.0)  # loss and pairs, when they were last told
-        self._step(np.empty(0, np.int32), 0.0, self._scratch(0))  # compiled, or loaded, before any clock starts
+        self._measured = (0.0, 0.0)  # loss and pairs at the last report
+        self._step(np.empty(0, np.int32), 0.0, self._scratch(0))  # compiles the kernel before the clock starts
 
-    def train(self, corpus: Corpus, files: Sequence[str], epochs: int, schedule: Schedule, threads: int) -> Progress:
+    def train(
+        self, corpus: Corpus, files: Sequence[str], epochs: int, schedule: Schedule, threads: int
+    ) -> TrainingProgress:
         """`epochs` passes over these files of the corpus. The result holds the losses, one a second."""
         if epochs < 1 or threads < 1:
             raise DataError(f"epochs and threads must be at least 1, found {epochs} and {threads}")
@@ -124,7 +126,7 @@ class Trainer:
         self._error, self._measured = None, (0.0, 0.0)
         self._raw_per_word = corpus.raw_words / corpus.words
         self._schedule = schedule
-        self._progress = Progress(num_words=own_words * epochs * self._raw_per_word)
+        self._progress = TrainingProgress(num_words=own_words * epochs * self._raw_per_word)
         self._blocks = (block for _ in range(epochs) for block in corpus.blocks(files, WORDS_PER_STEP))
         scratches = [self._scratch(thread) for thread in range(threads)]
         self._run(
@@ -134,7 +136,7 @@ class Trainer:
         return self._progress
 
     def _run(self, threads: list[threading.Thread], scratches: list[Scratch]) -> None:
-        start = told = time.perf_counter()
+        start = reported = time.perf_counter()
         try:
             for thread in threads:
                 thread.start()
@@ -142,21 +144,21 @@ class Trainer:
                 while thread.is_alive():
                     thread.join(0.05)
                     self._progress.seconds = time.perf_counter() - start
-                    if time.perf_counter() - told >= _SHOW_SECONDS:
-                        told = time.perf_counter()
-                        self._note(scratches)
+                    if time.perf_counter() - reported >= _SHOW_SECONDS:
+                        reported = time.perf_counter()
+                        self._report(scratches)
         finally:
-            self._stopping.set()  # whatever ends the wait ends the threads
+            self._stopping.set()  # an exception here ends the threads too
             for thread in threads:
-                if thread.ident is not None:  # it has been started
+                if thread.ident is not None:  # it was started
                     thread.join()
             self._progress.seconds = time.perf_counter() - start
         if self._error is not None:
             raise self._error
-        self._note(scratches)
+        self._report(scratches)
 
-    def _note(self, scratches: list[Scratch]) -> None:
-        """The loss since the last time, as the threads have measured it."""
+    def _report(self, scratches: list[Scratch]) -> None:
+        """Report the progress, with the mean loss since the last report as the threads have measured it."""
         loss, pairs = np.sum([scratch.totals[1:] for scratch in scratches], axis=0)
         before = self._measured
         if pairs > before[1]:
@@ -166,12 +168,12 @@ class Trainer:
         self._tell(self._progress)
 
     def _work(self, scratch: Scratch) -> None:
-        """One thread: takes the next words, trains on them."""
+        """One thread: trains on one block of words after another."""
         try:
             while (taken := self._next()) is not None:
                 self._step(*taken, scratch)
                 self._replica.step_done()
-        except BaseException as error:  # must reach whoever called train, whatever it is
+        except BaseException as error:  # `train` raises it
             self._error = self._error or error
             self._stopping.set()
 
@@ -204,7 +206,7 @@ class Trainer:
 
 
 def _check_sizes(tables: Tables, vocabulary: Vocabulary) -> None:
-    """The kernel relies on them: it would write behind the tables."""
+    """Raise DataError for sizes with which the kernel would write outside the tables."""
     num_rows, width = tables.emb.shape
     if num_rows != len(vocabulary):
         raise DataError(

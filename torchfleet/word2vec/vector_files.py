@@ -1,4 +1,4 @@
-"""Files of word vectors as word2vec writes them: text (`word v1 .. vD` lines) and binary, both below a line `V D`."""
+"""Reads and writes files of word vectors in word2vec's formats: text (`word v1 .. vD` lines) and binary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchfleet.word2vec.vocabulary import decoded, encoded
 
 Vectors = npt.NDArray[np.float32]
 
-_VALUES = 1 << 16  # numbers that are made text at a time: what is made of them stays in the cache
+_VALUES = 1 << 16  # numbers that are formatted at a time: few enough for the cache
 _MAX_HEADER = 100
 _MAX_WORD = 1 << 16  # bytes; what is longer is not a file of words
 _PRINTABLE = string.printable.encode()
@@ -62,7 +62,7 @@ def _new_file(path: str) -> Iterator[IO[bytes]]:
 
 
 def read_vectors(path: str) -> tuple[list[str], Vectors]:
-    """Words and vectors of a file of either kind: its content says which. A DataError says where it is bad."""
+    """Words and vectors of a file of either format, found by its content. Raises DataError for a damaged file."""
     if os.path.isdir(path):
         raise DataError(f"{path} is a folder: expected a file of word vectors. Is it a saved model?")
     try:
@@ -92,13 +92,13 @@ def _sizes(path: str, header: bytes) -> tuple[int, int]:
 
 
 def _is_text(data: mmap.mmap, at: int, dim: int) -> bool:
-    """Whether what stands where the first vector's bytes would be can be read by people.
+    """Whether the bytes where the first vector would be are printable.
 
     Four bytes that are all printable are few of the possible float32 numbers; `dim` of them in a row do not happen.
     """
     first = data.find(b" ", at, at + _MAX_WORD) + 1
     line = data[first : first + 4 * dim]
-    end = line.find(b"\n")  # a text of short numbers: behind it comes a word, of any letters
+    end = line.find(b"\n")  # a text of short numbers: the next line may begin with any letters
     if end > 0 and len(line[:end].split()) == dim:
         line = line[:end]
     return not line.translate(None, _PRINTABLE)
@@ -120,7 +120,7 @@ def _read_text(path: str, file: IO[bytes], num: int, dim: int, size: int) -> tup
         try:
             if not word or len(fields) != dim:
                 raise ValueError(f"found {len(fields)} numbers behind '{decoded(word.strip())}'")
-            with np.errstate(over="ignore"):  # infinite then, and told of later
+            with np.errstate(over="ignore"):  # becomes infinite, which WordVectors reports
                 vectors[len(words)] = np.array(fields, np.float32)
         except ValueError as error:
             raise DataError(f"{path}, line {number}: expected a word and {dim} numbers: {error}") from None
@@ -139,7 +139,7 @@ def _read_binary(path: str, data: mmap.mmap, at: int, num: int, dim: int) -> tup
     vectors = np.empty((min(num, len(data) // size), dim), np.float32)
     for i in range(num):
         stop = data.find(b" ", at, at + _MAX_WORD)
-        word = decoded(data[at : max(at, stop)].lstrip(b"\n"))  # behind each vector, or not: programs differ
+        word = decoded(data[at : max(at, stop)].lstrip(b"\n"))  # some programs write a newline after each vector
         place = f"{path} (binary), word {i + 1:,} of {num:,}"
         if stop < 0 or not word:
             raise DataError(f"{place}: expected a word and a blank at byte {at:,} of {len(data):,}. Was it cut off?")

@@ -1,4 +1,4 @@
-"""Words and their vectors: saved and loaded as word2vec does, taken out of a saved model, and compared by cosine."""
+"""Word vectors: loaded from files or from a saved model, saved, and compared by cosine."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from torchfleet.word2vec.vector_files import Vectors, read_vectors, write_binary
 if TYPE_CHECKING:
     from torchfleet.word2vec.vocabulary import Vocabulary
 
-_BLANK = re.compile(r"[ \t\n\r\v\f]")  # what separates words in a corpus; other white space may be part of one
-_SPELLINGS = 100_000  # words that are looked through for one that was meant
+_BLANK = re.compile(r"[ \t\n\r\v\f]")  # separates words in a corpus; other white space may be part of a word
+_SPELLINGS = 100_000  # words that are searched for a similar spelling
 
 
 class WordVectors:
     """Words, best sorted by frequency, and a float32 row for each. Neither is changed afterwards.
 
-    `words` and `vectors` are as given (converted and copied only if they must be); `index` says which row is a word's.
+    `words` and `vectors` are as given (converted and copied only if necessary); `index` has the row of each word.
     """
 
     def __init__(self, words: Sequence[str], vectors: npt.NDArray[np.float32]) -> None:
@@ -155,10 +155,10 @@ def _saved_rows(folder: str, name: str, num_words: int) -> tuple[npt.NDArray[np.
     rows = np.concatenate([arrays["rows"][:, : table.dim] for _, arrays in found] or [np.empty((0, table.dim))])
     beyond = keys[(keys < 0) | (keys >= num_words)]
     if len(beyond) or (table.kind == "array" and table.size != num_words):
-        tells = f"id {beyond[0]}" if len(beyond) else f"{table.size:,} rows"
+        contents = f"id {beyond[0]}" if len(beyond) else f"{table.size:,} rows"
         raise CheckpointError(
-            f"{folder}: table '{name}' has {tells}, and the dictionary has {num_words:,} words. Is it the dictionary "
-            "that the model was trained with?"
+            f"{folder}: table '{name}' has {contents}, and the dictionary has {num_words:,} words. Is it the "
+            "dictionary that the model was trained with?"
         )
     return keys, rows
 

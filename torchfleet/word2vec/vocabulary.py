@@ -1,4 +1,4 @@
-"""The dictionary of a corpus: words, how often each occurs, and their ids."""
+"""The vocabulary of a corpus: words, their counts and their ids."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
-        """From lines of `word count`, in any order. What is no such line is an error that names file and line."""
+        """From lines of `word count`, in any order. Any other line raises a DataError with file and line."""
         path = os.fspath(path)
         lines = b"".join(streams.chunks(streams.open_file(path), path)).split(b"\n")
         if lines[-1] == b"":
@@ -79,7 +79,7 @@ class Vocabulary:
 
     @cached_property
     def fingerprint(self) -> int:
-        """CRC-32 of the lines of `word count`: tells whether two vocabularies are the same."""
+        """CRC-32 of the lines of `word count`: equal for equal vocabularies."""
         return zlib.crc32(b"".join(self._lines()))
 
     def _lines(self) -> Iterable[bytes]:

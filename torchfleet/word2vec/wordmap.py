@@ -1,4 +1,4 @@
-"""The words of a text with their counts, in flat arrays that grow between two calls of the kernels."""
+"""A hash map of words and their counts, in flat arrays that grow between two calls of the kernels."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _FIRST_SLOTS, _FIRST_BYTES = 1 << 16, 1 << 20
 
 
 class WordMap:
-    """Word number 0 is the first that was counted, and so on. kernels/words.py tells what the arrays hold."""
+    """Words are numbered in the order in which they first occur. kernels/words.py describes the arrays."""
 
     def __init__(self, salt: int | None = None, num_slots: int = _FIRST_SLOTS, num_bytes: int = _FIRST_BYTES) -> None:
-        """`num_slots`, a power of two, and `num_bytes` are for a start. The salt is drawn if none is given: whoever
-        writes the text cannot choose words that collide."""
+        """`num_slots`, a power of two, and `num_bytes` are for a start. Without a salt it is drawn: the author of a
+        text cannot choose words that collide."""
         self.slots = np.zeros(num_slots, np.uint64)
         self.entries: npt.NDArray[np.int64] = np.empty((num_slots // 2, 3), np.int64)
         self.arena: Bytes = np.empty(num_bytes, np.uint8)

@@ -1,4 +1,4 @@
-"""A new folder of id files: complete, or not there."""
+"""Writes a folder of id files so that it is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class NewCorpus:
 
 
 class IdWriter:
-    """A file of ids that is being written. `state` and `buffer` are for the kernels, which say when they need room."""
+    """A file of ids that is being written. `state` and `buffer` are for the kernels, which stop at a full buffer."""
 
     def __init__(self, path: str) -> None:
         self.state = np.zeros(words.WRITER_STATE_SIZE, np.int64)
@@ -88,7 +88,7 @@ class IdWriter:
         return int(self.state[words.NUM_WRITTEN])
 
     def write(self, ids: Ids, begin: int, max_words: int) -> int:
-        """Write ids[begin:], at most `max_words`; returns the place behind them and the ends of lines that follow."""
+        """Write ids[begin:], at most `max_words`; returns the index after them and the line ends that follow."""
         at, before = begin, self.num_words
         while True:
             at = int(words.write_ids(ids, at, max_words - (self.num_words - before), self.buffer, self.state))

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from support.paths import REAL_DATA
 
 import torchfleet as fleet
-from torchfleet.data.reading.formats import Source
-from torchfleet.data.samples.sample_rows import Rows
-from torchfleet.data.samples.slots import Batch, Layout, Piece, Slot
+from torchfleet.data.reading.formats import LineSource
+from torchfleet.data.samples.sample_rows import SampleRows
+from torchfleet.data.samples.slots import Batch, RowSelection, SampleLayout, Slot
 from torchfleet.errors import DataError
 from torchfleet.kernels.text import hash_all
 
@@ -46,11 +46,11 @@ def documented_hash(data: bytes, seed: int) -> int:
 
 
 def read(text: bytes, size: int = 1 << 20, skip: bool = False, slots: Sequence[Slot] | None = None, **options: Any):
-    layout = Layout(slots or fleet.CriteoFormat.slots())
-    source = Source("part-0", skip)
+    layout = SampleLayout(slots or fleet.CriteoFormat.slots())
+    source = LineSource("part-0", skip)
     chunks = [text[at : at + size] for at in range(0, len(text), size)]
-    pieces: list[Rows] = list(fleet.CriteoFormat(**options).parser(layout).read(chunks, source))
-    return layout.batch([Piece(rows, np.arange(rows.num)) for rows in pieces]), source
+    pieces: list[SampleRows] = list(fleet.CriteoFormat(**options).parser(layout).read(chunks, source))
+    return layout.batch([RowSelection(rows, np.arange(rows.num)) for rows in pieces]), source
 
 
 def oracle(lines: list[bytes], hash_size: int = 1_000_001, log_scale: bool = False) -> tuple[Any, Any, Any]:
@@ -279,7 +279,7 @@ def test_other_slots_are_refused(change: str) -> None:
         "mixed": [slots[0], Slot("C1"), *slots[2:]],
     }[change]
     with pytest.raises(DataError, match=r"CriteoFormat fills the slots of fleet\.CriteoFormat\.slots\(\)"):
-        fleet.CriteoFormat().parser(Layout(slots))
+        fleet.CriteoFormat().parser(SampleLayout(slots))
 
 
 @pytest.mark.skipif(not REAL.exists(), reason="the Criteo rows are not here")

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchfleet.data.reading import formats
-from torchfleet.data.reading.formats import MultiSlotParser, Source
-from torchfleet.data.samples.sample_rows import Rows
-from torchfleet.data.samples.slots import Layout, Piece, Slot
+from torchfleet.data.reading.formats import LineSource, MultiSlotParser
+from torchfleet.data.samples.sample_rows import SampleRows
+from torchfleet.data.samples.slots import RowSelection, SampleLayout, Slot
 from torchfleet.errors import DataError
 
 SLOTS = [Slot("dense", dtype="float32", dim=2), Slot("ids"), Slot("weights", dtype="float32"), Slot("label", dim=1)]
@@ -31,13 +31,13 @@ def cut_up(text: bytes, size: int) -> Iterator[bytes]:
 
 def read(
     text: bytes, size: int = 1 << 20, slots: Sequence[Slot] = SLOTS, skip: bool = False
-) -> tuple[list[Rows], Source]:
-    source = Source("part-0", skip)
-    return list(MultiSlotParser(Layout(slots)).read(cut_up(text, size), source)), source
+) -> tuple[list[SampleRows], LineSource]:
+    source = LineSource("part-0", skip)
+    return list(MultiSlotParser(SampleLayout(slots)).read(cut_up(text, size), source)), source
 
 
-def samples_of(pieces: list[Rows], slots: Sequence[Slot] = SLOTS) -> list[Sample]:
-    batch = Layout(slots).batch([Piece(rows, np.arange(rows.num)) for rows in pieces])
+def samples_of(pieces: list[SampleRows], slots: Sequence[Slot] = SLOTS) -> list[Sample]:
+    batch = SampleLayout(slots).batch([RowSelection(rows, np.arange(rows.num)) for rows in pieces])
     columns = [
         batch[slot.name].tolist() if slot.dim is not None else [part.tolist() for part in batch[slot.name].split()]
         for slot in slots
@@ -109,13 +109,13 @@ def test_every_place_to_cut_two_chunks_gives_the_same_samples() -> None:
     text = "\r\n".join(good).encode()
     expected = [oracle(line) for line in good]
     for cut in range(len(text) + 1):
-        pieces = list(MultiSlotParser(Layout(SLOTS)).read([text[:cut], text[cut:]], Source("part-0")))
+        pieces = list(MultiSlotParser(SampleLayout(SLOTS)).read([text[:cut], text[cut:]], LineSource("part-0")))
         assert samples_of(pieces) == expected, cut
 
 
 def test_chunks_may_be_empty() -> None:
     text = [b"", b"2 0 ", b"", b"1 0 0 1 ", b"", b"5\n", b"", b"2 1 1 0 0 1 6"]
-    pieces = list(MultiSlotParser(Layout(SLOTS)).read(text, Source("part-0")))
+    pieces = list(MultiSlotParser(SampleLayout(SLOTS)).read(text, LineSource("part-0")))
     assert samples_of(pieces) == [[[0, 1], [], [], [5]], [[1, 1], [], [], [6]]]
 
 
@@ -126,18 +126,18 @@ def test_the_last_line_may_lack_its_newline(text: bytes) -> None:
 
 
 def test_a_parser_reads_one_file_after_another_and_counts_lines_anew() -> None:
-    parser = MultiSlotParser(Layout(SLOTS))
+    parser = MultiSlotParser(SampleLayout(SLOTS))
     for name in ("part-0", "part-1"):
-        assert len(samples_of(list(parser.read([(GOOD + "\n").encode() * 3], Source(name))))) == 3
+        assert len(samples_of(list(parser.read([(GOOD + "\n").encode() * 3], LineSource(name))))) == 3
     with pytest.raises(DataError, match=r"^part-2, line 2, slot 'dense'"):
-        list(parser.read([(GOOD + "\nx\n").encode()], Source("part-2")))
-    assert len(samples_of(list(parser.read([GOOD.encode()], Source("part-3"))))) == 1
+        list(parser.read([(GOOD + "\nx\n").encode()], LineSource("part-2")))
+    assert len(samples_of(list(parser.read([GOOD.encode()], LineSource("part-3"))))) == 1
 
 
 def test_rows_stay_as_they_are_while_the_parser_goes_on() -> None:
     slots = [Slot("a", dim=1)]
-    source = Source("part-0")
-    parser = MultiSlotParser(Layout(slots))
+    source = LineSource("part-0")
+    parser = MultiSlotParser(SampleLayout(slots))
     stream = parser.read(cut_up(b"".join(b"1 %d\n" % i for i in range(5000)), 97), source)
     first = next(stream)
     before = first.words.copy()
@@ -168,7 +168,7 @@ def test_a_long_line_in_small_chunks_takes_time_in_proportion() -> None:
 def test_a_line_without_end_is_refused_before_memory_is_full() -> None:
     endless = (b"1 " * 512 for _ in iter(int, 1))
     with mock.patch.object(formats, "MAX_LINE", 100_000), pytest.raises(DataError) as caught:
-        list(MultiSlotParser(Layout(SLOTS)).read(endless, Source("part-0")))
+        list(MultiSlotParser(SampleLayout(SLOTS)).read(endless, LineSource("part-0")))
     assert re.match(r"part-0, line 1: longer than 100,000 bytes; is this a text file\?", str(caught.value))
 
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchfleet.data.samples.sample_rows import NO_ROWS, Rows
-from torchfleet.data.samples.slots import Batch, Layout, Piece, Ragged, Slot
+from torchfleet.data.samples.sample_rows import NO_ROWS, SampleRows
+from torchfleet.data.samples.slots import Batch, Ragged, RowSelection, SampleLayout, Slot
 from torchfleet.errors import DataError
 
 Sample = list[list[Any]]  # the values of each slot
@@ -36,10 +36,10 @@ def as_words(slots: Sequence[Slot], sample: Sample) -> list[int]:
     return words
 
 
-def as_rows(slots: Sequence[Slot], samples: list[Sample]) -> Rows:
+def as_rows(slots: Sequence[Slot], samples: list[Sample]) -> SampleRows:
     words = [as_words(slots, sample) for sample in samples]
     starts = np.cumsum([0, *map(len, words)], dtype=np.int64)
-    return Rows(np.array([word for row in words for word in row], np.uint32), starts)
+    return SampleRows(np.array([word for row in words for word in row], np.uint32), starts)
 
 
 def check_batch(slots: Sequence[Slot], batch: Batch, samples: list[Sample]) -> None:
@@ -96,12 +96,12 @@ def samples_of(slots: list[Slot], max_size: int = 6) -> st.SearchStrategy[list[S
 @given(st.data())
 def test_a_batch_of_several_pieces_holds_their_samples_in_order(data: st.DataObject) -> None:
     slots = data.draw(layouts())
-    layout = Layout(slots)
+    layout = SampleLayout(slots)
     pieces, expected = [], []
     for _ in range(data.draw(st.integers(0, 4))):
         samples = data.draw(samples_of(slots))
         order = data.draw(st.lists(st.integers(0, len(samples) - 1), max_size=8)) if samples else []
-        pieces.append(Piece(as_rows(slots, samples), np.array(order, np.int64)))
+        pieces.append(RowSelection(as_rows(slots, samples), np.array(order, np.int64)))
         expected += [samples[i] for i in order]
     check_batch(slots, layout.batch(pieces), expected)
 
@@ -116,14 +116,14 @@ def test_int64_values_are_aligned_behind_an_odd_number_of_floats(num: int) -> No
         Slot("h", dtype="float32", dim=3),
     ]
     samples: list[Sample] = [[[0.5], [2**40 + i] * (i % 3), [1.5] * (i % 2), [-i], [1.0, 2.0, 3.0]] for i in range(num)]
-    check_batch(slots, Layout(slots).batch([Piece(as_rows(slots, samples), np.arange(num))]), samples)
+    check_batch(slots, SampleLayout(slots).batch([RowSelection(as_rows(slots, samples), np.arange(num))]), samples)
 
 
 @pytest.mark.parametrize("dtype", ["int64", "float32"])
 def test_a_slot_that_is_empty_in_every_sample_is_an_empty_ragged(dtype: str) -> None:
     slots = [Slot("empty", dtype=dtype), Slot("label", dim=1)]
     samples: list[Sample] = [[[], [i]] for i in range(3)]
-    batch = Layout(slots).batch([Piece(as_rows(slots, samples), np.arange(3))])
+    batch = SampleLayout(slots).batch([RowSelection(as_rows(slots, samples), np.arange(3))])
     check_batch(slots, batch, samples)
     assert batch["empty"].values.shape == (0,)
     assert batch["empty"].offsets.tolist() == [0, 0, 0]
@@ -131,21 +131,21 @@ def test_a_slot_that_is_empty_in_every_sample_is_an_empty_ragged(dtype: str) -> 
 
 def test_a_batch_without_samples_has_empty_tensors() -> None:
     slots = [Slot("a", dim=3), Slot("b"), Slot("c", dtype="float32", dim=2)]
-    for pieces in ([], [Piece(NO_ROWS, np.empty(0, np.int64))]):
-        check_batch(slots, Layout(slots).batch(pieces), [])
+    for pieces in ([], [RowSelection(NO_ROWS, np.empty(0, np.int64))]):
+        check_batch(slots, SampleLayout(slots).batch(pieces), [])
 
 
 def test_a_sample_with_very_many_values_is_whole() -> None:
     slots = [Slot("ids"), Slot("f", dtype="float32")]
     many = list(range(200_001))
     samples: list[Sample] = [[many, []], [[], [float(i) for i in many[:999]]], [[-1], [0.25]]]
-    check_batch(slots, Layout(slots).batch([Piece(as_rows(slots, samples), np.arange(3))]), samples)
+    check_batch(slots, SampleLayout(slots).batch([RowSelection(as_rows(slots, samples), np.arange(3))]), samples)
 
 
 def test_offsets_are_those_of_an_embedding_bag() -> None:
     slots = [Slot("ids")]
     samples: list[Sample] = [[[1, 2, 3]], [[]], [[0, 0]], [[]]]
-    ragged = Layout(slots).batch([Piece(as_rows(slots, samples), np.arange(4))])["ids"]
+    ragged = SampleLayout(slots).batch([RowSelection(as_rows(slots, samples), np.arange(4))])["ids"]
     bag = torch.nn.EmbeddingBag(4, 2, mode="sum")
     expected = torch.stack([bag.weight[torch.tensor(s[0], dtype=torch.int64)].sum(0) for s in samples])
     assert torch.allclose(bag(ragged.values, ragged.offsets), expected)
@@ -154,7 +154,7 @@ def test_offsets_are_those_of_an_embedding_bag() -> None:
 def test_batches_do_not_share_memory_with_their_rows_or_each_other() -> None:
     slots = [Slot("a", dim=1)]
     rows = as_rows(slots, [[[1]], [[2]]])
-    first, second = (Layout(slots).batch([Piece(rows, np.arange(2))]) for _ in range(2))
+    first, second = (SampleLayout(slots).batch([RowSelection(rows, np.arange(2))]) for _ in range(2))
     first["a"].zero_()
     rows.words[:] = 9
     assert second["a"].tolist() == [[1], [2]]
@@ -181,26 +181,26 @@ def test_picked_rows_are_those_rows_in_that_order(data: st.DataObject) -> None:
 def test_rows_of_another_length_than_their_counts_say_are_found(data: st.DataObject) -> None:
     slots = data.draw(layouts())
     samples = data.draw(samples_of(slots).filter(bool))
-    layout, rows = Layout(slots), as_rows(slots, samples)
+    layout, rows = SampleLayout(slots), as_rows(slots, samples)
     assert layout.check(rows)
     last = len(rows.starts) - 1
-    longer = Rows(np.append(rows.words, np.uint32(0)), rows.starts + (np.arange(last + 1) == last))
+    longer = SampleRows(np.append(rows.words, np.uint32(0)), rows.starts + (np.arange(last + 1) == last))
     assert not layout.check(longer)
     if len(rows.words):
-        assert not layout.check(Rows(rows.words[:-1], np.minimum(rows.starts, len(rows.words) - 1)))
-        assert not layout.check(Rows(rows.words, rows.starts[:-1]))
-    assert not layout.check(Rows(rows.words, rows.starts + 1))
+        assert not layout.check(SampleRows(rows.words[:-1], np.minimum(rows.starts, len(rows.words) - 1)))
+        assert not layout.check(SampleRows(rows.words, rows.starts[:-1]))
+    assert not layout.check(SampleRows(rows.words, rows.starts + 1))
 
 
 def test_counts_that_reach_far_beyond_the_row_are_found() -> None:
-    layout = Layout([Slot("a"), Slot("b", dtype="float32")])
+    layout = SampleLayout([Slot("a"), Slot("b", dtype="float32")])
     for words in ([2**32 - 1, 0, 0], [1, 5, 0, 2**32 - 1], [0, 2**31], [0]):
-        rows = Rows(np.array(words, np.uint32), np.array([0, len(words)]))
+        rows = SampleRows(np.array(words, np.uint32), np.array([0, len(words)]))
         assert not layout.check(rows)
     words = np.array([1, 5, 0, 0], np.uint32)
-    assert layout.check(Rows(words, np.array([0, 4])))
+    assert layout.check(SampleRows(words, np.array([0, 4])))
     for starts in ([0, 9, 4], [0, -4, 4], [0, 4, 0, 4], [4, 4]):
-        assert not layout.check(Rows(words, np.array(starts)))
+        assert not layout.check(SampleRows(words, np.array(starts)))
 
 
 # Slot, Layout, Batch, Ragged
@@ -234,12 +234,12 @@ def test_a_slot_of_an_impossible_size_is_refused(dim: Any) -> None:
 @pytest.mark.parametrize("slots", [[], (), None, ["a"], [Slot("a"), "b"], "a", [Slot]])
 def test_a_layout_of_no_slots_or_other_things_is_refused(slots: Any) -> None:
     with pytest.raises(DataError, match=r"use_var: expected a list of fleet\.Slot"):
-        Layout(slots)
+        SampleLayout(slots)
 
 
 def test_two_slots_of_one_name_are_refused() -> None:
     with pytest.raises(DataError, match=r"two slots have one name: a, b$"):
-        Layout([Slot("b"), Slot("a"), Slot("c"), Slot("a", dim=1), Slot("b", dtype="float32")])
+        SampleLayout([Slot("b"), Slot("a"), Slot("c"), Slot("a", dim=1), Slot("b", dtype="float32")])
 
 
 def test_a_batch_is_a_mapping_that_names_its_slots() -> None:

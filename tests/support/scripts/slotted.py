@@ -94,8 +94,8 @@ def write(path: Path, samples: Sequence[Sample]) -> str:
 
 def ragged(lists: Sequence[Sequence[int]]) -> fleet.Ragged:
     """A slot by hand."""
-    values = [value for one in lists for value in one]
-    starts = np.cumsum([0, *(len(one) for one in lists)])[:-1]
+    values = [value for values_of_sample in lists for value in values_of_sample]
+    starts = np.cumsum([0, *(len(values_of_sample) for values_of_sample in lists)])[:-1]
     return fleet.Ragged(torch.tensor(values, dtype=torch.int64), torch.from_numpy(starts.astype(np.int64)))
 
 

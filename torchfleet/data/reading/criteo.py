@@ -1,11 +1,11 @@
-"""Raw rows of the Criteo display advertising challenge, straight from text to samples."""
+"""Parses the raw text of the Criteo display advertising challenge into samples."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from torchfleet.data.reading.formats import Bytes, Parser
-from torchfleet.data.samples.slots import Layout, Slot
+from torchfleet.data.samples.slots import SampleLayout, Slot
 from torchfleet.errors import DataError
 from torchfleet.kernels import text
 
@@ -15,7 +15,7 @@ RANGE = np.array([20, 603, 100, 50, 64000, 500, 100, 50, 500, 10, 10, 10, 50], n
 
 
 class CriteoFormat:
-    """`label \\t I1..I13 \\t C1..C26` into `dense_input`, `C1`..`C26` and `label`: what docs/data.md says of it."""
+    """`label \\t I1..I13 \\t C1..C26` into `dense_input`, `C1`..`C26` and `label`, as in docs/data.md."""
 
     def __init__(self, hash_size: int = 1_000_001, log_scale: bool = False) -> None:
         if not isinstance(hash_size, int) or not 1 <= hash_size < 1 << 63:
@@ -27,7 +27,7 @@ class CriteoFormat:
         ids = [Slot(f"C{i}", dim=1) for i in range(1, NUM_SPARSE + 1)]
         return [Slot("dense_input", dtype="float32", dim=NUM_DENSE), *ids, Slot("label", dim=1)]
 
-    def parser(self, layout: Layout) -> Parser:
+    def parser(self, layout: SampleLayout) -> Parser:
         """The parser for these slots: those of `slots()`, the ids with `dim=1` or, all of them, without."""
         ragged = [Slot(slot.name) if slot.name.startswith("C") else slot for slot in self.slots()]
         if list(layout.slots) not in (self.slots(), ragged):
@@ -39,7 +39,7 @@ class CriteoFormat:
 
 
 class CriteoParser(Parser):
-    words_per_byte = 3  # an empty field is one tab, and an id with its count
+    words_per_byte = 3  # an empty field is one tab, and becomes a count and an id of two words
 
     def __init__(self, options: CriteoFormat, is_ragged: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Parsers: from a stream of bytes to rows, with an account of every line that is not one."""
+"""Parsers: from a stream of bytes to rows. Malformed lines raise an error, or are skipped and counted."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.data.samples.sample_rows import Rows
-from torchfleet.data.samples.slots import Layout
+from torchfleet.data.samples.sample_rows import SampleRows
+from torchfleet.data.samples.slots import SampleLayout
 from torchfleet.errors import DataError
 from torchfleet.kernels import numerals, text
 
@@ -20,14 +20,14 @@ MAX_LINE = 1 << 28
 _PADDING = bytes(8)  # the kernels load words
 _SHOWN = 40
 _END = re.compile(rb"[ \t\r\n]")
-MARK = b"!bad "  # how a generator script says in its output that a line was bad: "!bad 17: ValueError: ..."
+MARK = b"!bad "  # marks a bad line in the output of a generator script: "!bad 17: ValueError: ..."
 
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass
 class Skipped:
-    """Lines left out of one file: how many, and the first with its reason."""
+    """Skipped lines of one file: how many, and why the first was."""
 
     num: int = 0
     first: str = ""
@@ -38,14 +38,15 @@ class Skipped:
 
 
 @dataclass
-class Source:
-    """Where lines come from, for messages; and what to do with those that are none."""
+class LineSource:
+    """The file that lines come from, by its name in messages, and what to do with malformed ones."""
 
     name: str
     skip: bool = False
     skipped: Skipped = field(default_factory=Skipped)
 
     def refuse(self, line: int, reason: str) -> None:
+        """Raise DataError for a malformed line; or count it, if such lines are skipped."""
         message = f"{self.name}, line {line}{reason}"
         if not self.skip:
             raise DataError(message)
@@ -53,9 +54,9 @@ class Source:
 
 
 class Parser(ABC):
-    """Turns chunks of text into rows. Belongs to one thread: its scratch memory is reused."""
+    """Turns chunks of text into rows. For one thread: its scratch memory is reused."""
 
-    words_per_byte = 1  # of text, at most
+    words_per_byte = 1  # at most: 32-bit words of a row per byte of text
 
     def __init__(self) -> None:
         self._words = np.empty(0, np.uint32)
@@ -63,7 +64,7 @@ class Parser(ABC):
         self.result = np.zeros(text.RESULT_SIZE, np.int64)
         self._line = 1
 
-    def read(self, chunks: Iterable[bytes], source: Source) -> Iterator[Rows]:
+    def read(self, chunks: Iterable[bytes], source: LineSource) -> Iterator[SampleRows]:
         """Rows of all lines; lines may be cut anywhere between two chunks."""
         self._line = 1
         rest: list[bytes] = []  # of a line that has not ended
@@ -84,13 +85,13 @@ class Parser(ABC):
                     )
             if size:
                 yield from self._parse(b"".join((*rest, b"\n", _PADDING)), source)
-        finally:  # whoever keeps an error keeps this frame: the command behind the chunks ends now
+        finally:  # end the command behind the chunks now: a kept error would keep this frame, and the command, alive
             close = getattr(chunks, "close", None)
             if close is not None:
                 close()
 
-    def _parse(self, data: bytes, source: Source) -> Iterator[Rows]:
-        """Rows of whole lines, behind which the padding stands; a line that is none is passed on to the source."""
+    def _parse(self, data: bytes, source: LineSource) -> Iterator[SampleRows]:
+        """Rows of whole lines, which the padding follows. Malformed lines are passed to `source.refuse`."""
         array = np.frombuffer(data, np.uint8)
         end_of_text = len(data) - len(_PADDING)
         self._make_room(end_of_text)
@@ -100,7 +101,7 @@ class Parser(ABC):
             at = int(self.result[text.STOPPED_AT])
             self._line += num
             if num:
-                yield Rows(self._words[: self.result[text.NUM_WORDS]].copy(), self._starts[: num + 1].copy())
+                yield SampleRows(self._words[: self.result[text.NUM_WORDS]].copy(), self._starts[: num + 1].copy())
             if self.result[text.REASON] != text.FINE:
                 end = data.index(b"\n", at)
                 if data.startswith(MARK, at):
@@ -118,7 +119,7 @@ class Parser(ABC):
 
     @abstractmethod
     def _parse_some(self, array: Bytes, at: int, end: int) -> int:
-        """Parse from `at` to `end` into the scratch memory, up to a line that is none; returns the number of rows."""
+        """Parse from `at` to `end` into the scratch memory, up to a malformed line; returns the number of rows."""
 
     @abstractmethod
     def reason(self, line: bytes, begin: int) -> str:
@@ -128,7 +129,7 @@ class Parser(ABC):
 class MultiSlotParser(Parser):
     """The multi-slot text format."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: SampleLayout) -> None:
         super().__init__()
         self._layout = layout
         self._bits = np.zeros(1, np.uint64)
@@ -148,7 +149,7 @@ class MultiSlotParser(Parser):
         return self._settle_hard(array, int(num))
 
     def _settle_hard(self, array: Bytes, num: int) -> int:
-        """Numbers that the kernel left to Python. One that is no float32 makes its line malformed."""
+        """Convert the numbers that the kernel left to Python. A number outside float32 makes its line malformed."""
         floats = self._words.view(np.float32)
         for word, byte, row, line, slot in self._hard[: self.result[text.NUM_HARD]].tolist():
             value = float(_token_at(array, byte))
@@ -184,7 +185,7 @@ class MultiSlotParser(Parser):
 
 
 def _token_at(array: Bytes, at: int) -> bytes:
-    """From there to the next blank, tab, carriage return or newline."""
+    """The bytes from `at` to the next blank, tab, carriage return or newline."""
     size = 64
     while not (found := _END.search(data := array[at : at + size].tobytes())):
         size *= 4

@@ -1,4 +1,4 @@
-"""Data generators: the user's own code from a line to samples, in a pipe or in this process."""
+"""Data generators: the user's code that turns a line into samples, in a pipe or in this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Sample = list[tuple[str, list[Any]]]
 
 
 class DataGenerator:
-    """What both kinds share: groups of samples, and the two ways to run."""
+    """The base class of both generators: groups of samples, and the two ways to run."""
 
     _batch = 1  # class attributes: a subclass need not call our __init__
     _names: list[str] | None = None
@@ -30,7 +30,7 @@ class DataGenerator:
         raise NotImplementedError(f"{type(self).__name__}.generate_sample(line) is to return a function that yields")
 
     def generate_batch(self, samples: list[Any]) -> Callable[[], Iterable[Any]]:
-        """A function whose iterator yields what becomes of a group of samples; unless overridden, just these."""
+        """A function whose iterator yields the samples to write for a group; by default the group itself."""
 
         def same() -> Iterator[Any]:
             yield from samples
@@ -93,7 +93,7 @@ class DataGenerator:
         if self._names is not None and names != self._names:
             raise DataError(f"expected the slots {', '.join(self._names)}, found {', '.join(map(str, names))}")
         text = " ".join(self._slot(name, values) for name, values in pairs) + "\n"
-        self._names = names  # only now: a sample that fails has no say
+        self._names = names  # only now: a sample that fails does not set the names
         return text
 
     def _slot(self, name: str, values: Any) -> str:
@@ -111,7 +111,7 @@ class MultiSlotDataGenerator(DataGenerator):
 
 
 class MultiSlotStringDataGenerator(DataGenerator):
-    """Values are text that is written as it stands: faster where the numbers are there already."""
+    """Values are strings, written unchanged: faster where the numbers are text already."""
 
     def _slot(self, name: str, values: Any) -> str:
         if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
@@ -130,7 +130,7 @@ def _number(name: str, value: Any) -> str:
 
 
 def _listed(sample: Any) -> Sample:
-    """A zip can be gone through once; a list any number of times."""
+    """The sample as a list: a zip could be iterated only once."""
     pairs = list(sample)
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:

@@ -1,4 +1,4 @@
-"""A file through a command of the user's: its output in pieces, its end checked."""
+"""Passes a file through a command of the user, yields its output, and checks its exit status."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _PIPE_BYTES = 1 << 20
 _F_SETPIPE_SZ = 1031
 _TAIL = 2000
 _LINES = 20
-_LOOK_MS = 100  # between two questions whether anybody still wants the output
+_POLL_MS = 100  # between two calls of `is_over`
 
 
 def piped(path: str, command: str, skip: bool, is_over: Callable[[], bool] = lambda: False) -> Iterator[bytes]:
-    """What `command` prints when the file's contents are its input.
+    """The output of `command` with the file's contents as its input.
 
-    `skip` tells a generator to pass over bad lines. `is_over`: nobody wants the rest, also while the command is silent.
+    `skip`: a generator script skips bad lines. `is_over`: whether to end the command early; asked while it is silent.
     """
     is_plain = streams.is_local(path) and not streams.compression(path)
     stdin: Any = streams.open_file(path) if is_plain else subprocess.PIPE
@@ -65,7 +65,7 @@ def _output(pipe: IO[bytes], is_over: Callable[[], bool]) -> Iterator[bytes]:
     poll = select.poll()
     poll.register(pipe.fileno(), select.POLLIN)
     while True:
-        while not poll.poll(_LOOK_MS):
+        while not poll.poll(_POLL_MS):
             if is_over():
                 return
         if not (data := os.read(pipe.fileno(), streams.CHUNK)):
@@ -76,12 +76,12 @@ def _output(pipe: IO[bytes], is_over: Callable[[], bool]) -> Iterator[bytes]:
 def _wait(process: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> int:
     while not is_over():
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(_LOOK_MS / 1000)
+            return process.wait(_POLL_MS / 1000)
     return 0
 
 
 class _Feeder:
-    """Writes a decompressed or remote file to the command, beside the thread that reads from it."""
+    """Writes a decompressed or remote file to the command, in a thread beside the one that reads its output."""
 
     def __init__(self, path: str, process: subprocess.Popen[bytes]) -> None:
         self._path, self._process = path, process
@@ -102,8 +102,8 @@ class _Feeder:
             for data in streams.chunks(streams.open_file(self._path), self._path):
                 self._process.stdin.write(data)
         except BrokenPipeError:
-            pass  # the command had seen enough, as `head` does
-        except Exception as error:  # or the command would take what it got for the whole file
+            pass  # the command needs no more input, as `head` does
+        except Exception as error:  # raised by `finish`: the command takes what it got for the whole file
             self._error = error
         finally:
             with contextlib.suppress(BrokenPipeError):
@@ -120,13 +120,13 @@ def _failure(path: str, command: str, status: int, complaints: IO[bytes]) -> str
     complaints.seek(max(0, size - _TAIL))
     lines = complaints.read().decode(errors="replace").strip().splitlines()[-_LINES:]
     ended = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-    said = "\n  ".join(["it wrote to stderr:", *lines]) if lines else "it wrote nothing to stderr"
-    return f"{path}: the pipe command `{command}` {ended}; {said}"
+    output = "\n  ".join(["it wrote to stderr:", *lines]) if lines else "it wrote nothing to stderr"
+    return f"{path}: the pipe command `{command}` {ended}; {output}"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Also when nobody wants the rest: the command and whatever it has started."""
-    if process.returncode is None:  # not waited for, so its number is still its own
+    """End the command, and the processes that it has started."""
+    if process.returncode is None:  # not waited for, so its id is still its own
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
     if process.stdout is not None:

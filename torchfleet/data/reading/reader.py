@@ -1,4 +1,4 @@
-"""One file at a time: opened, piped or generated, parsed. What a dataset's threads do."""
+"""Reads a file into rows: opened, passed through a command or a generator, and parsed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from torchfleet.data.reading import streams
 from torchfleet.data.reading.criteo import CriteoFormat
-from torchfleet.data.reading.formats import MultiSlotParser, Parser, Source
+from torchfleet.data.reading.formats import LineSource, MultiSlotParser, Parser
 from torchfleet.data.reading.generator import DataGenerator
 from torchfleet.data.reading.pipe import piped
-from torchfleet.data.samples.sample_rows import Rows
-from torchfleet.data.samples.slots import Layout, Slot
+from torchfleet.data.samples.sample_rows import SampleRows
+from torchfleet.data.samples.slots import SampleLayout, Slot
 from torchfleet.errors import DataError
 
 _GROUP = 1 << 16  # bytes of text that a generator makes before they are parsed
@@ -21,7 +21,7 @@ _GROUP = 1 << 16  # bytes of text that a generator makes before they are parsed
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """How files become rows. Checked when it is made."""
+    """How files become rows. Contradictions raise DataError at once."""
 
     use_var: Sequence[Slot]
     pipe_command: str | DataGenerator | None = None
@@ -40,30 +40,31 @@ class ReadOptions:
             raise DataError(f"pipe_command must be a shell command or a data generator, found {command!r}")
         if self.data_format is not None and not isinstance(self.data_format, CriteoFormat):
             raise DataError(f"data_format must be a fleet.CriteoFormat, found {self.data_format!r}")
-        self.reader(Layout(self.use_var))  # slots that do not fit the format are an error here and now
+        self.reader(SampleLayout(self.use_var))  # raises for slots that do not fit the format
 
-    def reader(self, layout: Layout, is_over: Callable[[], bool] = lambda: False) -> FileReader:
-        """`is_over`: nobody wants the rest; asked while a pipe command is silent."""
+    def reader(self, layout: SampleLayout, is_over: Callable[[], bool] = lambda: False) -> FileReader:
+        """A reader for one thread. `is_over`: whether to stop reading; asked while a pipe command is silent."""
         return FileReader(self, layout, is_over)
 
 
 class FileReader:
-    """Reads one file after another; each thread has its own."""
+    """Reads one file after another. For one thread."""
 
-    def __init__(self, options: ReadOptions, layout: Layout, is_over: Callable[[], bool]) -> None:
+    def __init__(self, options: ReadOptions, layout: SampleLayout, is_over: Callable[[], bool]) -> None:
         self._options, self._layout, self._is_over = options, layout, is_over
         self._skip = options.on_bad_line == "skip"
         self._parser: Parser = (
             MultiSlotParser(layout) if options.data_format is None else options.data_format.parser(layout)
         )
 
-    def source(self, path: str) -> Source:
+    def source(self, path: str) -> LineSource:
+        """Where the lines of this file come from, for `read`; it counts those that are skipped."""
         command = self._options.pipe_command
         name = f"{path} (output of `{command}`)" if isinstance(command, str) else path
-        return Source(name, self._skip)
+        return LineSource(name, self._skip)
 
-    def read(self, path: str, source: Source) -> Iterator[Rows]:
-        """The file's rows, some at a time. `source` gets the lines that are none."""
+    def read(self, path: str, source: LineSource) -> Iterator[SampleRows]:
+        """The file's rows, some at a time. Malformed lines are passed to `source.refuse`."""
         command = self._options.pipe_command
         if isinstance(command, str):
             return self._parser.read(piped(path, command, self._skip, self._is_over), source)
@@ -71,7 +72,7 @@ class FileReader:
             return self._parser.read(streams.chunks(streams.open_file(path), path), source)
         return self._parser.read(self._generated(path, command, source), source)
 
-    def _generated(self, path: str, generator: DataGenerator, source: Source) -> Iterator[bytes]:
+    def _generated(self, path: str, generator: DataGenerator, source: LineSource) -> Iterator[bytes]:
         def complain(number: int, error: Exception) -> None:
             reason = f": {type(generator).__name__} raised {type(error).__name__}: {error}"
             try:
@@ -95,7 +96,7 @@ class FileReader:
 
 
 class _Chunked(io.RawIOBase):
-    """A file's chunks as a stream, so that what cannot be decompressed is a DataError here too."""
+    """A file's chunks as a stream, so that damaged files raise the same DataError here."""
 
     def __init__(self, path: str) -> None:
         self._chunks = streams.chunks(streams.open_file(path), path)

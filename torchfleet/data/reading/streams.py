@@ -36,7 +36,7 @@ def is_local(path: str) -> bool:
 
 
 def check_files(files: Sequence[str]) -> list[str]:
-    """The paths as a list of text. Raises DataError for what is no list of files that exist."""
+    """The paths as strings. Raises DataError unless `files` is a list of different files that exist."""
     if isinstance(files, (str, bytes, os.PathLike)):
         raise DataError(f"set_filelist: expected a list of paths, found the single {files!r}; write [{files!r}]")
     if not isinstance(files, Iterable):
@@ -76,7 +76,7 @@ def open_file(path: str) -> BinaryIO:
 
 
 class _Decompressed(io.RawIOBase):
-    """Compressed members one behind the other. What is no member, or is cut off, is an error and never the end."""
+    """Concatenated compressed members. A damaged or truncated member is an error, never an early end."""
 
     def __init__(self, raw: BinaryIO, make: Callable[[], Any]) -> None:
         self._raw, self._make = raw, make
@@ -113,7 +113,7 @@ class _Decompressed(io.RawIOBase):
 
 
 def chunks(stream: BinaryIO, path: str) -> Iterator[bytes]:
-    """The stream in pieces. What cannot be read or decompressed is a DataError that names the file."""
+    """The stream in chunks; closes it. A stream that cannot be read or decompressed raises DataError."""
     num_read = 0
     try:
         while data := stream.read(CHUNK):

@@ -1,4 +1,4 @@
-"""The string hash, in plain Python: for generator scripts, which start in a moment and import nothing heavy."""
+"""The string hash in plain Python, for generator scripts: they start fast because they import no numpy or torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples in memory: rows one behind the other in reserved address space, and the order to go through them."""
+"""All samples of a worker in memory: rows, appended in reserved address space, and the order to iterate in."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from torchfleet.data.samples.sample_rows import Index, Rows
-from torchfleet.data.samples.slots import Layout
+from torchfleet.data.samples.sample_rows import Index, SampleRows
+from torchfleet.data.samples.slots import SampleLayout
 from torchfleet.errors import DataError
 from torchfleet.kernels import batches
 from torchfleet.tables.rows.memory import Memory, physical_bytes
@@ -17,7 +17,7 @@ from torchfleet.tables.rows.memory import Memory, physical_bytes
 class Store:
     """Grows without copying; `append` may be called by several threads."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: SampleLayout) -> None:
         self.layout = layout
         self._memory = Memory(physical_bytes()), Memory(physical_bytes() // 2)
         self._words = self._memory[0].array(np.uint32)
@@ -28,8 +28,8 @@ class Store:
         self.order: Index = np.empty(0, np.int64)
 
     @property
-    def rows(self) -> Rows:
-        return Rows(self._words[: self._used], self._starts[: self._num + 1])
+    def rows(self) -> SampleRows:
+        return SampleRows(self._words[: self._used], self._starts[: self._num + 1])
 
     @property
     def num(self) -> int:
@@ -39,7 +39,7 @@ class Store:
     def num_bytes(self) -> int:
         return 4 * self._used + 8 * self._num + self.order.nbytes
 
-    def append(self, rows: Rows) -> range:
+    def append(self, rows: SampleRows) -> range:
         """Returns the numbers of the new rows. They are not yet in `order`."""
         with self._lock:
             first, at = self._num, self._used
@@ -54,7 +54,7 @@ class Store:
             return range(first, self._num)
 
     def add_reader(self) -> None:
-        """Somebody is going through the rows: `drain` leaves them in memory."""
+        """Keep the rows in memory, also while `drain` runs, until `remove_reader`."""
         with self._lock:
             self._num_readers += 1
 
@@ -62,13 +62,13 @@ class Store:
         with self._lock:
             self._num_readers -= 1
 
-    def drain(self, num_rows: int) -> Iterator[tuple[range, Rows]]:
-        """All rows, some at a time; their memory is given back as it goes. The store is empty afterwards."""
+    def drain(self, num_rows: int) -> Iterator[tuple[range, SampleRows]]:
+        """All rows, `num_rows` at a time; memory is released on the way. The store is empty afterwards."""
         rows = self.rows
         for first in range(0, self._num, num_rows):
             last = min(first + num_rows, self._num)
             start, stop = int(rows.starts[first]), int(rows.starts[last])
-            yield range(first, last), Rows(rows.words[start:stop], rows.starts[first : last + 1] - start)
+            yield range(first, last), SampleRows(rows.words[start:stop], rows.starts[first : last + 1] - start)
             if not self._num_readers:
                 self._memory[0].release_up_to(4 * stop)
                 self._memory[1].release_up_to(8 * last)
@@ -76,7 +76,7 @@ class Store:
         self.order = np.empty(0, np.int64)
 
     def with_slot_shuffled(self, slot: int, rng: np.random.Generator) -> Store:
-        """A copy in which every sample has another one's values of a slot."""
+        """A copy in which the values of one slot are permuted among the samples."""
         donors = rng.permutation(self.order)
         words = np.empty(batches.total_words(self.rows.starts, self.order), np.uint32)
         starts = np.empty(len(self.order) + 1, np.int64)
@@ -85,6 +85,6 @@ class Store:
             self.rows.words, self.rows.starts, self.order, donors, slot, layout.dims, layout.sizes, words, starts
         )
         copy = Store(layout)
-        copy.append(Rows(words, starts))
+        copy.append(SampleRows(words, starts))
         copy.order = np.arange(copy.num)
         return copy

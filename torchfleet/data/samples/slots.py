@@ -1,4 +1,4 @@
-"""Slots, and batches of them: one piece of memory per batch, a view of it per slot."""
+"""Slots, and batches of them: one block of memory per batch, and a view of it per slot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchfleet.data.samples.sample_rows import Rows
+from torchfleet.data.samples.sample_rows import SampleRows
 from torchfleet.errors import DataError
 from torchfleet.kernels import batches
 
@@ -20,7 +20,7 @@ DTYPES = {"int64": np.dtype(np.int64), "float32": np.dtype(np.float32)}
 
 @dataclass(frozen=True)
 class Slot:
-    """A named part of every sample: `dim` values, or any number of them if `dim` is None."""
+    """A named field of every sample: `dim` values, or any number of them if `dim` is None."""
 
     name: str
     dtype: str = "int64"
@@ -36,7 +36,7 @@ class Slot:
 
 
 class Ragged(NamedTuple):
-    """Values of all samples, one after another, and where each sample's begin."""
+    """The values of all samples, concatenated, and the offset at which each sample's begin."""
 
     values: torch.Tensor
     offsets: torch.Tensor
@@ -52,39 +52,39 @@ class Ragged(NamedTuple):
 
 
 class Batch(Mapping[str, Any]):
-    """Tensors (fixed slots) and Ragged (others) by name. `num_samples`: how many samples."""
+    """Slots by name: a tensor for a slot of fixed `dim`, a Ragged for others."""
 
     def __init__(self, parts: dict[str, torch.Tensor | Ragged], num_samples: int | None = None) -> None:
-        """Without `num_samples` it follows from the parts: a DataLoader makes copies that way."""
-        self._parts = parts
+        """Without `num_samples` it follows from the slots: a DataLoader makes copies that way."""
+        self._slots = parts
         if num_samples is None:
             first = next(iter(parts.values()))
             num_samples = first.num_samples if isinstance(first, Ragged) else len(first)
         self.num_samples = num_samples
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._parts:
-            raise KeyError(f"no slot '{name}' in this batch; it has {', '.join(self._parts)}")
-        return self._parts[name]
+        if name not in self._slots:
+            raise KeyError(f"no slot '{name}' in this batch; it has {', '.join(self._slots)}")
+        return self._slots[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
+        return iter(self._slots)
 
     def __len__(self) -> int:
-        return len(self._parts)
+        return len(self._slots)
 
     def __repr__(self) -> str:
-        return f"Batch({self.num_samples} samples: {', '.join(self._parts)})"
+        return f"Batch({self.num_samples} samples: {', '.join(self._slots)})"
 
 
-class Piece(NamedTuple):
-    """Some rows, by their numbers, in this order."""
+class RowSelection(NamedTuple):
+    """Some of the rows, by their numbers, in this order."""
 
-    rows: Rows
+    rows: SampleRows
     order: npt.NDArray[np.int64]
 
 
-class Layout:
+class SampleLayout:
     """How samples of these slots lie in a row and in a batch."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -100,18 +100,19 @@ class Layout:
         self.sizes = np.where(self.is_float, 1, 2).astype(np.int64)
         self.ragged = np.cumsum(self.dims < 0) - 1
         self.ragged[self.dims >= 0] = -1
-        # Values of eight bytes first: then they are aligned.
+        # Values of eight bytes come first, so that they are aligned.
         self._order = sorted(range(len(slots)), key=lambda s: (bool(self.is_float[s]), s))
 
-    def check(self, rows: Rows) -> bool:
-        """Whether rows that came from elsewhere are of this layout."""
+    def check(self, rows: SampleRows) -> bool:
+        """Whether rows from another process have this layout."""
         return bool(batches.are_whole(rows.words, rows.starts, self.dims, self.sizes))
 
-    def batch(self, pieces: Sequence[Piece]) -> Batch:
-        num_samples = sum(len(piece.order) for piece in pieces)
+    def batch(self, selections: Sequence[RowSelection]) -> Batch:
+        """A batch of all selected rows, in their order. It owns its memory."""
+        num_samples = sum(len(selection.order) for selection in selections)
         counts = np.zeros(len(self.slots), np.int64)
         if (self.dims < 0).any():
-            for rows, order in pieces:
+            for rows, order in selections:
                 batches.count_values(rows.words, rows.starts, order, self.dims, self.sizes, counts)
         else:
             counts[:] = self.dims * num_samples
@@ -121,7 +122,7 @@ class Layout:
         memory = np.empty((int(sizes.sum()) + 1) // 2, np.uint64).view(np.uint32)
         offsets = np.empty((int(self.ragged.max()) + 1, num_samples), np.int64)
         ats, first = firsts.copy(), 0
-        for rows, order in pieces:
+        for rows, order in selections:
             batches.fill(
                 rows.words, rows.starts, order, self.dims, self.sizes, self.ragged, ats, memory, first, firsts, offsets
             )
@@ -136,7 +137,7 @@ class Layout:
         offsets: npt.NDArray[np.int64],
         num_samples: int,
     ) -> dict[str, torch.Tensor | Ragged]:
-        """One split for all slots of a dtype: a slice for each would take as long as filling them."""
+        """Views of the memory by slot. One split per dtype: a slice per slot would take as long as filling them."""
         values: dict[int, torch.Tensor] = {}
         for dtype, size in (("int64", 2), ("float32", 1)):
             slots = [s for s in self._order if self.slots[s].dtype == dtype]

@@ -1,4 +1,4 @@
-"""The watch over a job: what one process's end means for the others."""
+"""Starts the servers and workers of this machine, watches them, and decides what the end of one means for all."""
 
 from __future__ import annotations
 
@@ -6,51 +6,35 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from torchfleet.errors import FleetError
 from torchfleet.launch.display import Display
+from torchfleet.launch.job_spec import JobSpec, Task
 from torchfleet.launch.processes import Process, end_all
-from torchfleet.launch.roles import Layout, Task
+from torchfleet.launch.roles import JobLayout
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.wire import Role
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
 
-_TOO_LONG = 5.0  # seconds that servers run on after the last worker, or workers after a server, before it is a mistake
-_FREE_MODES = ("async", "half_async", "geo")  # no worker waits for another, so one may be missing
+_TOO_LONG = 5.0  # seconds that servers may outlive the last worker, or workers a server, before the job has failed
+_FREE_MODES = ("async", "half_async", "geo")  # no worker waits for another: training goes on without one
 
 
-class Restarts(NamedTuple):
-    """How often a worker is started again; and of the whole job, the how many-th start this is, after the first."""
+class JobSupervisor:
+    """One attempt to run the tasks of a job. `attempt` counts from 0: the attempts before this one failed."""
 
-    max_workers: int = 0
-    attempt: int = 0
-    max_jobs: int = 0
-
-
-class Watch:
-    """Starts the tasks, and returns the job's exit status when all is over."""
-
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        command: Sequence[str],
-        log_dir: Path,
-        layout: Layout,
-        restarts: Restarts,
-        key_dir: str | None,
-    ) -> None:
-        self._tasks, self._command, self._log_dir = tasks, command, log_dir
-        self._layout, self._restarts, self._key_dir = layout, restarts, key_dir
-        self._max_restart = restarts.max_workers
-        self.is_finished = False  # all that was left of the job came to its end
+    def __init__(self, job: JobSpec, layout: JobLayout, tasks: Sequence[Task], log_dir: Path, attempt: int = 0) -> None:
+        self._job, self._layout, self._tasks, self._log_dir = job, layout, tasks, log_dir
+        self._attempt = attempt
+        self.is_finished = False  # all processes that were not lost have ended with status 0
         self._processes: list[Process] = []
-        self._lost: list[str] = []
-        self._signal = 0
-        self._odd_since: float | None = None
+        self._lost: list[str] = []  # names of workers that were killed and that the others go on without
+        self._signal = 0  # the signal that the launcher received
+        self._odd_since: float | None = None  # since when servers or workers run that nobody will end
 
     def run(self) -> int:
+        """Start the tasks, wait for the end of the job and return its exit status. No process is left running."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda received, frame: setattr(self, "_signal", received))
         display = Display()
@@ -63,14 +47,15 @@ class Watch:
     def _run(self, display: Display) -> int:
         first = next((task for task in self._tasks if task.role == "worker"), None)
         for task in self._tasks:
-            echo = (lambda line: display.say(f"[{first.name}] {line}")) if first and task is first else None
-            self._processes.append(Process(task, self._command, self._log_dir, echo, append=self._restarts.attempt > 0))
+            echo = (lambda line: display.report(f"[{first.name}] {line}")) if first and task is first else None
+            append = self._attempt > 0  # the logs of all attempts are kept
+            self._processes.append(Process(task, self._job.command, self._log_dir, echo, append))
         while not self._signal:
             failed = next(
                 (p for p in self._processes if p.returncode not in (None, 0) and p.task.name not in self._lost), None
             )
             if failed is not None and not self._go_on_without(failed, display):
-                self._tell(failed, display)
+                self._report_failure(failed, display)
                 return 1
             odd = self._odd_end(display)
             if odd is not None:
@@ -79,11 +64,11 @@ class Watch:
                 return self._conclude(display)
             display.show(self._processes)
             time.sleep(0.1)
-        display.say(f"[fleetrun] {signal.Signals(self._signal).name}: ending {len(self._processes)} processes")
+        display.report(f"[fleetrun] {signal.Signals(self._signal).name}: ending {len(self._processes)} processes")
         return 128 + self._signal
 
     def _odd_end(self, display: Display) -> int | None:
-        """Ends that nobody would notice: a server that ended while workers need it, servers that nobody tells to."""
+        """The exit status, if a server has ended that workers need, or servers are left that no worker will stop."""
         needing = [p for p in self._of("worker") if p.returncode is None and not p.status().get("left")]
         early = [p for p in self._of("server") if p.returncode == 0] if needing else []
         idle = [p for p in self._of("server") if p.returncode is None] if self._all_workers_ended_here() else []
@@ -94,10 +79,10 @@ class Watch:
         if time.monotonic() - self._odd_since < _TOO_LONG:
             return None
         if early:
-            self._tell(early[0], display)
+            self._report_failure(early[0], display)
             return 1
         names = ", ".join(process.task.name for process in idle)
-        display.say(f"[fleetrun] all workers have ended, but {names} not: does the script call fleet.stop_worker()?")
+        display.report(f"[fleetrun] all workers have ended, but {names} not: does the script call fleet.stop_worker()?")
         return 1
 
     def _of(self, role: str) -> list[Process]:
@@ -109,68 +94,69 @@ class Watch:
         return bool(workers) and not elsewhere and all(process.returncode is not None for process in workers)
 
     def _is_over(self) -> bool:
-        """All workers here have ended and so have the servers, which wait for workers elsewhere too."""
+        """Whether all processes here have ended. Servers wait for the workers of all machines, so they end last."""
         workers = self._of("worker")
         if any(process.returncode is None for process in workers):
             return False
-        nobody_is_left = bool(workers) and len(self._lost) == len(workers)  # to tell the servers
-        return nobody_is_left or all(process.returncode is not None for process in self._processes)
+        no_worker_is_left = bool(workers) and len(self._lost) == len(workers)  # to stop the servers
+        return no_worker_is_left or all(process.returncode is not None for process in self._processes)
 
     def _conclude(self, display: Display) -> int:
+        """Report how the job ended, and return its exit status."""
         if self._lost and len(self._lost) == len(self._of("worker")):
-            display.say(f"[fleetrun] no worker is left; the job ends. Logs in {self._log_dir}")
+            display.report(f"[fleetrun] no worker is left; the job ends. Logs in {self._log_dir}")
             return 1
         self.is_finished = True
         display.show_line(self._processes)
         for name in self._lost:
-            display.say(f"[fleetrun] {name} was lost on the way; the others finished without it")
-        display.say(f"[fleetrun] finished; logs in {self._log_dir}")
+            display.report(f"[fleetrun] {name} was lost on the way; the others finished without it")
+        display.report(f"[fleetrun] finished; logs in {self._log_dir}")
         return 1 if self._lost else 0
 
     def _go_on_without(self, process: Process, display: Display) -> bool:
-        """A worker of a free mode is started again (--max_restart), or, if it was killed, done without."""
+        """Whether the job goes on: a worker of a free mode is restarted (--max_restart), or given up if killed."""
         mode = process.status().get("mode")
-        if process.task.role != "worker" or mode not in _FREE_MODES or self._restarts.max_jobs:
+        if process.task.role != "worker" or mode not in _FREE_MODES or self._job.max_job_restart:
             return False
         code = process.returncode or 0
-        if process.num_restarts < self._max_restart:
-            display.say(f"[fleetrun] {process.task.name} ended with {code}; starting it again")
+        if process.num_restarts < self._job.max_restart:
+            display.report(f"[fleetrun] {process.task.name} ended with {code}; starting it again")
             process.restart()
             return True
         if code > 0:
-            return False  # the script itself failed, as it would elsewhere
+            return False  # the script failed: it would fail on other workers too
         self._lost.append(process.task.name)
         rest = any(p.returncode is None for p in self._of("worker"))
         then = f"; {mode} training goes on without it" if rest else ""
-        display.say(f"[fleetrun] {process.task.name} was killed by {_signal_name(-code)}{then}")
+        display.report(f"[fleetrun] {process.task.name} was killed by {_signal_name(-code)}{then}")
         return self._leave_for(process.task.index, display)
 
     def _leave_for(self, worker: int, display: Display) -> bool:
-        """Tell the servers that this worker will not come back, so that they end with the last of the others."""
+        """Leave the job in the name of a lost worker, so that the servers end with the last of the others."""
         try:
-            keys = KeyFolder(self._key_dir) if self._key_dir else None
-            endpoints = [f"tcp://{place}" for place in self._layout.servers]
+            keys = KeyFolder(self._job.key_dir) if self._job.key_dir else None
+            endpoints = [f"tcp://{address}" for address in self._layout.servers]
             with Client.connect(
                 endpoints, keys, worker=worker, role=Role.LAUNCHER, patience=Patience(5.0, 1)
             ) as client:
                 client.leave()
         except FleetError as error:
-            display.say(f"[fleetrun] cannot tell the servers: {error}")
+            display.report(f"[fleetrun] cannot tell the servers: {error}")
             return False
         return True
 
-    def _tell(self, process: Process, display: Display) -> None:
+    def _report_failure(self, process: Process, display: Display) -> None:
         code = process.returncode or 0
         how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
-        place = ""
+        address = ""
         if process.task.role == "server":
-            place = f" ({self._layout.servers[process.task.index]})"
-        display.say(f"[fleetrun] {process.task.name}{place} {how}; the job ends. Last lines of {process.log}:")
-        if process.task.role == "worker" and process.num_restarts < self._max_restart:
+            address = f" ({self._layout.servers[process.task.index]})"
+        display.report(f"[fleetrun] {process.task.name}{address} {how}; the job ends. Last lines of {process.log}:")
+        if process.task.role == "worker" and process.num_restarts < self._job.max_restart:
             mode = process.status().get("mode", "a job that has not begun")
-            display.say(f"[fleetrun] --max_restart acts in {', '.join(_FREE_MODES)}; this is {mode}")
+            display.report(f"[fleetrun] --max_restart acts in {', '.join(_FREE_MODES)}; this is {mode}")
         for line in process.last_lines():
-            display.say(f"    {line}")
+            display.report(f"    {line}")
 
 
 def _signal_name(number: int) -> str:

@@ -1,0 +1,61 @@
+"""The description of a job that every launcher receives, and of one process of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from torchfleet.errors import RoleError
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """A job as the options that all launchers share describe it. Where its processes run is up to the launcher."""
+
+    command: tuple[str, ...]  # the same for every process; the environment gives each its role
+    log_dir: Path  # as the user gave it; `make_log_dir` creates it
+    num_servers: int | None = None  # None: the user gave no number
+    num_workers: int | None = None
+    max_restart: int = 0  # restarts of a failed worker; in a collective job, of all ranks together
+    max_job_restart: int = 0  # restarts of the whole job
+    key_dir: str | None = None
+    insecure: bool = False
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables by which servers and workers find their keys, or learn that they go without."""
+        variables = {"FLEET_KEY_DIR": str(Path(self.key_dir).absolute())} if self.key_dir else {}
+        return {**variables, "FLEET_INSECURE": "1"} if self.insecure else variables
+
+    def make_log_dir(self) -> Path:
+        """Create the folder of logs, if it does not exist, and return its absolute path."""
+        log_dir = self.log_dir.absolute()
+        try:
+            log_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RoleError(f"cannot make the folder of logs {log_dir}: {error}") from None
+        return log_dir
+
+
+@dataclass
+class Task:
+    """One process of a job."""
+
+    role: str  # "server", "worker" or "rank"
+    index: int
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.index}"
+
+    @property
+    def log_name(self) -> str:
+        return f"{'server' if self.role == 'server' else 'worker'}log.{self.index}"
+
+
+def describe_task(task: Task, command: Sequence[str], logs: str) -> list[str]:
+    """The lines of `fleetrun --dry_run` for one process: what is run, where its logs go, its environment."""
+    variables = (f"    {name}={value}" for name, value in task.environment.items())
+    return [f"{task.name}: {' '.join(command)}   ({logs})", *variables]

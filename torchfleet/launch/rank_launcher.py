@@ -1,0 +1,67 @@
+"""The launcher of collective jobs: the ranks of this machine, run by torch's elastic agent."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+
+from torchfleet.errors import RoleError
+from torchfleet.launch.job_spec import JobSpec, Task, describe_task
+from torchfleet.launch.rank_plan import RankPlan, make_plan
+
+_OPTIONS = ("nproc_per_node", "gpus", "nnodes", "master", "rank", "ips")
+_OPTIONS_OF_SERVERS = ("server_num", "worker_num", "servers", "workers")
+
+
+class RankLauncher:
+    """Takes a job with any option of its own. The contracts of its methods: launchers.py."""
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--nproc_per_node", type=int, help="ranks of a collective job on this machine")
+        add("--gpus", help="one rank per named GPU, separated by commas: 0,1")
+        add("--nnodes", help="machines of a collective job: a number, or MIN:MAX of them, which come and go")
+        add("--master", help="host:port where these machines meet; the host is machine 0")
+        add("--rank", type=int, help="the number of this machine")
+        add("--ips", help="all machines of a collective job, separated by commas; machine 0 is the first")
+
+    def takes(self, options: argparse.Namespace) -> bool:
+        given = [f"--{name}" for name in _OPTIONS if getattr(options, name) is not None]
+        others = [f"--{name}" for name in _OPTIONS_OF_SERVERS if getattr(options, name) is not None]
+        others += ["--max_job_restart"] if options.max_job_restart else []
+        if given and others:
+            raise RoleError(
+                f"{', '.join(given)} start a collective job, {', '.join(others)} one with parameter servers: use one "
+                "kind"
+            )
+        if given and options.key_dir and options.key_dir != os.environ.get("FLEET_KEY_DIR"):
+            raise RoleError(
+                f"--key_dir is for parameter servers: torch.distributed, which {given[0]} uses, has no keys"
+            )
+        return bool(given)
+
+    def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
+        plan = make_plan(options)
+        return [line for local in range(plan.num_ranks) for line in _describe_rank(job, plan, local)]
+
+    def run(self, job: JobSpec, options: argparse.Namespace) -> int:
+        plan, log_dir = make_plan(options), job.make_log_dir()
+        from torchfleet.launch.elastic import run  # imports torch, which the other launchers do not need
+
+        return run(job, plan, log_dir)
+
+
+def _describe_rank(job: JobSpec, plan: RankPlan, local_rank: int) -> Iterator[str]:
+    variables = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(plan.num_ranks)}
+    if plan.is_elastic:
+        task = Task("local rank", local_rank, {**variables, **plan.environment})
+        machines = f"{plan.min_machines} to {plan.max_machines} machines: ranks are numbered when they meet"
+        yield from describe_task(task, job.command, f"{machines}; logs: {job.log_dir}/workerlog.RANK")
+        return
+    rank = (plan.machine or 0) * plan.num_ranks + local_rank  # if all machines have equally many
+    world_size = plan.max_machines * plan.num_ranks
+    variables |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": plan.host}
+    variables |= {"MASTER_PORT": "(a free one, for every start)", **plan.environment}
+    task = Task("rank", rank, variables)
+    yield from describe_task(task, job.command, f"log: {job.log_dir / task.log_name}")
