@@ -351,7 +351,7 @@ def kill_saves(folder: str) -> dict[str, Any]:
     world = world_of()
     save(folder, fill(Net(), 1.0), None, [], world)
     made: dict[str, Any] = {}
-    places = [(saving.Buffers, "__getitem__", 3), (saving, "_commit", 1), (saving.saved, "remove_others", 1)]
+    places = [(saving.Buffers, "__getitem__", 3), (saving, "_commit", 1), (saving, "remove_others", 1)]
     for value, (owner, name, after) in enumerate(places, 2):
         child = os.fork()
         if not child:
