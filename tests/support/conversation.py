@@ -128,7 +128,7 @@ def converse(wire: Wire) -> list[Exchange]:
     wire.set_dice(30)
     second.inspect("words", 3)
     first.erase("words", np.array([5, 77], np.uint64))
-    _refused(first)
+    _refused(wire, first)
     for worker in (first, second):
         worker.leave()
     launcher.stop_servers()
@@ -187,9 +187,9 @@ def _shrink(wire: Wire, first: Any) -> None:
     first.shrink("items", wire.shrink(where="unseen_days >= 0"))
 
 
-def _refused(first: Any) -> None:
+def _refused(wire: Wire, first: Any) -> None:
     """Errors, as they are told."""
-    first._specs["strange"] = first._specs["words"].__class__(name="strange")
+    first.attach(wire.spec({"name": "strange"}))  # which nobody has made
     for ask in (lambda: first.pull("strange", [1]).result(), first.stop_servers):
         try:
             ask()

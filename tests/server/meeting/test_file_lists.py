@@ -518,7 +518,7 @@ class TestServer:
     def test_a_list_with_a_file_twice_loses_no_other_file(self, server: Server) -> None:
         first, second = Talk(server, client=1, worker=0), Talk(server, client=2, worker=1)
         body = pack({"name": "files", "number": 0, "lease": 5.0, "files": ["a", "a", "b"]})
-        if first.ask(Command.FILES, body).role != 0:
+        if first.ask(Command.FILES, body).status != 0:
             return  # refused: also good
         second.ask(Command.FILES, body)
         assert self.ask(first, take=1) == ("file", "a")
