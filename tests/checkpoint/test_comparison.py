@@ -123,7 +123,7 @@ SAVE: dict[str, Any] = {
 def changed(dirname: str, table: str, **fields: Any) -> None:
     storage = Storage(dirname)
     manifest = read_manifest(storage)
-    tables = [msgspec.structs.replace(one, **fields) if one.name == table else one for one in manifest.tables]
+    tables = [msgspec.structs.replace(saved, **fields) if saved.name == table else saved for saved in manifest.tables]
     write_manifest(storage, msgspec.structs.replace(manifest, tables=tables))
 
 
@@ -165,7 +165,7 @@ class TestSettings:
         manifest = read_manifest(storage)
         tables = [table for table in manifest.tables if table.name != PLAIN.name]
         layout = [Parameter("w", [2, 2], 0), Parameter("bias", [3], 4)]
-        tables = [msgspec.structs.replace(one, parameters=layout) if one.kind == "dense" else one for one in tables]
+        tables = [msgspec.structs.replace(table, parameters=layout) if table.is_dense else table for table in tables]
         write_manifest(storage, msgspec.structs.replace(manifest, tables=tables))
         found = difference(*models)
         assert (found.only_in_a, found.only_in_b) == (["b", PLAIN.name], ["bias"])

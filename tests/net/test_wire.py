@@ -244,8 +244,6 @@ class TestBodies:
             ({}, "missing required field `name`"),
             ({"name": "a", "dim": "2"}, "Expected `int`"),
             ({"name": "a", "dim": 2.5}, "Expected `int`"),
-            ({"name": "a", "kind": "other"}, "Invalid enum value 'other'"),
-            ({"name": "a", "rule": {"name": "adamw"}}, "Invalid enum value 'adamw'"),
             ({"name": "a", "rule": None}, "Expected `object`"),
             ({"name": "a", "colour": 1}, "unknown field `colour`"),
             (["a"], "Expected `object`, got `array`"),
@@ -258,7 +256,17 @@ class TestBodies:
         assert text in str(caught.value)
 
     @pytest.mark.parametrize(
-        "body", [{"dim": 0}, {"dim": 1 << 40}, {"seed": -1}, {"kind": "dense"}, {"part": 3}, {"rule": {"lr": -1.0}}]
+        "body",
+        [
+            {"dim": 0},
+            {"dim": 1 << 40},
+            {"seed": -1},
+            {"kind": "dense"},
+            {"kind": "other"},
+            {"part": 3},
+            {"rule": {"lr": -1.0}},
+            {"rule": {"name": "adamw"}},
+        ],
     )
     def test_a_description_that_makes_no_table_is_refused(self, body: dict[str, object]) -> None:
         with pytest.raises(FleetError):

@@ -145,9 +145,9 @@ class TestUnknown:
             assert refusal(decode_reply(answer))[0] == "WireError"
 
     def test_all_replies_of_a_server_carry_one_number_of_its_process(self, talk: Talk) -> None:
-        numbers = {talk.ask(command).client for command in (Command.PING, Command.STATS, 99)}
+        numbers = {talk.ask(command).incarnation for command in (Command.PING, Command.STATS, 99)}
         assert len(numbers) == 1
-        assert numbers != {Talk(Server()).ask(Command.PING).client}
+        assert numbers != {Talk(Server()).ask(Command.PING).incarnation}
 
 
 class TestTables:

@@ -118,7 +118,7 @@ def test_any_rows_in_any_pieces(seed: int, num: int, cuts: list[int], top: int) 
     assert found["norm_max"] == pytest.approx(max(norms, default=0.0))
     assert found["norm_mean"] == pytest.approx(sum(norms) / max(num, 1), rel=1e-5)
     histograms = found["histograms"]
-    assert sum(one["rows"] for one in histograms["norm"]) == num
+    assert sum(counted["rows"] for counted in histograms["norm"]) == num
     if num:
         assert histograms["unseen_days"] == counted("unseen_days", [days(line["seen"]) for line in lines])
         assert histograms["age_days"] == counted("age_days", [days(line["born"]) for line in lines])

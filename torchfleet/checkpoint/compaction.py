@@ -1,4 +1,4 @@
-"""A chain of saves made into one full save. It loads as the chain does, to the bit."""
+"""Turns a chain of saves into one full save, which loads to the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Part files of one save, filled row by row: every row to a file of the server that owns it."""
+"""Writes the part files of one save: every row goes to a file of the shard that owns it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Instructions that Python has no word for."""
+"""Processor instructions that Python has no name for, as functions for kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vector instructions for intrinsics: what numba's own loops leave to luck is written down here."""
+"""Vector instructions for intrinsics: loops that numba does not reliably vectorize are written out here."""
 
 from __future__ import annotations
 

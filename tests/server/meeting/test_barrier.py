@@ -81,11 +81,11 @@ class TestBarriers:
         barriers = Barriers()
         barriers.leave(3)
         waiting = [request(0), request(4)]
-        for one in waiting:
-            barriers.arrive("epoch 1", one, 5, 10, now=0)
+        for arriving in waiting:
+            barriers.arrive("epoch 1", arriving, 5, 10, now=0)
         assert barriers.expired(now=9.9) == []
         given_up = barriers.expired(now=10)
-        assert [one for one, _ in given_up] == waiting
+        assert [refused for refused, _ in given_up] == waiting
         for _, error in given_up:
             assert "'epoch 1'" in str(error)
             assert "after 10 s still waiting for worker 1, 2 of 5" in str(error)

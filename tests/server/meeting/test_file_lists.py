@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from support.fleets import Talk, assert_ok, refusal
 
 from torchfleet.errors import DataError
-from torchfleet.net.wire import Command, pack, unpack
+from torchfleet.net.wire import OK, Command, pack, unpack
 from torchfleet.server.meeting import file_lists as module
 from torchfleet.server.meeting.file_lists import END, WAIT, FileLists, FilesBody
 from torchfleet.server.server import Server
@@ -518,7 +518,7 @@ class TestServer:
     def test_a_list_with_a_file_twice_loses_no_other_file(self, server: Server) -> None:
         first, second = Talk(server, client=1, worker=0), Talk(server, client=2, worker=1)
         body = pack({"name": "files", "number": 0, "lease": 5.0, "files": ["a", "a", "b"]})
-        if first.ask(Command.FILES, body).status != 0:
+        if first.ask(Command.FILES, body).status != OK:
             return  # refused: also good
         second.ask(Command.FILES, body)
         assert self.ask(first, take=1) == ("file", "a")

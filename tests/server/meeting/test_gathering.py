@@ -57,7 +57,7 @@ class TestGatherings:
                 answers = gatherings.arrive(body(num_workers=num), request(worker, brought[worker]))
             if at < num - 1:
                 assert answers == []
-        assert sorted(one.message.worker for one, _ in answers) == sorted(brought)
+        assert sorted(asked.message.worker for asked, _ in answers) == sorted(brought)
         for _, reply in answers:
             assert found(reply) == sorted(brought.items())
 
@@ -100,7 +100,7 @@ class TestGatherings:
         repeat = request(0, b"zero")
         assert gatherings.arrive(body(), repeat) == []
         answers = gatherings.arrive(body(), request(1, b"one"))
-        assert [one.message.worker for one, _ in answers] == [0, 1]
+        assert [asked.message.worker for asked, _ in answers] == [0, 1]
         assert answers[0][0] is repeat
 
     def test_a_late_copy_of_an_old_request_takes_no_part_in_a_new_gathering(self) -> None:
@@ -132,7 +132,7 @@ class TestGatherings:
         assert len(gatherings.expired(now=6)) == 1
         gatherings.arrive(body(round_number=1, timeout=5), request(0, b"old", call=1, arrived=7))
         early = gatherings.arrive(body(round_number=1, timeout=5), request(1, b"one", call=1, arrived=8))
-        replies = [found(reply) for one, reply in early if one.message.worker == 1]
+        replies = [found(reply) for asked, reply in early if asked.message.worker == 1]
         assert replies == [], "worker 0 has been told that it failed, and worker 1 that all are here"
 
     def test_one_client_at_two_gatherings_gets_both(self) -> None:
@@ -149,7 +149,7 @@ class TestGatherings:
         gatherings.arrive(body(), request(0, b"dead", client=7))
         gatherings.arrive(body(), request(0, b"alive", client=8))
         answers = gatherings.arrive(body(), request(1, b"one"))
-        assert [one.message.client for one, _ in answers] == [8, 101]
+        assert [asked.message.client for asked, _ in answers] == [8, 101]
         assert found(answers[0][1]) == [(0, b"alive"), (1, b"one")]
 
     def test_a_worker_that_is_started_again_and_again_leaves_nothing_behind(self) -> None:
@@ -172,7 +172,7 @@ class TestGatherings:
             for worker in (0, 1):
                 arrived = request(worker, f"{name}{worker}".encode(), client=10 * ord(name) + worker)
                 assert gatherings.arrive(body(name, num_workers=3), arrived) == []
-        replies = {one.message.client: found(reply) for one, reply in gatherings.leave(2)}
+        replies = {asked.message.client: found(reply) for asked, reply in gatherings.leave(2)}
         assert replies == {
             10 * ord(name) + worker: [(0, f"{name}0".encode()), (1, f"{name}1".encode())]
             for name in ("a", "b")
@@ -185,7 +185,7 @@ class TestGatherings:
         gatherings.arrive(body("sizes", num_workers=4, timeout=5), request(2, arrived=1))
         assert gatherings.expired(now=4.9) == []
         given_up = gatherings.expired(now=5)
-        assert [one.message.worker for one, _ in given_up] == [0, 2]
+        assert [asked.message.worker for asked, _ in given_up] == [0, 2]
         for _, error in given_up:
             assert "'sizes'" in str(error)
             assert "still waiting for worker 1, 3 of 4" in str(error)

@@ -133,7 +133,7 @@ def test_an_appearance_outlives_those_of_other_keys_that_hid_it():
     pane is over: sums over the window would not have noted it."""
     crowd = keys_in_blocks([3], 400)
     key = crowd[0]
-    other = next(one for one in crowd if len({*positions_of(one)} & {*positions_of(key)}) == 1)
+    other = next(member for member in crowd if len({*positions_of(member)} & {*positions_of(key)}) == 1)
     shard = WindowSketch(NUM_BLOCKS, 0, 1, WINDOW)
     shard.count(array([other] * 5), 0)
     assert shard.count(array([key]), 300).tolist() == [1]
@@ -220,8 +220,8 @@ def resharded(shards: list[WindowSketch], num_shards: int) -> list[WindowSketch]
     for shard in shards:
         for start in range(shard.first, shard.first + shard.num, 1000):
             saved = shard.blocks(start, min(start + 1000, shard.first + shard.num))
-            for one in made:
-                one.load(start, saved)
+            for target in made:
+                target.load(start, saved)
     return made
 
 

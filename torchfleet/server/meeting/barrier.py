@@ -1,4 +1,4 @@
-"""Meeting points of workers: nobody goes on before all that have not left are there, or the time is up."""
+"""Barriers: a worker waits until all others that have not left are there, or until its time is up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of files that workers take from one after another: each to one worker, and to another one if that dies."""
+"""Lists of files that workers share: each file goes to one worker, and to another if that one dies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Barriers that every worker brings something to, and takes everybody's things away from."""
+"""Gathers: every worker brings some bytes, waits for the others, and gets what all of them brought."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which keys get a row: keys that have none are counted here until the table's entry lets them in."""
+"""Admission: keys without a row are counted here until the table's entry lets them in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A table that never has more rows than it may: those not looked up for the longest time make room for new ones."""
+"""A limit on the rows of a table: those not looked up for the longest time make room for new ones."""
 
 from __future__ import annotations
 
