@@ -94,7 +94,7 @@ def check(settings: DistributedStrategy) -> None:
     for (field, other), reason in INCOMPATIBLE.items():
         if _is_on(settings, field) and _is_on(settings, other):
             raise StrategyError(f"{field} and {other} cannot be used together: {reason}. Leave one of them out.")
-    stage = settings.sharding_configs["stage"]
+    stage = settings.sharding_configs.stage
     for other in _NOT_FROM_STAGE_2:
         if settings.sharding and stage > 1 and _is_on(settings, other):
             raise StrategyError(

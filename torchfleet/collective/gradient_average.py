@@ -29,7 +29,7 @@ class GradientAverage:
         axes = [world.axis(name) for name in REPLICAS]
         self._axes = [axis for axis in axes if axis.size > 1]
         self._bucket_bytes = settings.fuse_grad_size_in_MB << 20 if settings.fuse_all_reduce_ops else 0
-        if settings.sharding and settings.sharding_configs["stage"] > 1:
+        if settings.sharding and settings.sharding_configs.stage > 1:
             self._axes = []  # sharding averages them itself
 
     @property

@@ -133,7 +133,7 @@ def degrees(strategy: DistributedStrategy, size: int) -> dict[str, int]:
     hybrid = strategy.hybrid_configs
     model = hybrid["mp_degree"]
     if strategy.tensor_parallel:
-        own = strategy.tensor_parallel_configs["tensor_parallel_degree"]
+        own = strategy.tensor_parallel_configs.tensor_parallel_degree
         model = _agreed("tensor_parallel_configs['tensor_parallel_degree']", own, "mp_degree", model)
     elif model > 1:
         raise StrategyError(f"hybrid_configs['mp_degree']={model} needs tensor_parallel=True")
@@ -144,9 +144,9 @@ def degrees(strategy: DistributedStrategy, size: int) -> dict[str, int]:
     data, pipe, sharding = hybrid["dp_degree"], hybrid["pp_degree"], 1
     rest = size // model
     if strategy.sharding:
-        own = strategy.sharding_configs["sharding_degree"]
+        own = strategy.sharding_configs.sharding_degree
         sharding = _agreed("sharding_configs['sharding_degree']", own, "sharding_degree", hybrid["sharding_degree"])
-        if own > 1 and own < rest // max(1, pipe) and not strategy.sharding_configs["hybrid_dp"]:
+        if own > 1 and own < rest // max(1, pipe) and not strategy.sharding_configs.hybrid_dp:
             raise StrategyError(
                 f"sharding_configs['sharding_degree']={own} is less than the {rest // max(1, pipe)} ranks there are: "
                 "set sharding_configs['hybrid_dp']=True to have several groups, or leave the degree out"

@@ -87,7 +87,7 @@ class WorkerRole:
                 f"fleet.whole_tables() is geo training, and the strategy says {self.strategy.mode}: use "
                 "DistributedStrategy(a_sync=True, a_sync_configs={'k_steps': N}), or train through the model"
             )
-        k_steps = self.strategy.a_sync_configs["k_steps"] if not self.info.is_local else 0
+        k_steps = self.strategy.a_sync_configs.k_steps if not self.info.is_local else 0
         share = share or 1.0 / self.info.num_workers
         tables = WholeTables(self.client, self._plan, self._connect, k_steps, share)
         self.communicator.stop()
@@ -163,7 +163,7 @@ class WorkerRole:
         if mode == "async":
             return Async(self.client, plan, self._connect, configs)
         step = self._optimizer.step_locally
-        return Geo(self.client, plan, self._connect, configs["k_steps"], self.info.num_workers, step)
+        return Geo(self.client, plan, self._connect, configs.k_steps, self.info.num_workers, step)
 
     def _bind(self) -> None:
         for group in self._plan.sparse.values():

@@ -77,7 +77,7 @@ def _set_dense(client: Client, plan: Plan, tables: list[dict[str, Any]]) -> None
 
 
 def _wait_for_first_values(client: Client, plan: Plan, info: RoleInfo, strategy: DistributedStrategy) -> None:
-    if strategy.a_sync_configs["launch_barrier"] or not plan.dense:
+    if strategy.a_sync_configs.launch_barrier or not plan.dense:
         client.barrier("start", info.num_workers, max(START_SECONDS, strategy.sync_timeout))
         return
     names = {dense.spec.name for dense in plan.dense}

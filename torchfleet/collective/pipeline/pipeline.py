@@ -85,7 +85,7 @@ class Pipeline(Strategy):
         """What is not of this rank's stage is taken out of the model. Names stay as they are."""
         if self._axis.size == 1:
             return model  # a model of several stages can be tried out in one process
-        first = stages.starts(model, self.configs["stages"], self._axis.size)
+        first = stages.starts(model, self.settings.pipeline_configs.stages, self._axis.size)
         stage_of = stages.stage_of_modules(model, first)
         stages.refuse_shared(model, stage_of)
         others = [name for name, stage in stage_of.items() if stage != self._axis.rank]
@@ -94,7 +94,7 @@ class Pipeline(Strategy):
             return model
         self._refuse_sharding(model)
         if self.settings.recompute:
-            again = {id(module) for module in chosen(model, self.settings.recompute_configs["checkpoints"])}
+            again = {id(module) for module in chosen(model, self.settings.recompute_configs.checkpoints)}
             self._recomputed = [name for name, module in model.named_modules() if id(module) in again]
         self._tracer, self._buffers = Tracer(model, first), dict(model.named_buffers())
         stages.drop_tensors(model, others)
@@ -102,7 +102,7 @@ class Pipeline(Strategy):
         return model
 
     def _refuse_sharding(self, model: torch.nn.Module) -> None:
-        stage = self.settings.sharding_configs["stage"]
+        stage = self.settings.sharding_configs.stage
         if self.settings.sharding and stage > 1:
             raise StrategyError(
                 f"pipeline and sharding (stage {stage}): a {type(model).__name__} is traced, which cannot be done with "
@@ -129,8 +129,8 @@ class Pipeline(Strategy):
         `inputs`: a tensor, or a tuple of arguments, or a dict of keyword arguments. `loss_fn(output, target)` is called
         on the last stage alone, and returns a mean over samples. All ranks of the pipeline call it with the same batch.
         """
-        size = batch_size_of(inputs, target)
-        num = num_micro_batches(size, self.configs["accumulate_steps"], self.configs["micro_batch_size"])
+        size, configs = batch_size_of(inputs, target), self.settings.pipeline_configs
+        num = num_micro_batches(size, configs.accumulate_steps, configs.micro_batch_size)
         batches = MicroBatches(inputs, target, num, loss_fn, self.world.device)
         if self._axis.size == 1:
             for _ in range(num):
@@ -144,9 +144,8 @@ class Pipeline(Strategy):
     @torch.no_grad()
     def eval_batch(self, inputs: Any) -> Any:
         """What the model returns for a batch, on the last stage; None elsewhere. A batch may have any size."""
-        size = batch_size_of(inputs)
-        most = size // (self.configs["micro_batch_size"] or size)
-        most = min(size, max(most, self.configs["accumulate_steps"]))
+        size, configs = batch_size_of(inputs), self.settings.pipeline_configs
+        most = min(size, max(size // (configs.micro_batch_size or size), configs.accumulate_steps))
         num = next(num for num in range(most, 0, -1) if size % num == 0)
         batches = MicroBatches(inputs, None, num, None, self.world.device)
         if self._axis.size == 1:
@@ -180,7 +179,7 @@ class Pipeline(Strategy):
             call = partial(self._call, traced)
             crossing = self._explore(call, inputs)
             self._schedules[key] = Schedule(
-                call, crossing, self._axis, self.world.device, self.configs["schedule_mode"]
+                call, crossing, self._axis, self.world.device, self.settings.pipeline_configs.schedule_mode
             )
             if len(self._schedules) > _NUM_KEPT:
                 self._schedules.popitem(last=False)
@@ -190,7 +189,7 @@ class Pipeline(Strategy):
     def _trace(self, tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedStage:
         traced = tracer.trace(args, kwargs, self._model.training, self._axis.rank)
         traced.adopt(self._model, self._buffers)
-        is_offloaded = self.settings.recompute_configs["enable_offload"]
+        is_offloaded = self.settings.recompute_configs.enable_offload
         traced.recompute(self._recomputed, Offload(self.world.device) if is_offloaded else None)
         return traced
 

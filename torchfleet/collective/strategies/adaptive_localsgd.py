@@ -38,7 +38,11 @@ class AdaptiveLocalSGD(LocalSGD):
         self._first_loss = self._first_lr = math.nan
 
     def _first_interval(self) -> int:
-        return int(self.configs["init_k_steps"])
+        return self.settings.adaptive_localsgd_configs.init_k_steps
+
+    @property
+    def _begin_step(self) -> int:
+        return self.settings.adaptive_localsgd_configs.begin_step
 
     def note_loss(self, loss: float | torch.Tensor) -> None:
         """The loss of the last batch, a number or a tensor of one; it is not waited for."""
@@ -63,7 +67,7 @@ class AdaptiveLocalSGD(LocalSGD):
             return
         loss, first = self._means(self._loss, self._first_loss if self._own_first is None else self._own_first)
         self._first_loss, self._own_first = first, None
-        self.interval = next_interval(self.configs["init_k_steps"], self._first_lr, first, self._lr(), loss)
+        self.interval = next_interval(self._first_interval(), self._first_lr, first, self._lr(), loss)
 
     def _lr(self) -> float:
         return float(self._groups[0]["lr"])

@@ -59,8 +59,8 @@ class DeepGradientCompression(Strategy):
     @property
     def sparsity(self) -> float:
         """Of the step that is coming."""
-        begin, num_steps = self.configs["rampup_begin_step"], self.configs["rampup_step"]
-        return sparsity_at(self._num_steps - begin, num_steps, self.configs["sparsity"])
+        begin, num_steps = self.settings.dgc_configs.rampup_begin_step, self.settings.dgc_configs.rampup_step
+        return sparsity_at(self._num_steps - begin, num_steps, self.settings.dgc_configs.sparsity)
 
     def attach(self, parallel: DistributedDataParallel) -> None:
         self._ranks = parallel.process_group
@@ -117,8 +117,8 @@ class DeepGradientCompression(Strategy):
             gradient.div_(self._num_merged)
         if group["weight_decay"]:
             gradient.add_(flat(parameter.detach()), alpha=group["weight_decay"])
-        if self.configs["local_grad_clip_norm"]:
-            bound = self.configs["local_grad_clip_norm"] * self.world.size**-0.5
+        if self.settings.dgc_configs.local_grad_clip_norm:
+            bound = self.settings.dgc_configs.local_grad_clip_norm * self.world.size**-0.5
             gradient.mul_((bound / gradient.norm()).clamp(max=1.0))
         residual.add(gradient, group["momentum"])
         self._compressed.add(name)
@@ -220,7 +220,7 @@ def sparsity_at(step: int, num_steps: int, values: Sequence[float]) -> float:
 
 
 def _check(settings: DistributedStrategy) -> None:
-    values = settings.dgc_configs["sparsity"]
+    values = settings.dgc_configs.sparsity
     is_valid = values and all(isinstance(share, (int, float)) and 0 <= share < 1 for share in values)
     if not is_valid or sorted(values) != values:
         raise StrategyError(

@@ -104,7 +104,7 @@ def _check_pairs(settings: DistributedStrategy, flag: str) -> None:
             f"{flag} and pipeline cannot be used together: a pipeline takes the model apart, and it is compiled whole. "
             "Leave one of them out."
         )
-    if settings.recompute and settings.recompute_configs["enable_offload"]:
+    if settings.recompute and settings.recompute_configs.enable_offload:
         raise StrategyError(
             f"{flag} and recompute_configs['enable_offload'] cannot be used together: a compiled model decides itself "
             "what it keeps where. Leave one of them out."

@@ -25,7 +25,7 @@ class GradientMerge(Strategy):
 
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)
-        self._k: int = self.configs["k_steps"]
+        self._k: int = self.settings.gradient_merge_configs.k_steps
         self._num = 0  # batches accumulated
 
     def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
@@ -40,7 +40,7 @@ class GradientMerge(Strategy):
         return self._num >= self._k
 
     def before_step(self) -> bool:
-        if self.configs["avg"] and self._k > 1:
+        if self.settings.gradient_merge_configs.avg and self._k > 1:
             every = [parameter for group in self._groups for parameter in group["params"]]
             gradients = [local(parameter.grad) for parameter in every if parameter.grad is not None]
             if gradients:

@@ -42,7 +42,11 @@ class LocalSGD(Strategy):
         self.interval = self._first_interval()
 
     def _first_interval(self) -> int:
-        return int(self.configs["k_steps"])
+        return self.settings.localsgd_configs.k_steps
+
+    @property
+    def _begin_step(self) -> int:
+        return self.settings.localsgd_configs.begin_step
 
     def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
         if type(inner) is not torch.optim.SGD:
@@ -59,7 +63,7 @@ class LocalSGD(Strategy):
     @property
     def is_local(self) -> bool:
         """Whether the step that is coming is made alone."""
-        return bool(self._num_steps + 1 >= self.configs["begin_step"])
+        return self._num_steps + 1 >= self._begin_step
 
     def exchanges(self) -> bool:
         return not self.is_local
@@ -85,7 +89,7 @@ class LocalSGD(Strategy):
 
     def before_save(self) -> None:
         """A saved model is one model: saving is an averaging, of momentum too, also for the training that goes on."""
-        if self._axis.group is not None and self._num_steps >= self.configs["begin_step"]:
+        if self._axis.group is not None and self._num_steps >= self._begin_step:
             LocalSGD.average(self)  # without finding a new interval
             average(self._momenta(), [self._axis], self._bucket_bytes)
 

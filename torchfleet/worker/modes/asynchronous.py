@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from torchfleet.background import BackgroundThreads, Work
 from torchfleet.kernels.merge import sum_by_key
 from torchfleet.net.wire import DENSE_BACK
+from torchfleet.strategy.server_fields import AsyncConfigs
 from torchfleet.tables.rows.row_statistics import is_pushed
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.future import Dense
@@ -28,11 +29,11 @@ class Async(Communicator):
 
     pulls_ahead = True
 
-    def __init__(self, client: Client, plan: Plan, connect: Callable[[], Client], configs: Mapping[str, Any]) -> None:
+    def __init__(self, client: Client, plan: Plan, connect: Callable[[], Client], configs: AsyncConfigs) -> None:
         super().__init__(client, plan, connect)
         self._configs = configs
         self._wide = {name for name, group in plan.sparse.items() if is_pushed(group.spec)}
-        self._queue: queue.Queue[tuple[int, Gradients]] = queue.Queue(configs["send_queue_size"])
+        self._queue: queue.Queue[tuple[int, Gradients]] = queue.Queue(configs.send_queue_size)
         self._num_given = 0
         self._open: set[int] = set()  # numbers of steps whose gradients have not been applied
         self._ending = threading.Event()
@@ -40,8 +41,8 @@ class Async(Communicator):
         self._lock = threading.Lock()
         self._fresh: Dense = {}
         self._num_sent = self._num_merged = 0
-        loops = [self._send_loop] * int(configs["thread_pool_size"])
-        if configs["independent_recv_thread"]:
+        loops = [self._send_loop] * configs.thread_pool_size
+        if configs.independent_recv_thread:
             loops.append(self._receive_loop)
         self._threads = BackgroundThreads(
             [self._with_client(loop) for loop in loops], "a thread of the communicator failed"
@@ -106,8 +107,8 @@ class Async(Communicator):
             with self._lock:
                 self._num_sent += 1
                 self._num_merged += len(taken) - 1
-                refresh = self._num_sent % int(self._configs["min_send_grad_num_before_recv"]) == 0
-            here = refresh and not self._configs["independent_recv_thread"]
+                refresh = self._num_sent % self._configs.min_send_grad_num_before_recv == 0
+            here = refresh and not self._configs.independent_recv_thread
             future = client.push_tables(merged.sections(), merged.rates, merged.versions, DENSE_BACK if here else 0)
             values = future.result()
             if here and values:
@@ -132,12 +133,12 @@ class Async(Communicator):
         except queue.Empty:
             return []
         looks = 0
-        while len(taken) < int(self._configs["max_merge_var_num"]):
+        while len(taken) < self._configs.max_merge_var_num:
             try:
                 taken.append(self._queue.get_nowait())
             except queue.Empty:
                 looks += 1
-                if looks > int(self._configs["send_wait_times"]):
+                if looks > self._configs.send_wait_times:
                     break
                 time.sleep(_LOOK)
         return taken

@@ -45,8 +45,8 @@ class Lamb(Strategy):
 
     def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
         check_inner(self.field, inner, torch.optim.Adam, _PLAIN)
-        excluded = is_excluded(names, self.configs["exclude_from_weight_decay"])
-        return LambAdam(inner, self.configs["lamb_weight_decay"], excluded)
+        excluded = is_excluded(names, self.settings.lamb_configs.exclude_from_weight_decay)
+        return LambAdam(inner, self.settings.lamb_configs.lamb_weight_decay, excluded)
 
 
 class LambAdam(ReplacingOptimizer):

@@ -14,7 +14,7 @@ lamb, dgc, localsgd and adaptive_localsgd; of parameters cut over ranks (shardin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torchfleet.collective.strategies.layerwise.layerwise import (
 )
 from torchfleet.collective.strategy import Strategy
 from torchfleet.errors import StrategyError
+from torchfleet.strategy.collective_fields import LarsConfigs
 
 Pushes = list[torch.Tensor] | tuple[torch.Tensor, ...]
 _PLAIN = {"nesterov": False, "dampening": 0, "weight_decay": 0, "maximize": False, "differentiable": False}
@@ -46,19 +47,18 @@ class Lars(Strategy):
                 "lars=True: the optimizer has made steps already, and SGD's momentum means something else than that of "
                 "LARS. Make a new torch.optim.SGD."
             )
-        return LarsMomentum(inner, self.configs, is_excluded(names, self.configs["exclude_from_weight_decay"]))
+        configs = self.settings.lars_configs
+        return LarsMomentum(inner, configs, is_excluded(names, configs.exclude_from_weight_decay))
 
 
 class LarsMomentum(ReplacingOptimizer):
     """The rule. State: momentum_buffer, the v above."""
 
     def __init__(
-        self, inner: torch.optim.Optimizer, configs: Mapping[str, Any], excluded: Callable[[torch.Tensor], bool]
+        self, inner: torch.optim.Optimizer, configs: LarsConfigs, excluded: Callable[[torch.Tensor], bool]
     ) -> None:
         super().__init__(inner)
-        self._coeff, self._decay, self._epsilon = (
-            configs[name] for name in ("lars_coeff", "lars_weight_decay", "epsilon")
-        )
+        self._coeff, self._decay, self._epsilon = configs.lars_coeff, configs.lars_weight_decay, configs.epsilon
         self._excluded = excluded
 
     def step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:

@@ -28,7 +28,7 @@ from torchfleet.collective.strategies.mixed_precision.op_lists import OpLists
 from torchfleet.collective.strategy import Forward, JobView, Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import StrategyError
-from torchfleet.strategy.collective_fields import CONFIGS
+from torchfleet.strategy.collective_fields import CONFIGS, AmpConfigs
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 _SCALING = ("init_loss_scaling", "incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio", "decr_ratio",
@@ -40,10 +40,10 @@ class Amp(Strategy):
 
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)
-        self.dtype, self.is_pure = _precision(self.configs)
-        white, black = self.configs["custom_white_list"], self.configs["custom_black_list"]
+        self.dtype, self.is_pure = _precision(settings.amp_configs)
+        white, black = settings.amp_configs.custom_white_list, settings.amp_configs.custom_black_list
         self._lists = OpLists(white, black, world.device.type, self.dtype) if white or black else None
-        self.scaling = LossScaling(self.configs, world.device) if self.dtype == torch.float16 else None
+        self.scaling = LossScaling(settings.amp_configs, world.device) if self.dtype == torch.float16 else None
         self._is_sharded = False  # one rank's gradients may overflow and another's not
         self._returns_outputs = True  # forward returns the model's outputs, not those of a stage before the last
         self._ends_backward = True  # a runner tells when its many backward passes are over
@@ -179,12 +179,12 @@ class Amp(Strategy):
             self.scaling.load_state(state["scaling"])
 
 
-def _precision(configs: Mapping[str, Any]) -> tuple[torch.dtype, bool]:
+def _precision(configs: AmpConfigs) -> tuple[torch.dtype, bool]:
     pure = [name for name in ("use_pure_fp16", "use_pure_bf16") if configs[name]]
     if len(pure) > 1:
         raise StrategyError("amp_configs: use_pure_fp16 and use_pure_bf16 are both on: choose one of them")
-    is_bfloat = configs["use_pure_bf16"] or (configs["dtype"] == "bfloat16" and not pure)
-    if pure == ["use_pure_fp16"] and configs["dtype"] == "bfloat16":
+    is_bfloat = configs.use_pure_bf16 or (configs.dtype == "bfloat16" and not pure)
+    if pure == ["use_pure_fp16"] and configs.dtype == "bfloat16":
         raise StrategyError("amp_configs: use_pure_fp16 and dtype='bfloat16' contradict each other: use_pure_bf16")
     changed = [name for name in _SCALING if configs[name] != CONFIGS["amp"][name].default]
     if is_bfloat and changed:

@@ -9,20 +9,20 @@ A step whose gradients overflowed is skipped, whether the scale changes then or 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
 from torchfleet.collective.buckets import buckets
+from torchfleet.strategy.collective_fields import AmpConfigs
 
 
 class LossScaling:
     """The scale, and what the gradients of the steps so far mean for it."""
 
-    def __init__(self, configs: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(self, configs: AmpConfigs, device: torch.device) -> None:
         self._configs = configs
-        self.value = float(configs["init_loss_scaling"])
+        self.value = configs.init_loss_scaling
         self._num_good = self._num_bad = 0
         self._overflow = torch.zeros((), device=device)
         self._factor = torch.ones((), device=device)
@@ -42,17 +42,17 @@ class LossScaling:
         """A step is about to be made: whether it may be."""
         is_finite = not bool(self._overflow.item())
         self._overflow.zero_()
-        if not self._configs["use_dynamic_loss_scaling"]:
+        if not self._configs.use_dynamic_loss_scaling:
             return is_finite
         if is_finite:
             self._num_good, self._num_bad = self._num_good + 1, 0
-            if self._num_good >= self._configs["incr_every_n_steps"]:
-                raised = self.value * self._configs["incr_ratio"]
+            if self._num_good >= self._configs.incr_every_n_steps:
+                raised = self.value * self._configs.incr_ratio
                 self.value, self._num_good = raised if math.isfinite(raised) else self.value, 0
         else:
             self._num_good, self._num_bad = 0, self._num_bad + 1
-            if self._num_bad >= self._configs["decr_every_n_nan_or_inf"]:
-                self.value, self._num_bad = max(1.0, self.value * self._configs["decr_ratio"]), 0
+            if self._num_bad >= self._configs.decr_every_n_nan_or_inf:
+                self.value, self._num_bad = max(1.0, self.value * self._configs.decr_ratio), 0
         return is_finite
 
     def state(self) -> torch.Tensor:

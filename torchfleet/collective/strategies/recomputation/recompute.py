@@ -44,7 +44,7 @@ class Recompute(Strategy):
 
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)
-        self._patterns: list[str] = self.configs["checkpoints"]
+        self._patterns: list[str] = self.settings.recompute_configs.checkpoints
         wrong = [pattern for pattern in self._patterns if not isinstance(pattern, str) or not pattern]
         if wrong or not self._patterns:
             raise StrategyError(
@@ -52,7 +52,7 @@ class Recompute(Strategy):
                 f"backward, found {list(self._patterns)!r}. Give names of model.named_modules(), or patterns, for "
                 "example ['encoder.layer.*']."
             )
-        self.offload = Offload(world.device) if self.configs["enable_offload"] else None
+        self.offload = Offload(world.device) if self.settings.recompute_configs.enable_offload else None
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """In place; names and state_dict stay what they are."""

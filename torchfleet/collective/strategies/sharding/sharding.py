@@ -41,9 +41,9 @@ class Sharding(Strategy):
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)
         self._axis = world.axis("sharding")
-        self.stage: int = self.configs["stage"] if self._axis.size > 1 else 0  # alone there is nothing to cut
+        self.stage = settings.sharding_configs.stage if self._axis.size > 1 else 0  # alone there is nothing to cut
         self.owns_gradients = self.stage > 1
-        self._segment_bytes = int(self.configs["segment_broadcast_MB"] * (1 << 20))
+        self._segment_bytes = int(self.settings.sharding_configs.segment_broadcast_MB * (1 << 20))
         self._model: torch.nn.Module = torch.nn.Identity()
         self._units: list[FSDPModule] = []
         self._optimizer: ShardedOptimizer | None = None
