@@ -1,4 +1,4 @@
-"""fleet.* (P2 to P5, P20): calls in the right order work, calls in a wrong one say what to call; and the example
+"""fleet.*: calls in the right order work, calls in a wrong one say what to call; and the example
 script, in one process and under fleetrun."""
 
 from __future__ import annotations

@@ -324,7 +324,7 @@ class TestUserDefinedRoleMaker:
 
 
 class TestFacade:
-    """fleet.init and the questions that it answers (P2)."""
+    """fleet.init and the questions that it answers."""
 
     @pytest.fixture(autouse=True)
     def fleet(self, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -1,4 +1,4 @@
-"""Strategies together (C24), on 2 to 4 ranks: each combination trains, and equals a plainer one where it should."""
+"""Strategies together, on 2 to 4 ranks: each combination trains, and equals a plainer one where it should."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def chosen(size: int) -> list[Block]:
 def run_blocks(folder: str) -> dict[str, Any]:
     """One after the other; returns which ran."""
     os.chdir(folder)
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # what compiling does is test_collective_fusion.py's affair, and slow
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # what compiling does is strategies/test_fusion.py's affair, and slow
     size = int(os.environ["WORLD_SIZE"])
     if size > 1:
         dist.init_process_group("gloo")  # fleet.init takes it as it is: one meeting for all blocks

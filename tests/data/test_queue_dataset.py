@@ -451,9 +451,9 @@ def test_a_closed_iterator_gives_nothing_more(tmp_path: Path) -> None:
 
 LEAVING = """
 import sys
-from torchfleet.data.memory import InMemoryDataset
-from torchfleet.data.queue import QueueDataset
-from torchfleet.data.slots import Slot
+from torchfleet.data.memory_dataset import InMemoryDataset
+from torchfleet.data.queue_dataset import QueueDataset
+from torchfleet.data.samples.slots import Slot
 dataset = (QueueDataset if sys.argv[1] == "pass" else InMemoryDataset)()
 dataset.init(use_var=[Slot("id", dim=1)], thread_num=2, queue_batches=1 << 30)
 dataset.set_filelist(sys.argv[2:])

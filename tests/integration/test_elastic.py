@@ -1,4 +1,4 @@
-"""A rank that is killed (C23): all start again from the last save, and the losses go on as if nothing had been."""
+"""A rank that is killed: all start again from the last save, and the losses go on as if nothing had been."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fleetrun: its command line, what it prints, and jobs that go well. What goes wrong is in test_launch_failures.py."""
+"""fleetrun: its command line, what it prints, and jobs that go well. What goes wrong is in test_watch.py."""
 
 from __future__ import annotations
 
@@ -367,7 +367,7 @@ def _cells(log: str, title: str) -> list[list[str]]:
 
 
 def _check_configuration(log: str, worker: int) -> None:
-    """P20: the effective settings, as a table, at the start."""
+    """The effective settings, as a table, at the start."""
     settings = {row[0]: row[1] for row in _cells(log, f"torchfleet worker {worker}")}
     assert settings["fleet"] == "2 servers, 2 workers (plain)"
     assert settings["mode"] == "sync"
@@ -376,7 +376,7 @@ def _check_configuration(log: str, worker: int) -> None:
 
 
 def _check_tables(log: str) -> None:
-    """P20: PSERVER_DEBUG=1 shows which parameter goes to which table, and what each server holds."""
+    """PSERVER_DEBUG=1 shows which parameter goes to which table, and what each server holds."""
     dense, sparse = _cells(log, "plan")
     assert dense[:4] == ["dense.0", "dense", "3", "sgd(lr=0.1)"]
     assert dense[5:] == ["-", "linear.weight, linear.bias"]

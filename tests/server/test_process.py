@@ -42,7 +42,7 @@ import torchfleet.kernels
 from torchfleet.net.wire import Array, Command, Message, decode, encode, pack
 from torchfleet.server.server import Server
 from torchfleet.server.warm import warm_up
-from torchfleet.tables.spec import Initializer, Rule, TableSpec
+from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
 
 def num_compiled():
     modules = [importlib.import_module(f"torchfleet.kernels.{m.name}")

@@ -1,4 +1,4 @@
-"""Lookups (P8, P9): any ids in any shape, bags, padding, prediction without new rows, and the conversion of torch's
+"""Lookups: any ids in any shape, bags, padding, prediction without new rows, and the conversion of torch's
 embeddings. One worker in sync mode: what torch would have read and learned is known exactly."""
 
 from __future__ import annotations
@@ -527,7 +527,7 @@ def test_describe_names_tables_and_parameters(capsys: pytest.CaptureFixture[str]
         assert word in text
 
 
-# A DataLoader (P27)
+# A DataLoader
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -1,4 +1,4 @@
-"""P11: one pull and one push per server and step, however many lookups the model makes; and what happens to lookups
+"""Foresight: one pull and one push per server and step, however many lookups the model makes; and what happens to lookups
 that cannot be foreseen. Messages are counted where they arrive."""
 
 from __future__ import annotations

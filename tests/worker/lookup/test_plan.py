@@ -1,4 +1,4 @@
-"""Which parameter goes to which table, and what cannot be distributed: named, with the way out (P5, P9)."""
+"""Which parameter goes to which table, and what cannot be distributed: named, with the way out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sync (P12): training with workers and servers is training in one process on the combined batch.
+"""sync: training with workers and servers is training in one process on the combined batch.
 
 The tolerance of the comparisons with torch is 1e-6 of the largest number of a parameter (at least of 0.1). Both sides
 compute in float32 (one rounding: 6e-8) but sum in different orders: torch sums the gradient over the combined batch,
@@ -132,7 +132,7 @@ def test_every_worker_starts_from_the_weights_of_worker_0() -> None:
 
 
 def test_frozen_dense_parameters_too_start_from_those_of_worker_0() -> None:
-    """P4: what the workers compute must be one model, also where it does not learn."""
+    """What the workers compute must be one model, also where it does not learn."""
 
     def make() -> Net:
         model = Net()

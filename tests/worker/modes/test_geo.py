@@ -1,4 +1,4 @@
-"""geo (P15, P16): with one worker, local SGD; with several, differences that add up to what the servers hold."""
+"""geo: with one worker, local SGD; with several, differences that add up to what the servers hold."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def local(part: Part, table: str, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("k_steps", [1, 3, 7, 100])
 @pytest.mark.parametrize("num_servers", [1, 2])
 def test_one_worker_equals_local_sgd(k_steps: int, num_servers: int) -> None:
-    """1e-6, as in test_modes_sync.py. What is sent is x - b and the servers add it to b, rounded twice: their rows may
+    """1e-6, as in test_communicator.py. What is sent is x - b and the servers add it to b, rounded twice: their rows may
     differ from the worker's by that, and the worker takes theirs over only where others changed them."""
     done = jobs.run(train, Net, SGD, mode="geo", num_servers=num_servers, k_steps=k_steps)
     model = done.parts[0].model
@@ -342,7 +342,7 @@ def test_only_sgd_is_accepted(kind: type[torch.optim.Optimizer]) -> None:
 
 @pytest.mark.parametrize(("mode", "steps_each"), [("sync", 1), ("half_async", 1), ("async", 1), ("geo", 4)])
 def test_a_distributed_scheduler_counts_global_steps_in_geo(mode: str, steps_each: int) -> None:
-    """P16: a schedule over global steps, of which each worker makes a fourth."""
+    """A schedule over global steps, of which each worker makes a fourth."""
     with jobs.clean_facade():
         torchfleet.init(torchfleet.UserDefinedRoleMaker(1, worker_num=4, server_endpoints=["127.0.0.1:1"]))
         model = torchfleet.distributed_model(Net())

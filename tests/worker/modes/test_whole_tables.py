@@ -1,4 +1,4 @@
-"""Whole-table geo training (ps/replica.py): what goes to the servers and when, what comes back, and what goes wrong.
+"""Geo training on whole tables: what goes to the servers and when, what comes back, and what goes wrong.
 
 The oracles are plain numpy. Where all numbers are small multiples of a power of two no sum is rounded, in whatever
 order it is taken, and values are compared to the bit; else to 1e-5.
