@@ -1,5 +1,5 @@
-"""Foresight: one pull and one push per server and step, however many lookups the model makes; and what happens to lookups
-that cannot be foreseen. Messages are counted where they arrive."""
+"""Foresight: one pull and one push per server and step, however many lookups the model makes; and what happens to
+lookups that cannot be foreseen. Messages are counted where they arrive."""
 
 from __future__ import annotations
 
