@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: setup demo test quick check bench fuzz clean
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import processes
 from support.paths import ROOT
 from support.ranks import Ranks
 from torch.nn import functional as F
@@ -225,7 +226,7 @@ def test_the_gpu_benchmark_reports_all_its_figures_on_a_cpu():
     command = [sys.executable, "-m", "benchmarks.collective_gpu", "--cpu", "--json"]
     for part in ("recompute", "precision", "overhead"):
         command += ["--part", part]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = processes.run(command, cwd=ROOT, stderr=subprocess.PIPE, timeout=110)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["recompute.offload_batch"] == found["most"]

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.paths import ROOT
 from support.ranks import Ranks
-from support.scripts.launching import fleetrun
+from support.scripts.launching import forked_fleetrun
 from torch.utils.data import TensorDataset
 
 import torchfleet as fleet
@@ -82,7 +82,7 @@ def test_features_from_files(ranks: Ranks, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_fleetrun_and_an_accuracy_that_is_not_reached(tmp_path: Path) -> None:
     few = ("--num_classes", "5000", "--steps", "2", "--epochs", "1", "--min_accuracy", "0.9")
-    with fleetrun(tmp_path, "--nproc_per_node", "2", str(SCRIPT), *few) as job:
+    with forked_fleetrun(tmp_path, "--nproc_per_node", "2", str(SCRIPT), *few) as job:
         assert job.wait(100) != 0
         assert "is less than --min_accuracy 0.9" in job.output
 

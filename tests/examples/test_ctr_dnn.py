@@ -17,7 +17,7 @@ import pytest
 import torch
 from support import jobs
 from support.paths import ROOT
-from support.scripts.launching import Started, clean_environment, fleetrun
+from support.scripts.launching import Forked, clean_environment, forked_fleetrun
 
 import torchfleet as fleet
 from torchfleet.checkpoint.manifest import read_manifest
@@ -47,14 +47,14 @@ def run(script: str, *arguments: object) -> str:
 
 def ended(script: str, *arguments: object) -> tuple[int, str]:
     """Exit status and output of an example in a process of its own."""
-    with Started([sys.executable, str(EXAMPLE / script), *map(str, arguments)]) as job:
+    with Forked([sys.executable, str(EXAMPLE / script), *map(str, arguments)]) as job:
         return job.wait(60), job.output
 
 
 def fleet_of(log: Path, script: str, *arguments: object, servers: int = 2, workers: int = 2) -> list[str]:
     """What each worker of a job printed."""
     counts = ("--server_num", str(servers), "--worker_num", str(workers))
-    with fleetrun(log, *counts, str(EXAMPLE / script), *map(str, arguments)) as job:
+    with forked_fleetrun(log, *counts, str(EXAMPLE / script), *map(str, arguments)) as job:
         assert job.wait(100) == 0, job.output
     return [(log / f"workerlog.{i}").read_text() for i in range(workers)]
 
@@ -221,7 +221,7 @@ def test_the_pipe_reader_works_from_a_folder_with_a_space_in_its_name(tmp_path: 
     for path in EXAMPLE.glob("*.py"):
         (copied / path.name).write_bytes(path.read_bytes())
     command = [sys.executable, str(copied / "train.py"), "--data", str(few), *QUICK, "--reader", "pipe"]
-    with Started(command) as job:
+    with Forked(command) as job:
         assert job.wait(60) == 0, job.output
     assert len(test_aucs(job.output)) == 1
 

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from support import processes
 from support.paths import ROOT
 
 from benchmarks import online, sparse
@@ -21,7 +22,7 @@ def test_push_pull_fits_its_rows():
 
 def benchmark(name: str, *options: str) -> dict[str, float]:
     command = [sys.executable, "-m", f"benchmarks.{name}", *options, "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+    done = processes.run(command, cwd=ROOT, stderr=subprocess.PIPE, timeout=110)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert isinstance(found, dict)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support import jobs
 from support.paths import ROOT
-from support.scripts.launching import fleetrun
+from support.scripts.launching import forked_fleetrun
 from support.scripts.online_parts import assert_same
 
 from torchfleet import online
@@ -151,7 +151,9 @@ def test_hours_that_somebody_else_writes(here: Path) -> None:
 @pytest.mark.slow
 def test_a_fleet_in_step_trains_what_one_process_trains(here: Path, six_hours: tuple[Path, str]) -> None:
     given = ("--hours", "6", *SMALL, "--mode", "sync", "--data", str(six_hours[0].parent / "online_data"))
-    with fleetrun(here / "log", "--server_num", "2", "--worker_num", "2", str(EXAMPLE / "train.py"), *given) as job:
+    with forked_fleetrun(
+        here / "log", "--server_num", "2", "--worker_num", "2", str(EXAMPLE / "train.py"), *given
+    ) as job:
         assert job.wait(100) == 0, job.output
     found = passes((here / "log" / "workerlog.0").read_text())
     wanted = passes(six_hours[1])

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.paths import ROOT
 from support.ranks import Ranks
-from support.scripts.launching import fleetrun
+from support.scripts.launching import forked_fleetrun
 
 from examples.resnet import data
 from examples.resnet.model import resnet50, resnet_small
@@ -221,7 +221,7 @@ class TestTraining:
     @pytest.mark.slow
     def test_started_by_fleetrun(self, tmp_path: Path) -> None:
         flags = (*TINY, "--images", "64", "--epochs", "2", "--batch_size", "16", *AMP)
-        with fleetrun(tmp_path / "log", "--nproc_per_node", "2", str(SCRIPT), *flags, FLEET_DEVICE="cpu") as job:
+        with forked_fleetrun(tmp_path / "log", "--nproc_per_node", "2", str(SCRIPT), *flags, FLEET_DEVICE="cpu") as job:
             assert job.wait(100) == 0, job.output
         first, second = ((tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in range(2))
         assert final(first)[1] == 100.0

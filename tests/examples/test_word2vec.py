@@ -24,7 +24,7 @@ import pytest
 import torch
 from support import jobs
 from support.paths import ROOT
-from support.scripts.launching import Started, clean_environment, fleetrun
+from support.scripts.launching import Forked, clean_environment, forked_fleetrun
 
 from torchfleet.word2vec.vectors import WordVectors
 from torchfleet.word2vec.vocabulary import Vocabulary
@@ -469,7 +469,7 @@ def test_one_fleetrun_command_learns_the_analogies_as_one_process_does(
     counts = ("--server_num", "2", "--worker_num", "2")
     options = ("--text", texts / "text", "--work", tmp_path / "work", *HOW, "--vectors", tmp_path / "v.bin")
     command = (str(EXAMPLE / "train.py"), *map(str, options), "--questions", str(texts / "questions"), "--k_steps", "2")
-    with fleetrun(tmp_path / "log", *counts, *command) as job:
+    with forked_fleetrun(tmp_path / "log", *counts, *command) as job:
         assert job.wait(100) == 0, job.output
     logs = [(tmp_path / "log" / f"workerlog.{i}").read_text() for i in range(2)]
     found = accuracies(logs[0])
@@ -698,6 +698,6 @@ def test_a_mistake_is_named_in_one_line_before_training(
 
 
 def test_a_mistake_ends_the_process_with_status_1_and_one_line(tmp_path: Path) -> None:
-    with Started([sys.executable, str(EXAMPLE / "train.py"), "--text", str(tmp_path / "nowhere")]) as job:
+    with Forked([sys.executable, str(EXAMPLE / "train.py"), "--text", str(tmp_path / "nowhere")]) as job:
         assert job.wait(60) == 1
     assert job.output == f"train.py: --text {tmp_path}/nowhere: No such file or directory\n"

@@ -14,7 +14,7 @@ import torch
 from support import jobs
 from support.scripts import inferring, slotted
 from support.scripts.inferring import Net, make_optimizer, num_rows, predictions, test_batches
-from support.scripts.launching import Started, fleetrun
+from support.scripts.launching import Forked, forked_fleetrun
 
 import torchfleet as fleet
 from torchfleet import fleet as facade
@@ -100,11 +100,13 @@ def test_what_is_pushed_nowhere_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_workers_predict_alike_after_training_and_in_a_job_with_more_servers(tmp_path: Path) -> None:
-    with fleetrun(tmp_path / "log", "--server_num", "2", "--worker_num", "2", SCRIPT, "train", str(tmp_path)) as job:
+    with forked_fleetrun(
+        tmp_path / "log", "--server_num", "2", "--worker_num", "2", SCRIPT, "train", str(tmp_path)
+    ) as job:
         assert job.wait() == 0, job.output
     expected = plain_scores(tmp_path / "model")
     log = tmp_path / "log2"
-    with fleetrun(log, "--server_num", "3", "--worker_num", "2", SCRIPT, "predict", str(tmp_path)) as job:
+    with forked_fleetrun(log, "--server_num", "3", "--worker_num", "2", SCRIPT, "predict", str(tmp_path)) as job:
         assert job.wait() == 0, job.output
     for what in ("train", "predict"):
         for worker in range(2):
@@ -188,7 +190,7 @@ def test_a_model_that_is_in_training_mode_is_still_asked_in_eval_mode(tmp_path: 
 
 def test_it_runs_as_a_script_without_a_fleet(tmp_path: Path) -> None:
     folder = saved_model(tmp_path / "model")
-    with Started([sys.executable, SCRIPT, "local", str(tmp_path)]) as job:
+    with Forked([sys.executable, SCRIPT, "local", str(tmp_path)]) as job:
         assert job.wait() == 0, job.output
     found = pickle.loads((tmp_path / "local-0").read_bytes())
     assert_equal(found["scores"], plain_scores(folder))
@@ -330,7 +332,9 @@ def test_making_ready_twice_says_so_and_not_that_something_was_trained(tmp_path:
 
 @pytest.mark.slow
 def test_a_wrong_folder_ends_the_whole_job_and_is_named(tmp_path: Path) -> None:
-    with fleetrun(tmp_path / "log", "--server_num", "1", "--worker_num", "1", SCRIPT, "predict", str(tmp_path)) as job:
+    with forked_fleetrun(
+        tmp_path / "log", "--server_num", "1", "--worker_num", "1", SCRIPT, "predict", str(tmp_path)
+    ) as job:
         assert job.wait() != 0
     assert f"{tmp_path}/model" in (tmp_path / "log" / "serverlog.0").read_text()
 

@@ -19,7 +19,7 @@ import torch
 from support import jobs
 from support.jobs import Part, in_threads
 from support.paths import SCRIPTS
-from support.scripts.launching import START, Started, fleetrun, wait_until
+from support.scripts.launching import START, Started, forked_fleetrun, wait_until
 
 from torchfleet.data import Slot
 from torchfleet.data.dataset import DatasetPass, WorkerGroup
@@ -367,7 +367,7 @@ class Sharded:
 
     def start(self, *arguments: str) -> Started:
         numbers_of_processes = ("--server_num", str(self._servers), "--worker_num", str(self._workers))
-        return fleetrun(self.folder, *numbers_of_processes, *arguments, SHARDED, *self._options)
+        return forked_fleetrun(self.folder, *numbers_of_processes, *arguments, SHARDED, *self._options)
 
     def seen(self, worker: int | str = "*") -> list[tuple[int, int]]:
         """(epoch, number of the sample), in the order of training."""

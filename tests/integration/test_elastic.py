@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import processes
 from support.paths import SCRIPTS
 from support.ranks import free_port
 
@@ -20,9 +21,9 @@ def run(folder: Path, name: str, *options: object, launch: tuple[str, ...] = ("-
     log = ("--log_dir", str(folder / f"log_{name}"))
     command = [sys.executable, "-m", "torchfleet.launch", *launch, *log, str(SCRIPT)]
     arguments = [str(one) for one in (folder / f"model_{name}", folder / f"losses_{name}", *options)]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    done = processes.run([*command, *arguments], timeout=100)
+    assert done.returncode == 0, done.stdout
+    return str(done.stdout)
 
 
 def losses(folder: Path, name: str) -> list[tuple[int, int, float]]:
@@ -67,7 +68,7 @@ def test_two_launchers_form_one_job(tmp_path: Path, undisturbed: list[tuple[int,
     command = [sys.executable, "-m", "torchfleet.launch", "--nnodes", "2", "--nproc_per_node", "1", "--master", master]
     script = [str(SCRIPT), str(tmp_path / "model"), str(tmp_path / "losses_two"), "--steps", "4"]
     nodes = [
-        subprocess.Popen(
+        processes.Popen(
             [*command, "--rank", str(i), "--log_dir", str(tmp_path / f"log{i}"), *script],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -16,7 +16,7 @@ import torch
 from sklearn.metrics import accuracy_score, mean_absolute_error, mean_squared_error, roc_auc_score
 from support.jobs import clean_facade
 from support.scripts import meeting
-from support.scripts.launching import fleetrun
+from support.scripts.launching import forked_fleetrun
 
 from torchfleet import fleet as facade
 from torchfleet import metrics, util
@@ -35,7 +35,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """What each worker found."""
     folder = tmp_path_factory.mktemp("meeting")
     counts = ("--server_num", "1", "--worker_num", str(request.param))
-    with fleetrun(folder / "log", *counts, SCRIPT, str(folder)) as job:
+    with forked_fleetrun(folder / "log", *counts, SCRIPT, str(folder)) as job:
         assert job.wait(100) == 0, job.output
     return [pickle.loads((folder / f"worker-{i}").read_bytes()) for i in range(request.param)] + [
         pickle.loads((folder / "server-0").read_bytes())

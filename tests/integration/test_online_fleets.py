@@ -15,7 +15,7 @@ import pytest
 import torch
 from support import jobs
 from support.scripts import online_job
-from support.scripts.launching import Started, fleetrun
+from support.scripts.launching import Started, forked_fleetrun
 from support.scripts.online_parts import HOURS, Parts, Tiny, assert_same, held, step
 
 import torchfleet as fleet
@@ -270,7 +270,7 @@ def test_killed_at_any_moment_again_and_again(tmp_path: Path, data: Path) -> Non
 def started(log: Path, data: Path, model: Path, *options: str, servers: int = 1) -> Started:
     counts = ("--server_num", str(servers), "--worker_num", "2")
     given = ("--data", str(data), "--model_dir", str(model), "--until", HOURS[-1], *options)
-    return fleetrun(log, *counts, str(SCRIPT), *given)
+    return forked_fleetrun(log, *counts, str(SCRIPT), *given)
 
 
 @pytest.mark.slow

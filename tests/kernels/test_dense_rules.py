@@ -1,4 +1,4 @@
-"""kernels/dense: bit-equal to their numpy twins, which do the same float32 operations in the same order.
+"""Kernels of dense tables: bit-equal to their numpy twins, which do the same float32 operations in the same order.
 
 That they are torch's formulas is tested in test_dense_table.py.
 """

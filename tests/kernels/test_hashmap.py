@@ -1,4 +1,4 @@
-"""kernels/hashmap: the order that slots keep, and keys that only the exact search can tell apart.
+"""The hash map: the order that slots keep, and keys that only the exact search can tell apart.
 
 The maps are KeyMaps, so that the kernels get the arrays they get in a server; their salt is known here.
 """

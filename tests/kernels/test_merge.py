@@ -1,4 +1,4 @@
-"""kernels/merge: distinct keys and sums by key, against a dict, np.unique and np.add.at."""
+"""Merging: distinct keys and sums by key, against a dict, np.unique and np.add.at."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kernels/numerals: every number of a text as Python's float and int read it, bit for bit."""
+"""Numerals: every number of a text as Python's float and int read it, bit for bit."""
 
 from __future__ import annotations
 

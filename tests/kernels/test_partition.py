@@ -1,4 +1,4 @@
-"""kernels/partition and kernels/hashing: who owns a key, and the counting sort by owner."""
+"""Partition and hashing of keys: who owns a key, and the counting sort by owner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kernels/random: first values are a function of (seed, table, key) and nothing else, to the bit."""
+"""Random numbers: first values are a function of (seed, table, key) and nothing else, to the bit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""kernels/rows: bit-equal to their numpy twins, which do the same float32 operations in the same order; and close to
-torch.optim on a sparse embedding, which sums and divides in another order."""
+"""Kernels of sparse rows: bit-equal to their numpy twins, which do the same float32 operations in the same order; and
+close to torch.optim on a sparse embedding, which sums and divides in another order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kernels/vectors, tiles, skipgram and skip_pairs: against autograd in float64, numpy and plain Python.
+"""Kernels of word2vec: against autograd in float64, numpy and plain Python.
 
 The twin below replays the kernel's random draws, in their order, and knows nothing else of how it computes.
 """

@@ -1,4 +1,4 @@
-"""kernels/words: words as bytes.split finds them, maps that keep every word apart, ids to text and back."""
+"""Kernels of text: words as bytes.split finds them, maps that keep every word apart, ids to text and back."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support import processes
 from support.paths import ROOT
 from torch.nn import functional as F
 
@@ -356,7 +357,7 @@ def wait_until(is_so: Callable[[], bool], what: str, seconds: float = SECONDS) -
 def command(arguments: Sequence[str], seconds: float) -> str:
     """The output of `python ARGUMENTS`, run from the root of the checkout; its whole group ends with it."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("FLEET_", "PADDLE_"))}
-    process = subprocess.Popen(
+    process = processes.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
         env={**environment, "OMP_NUM_THREADS": "1"},

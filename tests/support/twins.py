@@ -222,7 +222,7 @@ def row_adam(store, offset, rows, grads, lr, beta1, beta2, eps, step, low=-np.in
     store[rows, w] = np.clip(store[rows, w] - rate * (means / (np.sqrt(squares) + F(eps))), F(low), F(high))
 
 
-# kernels/dense
+# kernels/dense_rules
 
 
 def dense_sgd(weights, velocity, grads, lr, momentum, nesterov, decay, shrink, step) -> None:

@@ -1,4 +1,4 @@
-"""tables/dense: the rules are torch.optim's, a shard is a range, and what is refused leaves no trace."""
+"""Dense tables: the rules are torch.optim's, a shard is a range, and what is refused leaves no trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tables/sparse: what a table answers, against a dict of numpy rows; and that what it refuses leaves no trace."""
+"""Sparse tables: what a table answers, against a dict of numpy rows; and that what it refuses leaves no trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""word2vec/sampling, pairs, model and trainer: what is drawn, what is learned from it, and how training ends."""
+"""Training of word vectors: what is drawn, what is learned from it, and how training ends."""
 
 from __future__ import annotations
 

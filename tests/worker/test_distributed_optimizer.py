@@ -15,7 +15,7 @@ from support.jobs import Net, Part, assert_equal_values, one_worker, worker_batc
 from torchfleet.errors import FleetError
 from torchfleet.worker.distributed_optimizer import DistributedOptimizer
 
-TOLERANCE = 1e-6  # see test_modes_sync.py
+TOLERANCE = 1e-6  # see modes/test_communicator.py
 
 
 def groups(model: torch.nn.Module, **dense_options: Any) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""collective/fusion: the compiled model equals the eager one, what was fused is said, optimizers step by one kernel."""
+"""Fusion: the compiled model equals the eager one, what was fused is said, optimizers step by one kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""collective/recompute and offload: which modules, that training is bit-equal, what is kept where and when."""
+"""Recomputation and offload: which modules, that training is bit-equal, what is kept where and when."""
 
 from __future__ import annotations
 

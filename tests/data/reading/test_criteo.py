@@ -1,4 +1,4 @@
-"""data/criteo and data/hashing: raw Criteo rows against a plain-Python reader, and the string hash for ever."""
+"""The Criteo format: raw rows against a plain-Python reader, and the string hash for ever."""
 
 from __future__ import annotations
 

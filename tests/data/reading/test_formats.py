@@ -1,4 +1,4 @@
-"""data/formats: the multi-slot text against a plain-Python reader, and an account of every line that is malformed."""
+"""Text formats: the multi-slot text against a plain-Python reader, and an account of every line that is malformed."""
 
 from __future__ import annotations
 

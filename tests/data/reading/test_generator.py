@@ -1,4 +1,4 @@
-"""data/generator: the user's own code, alike in a pipe and in the process."""
+"""Generators: the user's own code, alike in a pipe and in the process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""data/pipe: files through real commands: what they print, how they end, and that none is left behind."""
+"""Pipes: files through real commands; what they print, how they end, and that none is left behind."""
 
 from __future__ import annotations
 

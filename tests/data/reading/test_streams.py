@@ -1,4 +1,4 @@
-"""data/files: the same bytes from every kind of file, and an error with its name for every file that is broken."""
+"""Streams: the same bytes from every kind of file, and an error with its name for every file that is broken."""
 
 from __future__ import annotations
 

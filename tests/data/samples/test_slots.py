@@ -1,4 +1,4 @@
-"""data/slots and data/rows: samples as lists of values, against the batches that are made of their rows."""
+"""Slots and rows: samples as lists of values, against the batches that are made of their rows."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 import psutil
+from support import processes
 
 TINY = str(Path(__file__).parent / "tiny.py")
 STAND_IN = str(Path(__file__).parent / "stand_in.py")
@@ -31,10 +32,12 @@ def clean_environment(**more: str) -> dict[str, str]:
 class Started:
     """A command and all that it starts; ended, and looked for, when left as a context."""
 
+    _popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen
+
     def __init__(self, command: Sequence[str], **environment: str) -> None:
         self._mark = uuid.uuid4().hex
         self._lines: list[str] = []
-        self.process = subprocess.Popen(
+        self.process = type(self)._popen(
             list(command),
             env=clean_environment(**environment, **{_MARK: self._mark}),
             stdout=subprocess.PIPE,
@@ -83,7 +86,8 @@ class Started:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(_MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                is_own = processes.environment_of(process).get(_MARK) == self._mark
+                if is_own and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
@@ -99,7 +103,7 @@ class Started:
         name = "FLEET_SERVER_INDEX" if role == "SERVER" else "FLEET_WORKER_INDEX"
         for process in self.running():
             with contextlib.suppress(psutil.Error):
-                found = process.environ()
+                found = processes.environment_of(process)
                 if found.get("FLEET_ROLE") == role and found.get(name) == str(index):
                     return int(process.pid)
         raise AssertionError(f"no {role} {index} is running")
@@ -110,8 +114,25 @@ class Started:
             self._lines.append(line)
 
 
+class Forked(Started):
+    """A Python command whose process, and the Python processes that it starts, need not import torch: see
+    `support.processes`."""
+
+    _popen = processes.Popen
+
+
 def fleetrun(log_dir: Path, *arguments: str, **environment: str) -> Started:
-    return Started([sys.executable, "-m", "torchfleet.launch", "--log_dir", str(log_dir), *arguments], **environment)
+    """For tests of the launcher itself."""
+    return Started(_fleetrun(log_dir, arguments), **environment)
+
+
+def forked_fleetrun(log_dir: Path, *arguments: str, **environment: str) -> Started:
+    """For tests of what runs under it."""
+    return Forked(_fleetrun(log_dir, arguments), **environment)
+
+
+def _fleetrun(log_dir: Path, arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "torchfleet.launch", "--log_dir", str(log_dir), *arguments]
 
 
 def wait_until(is_so: Callable[[], bool], timeout: float, what: str) -> None:

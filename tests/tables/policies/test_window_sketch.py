@@ -1,4 +1,4 @@
-"""tables/sketch and kernels/sketch: bit-equal to plain Python, never too low, the same however it is divided."""
+"""The sketch of a window: bit-equal to plain Python, never too low, the same however it is divided."""
 
 from __future__ import annotations
 

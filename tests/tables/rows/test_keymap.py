@@ -1,4 +1,4 @@
-"""tables/keymap: a KeyMap is a dict from keys to row numbers, through every growth."""
+"""A KeyMap is a dict from keys to row numbers, through every growth."""
 
 from __future__ import annotations
 

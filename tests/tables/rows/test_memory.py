@@ -1,4 +1,4 @@
-"""tables/memory, and how much of it a growing table takes."""
+"""Memory of rows, and how much of it a growing table takes."""
 
 from __future__ import annotations
 

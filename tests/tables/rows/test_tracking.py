@@ -1,4 +1,4 @@
-"""tables/tracking: two generations of changes, held against Python's sets."""
+"""Tracking of changes: two generations of them, held against Python's sets."""
 
 from __future__ import annotations
 

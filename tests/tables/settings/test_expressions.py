@@ -1,4 +1,4 @@
-"""tables/expressions: a text means what a plain walk over its tree says, and every other text is a clear error."""
+"""Expressions: a text means what a plain walk over its tree says, and every other text is a clear error."""
 
 from __future__ import annotations
 

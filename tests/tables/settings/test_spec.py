@@ -1,4 +1,4 @@
-"""tables/spec: a description that is made is a good one; every refusal names the field and what was found."""
+"""Table specs: a description that is made is a good one; every refusal names the field and what was found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ps/shard: every process divides keys among the servers in the same way, now and in later releases."""
+"""Shards: every process divides keys among the servers in the same way, now and in later releases."""
 
 from __future__ import annotations
 

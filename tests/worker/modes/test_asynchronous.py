@@ -1,7 +1,7 @@
 """half_async and async: against torch where one worker makes the order known, against local
 training to a stated tolerance where it does not; and every setting of a_sync_configs doing what its name says.
 
-The tolerance of comparisons with torch is that of test_modes_sync.py, for the reasons given there.
+The tolerance of comparisons with torch is that of test_communicator.py, for the reasons given there.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def local(part: Part, table: str, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("k_steps", [1, 3, 7, 100])
 @pytest.mark.parametrize("num_servers", [1, 2])
 def test_one_worker_equals_local_sgd(k_steps: int, num_servers: int) -> None:
-    """1e-6, as in test_modes_sync.py. What is sent is x - b and the servers add it to b, rounded twice: their rows may
-    differ from the worker's by that, and the worker takes theirs over only where others changed them."""
+    """1e-6, as in test_communicator.py. What is sent is x - b and the servers add it to b, rounded twice: their rows
+    may differ from the worker's by that, and the worker takes theirs over only where others changed them."""
     done = jobs.run(train, Net, SGD, mode="geo", num_servers=num_servers, k_steps=k_steps)
     model = done.parts[0].model
     assert_equal_values(

@@ -1,0 +1,272 @@
+"""The nursery: a process that has imported torch and all of torchfleet, and forks what is asked for.
+
+`python nursery.py FD` reads requests from the Unix socket FD, one packet each: three standard streams and one end of
+a line, along which come the command, its folder and its environment, and go the process's id and, at last, its exit
+status. What it forks behaves as `python -c CODE`, `python -m MODULE` or `python SCRIPT` does, and starts Python
+processes of its own, and replaces itself by them, through the nursery too. A process is killed when whoever asked for
+it is gone. The nursery itself ends when nobody is left to ask.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+_KEPT = 100  # where the socket of requests lies in every process that was forked
+ENVIRONMENTS = Path(tempfile.gettempdir()) / f"torchfleet-forked-{os.getuid()}"  # by process id; /proc knows only execs
+
+
+class _Replaced(BaseException):
+    """os.execv of a Python command."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self.command = list(command)
+
+
+def is_python(command: object) -> bool:
+    """Whether this is a command that the nursery can run."""
+    if not isinstance(command, (list, tuple)) or len(command) < 2 or str(command[0]) != sys.executable:
+        return False
+    return str(command[1]) in ("-c", "-m") or not str(command[1]).startswith("-")
+
+
+class Nursery:
+    def __init__(self, requests: socket.socket) -> None:
+        self._requests = requests
+        self._inner, self._inners = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # of what was forked
+        self._lines: dict[int, socket.socket] = {}  # of what runs
+        self._paths = [path for path in sys.path if path not in _path_of(os.environ)][1:]
+        self._woken, self._wakes = socket.socketpair()
+
+    def serve(self) -> None:
+        """Until nobody is left to ask, and nothing runs."""
+        for end in (self._woken, self._wakes):
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler is needed for the wake-up
+        signal.set_wakeup_fd(self._wakes.fileno(), warn_on_full_buffer=False)
+        with selectors.DefaultSelector() as selector:
+            self._selector = selector
+            selector.register(self._requests, selectors.EVENT_READ, None)
+            selector.register(self._inner, selectors.EVENT_READ, None)
+            selector.register(self._woken, selectors.EVENT_READ, None)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    if key.data is not None:
+                        self._drop(key.data)
+                    elif key.fileobj is not self._woken:
+                        self._accept(key.fileobj)
+                self._reap()
+
+    def _accept(self, requests: Any) -> None:
+        fds: list[int] = []
+        with contextlib.suppress(ConnectionResetError):
+            _, fds, _, _ = socket.recv_fds(requests, 1, 4)
+        if not fds:  # the tests are over
+            for end in (self._requests, self._inner, self._woken):
+                self._selector.unregister(end)
+            for child in list(self._lines):
+                self._drop(child)
+            return
+        line = socket.socket(fileno=fds[3])
+        request = line.makefile().readline()
+        child = os.fork()
+        if not child:
+            self._begin(json.loads(request), fds, line)
+        for fd in fds[:3]:
+            os.close(fd)
+        self._lines[child] = line
+        self._selector.register(line, selectors.EVENT_READ, child)
+
+    def _drop(self, child: int) -> None:
+        """Its starter is gone: this is never left behind."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        self._selector.unregister(self._lines[child])
+
+    def _reap(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self._woken.recv(4096)
+        while self._lines:
+            child, status = os.waitpid(-1, os.WNOHANG)
+            if not child:
+                return
+            line = self._lines.pop(child)
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(line)
+            (ENVIRONMENTS / str(child)).unlink(missing_ok=True)
+            with line, contextlib.suppress(OSError):
+                line.sendall(json.dumps(status).encode() + b"\n")
+
+    def _begin(self, request: dict[str, Any], fds: Sequence[int], line: socket.socket) -> NoReturn:
+        """In the process that was forked."""
+        try:
+            for target, fd in enumerate(fds[:3]):
+                os.dup2(fd, target)
+            os.dup2(self._inners.fileno(), _KEPT, inheritable=False)
+            if request["session"]:
+                os.setsid()
+            os.chdir(request["folder"])
+            _forget_signals()
+            os.environ.clear()
+            os.environ.update(request["environment"])
+            _publish_environment()
+            line.sendall(f"{os.getpid()}\n".encode())
+            line.detach()
+            os.closerange(3, _KEPT)
+            os.closerange(_KEPT + 1, 1 << 12)
+            code = _run(request["command"], self._paths)
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        os._exit(code)
+
+
+def _publish_environment() -> None:
+    path = ENVIRONMENTS / str(os.getpid())
+    path.with_suffix(".new").write_text(json.dumps(dict(os.environ)))
+    path.with_suffix(".new").rename(path)
+
+
+def _forget_signals() -> None:
+    """Python's own handlers, as in a new process."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _run(command: Sequence[str], paths: Sequence[str]) -> int:
+    """The exit status of this command, and of those that it replaces itself by; in this process."""
+    import numpy as np
+
+    np.random.seed()
+    _stay_in_the_nursery()
+    while True:
+        try:
+            return _ended(_status_of(command, paths))
+        except _Replaced as replaced:
+            command = replaced.command
+
+
+def _status_of(command: Sequence[str], paths: Sequence[str]) -> int:
+    try:
+        _execute(command, paths)
+    except SystemExit as end:
+        if isinstance(end.code, int) or end.code is None:
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except _Replaced:
+        raise
+    except KeyboardInterrupt as error:
+        sys.excepthook(KeyboardInterrupt, error.with_traceback(_without_own_frames(error)), error.__traceback__)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException as error:
+        sys.excepthook(type(error), error.with_traceback(_without_own_frames(error)), error.__traceback__)
+        return 1
+    return 0
+
+
+def _without_own_frames(error: BaseException) -> types.TracebackType | None:
+    trace = error.__traceback__
+    while trace and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace or error.__traceback__
+
+
+def _execute(command: Sequence[str], paths: Sequence[str]) -> None:
+    main = types.ModuleType("__main__")
+    sys.modules["__main__"] = main
+    first, rest = command[1], list(command[2:])
+    if first == "-c":
+        sys.argv, sys.path[:] = ["-c", *rest[1:]], ["", *_path_of(os.environ), *paths]
+        exec(compile(rest[0], "<string>", "exec"), main.__dict__)
+    elif first == "-m":
+        sys.argv, sys.path[:] = ["-m", *rest[1:]], [os.getcwd(), *_path_of(os.environ), *paths]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        script = str(Path(first).absolute())
+        sys.argv, sys.path[:] = [first, *rest], [str(Path(script).parent), *_path_of(os.environ), *paths]
+        main.__file__ = script
+        exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
+
+
+def _ended(code: int) -> int:
+    """As Python ends: its threads, what was to be done at exit, what is still to be written."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    return code
+
+
+def _stay_in_the_nursery() -> None:
+    """Python processes that this one starts, or replaces itself by, are forked too."""
+    from support.processes import Forked
+
+    Forked.requests = socket.socket(fileno=_KEPT)
+    really = os.execv
+
+    def execv(path: Any, command: Any) -> None:
+        if is_python(list(command)):
+            raise _Replaced(list(command))
+        really(path, command)
+
+    os.execv = execv  # type: ignore[assignment]
+
+
+def _path_of(environment: Any) -> list[str]:
+    return [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
+def _import() -> None:
+    """All that any test needs, but nothing that would not survive a fork: no backward pass, no thread."""
+    import subprocess
+
+    from support.processes import Forked
+
+    subprocess.Popen = Forked  # type: ignore[misc]  # first of all: torch keeps the class that it finds
+    import torch
+    import torch.distributed.elastic.agent.server.local_elastic_agent
+    import torch.distributed.fsdp
+    import torch.distributed.pipelining
+    import torch.distributed.tensor
+
+    import torchfleet.classify
+    import torchfleet.fleet
+    import torchfleet.launch.cli
+    import torchfleet.launch.elastic  # noqa: F401
+
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports more than one would think
+    torch.set_num_threads(1)
+
+
+def _serve(fd: int) -> None:
+    if os.fork():  # the one that serves is nobody's child: other tests look for processes that are left
+        os._exit(0)
+    os.setsid()  # Ctrl-C is for the tests, which end what they started
+    ENVIRONMENTS.mkdir(exist_ok=True)
+    _import()
+    gc.collect()
+    gc.freeze()  # pages that nobody touches stay shared
+    Nursery(socket.socket(fileno=fd)).serve()
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))

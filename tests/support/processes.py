@@ -1,0 +1,141 @@
+"""Python processes to test with, that start in no time: forked, torch and torchfleet imported already.
+
+`Popen` and `run` are those of `subprocess` for commands that begin with `sys.executable`. The process is a real one,
+with streams, signals and an exit status of its own; only its interpreter was not started anew, and it is not this
+process's child. What it starts is forked too, so that `fleetrun` and all roles of a job cost no import of torch. Tests
+about how processes start, or that look at one from outside (/proc, imports, time to start), use `subprocess`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import psutil
+from support import nursery
+from support.paths import ROOT
+
+SECONDS = 60.0  # that the nursery may take to import everything, on busy cores
+
+
+class Forked(subprocess.Popen[Any]):
+    """A process of the nursery, if there is one; any other command is subprocess.Popen's own."""
+
+    requests: ClassVar[socket.socket | None] = None
+    _line: socket.socket | None = None
+
+    def _execute_child(  # what subprocess.Popen calls to start the process, once its pipes are made
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any, env: Any,
+        startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
+        errread: int, errwrite: int, restore_signals: Any, gid: Any, gids: Any, uid: Any, umask: Any,
+        start_new_session: bool, *process_group: Any,
+    ) -> None:  # fmt: skip
+        pipes = (p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        if self.requests is None or not nursery.is_python(args):
+            super()._execute_child(  # type: ignore[misc]
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell, *pipes,
+                restore_signals, gid, gids, uid, umask, start_new_session, *process_group,
+            )  # fmt: skip
+            return
+        self._line, theirs = socket.socketpair()
+        with theirs:
+            fds = [own if pipe == -1 else pipe for own, pipe in enumerate((p2cread, c2pwrite, errwrite))]
+            socket.send_fds(self.requests, [b"?"], [*fds, theirs.fileno()])
+        request = {
+            "command": [os.fspath(part) for part in args],
+            "folder": os.fspath(cwd or os.getcwd()),
+            "environment": dict(os.environ if env is None else env),
+            "session": start_new_session,
+        }
+        self._line.sendall(json.dumps(request).encode() + b"\n")
+        pid = self._read(SECONDS)
+        assert pid is not None, f"the nursery starts nothing within {SECONDS:g} s"
+        self.pid = pid
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+
+    def _read(self, timeout: float | None) -> int | None:
+        """The next number that the nursery sends; None if none came in time."""
+        assert self._line
+        if not select.select([self._line], [], [], timeout)[0]:
+            return None
+        found = b""
+        while not found.endswith(b"\n"):  # a line is sent at once
+            more = self._line.recv(1)
+            if not more:
+                return signal.SIGKILL  # the nursery is gone, and what it forked with it
+            found += more
+        return int(found)
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        """os.waitpid, which knows only children."""
+        if self._line is None:
+            return super()._try_wait(wait_flags)  # type: ignore[misc,no-any-return]
+        status = self._read(0 if wait_flags & os.WNOHANG else None)
+        return (0, 0) if status is None else (self.pid, status)
+
+    def _internal_poll(self, *arguments: Any, **more: Any) -> int | None:
+        if self._line is None:
+            return super()._internal_poll(*arguments, **more)  # type: ignore[misc,no-any-return]
+        with self._waitpid_lock:  # type: ignore[attr-defined]
+            if self.returncode is None:
+                ended, status = self._try_wait(os.WNOHANG)
+                if ended:
+                    self._handle_exitstatus(status)  # type: ignore[attr-defined]
+        return self.returncode
+
+
+def _start_nursery() -> socket.socket:
+    """The socket at which it takes requests; it ends when that is closed."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLEET_", "PADDLE_"))}
+    with theirs:
+        starter = subprocess.Popen(
+            [sys.executable, nursery.__file__, str(theirs.fileno())],
+            env={**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    assert starter.wait(SECONDS) == 0
+    return ours
+
+
+def Popen(command: Sequence[str], **options: Any) -> Forked:
+    assert nursery.is_python(command), f"not a Python command: {command}"
+    if Forked.requests is None:
+        Forked.requests = _start_nursery()
+    return Forked(command, **options)
+
+
+def run(
+    command: Sequence[str], *, timeout: float, check: bool = False, **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """subprocess.run; the output, both streams in one unless `stderr` is given, is captured."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, **options}
+    with Popen(command, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(command, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """A process's environment, of one that was forked too."""
+    with contextlib.suppress(FileNotFoundError):
+        found: dict[str, str] = json.loads((nursery.ENVIRONMENTS / str(process.pid)).read_text())
+        return found
+    return dict(process.environ())
