@@ -15,14 +15,21 @@ from torchfleet.kernels.packed_map import BUCKET, NEW, NUM_KEYS, OLD, OVERFLOW, 
 from torchfleet.tables.rows.keymap import KEY_WORDS, Keys, Rows
 from torchfleet.tables.rows.memory import Memory
 
-MAX_LOAD = 0.93  # at which a map begins to grow
-GROWTH = 1 / 16  # small, so that a map is never much emptier than it must be
+MEMORY = 1.22  # times the bytes of its rows is the most that a large map takes, tags and marks included
+GROWTH = 1 / 16  # of its buckets; small, so that a map is never much emptier than it must be
 FIRST_BUCKETS = 32
 SMALL = 1 << 11  # buckets; below it a map doubles, and grows in one go (under a millisecond)
-MOVES_PER_KEY = 2  # buckets moved per new key: done when the map has filled up by 1/32 more
+MOVES_PER_KEY = 2  # buckets moved per new key
+LOAD_OF_GROWTH = 1 / (MOVES_PER_KEY * BUCKET)  # so much of its places fills up while a map grows
 LIFTED_BUCKETS = 1 << 13  # room for the longest run of full buckets, many times over
 EASY_ROOM = 1 << 15  # keys
 _NUM_HASHES = 1 << 64
+
+
+def max_load(width: int) -> float:
+    """At which a map with rows of so many words begins to grow: then it takes at most MEMORY when it has grown."""
+    num_bytes = 4 * width + 1 + 4 / BUCKET  # a row, its tag and its marks
+    return num_bytes / (4 * width * MEMORY) * (1 + GROWTH) - LOAD_OF_GROWTH
 
 
 class PackedMap:
@@ -38,6 +45,7 @@ class PackedMap:
         self.max_rows = min(max_bytes // (4 * self.width), (1 << 32) - 2)
         if self.max_rows < 1:
             raise TableError(f"a row takes {4 * self.width:,} bytes, but max_table_bytes is {max_bytes:,}")
+        self._max_load = max_load(self.width)
         self._max_buckets = max(self._buckets_for(self.max_rows), FIRST_BUCKETS)
         num_places = (self._max_buckets + SPARE_BUCKETS) * BUCKET
         self.store: npt.NDArray[np.float32] = Memory(4 * self.width * num_places).array(np.float32)
@@ -165,9 +173,8 @@ class PackedMap:
         self.reserve(num)
         self._finish_migration()
 
-    @staticmethod
-    def _buckets_for(num_keys: int) -> int:
-        return int(num_keys / (MAX_LOAD * BUCKET)) + 1
+    def _buckets_for(self, num_keys: int) -> int:
+        return int(num_keys / (self._max_load * BUCKET)) + 1
 
     @property
     def _migrating(self) -> bool:
