@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from torchfleet.kernels import packed_map, random
+from torchfleet.kernels import packed_buckets, random
 from torchfleet.kernels.hashmap import BUCKET, MOVED, NEW, NEXT_ROW, NUM_FREE, NUM_KEYS, OLD, SALT
 from torchfleet.tables.rows.packed_map import PackedMap
 
@@ -60,7 +60,7 @@ def key_with_tag(tag: int, low: int, salt: int) -> int:
 
 
 def _salt_place(index) -> int:
-    return packed_map.SALT if isinstance(index, PackedMap) else SALT
+    return packed_buckets.SALT if isinstance(index, PackedMap) else SALT
 
 
 def salt_of(index) -> int:
@@ -117,7 +117,7 @@ def keys_and_rows(index) -> dict[int, int]:
     return found
 
 
-# kernels/packed_map
+# kernels/packed_buckets
 
 
 def packed_keys_and_rows(index) -> dict[int, int]:
@@ -127,17 +127,17 @@ def packed_keys_and_rows(index) -> dict[int, int]:
     full and no place behind it is taken; a tag is that of the key; an empty place has no marks.
     """
     num_old, num_new = index._num_buckets.tolist()
-    unmoved = int(index._state[packed_map.UNMOVED])
-    end = num_new + packed_map.SPARE_BUCKETS
-    tags = index._tags.view(np.uint8)[: len(index._words)].reshape(-1, packed_map.BUCKET)
+    unmoved = int(index._state[packed_buckets.UNMOVED])
+    end = num_new + packed_buckets.SPARE_BUCKETS
+    tags = index._tags.view(np.uint8)[: len(index._words)].reshape(-1, packed_buckets.BUCKET)
     taken = tags != 0
     assert not taken[end:].any(), "a place behind the last bucket is taken"
     counts = taken.sum(axis=1)
-    assert counts[end - 1] < packed_map.BUCKET, "the last bucket must not be full"
-    assert (taken == (np.arange(packed_map.BUCKET) < counts[:, None])).all(), "a bucket is filled from its front"
-    ends = np.minimum.accumulate(np.where(counts < packed_map.BUCKET, np.arange(len(tags)), len(tags))[::-1])[::-1]
+    assert counts[end - 1] < packed_buckets.BUCKET, "the last bucket must not be full"
+    assert (taken == (np.arange(packed_buckets.BUCKET) < counts[:, None])).all(), "a bucket is filled from its front"
+    ends = np.minimum.accumulate(np.where(counts < packed_buckets.BUCKET, np.arange(len(tags)), len(tags))[::-1])[::-1]
     bucket, place = np.nonzero(taken)
-    rows = bucket * packed_map.BUCKET + place
+    rows = bucket * packed_buckets.BUCKET + place
     keys = np.ascontiguousarray(index._words[rows, :2]).view(np.uint64).reshape(-1)
     hashes = mix(keys ^ np.uint64(salt_of(index)))
     high, low = hashes >> np.uint64(32), hashes & np.uint64(0xFFFFFFFF)
@@ -148,7 +148,7 @@ def packed_keys_and_rows(index) -> dict[int, int]:
     homes = np.where(old_homes < unmoved, old_homes, new_homes)
     assert (homes <= bucket).all()
     assert (bucket <= ends[homes]).all(), "a bucket between a key's home and its own is not full"
-    both = index._marks[: len(tags), None] >> np.arange(packed_map.BUCKET, dtype=np.uint32) & np.uint32(0x10001)
+    both = index._marks[: len(tags), None] >> np.arange(packed_buckets.BUCKET, dtype=np.uint32) & np.uint32(0x10001)
     assert not both[~taken].any(), "an empty place is marked"
     found = dict(zip(keys.tolist(), rows.tolist(), strict=True))
     assert len(found) == len(keys) == index.num_keys, "a key has two rows"

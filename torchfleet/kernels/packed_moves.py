@@ -1,4 +1,4 @@
-"""A packed map (kernels/packed_map.py) whose rows move: keys are erased, the map grows; and a walk past all rows."""
+"""A packed map (kernels/packed_buckets.py) when its rows move: keys are erased, the map grows; and a walk over rows."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from torchfleet.kernels.hashmap import key_at
 from torchfleet.kernels.intrinsics import copy_words
 from torchfleet.kernels.jit import inlined, kernel
-from torchfleet.kernels.packed_map import (
+from torchfleet.kernels.packed_buckets import (
     BUCKET,
     NEW,
     NUM_KEYS,
@@ -31,8 +31,7 @@ CROWDED = -1
 
 _U0, _U1, _U2 = np.uint64(0), np.uint64(1), np.uint64(2)
 _PLACES = np.uint64(BUCKET)
-_S8, _S16 = np.uint64(8), np.uint64(16)
-_BYTE = np.uint64(0xFF)
+_S16 = np.uint64(16)
 _BOTH = np.uint64(0x10001)  # a row's two marks
 
 
@@ -124,16 +123,17 @@ def _lift(
     lifted_LW: np.ndarray,
     kept_L: np.ndarray,
 ) -> int:
-    """Take all rows out of buckets start..stop; kept_L gets their tags and, above them, their marks."""
+    """Take all rows out of buckets start..stop, and their marks with them; returns how many."""
     width, num = np.uint64(words_RW.shape[1]), _U0
     for bucket in range(start, stop):
         taken = num_taken(tags, bucket)
         copy_words(lifted_LW, num * width, words_RW, bucket * _PLACES * width, taken * width)
-        for place in range(bucket * _PLACES, bucket * _PLACES + taken):
-            kept_L[num] = tag_at(tags, place) | (_marks_at(marks, place) << _S8)
-            num += _U1
+        both, marks_here = _BOTH, np.uint64(marks[bucket])
+        for j in range(taken):
+            kept_L[num + j] = np.uint32((marks_here >> j) & both)
+        num += taken
         tags[bucket * _U2], tags[bucket * _U2 + _U1] = _U0, _U0
-        if marks[bucket] != 0:
+        if marks_here != _U0:
             marks[bucket] = 0
     return np.int64(num)
 
@@ -151,18 +151,21 @@ def _put_back(
 ) -> bool:
     """The first `num` lifted rows to their new homes; False if the spare buckets are used up."""
     width, num_new = np.uint64(words_RW.shape[1]), num_buckets[NEW]
-    end = num_new + np.uint64(SPARE_BUCKETS)
+    end, salt = num_new + np.uint64(SPARE_BUCKETS), np.uint64(state[SALT])
+    tag_bytes, words, lifted = tags.view(np.uint8), words_RW.reshape(-1), lifted_LW.reshape(-1)
     for i in range(np.uint64(num)):
-        hashed = hash_of(key_at(lifted_LW, i), np.uint64(state[SALT]))
+        hashed = hash_of(key_at(lifted_LW, i), salt)
         bucket = home_of(hashed, _U1, num_new, _U0)
         while is_full(tags, bucket):
             bucket += _U1
         if bucket + _U1 >= end:
             return False
         place = bucket * _PLACES + num_taken(tags, bucket)
-        put_tag(tags, place, kept_L[i] & _BYTE)
-        _put_marks(marks, place, kept_L[i] >> _S8)
-        copy_words(words_RW, place * width, lifted_LW, i * width, width)
+        tag_bytes[place] = np.uint8(tag_of(hashed))
+        if kept_L[i] != 0:
+            _put_marks(marks, place, np.uint64(kept_L[i]))
+        for j in range(width):
+            words[place * width + j] = lifted[i * width + j]
     return True
 
 

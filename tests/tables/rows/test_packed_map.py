@@ -13,10 +13,10 @@ from support.twins import key_with_tag, keys_and_rows, packed_keys_and_rows, sal
 
 from torchfleet.errors import TableError
 from torchfleet.kernels import packed_moves
-from torchfleet.kernels.packed_map import BUCKET, MISSING, NEW, OLD, UNMOVED
+from torchfleet.kernels.packed_buckets import BUCKET, MISSING, NEW, OLD, UNMOVED
 from torchfleet.tables.rows import keymap, packed_map
 from torchfleet.tables.rows.keymap import KeyMap
-from torchfleet.tables.rows.packed_map import PackedMap, max_load
+from torchfleet.tables.rows.packed_map import PackedMap
 
 LARGEST = 2**64 - 1
 MAPS = (KeyMap, PackedMap)
@@ -106,12 +106,12 @@ def test_a_map_is_a_dict(kind, salt, operations):
 def begin_growth(num_moved: int, salt: int = 77) -> Twin:
     """A packed map of some 510 keys, of whose 32 old home buckets at least so many have been moved."""
     twin = Twin(PackedMap, salt)
-    limit = int(max_load(3) * 32 * BUCKET)
+    limit = int(packed_map.MAX_LOAD * 32 * BUCKET)
     twin.insert(list(range(limit)))
     with mock.patch.object(packed_map, "SMALL", 1), mock.patch.object(packed_map, "MOVES_PER_KEY", 0):
         twin.insert(list(range(limit, limit + 30)))
         twin.index._migrate(num_moved)
-    assert twin.index._num_buckets.tolist() == [32, 34]
+    assert twin.index._num_buckets.tolist() == [32, 35]
     assert twin.index._state[UNMOVED] <= 32 - num_moved
     twin.check()
     return twin
@@ -155,10 +155,12 @@ def test_rows_that_were_found_before_a_growth_are_right_after_it():
     with mock.patch.object(packed_map, "SMALL", 1), mock.patch.object(packed_map, "MOVES_PER_KEY", 1000):
         twin = Twin(PackedMap)
         twin.insert(list(range(400)))
+        num_growths = 0
         for start in range(400, 4000, 50):
             before = int(twin.index._num_buckets[NEW])
             twin.insert([*range(start - 100, start + 50), 3, start + 49])  # compares what each row holds
-        assert int(twin.index._num_buckets[NEW]) > before
+            num_growths += int(twin.index._num_buckets[NEW]) > before
+    assert num_growths > 10
     twin.check()
 
 
@@ -191,16 +193,16 @@ def test_a_large_map_never_takes_more_than_a_quarter_over_its_rows(width):
     index = PackedMap(width - 2, 1 << 27)
     index.mark(np.empty(0, np.int64))  # with the memory of marks
     worst, longest_run = 0.0, 0
-    for start in range(0, 1_000_000, 2000):
-        batch = np.arange(start, start + 2000, dtype=np.uint64)
-        index.insert_missing(batch, np.full(2000, MISSING, np.int64))
-        if start > 200_000:
+    for start in range(0, 1_000_000, 500):
+        batch = np.arange(start, start + 500, dtype=np.uint64)
+        index.insert_missing(batch, np.full(500, MISSING, np.int64))
+        if start > 300_000:
             worst = max(worst, index.num_bytes / (4 * width * index.num_keys))
         if start % 50_000 == 0:
             is_full = (index._tags[1::2] >> np.uint64(56))[: int(index._num_buckets[NEW]) + 64] != 0
             ends = np.flatnonzero(~is_full)
             longest_run = max(longest_run, int(np.diff(ends).max()))
-    assert worst < 1.24
+    assert worst < 1.245
     assert longest_run < packed_map.LIFTED_BUCKETS // 8
 
 

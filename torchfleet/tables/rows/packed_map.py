@@ -1,4 +1,4 @@
-"""A growing map with narrow rows inside it: the numba kernels of kernels/packed_map.py and the memory they use."""
+"""A growing map with narrow rows inside it: the numba kernels of kernels/packed_buckets.py and the memory they use."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.errors import TableError
-from torchfleet.kernels import packed_map, packed_moves
-from torchfleet.kernels.packed_map import BUCKET, NEW, NUM_KEYS, OLD, OVERFLOW, SALT, SPARE_BUCKETS, UNMOVED
+from torchfleet.kernels import packed_buckets, packed_moves
+from torchfleet.kernels.packed_buckets import BUCKET, NEW, NUM_KEYS, OLD, OVERFLOW, SALT, SPARE_BUCKETS, UNMOVED
 from torchfleet.tables.rows.keymap import KEY_WORDS, Keys, Rows
 from torchfleet.tables.rows.memory import Memory
 
-MEMORY = 1.22  # times the bytes of its rows is the most that a large map takes, tags and marks included
-GROWTH = 1 / 16  # of its buckets; small, so that a map is never much emptier than it must be
+MEMORY = 1.235  # times the bytes of its rows is the most that a large map takes, tags and marks included
+MAX_LOAD = 0.92  # at which a map begins to grow; beyond it lookups slow down
 FIRST_BUCKETS = 32
 SMALL = 1 << 11  # buckets; below it a map doubles, and grows in one go (under a millisecond)
 MOVES_PER_KEY = 2  # buckets moved per new key
-LOAD_OF_GROWTH = 1 / (MOVES_PER_KEY * BUCKET)  # so much of its places fills up while a map grows
 LIFTED_BUCKETS = 1 << 13  # room for the longest run of full buckets, many times over
 EASY_ROOM = 1 << 15  # keys
 _NUM_HASHES = 1 << 64
 
 
-def max_load(width: int) -> float:
-    """At which a map with rows of so many words begins to grow: then it takes at most MEMORY when it has grown."""
+def growth_of(width: int) -> float:
+    """By which share the buckets of a map grow, with rows of so many words: when it has grown it takes MEMORY.
+
+    Meanwhile it fills up by a 32nd: two buckets of sixteen places are moved for every new key.
+    """
     num_bytes = 4 * width + 1 + 4 / BUCKET  # a row, its tag and its marks
-    return num_bytes / (4 * width * MEMORY) * (1 + GROWTH) - LOAD_OF_GROWTH
+    least_load = num_bytes / (4 * width * MEMORY)
+    return (MAX_LOAD + 1 / 32) / least_load - 1
 
 
 class PackedMap:
@@ -45,7 +48,7 @@ class PackedMap:
         self.max_rows = min(max_bytes // (4 * self.width), (1 << 32) - 2)
         if self.max_rows < 1:
             raise TableError(f"a row takes {4 * self.width:,} bytes, but max_table_bytes is {max_bytes:,}")
-        self._max_load = max_load(self.width)
+        self._growth = growth_of(self.width)
         self._max_buckets = max(self._buckets_for(self.max_rows), FIRST_BUCKETS)
         num_places = (self._max_buckets + SPARE_BUCKETS) * BUCKET
         self.store: npt.NDArray[np.float32] = Memory(4 * self.width * num_places).array(np.float32)
@@ -56,8 +59,8 @@ class PackedMap:
         num_lifted = LIFTED_BUCKETS * BUCKET
         self._lifted: npt.NDArray[np.uint32] = Memory(4 * self.width * num_lifted).array(np.uint32)
         self._lifted = self._lifted[: num_lifted * self.width].reshape(num_lifted, self.width)
-        self._kept: npt.NDArray[np.uint64] = Memory(8 * num_lifted).array(np.uint64)[:num_lifted]
-        self._state = np.zeros(packed_map.FETCHED + 1, np.int64)
+        self._kept: npt.NDArray[np.uint32] = Memory(4 * num_lifted).array(np.uint32)[:num_lifted]
+        self._state = np.zeros(packed_buckets.FETCHED + 1, np.int64)
         self._state[SALT] = np.frombuffer(os.urandom(8), np.int64)[0]
         self._num_buckets = np.full(2, FIRST_BUCKETS, np.uint64)
         self._has_marks = False
@@ -93,7 +96,7 @@ class PackedMap:
     def find(self, keys: Keys, rows: Rows, num_words: int) -> int:
         """rows[i] = row of keys[i], or -1; returns the number of missing keys. The first `num_words` words behind
         the key are brought into the cache for whoever reads or writes them next."""
-        return int(packed_map.find(*self._arrays(), keys, rows, KEY_WORDS + num_words))
+        return int(packed_buckets.find(*self._arrays(), keys, rows, KEY_WORDS + num_words))
 
     def insert_missing(self, keys: Keys, rows: Rows) -> Rows:
         """Give rows to the keys that `find` missed. Returns the places in `keys` of those that are new.
@@ -104,7 +107,7 @@ class PackedMap:
         self.reserve(num_missing)
         self._migrate(MOVES_PER_KEY * num_missing)  # first: what is inserted does not move before it is used
         fresh = np.empty(len(keys), np.int64)
-        num_fresh = packed_map.insert_missing(*self._arrays(), keys, rows, fresh)
+        num_fresh = packed_buckets.insert_missing(*self._arrays(), keys, rows, fresh)
         self._expect(num_fresh)
         return fresh[:num_fresh]
 
@@ -112,7 +115,7 @@ class PackedMap:
         """Whole rows in one pass."""
         self.reserve(len(keys))
         self._migrate(MOVES_PER_KEY * len(keys))
-        self._expect(int(packed_map.load(*self._arrays(), keys, rows.view(np.uint32))))
+        self._expect(int(packed_buckets.load(*self._arrays(), keys, rows.view(np.uint32))))
         return True
 
     def erase(self, keys: Keys) -> int:
@@ -162,7 +165,7 @@ class PackedMap:
         current = int(self._num_buckets[NEW])
         if needed > current:
             self._finish_migration()
-            larger = current * 2 if current < SMALL else current + int(current * GROWTH)
+            larger = current + int(current * (1 if current < SMALL else self._growth))
             self._num_buckets[OLD] = self._state[UNMOVED] = current
             self._num_buckets[NEW] = min(max(needed, larger), self._max_buckets)
             if current < SMALL:
@@ -173,8 +176,9 @@ class PackedMap:
         self.reserve(num)
         self._finish_migration()
 
-    def _buckets_for(self, num_keys: int) -> int:
-        return int(num_keys / (self._max_load * BUCKET)) + 1
+    @staticmethod
+    def _buckets_for(num_keys: int) -> int:
+        return int(num_keys / (MAX_LOAD * BUCKET)) + 1
 
     @property
     def _migrating(self) -> bool:
