@@ -14,8 +14,9 @@ from support.twins import key_with_tag, keys_and_rows, packed_keys_and_rows, sal
 from torchfleet.errors import TableError
 from torchfleet.kernels import packed_moves
 from torchfleet.kernels.packed_buckets import BUCKET, MISSING, NEW, OLD, UNMOVED
-from torchfleet.tables.rows import keymap, packed_map
+from torchfleet.tables.rows import keymap, memory, packed_map
 from torchfleet.tables.rows.keymap import KeyMap
+from torchfleet.tables.rows.memory import Memory
 from torchfleet.tables.rows.packed_map import PackedMap
 
 LARGEST = 2**64 - 1
@@ -148,6 +149,28 @@ def test_keys_are_found_inserted_and_erased_on_both_sides_of_every_growth(kind):
         twin.check()
         twin.find(list(twin.numbers))
     assert min(during.values()) > 100
+
+
+def test_memory_that_a_growth_has_left_is_given_back_and_no_row_with_it():
+    released = []
+    release = Memory.release
+
+    def noting(memory, start, stop):
+        first = release(memory, start, stop)
+        released.append(max(stop - first, 0))
+        return first
+
+    with (
+        mock.patch.object(memory, "HUGE_PAGE", 4096),
+        mock.patch.object(Memory, "release", noting),
+        mock.patch.object(packed_map, "SMALL", 1),
+    ):
+        twin = Twin(PackedMap)
+        for start in range(0, 40_000, 100):
+            twin.insert(list(range(start, start + 100)))
+        twin.check()
+        twin.find(list(twin.numbers))
+    assert sum(released) > 100 * 4096
 
 
 def test_rows_that_were_found_before_a_growth_are_right_after_it():

@@ -15,7 +15,7 @@ from torchfleet.kernels.packed_buckets import BUCKET, NEW, NUM_KEYS, OLD, OVERFL
 from torchfleet.tables.rows.keymap import KEY_WORDS, Keys, Rows
 from torchfleet.tables.rows.memory import Memory
 
-MEMORY = 1.235  # times the bytes of its rows is the most that a large map takes, tags and marks included
+MEMORY = 1.225  # times the bytes of its rows is the most that a large map takes, tags and marks included
 MAX_LOAD = 0.92  # at which a map begins to grow; beyond it lookups slow down
 FIRST_BUCKETS = 32
 SMALL = 1 << 11  # buckets; below it a map doubles, and grows in one go (under a millisecond)
@@ -51,7 +51,8 @@ class PackedMap:
         self._growth = growth_of(self.width)
         self._max_buckets = max(self._buckets_for(self.max_rows), FIRST_BUCKETS)
         num_places = (self._max_buckets + SPARE_BUCKETS) * BUCKET
-        self.store: npt.NDArray[np.float32] = Memory(4 * self.width * num_places).array(np.float32)
+        self._memory = Memory(4 * self.width * num_places)
+        self.store: npt.NDArray[np.float32] = self._memory.array(np.float32)
         words = self.store.view(np.uint32)[: num_places * self.width]
         self._words: npt.NDArray[np.uint32] = words.reshape(num_places, self.width)
         self._tags: npt.NDArray[np.uint64] = Memory(num_places).array(np.uint64)
@@ -63,6 +64,8 @@ class PackedMap:
         self._state = np.zeros(packed_buckets.FETCHED + 1, np.int64)
         self._state[SALT] = np.frombuffer(os.urandom(8), np.int64)[0]
         self._num_buckets = np.full(2, FIRST_BUCKETS, np.uint64)
+        self._bucket_bytes = 4 * self.width * BUCKET
+        self._released = 0  # bytes of rows from this one on that the growth under way has left are without memory
         self._has_marks = False
 
     @property
@@ -167,6 +170,7 @@ class PackedMap:
             self._finish_migration()
             larger = current + int(current * (1 if current < SMALL else self._growth))
             self._num_buckets[OLD] = self._state[UNMOVED] = current
+            self._released = current * self._bucket_bytes
             self._num_buckets[NEW] = min(max(needed, larger), self._max_buckets)
             if current < SMALL:
                 self._finish_migration()
@@ -194,6 +198,14 @@ class PackedMap:
         if self._migrating:
             arrays = *self._arrays_with_marks(), self._lifted, self._kept
             self._expect(int(packed_moves.migrate(*arrays, num_buckets)))
+            self._release_gap()
+
+    def _release_gap(self) -> None:
+        """Between the old homes that are left and the first new home nothing is stored: no memory either."""
+        (old, new), unmoved = self._num_buckets.tolist(), int(self._state[UNMOVED])
+        first_new = (-(-(unmoved << 32) // old) * new) >> 32
+        stop = min(first_new * self._bucket_bytes, self._released)
+        self._released = self._memory.release(unmoved * self._bucket_bytes, stop)
 
     def _finish_migration(self) -> None:
         self._migrate(int(self._state[UNMOVED]))
