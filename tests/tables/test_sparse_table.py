@@ -15,9 +15,11 @@ from support import twins
 
 from torchfleet.errors import TableError
 from torchfleet.tables import rowstore
+from torchfleet.tables.eviction import shrink
 from torchfleet.tables.rows import keymap, packed_map
 from torchfleet.tables.rows.memory import Memory
 from torchfleet.tables.rowstore import CHUNK
+from torchfleet.tables.settings.policy import Entry, Shrink
 from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.tables.sparse_table import SparseTable
 from torchfleet.worker.client.shard import shard
@@ -545,9 +547,10 @@ class TableMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patches = ExitStack()
-        for name, value in (("FIRST_BUCKETS", 2), ("SMALL", 1), ("MOVES_PER_KEY", 0)):
-            for module in (keymap, packed_map):
-                self.patches.enter_context(mock.patch.object(module, name, value))
+        for module in (keymap, packed_map):
+            self.patches.enter_context(mock.patch.multiple(module, FIRST_BUCKETS=2, SMALL=1))
+        self.patches.enter_context(mock.patch.object(keymap, "MOVES_PER_KEY", 0))
+        self.patches.enter_context(mock.patch.object(packed_map.Pace, "num_moves", return_value=0))
 
     def teardown(self) -> None:
         self.patches.close()
@@ -646,3 +649,60 @@ class TableMachine(RuleBasedStateMachine):
 
 TestTableIsADictOfRows = TableMachine.TestCase
 TestTableIsADictOfRows.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+
+
+# Narrow rows, in their map and beside it
+
+
+@pytest.mark.parametrize("rule_name", ["sgd", "adagrad", "adam"])
+def test_rows_in_their_map_are_bit_equal_to_rows_beside_it(rule_name):
+    """The same pulls, pushes, erases and saves; the maps are carried over all the time."""
+    rng = np.random.default_rng(3)
+    spec = {"dim": 2, "rule": Rule(rule_name, lr=0.1), "initializer": UNIFORM}
+    with (
+        mock.patch.multiple(keymap, SMALL=1),
+        mock.patch.multiple(packed_map, SMALL=1, FIRST_BUCKETS=2),
+    ):
+        both = make_indexed("sparse", 0, **spec), make_indexed("wide", 0, **spec)
+        assert [type(table.index).__name__ for table in both] == ["PackedMap", "KeyMap"]
+        for turn in range(60):
+            keys = rng.integers(0, 8000, 300, dtype=np.uint64)
+            grads = rng.standard_normal((300, 2), np.float32)
+            gone = rng.integers(0, 8000, 40, dtype=np.uint64)
+            found = []
+            for table in both:
+                pulled = table.pull(keys)
+                table.push(keys[::-1], grads)
+                erased = table.erase(gone)
+                delta: list[tuple[int, bytes]] = []
+                if turn % 5 == 4:
+                    table.begin_save(is_committed=turn % 10 == 9)
+                    lost = set(table.absent(table.tracking.gone).tolist())
+                    for piece, rows, _ in table.chunks(97, save="delta"):
+                        delta += [(key, row.tobytes()) for key, row in zip(piece.tolist(), rows, strict=True)]
+                    delta += [(key, b"") for key in lost]
+                found.append((pulled.tobytes(), erased, sorted(delta)))
+            assert found[0] == found[1]
+            assert turn % 5 != 4 or turn == 4 or len(found[0][2]) > 100
+    assert contents(both[0]) == contents(both[1])
+
+
+def test_narrow_tables_without_policies_have_their_rows_in_the_map():
+    def kind(**fields) -> str:
+        return type(make_table(**fields).index).__name__
+
+    assert kind(dim=10) == "PackedMap"
+    assert kind(dim=11) == "KeyMap"
+    assert kind(dim=5, rule=Rule("adagrad")) == "PackedMap"
+    assert kind(dim=6, rule=Rule("adagrad")) == "KeyMap"
+    assert kind(dim=1, entry=Entry(count=2)) == "KeyMap"
+    assert kind(dim=1, shrink=Shrink(max_rows=100)) == "KeyMap"
+    assert kind(dim=1, shrink=Shrink(min_norm=0.1)) == "PackedMap"
+
+
+def test_rows_of_a_small_norm_are_dropped_from_their_map_too():
+    table = make_table(dim=1, rule=Rule("sgd", lr=1.0))
+    keys = np.arange(3000, dtype=np.uint64)
+    table.assign(keys, (keys % 3).astype(np.float32).reshape(-1, 1))
+    assert sum(shrink(table, Shrink(min_norm=0.5))) == 1000
+    assert contents(table) == {key: [key % 3] for key in range(3000) if key % 3}

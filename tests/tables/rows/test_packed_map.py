@@ -17,10 +17,15 @@ from torchfleet.kernels.packed_buckets import BUCKET, MISSING, NEW, OLD, UNMOVED
 from torchfleet.tables.rows import keymap, memory, packed_map
 from torchfleet.tables.rows.keymap import KeyMap
 from torchfleet.tables.rows.memory import Memory
-from torchfleet.tables.rows.packed_map import PackedMap
+from torchfleet.tables.rows.packed_map import Pace, PackedMap
 
 LARGEST = 2**64 - 1
 MAPS = (KeyMap, PackedMap)
+
+
+def moves(per_key: int):
+    """Packed maps move so many buckets per new key."""
+    return mock.patch.object(Pace, "num_moves", lambda pace, num_keys: per_key * num_keys)
 
 
 class Twin:
@@ -107,9 +112,9 @@ def test_a_map_is_a_dict(kind, salt, operations):
 def begin_growth(num_moved: int, salt: int = 77) -> Twin:
     """A packed map of some 510 keys, of whose 32 old home buckets at least so many have been moved."""
     twin = Twin(PackedMap, salt)
-    limit = int(packed_map.MAX_LOAD * 32 * BUCKET)
+    limit = int(Pace(3).max_load * 32 * BUCKET)
     twin.insert(list(range(limit)))
-    with mock.patch.object(packed_map, "SMALL", 1), mock.patch.object(packed_map, "MOVES_PER_KEY", 0):
+    with mock.patch.object(packed_map, "SMALL", 1), moves(0):
         twin.insert(list(range(limit, limit + 30)))
         twin.index._migrate(num_moved)
     assert twin.index._num_buckets.tolist() == [32, 35]
@@ -122,7 +127,7 @@ def begin_growth(num_moved: int, salt: int = 77) -> Twin:
 @given(st.integers(0, LARGEST), st.integers(0, 32), operations)
 def test_a_packed_map_is_a_dict_while_it_grows(salt, num_moved, operations):
     twin = begin_growth(num_moved, salt)
-    with mock.patch.object(packed_map, "SMALL", 1), mock.patch.object(packed_map, "MOVES_PER_KEY", 0):
+    with mock.patch.object(packed_map, "SMALL", 1), moves(0):
         run(twin, operations)
     twin.index._finish_migration()
     twin.check()
@@ -133,7 +138,7 @@ def test_keys_are_found_inserted_and_erased_on_both_sides_of_every_growth(kind):
     rng = np.random.default_rng(1)
     during = {"find": 0, "insert": 0, "erase": 0}
     small = mock.patch.object(keymap, "SMALL", 1), mock.patch.object(packed_map, "SMALL", 1)
-    slow = mock.patch.object(keymap, "MOVES_PER_KEY", 1), mock.patch.object(packed_map, "MOVES_PER_KEY", 1)
+    slow = mock.patch.object(keymap, "MOVES_PER_KEY", 1), moves(1)
     with small[0], small[1], slow[0], slow[1]:
         twin = Twin(kind)
         consecutive = iter(range(10**6))
@@ -175,7 +180,7 @@ def test_memory_that_a_growth_has_left_is_given_back_and_no_row_with_it():
 
 def test_rows_that_were_found_before_a_growth_are_right_after_it():
     """`find`, then `insert_missing` with what it found: the map grows in between."""
-    with mock.patch.object(packed_map, "SMALL", 1), mock.patch.object(packed_map, "MOVES_PER_KEY", 1000):
+    with mock.patch.object(packed_map, "SMALL", 1), moves(1000):
         twin = Twin(PackedMap)
         twin.insert(list(range(400)))
         num_growths = 0
@@ -188,7 +193,7 @@ def test_rows_that_were_found_before_a_growth_are_right_after_it():
 
 
 def test_no_insert_waits_for_a_whole_move(monkeypatch):
-    """A call of n keys moves MOVES_PER_KEY · n buckets and the run of full ones below."""
+    """A call moves as many buckets as it should for its keys, and the run of full ones below."""
     moved, migrate = [], packed_moves.migrate
 
     def counting(tags, marks, words, num_buckets, state, *others):
@@ -206,7 +211,7 @@ def test_no_insert_waits_for_a_whole_move(monkeypatch):
         index.insert_missing(batch, np.full(300, MISSING, np.int64))
         if num_buckets >= packed_map.SMALL:
             num_growths += int(index._num_buckets[NEW]) > num_buckets
-            assert sum(moved) <= packed_map.MOVES_PER_KEY * 300 + 1000
+            assert sum(moved) <= Pace(3).num_moves(300) + 1000
     assert num_growths >= 20
     assert index.num_keys == 1_200_000
 
@@ -272,7 +277,7 @@ def test_marks_stay_with_their_rows(num_moved, steps):
     twin = begin_growth(num_moved)
     current: set[int] = set()
     under_way: set[int] = set()
-    with mock.patch.object(packed_map, "SMALL", 1), mock.patch.object(packed_map, "MOVES_PER_KEY", 1):
+    with mock.patch.object(packed_map, "SMALL", 1), moves(1):
         for name, argument in steps:
             if name == "begin":
                 twin.index.begin_save(keeps_last=argument)
@@ -321,3 +326,20 @@ def test_two_maps_have_different_salts():
 def test_a_limit_below_one_row_is_an_error_that_names_both():
     with pytest.raises(TableError, match=r"a row takes 40 bytes, but max_table_bytes is 39"):
         PackedMap(8, 39)
+
+
+@pytest.mark.parametrize("batch", [100, 2048])
+def test_growth_is_over_before_the_next_one_begins(batch, monkeypatch):
+    """Else `reserve` would have to move the rest in one go."""
+    leftovers = []
+    finish = PackedMap._finish_migration
+    monkeypatch.setattr(
+        PackedMap, "_finish_migration", lambda index: leftovers.append(int(index._state[UNMOVED])) or finish(index)
+    )
+    index = PackedMap(1, 1 << 26)
+    for start in range(0, 800_000, batch):
+        before = len(leftovers), int(index._num_buckets[NEW])
+        index.insert_missing(np.arange(start, start + batch, dtype=np.uint64), np.full(batch, MISSING, np.int64))
+        if before[1] >= 8 * packed_map.SMALL:
+            assert not any(leftovers[before[0] :])
+    assert len(leftovers) > 10

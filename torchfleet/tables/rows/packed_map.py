@@ -16,23 +16,32 @@ from torchfleet.tables.rows.keymap import KEY_WORDS, Keys, Rows
 from torchfleet.tables.rows.memory import Memory
 
 MEMORY = 1.225  # times the bytes of its rows is the most that a large map takes, tags and marks included
-MAX_LOAD = 0.92  # at which a map begins to grow; beyond it lookups slow down
+PEAK_LOAD = 0.95  # of the buckets that a growth moves last; beyond it lookups slow down
+SLACK = 1.25  # so much longer than a growth takes is the time until the next one
 FIRST_BUCKETS = 32
 SMALL = 1 << 11  # buckets; below it a map doubles, and grows in one go (under a millisecond)
-MOVES_PER_KEY = 2  # buckets moved per new key
 LIFTED_BUCKETS = 1 << 13  # room for the longest run of full buckets, many times over
 EASY_ROOM = 1 << 15  # keys
 _NUM_HASHES = 1 << 64
 
 
-def growth_of(width: int) -> float:
-    """By which share the buckets of a map grow, with rows of so many words: when it has grown it takes MEMORY.
+class Pace:
+    """How a map with rows of `width` words grows: in small steps, so that it is never much emptier than it must be."""
 
-    Meanwhile it fills up by a 32nd: two buckets of sixteen places are moved for every new key.
-    """
-    num_bytes = 4 * width + 1 + 4 / BUCKET  # a row, its tag and its marks
-    least_load = num_bytes / (4 * width * MEMORY)
-    return (MAX_LOAD + 1 / 32) / least_load - 1
+    def __init__(self, width: int) -> None:
+        num_bytes = 4 * width + 1 + 4 / BUCKET  # a row, its tag and its marks
+        least_load = num_bytes / (4 * width * MEMORY)
+        self.growth = PEAK_LOAD / least_load - 1  # share of its buckets by which it grows
+        self.max_load = PEAK_LOAD / (1 + self.growth / SLACK)  # at which it begins to
+        self.moves_per_key = SLACK / (BUCKET * self.max_load * self.growth)  # buckets moved per new key meanwhile
+
+    def num_buckets(self, num_keys: int) -> int:
+        """For so many keys."""
+        return int(num_keys / (self.max_load * BUCKET)) + 1
+
+    def num_moves(self, num_keys: int) -> int:
+        """For so many new keys."""
+        return int(num_keys * self.moves_per_key) + 1
 
 
 class PackedMap:
@@ -48,8 +57,8 @@ class PackedMap:
         self.max_rows = min(max_bytes // (4 * self.width), (1 << 32) - 2)
         if self.max_rows < 1:
             raise TableError(f"a row takes {4 * self.width:,} bytes, but max_table_bytes is {max_bytes:,}")
-        self._growth = growth_of(self.width)
-        self._max_buckets = max(self._buckets_for(self.max_rows), FIRST_BUCKETS)
+        self._pace = Pace(self.width)
+        self._max_buckets = max(self._pace.num_buckets(self.max_rows), FIRST_BUCKETS)
         num_places = (self._max_buckets + SPARE_BUCKETS) * BUCKET
         self._memory = Memory(4 * self.width * num_places)
         self.store: npt.NDArray[np.float32] = self._memory.array(np.float32)
@@ -108,7 +117,7 @@ class PackedMap:
         """
         num_missing = int((rows < 0).sum())
         self.reserve(num_missing)
-        self._migrate(MOVES_PER_KEY * num_missing)  # first: what is inserted does not move before it is used
+        self._migrate(self._pace.num_moves(num_missing))  # first: what is inserted does not move before it is used
         fresh = np.empty(len(keys), np.int64)
         num_fresh = packed_buckets.insert_missing(*self._arrays(), keys, rows, fresh)
         self._expect(num_fresh)
@@ -117,7 +126,7 @@ class PackedMap:
     def load(self, keys: Keys, rows: npt.NDArray[np.float32]) -> bool:
         """Whole rows in one pass."""
         self.reserve(len(keys))
-        self._migrate(MOVES_PER_KEY * len(keys))
+        self._migrate(self._pace.num_moves(len(keys)))
         self._expect(int(packed_buckets.load(*self._arrays(), keys, rows.view(np.uint32))))
         return True
 
@@ -164,11 +173,11 @@ class PackedMap:
 
     def reserve(self, num: int) -> None:
         """Make room for so many new keys; begins to grow the map if need be."""
-        needed = self._buckets_for(self.num_keys + num)
+        needed = self._pace.num_buckets(self.num_keys + num)
         current = int(self._num_buckets[NEW])
         if needed > current:
             self._finish_migration()
-            larger = current + int(current * (1 if current < SMALL else self._growth))
+            larger = current + int(current * (1 if current < SMALL else self._pace.growth))
             self._num_buckets[OLD] = self._state[UNMOVED] = current
             self._released = current * self._bucket_bytes
             self._num_buckets[NEW] = min(max(needed, larger), self._max_buckets)
@@ -179,10 +188,6 @@ class PackedMap:
         """As `reserve`, and every row is moved here and now."""
         self.reserve(num)
         self._finish_migration()
-
-    @staticmethod
-    def _buckets_for(num_keys: int) -> int:
-        return int(num_keys / (MAX_LOAD * BUCKET)) + 1
 
     @property
     def _migrating(self) -> bool:
