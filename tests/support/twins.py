@@ -10,8 +10,9 @@ import math
 
 import numpy as np
 
-from torchfleet.kernels import random
+from torchfleet.kernels import packed_buckets, random
 from torchfleet.kernels.hashmap import BUCKET, MOVED, NEW, NEXT_ROW, NUM_FREE, NUM_KEYS, OLD, SALT
+from torchfleet.tables.rows.packed_map import PackedMap
 
 MASK = (1 << 64) - 1
 M1, M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -58,8 +59,18 @@ def key_with_tag(tag: int, low: int, salt: int) -> int:
     return unmix(tag << 32 | low) ^ salt
 
 
+def _salt_place(index) -> int:
+    return packed_buckets.SALT if isinstance(index, PackedMap) else SALT
+
+
 def salt_of(index) -> int:
-    return int(index._state[SALT]) & MASK
+    return int(index._state[_salt_place(index)]) & MASK
+
+
+def set_salt(index, salt: int) -> None:
+    """Of a map that has no keys yet."""
+    assert not index.num_keys
+    index._state[_salt_place(index)] = np.uint64(salt).view(np.int64)
 
 
 def keys_and_rows(index) -> dict[int, int]:
@@ -103,6 +114,44 @@ def keys_and_rows(index) -> dict[int, int]:
     free = index._free_rows[: int(index._state[NUM_FREE])].tolist()
     assert sorted([*found.values(), *free]) == list(range(int(index._state[NEXT_ROW])))
     assert len(found) == int(index._state[NUM_KEYS])
+    return found
+
+
+# kernels/packed_buckets
+
+
+def packed_keys_and_rows(index) -> dict[int, int]:
+    """What a PackedMap holds, read from its tags; asserts all that a search relies on.
+
+    Every bucket is filled from its front; every bucket between a key's home and its own is full; the last bucket is not
+    full and no place behind it is taken; a tag is that of the key; an empty place has no marks.
+    """
+    num_old, num_new = index._num_buckets.tolist()
+    unmoved = int(index._state[packed_buckets.UNMOVED])
+    end = num_new + packed_buckets.SPARE_BUCKETS
+    tags = index._tags.view(np.uint8)[: len(index._words)].reshape(-1, packed_buckets.BUCKET)
+    taken = tags != 0
+    assert not taken[end:].any(), "a place behind the last bucket is taken"
+    counts = taken.sum(axis=1)
+    assert counts[end - 1] < packed_buckets.BUCKET, "the last bucket must not be full"
+    assert (taken == (np.arange(packed_buckets.BUCKET) < counts[:, None])).all(), "a bucket is filled from its front"
+    ends = np.minimum.accumulate(np.where(counts < packed_buckets.BUCKET, np.arange(len(tags)), len(tags))[::-1])[::-1]
+    bucket, place = np.nonzero(taken)
+    rows = bucket * packed_buckets.BUCKET + place
+    keys = np.ascontiguousarray(index._words[rows, :2]).view(np.uint64).reshape(-1)
+    hashes = mix(keys ^ np.uint64(salt_of(index)))
+    high, low = hashes >> np.uint64(32), hashes & np.uint64(0xFFFFFFFF)
+    assert (tags[bucket, place] == 1 + (low * np.uint64(255) >> np.uint64(32))).all(), "a tag is not that of its key"
+    old_homes, new_homes = (
+        (high * np.uint64(num) >> np.uint64(32)).astype(np.int64) for num in (max(num_old, 1), num_new)
+    )
+    homes = np.where(old_homes < unmoved, old_homes, new_homes)
+    assert (homes <= bucket).all()
+    assert (bucket <= ends[homes]).all(), "a bucket between a key's home and its own is not full"
+    both = index._marks[: len(tags), None] >> np.arange(packed_buckets.BUCKET, dtype=np.uint32) & np.uint32(0x10001)
+    assert not both[~taken].any(), "an empty place is marked"
+    found = dict(zip(keys.tolist(), rows.tolist(), strict=True))
+    assert len(found) == len(keys) == index.num_keys, "a key has two rows"
     return found
 
 

@@ -14,11 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from support import twins
 
 from torchfleet.errors import TableError
-from torchfleet.kernels.hashmap import SALT
 from torchfleet.tables import rowstore
-from torchfleet.tables.rows import keymap
+from torchfleet.tables.eviction import shrink
+from torchfleet.tables.rows import keymap, packed_map
 from torchfleet.tables.rows.memory import Memory
 from torchfleet.tables.rowstore import CHUNK
+from torchfleet.tables.settings.policy import Entry, Shrink
 from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.tables.sparse_table import SparseTable
 from torchfleet.worker.client.shard import shard
@@ -30,6 +31,13 @@ LARGEST = 2**64 - 1
 
 def make_table(max_bytes: int = ROOM, **fields) -> SparseTable:
     return SparseTable(TableSpec("t", **({"dim": 2} | fields)), max_bytes)
+
+
+def make_indexed(kind: str, size: int, max_bytes: int = ROOM, **fields) -> SparseTable:
+    """`sparse`: the rows of a narrow table are in its map. `wide`: they are beside it, as those of wide tables are."""
+    with mock.patch.object(rowstore, "PACKED_BYTES", rowstore.PACKED_BYTES * (kind != "wide")):
+        fields |= {"kind": "array", "size": size} if kind == "array" else {}
+        return make_table(max_bytes, **fields)
 
 
 def as_keys(*keys: int) -> np.ndarray:
@@ -312,16 +320,16 @@ def test_chunks_give_every_row_once(kind, num_rows):
     assert sorted(found) == sorted((key, values[key]) for key in keys[100:].tolist())
 
 
-@pytest.mark.parametrize("kind", ["sparse", "array"])
+@pytest.mark.parametrize("kind", ["sparse", "wide", "array"])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_row_that_lives_through_a_walk_in_chunks_comes_exactly_once(kind, seed):
     """Between two pieces rows are updated, added and erased; value and state of a piece belong together."""
     rng = np.random.default_rng(seed)
-    table = make_table(kind=kind, size=10_000 * (kind == "array"), dim=1, rule=Rule("adagrad", lr=1.0, eps=1e-30))
+    table = make_indexed(kind, 10_000, dim=1, rule=Rule("adagrad", lr=1.0, eps=1e-30))
     table.push(np.arange(2000, dtype=np.uint64), np.ones((2000, 1), np.float32))
     lives = set(range(2000))
     seen: list[int] = []
-    with mock.patch.object(keymap, "SMALL", 1):
+    with mock.patch.object(keymap, "SMALL", 1), mock.patch.object(packed_map, "SMALL", 1):
         for keys, rows, _ in table.chunks(100):
             seen += keys.tolist()
             # All gradients are 1, so after n updates the state is n and the value -(1 + 1/√2 + ... + 1/√n).
@@ -499,7 +507,7 @@ def test_a_push_at_an_unusable_rate_is_refused(lr):
 @pytest.mark.parametrize("call", ["pull", "push", "add", "assign"])
 def test_a_table_that_cannot_get_memory_for_more_slots_refuses_the_batch_whole(call):
     """The map of a long batch grows in its middle, and the address space may be used up by then (`ulimit -v`)."""
-    table = make_table(dim=1, rule=Rule("sgd", lr=1.0))
+    table = make_indexed("wide", 0, dim=1, rule=Rule("sgd", lr=1.0))
     table.pull(np.arange(10, dtype=np.uint64))
     before = contents(table), table.step
     keys, grads = np.arange(3 * CHUNK, dtype=np.uint64), np.ones((3 * CHUNK, 1), np.float32)
@@ -529,8 +537,8 @@ numbers = st.floats(-8, 8, width=16)
 class TableMachine(RuleBasedStateMachine):
     """A table with SGD, and the same as a dict of float32 rows. All equalities are to the bit.
 
-    The map under the table begins with two buckets and grows by a quarter at a time, slowly, so that most operations
-    meet a map that is being carried over.
+    The map under the table begins with two buckets and grows a little at a time, slowly, so that most operations meet
+    a map that is being carried over.
     """
 
     dim = 2
@@ -539,19 +547,21 @@ class TableMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.patches = ExitStack()
-        for name, value in (("FIRST_BUCKETS", 2), ("SMALL", 1), ("MOVES_PER_KEY", 0)):
-            self.patches.enter_context(mock.patch.object(keymap, name, value))
+        for module in (keymap, packed_map):
+            self.patches.enter_context(mock.patch.multiple(module, FIRST_BUCKETS=2, SMALL=1))
+        self.patches.enter_context(mock.patch.object(keymap, "MOVES_PER_KEY", 0))
+        self.patches.enter_context(mock.patch.object(packed_map.Pace, "num_moves", return_value=0))
 
     def teardown(self) -> None:
         self.patches.close()
 
-    @initialize(kind=st.sampled_from(["sparse", "sparse", "array"]), seed=st.integers(0, 2**63 - 1))
+    @initialize(kind=st.sampled_from(["sparse", "wide", "array"]), seed=st.integers(0, 2**63 - 1))
     def make(self, kind, seed) -> None:
         self.size = 41 if kind == "array" else 0
-        spec = TableSpec("t", kind, self.dim, self.size, Rule("sgd", lr=self.lr), UNIFORM, seed)
-        self.table = SparseTable(spec, ROOM)
-        if kind == "sparse":
-            self.table.index._state[SALT] = 77  # so that hypothesis sees the same table again
+        fields = {"dim": self.dim, "rule": Rule("sgd", lr=self.lr), "initializer": UNIFORM, "seed": seed}
+        self.table = make_indexed(kind, self.size, **fields)
+        if kind != "array":
+            twins.set_salt(self.table.index, 77)  # so that hypothesis sees the same table again
         self.rows: dict[int, np.ndarray] = {}
         self.step = 0
 
@@ -639,3 +649,60 @@ class TableMachine(RuleBasedStateMachine):
 
 TestTableIsADictOfRows = TableMachine.TestCase
 TestTableIsADictOfRows.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+
+
+# Narrow rows, in their map and beside it
+
+
+@pytest.mark.parametrize("rule_name", ["sgd", "adagrad", "adam"])
+def test_rows_in_their_map_are_bit_equal_to_rows_beside_it(rule_name):
+    """The same pulls, pushes, erases and saves; the maps are carried over all the time."""
+    rng = np.random.default_rng(3)
+    spec = {"dim": 2, "rule": Rule(rule_name, lr=0.1), "initializer": UNIFORM}
+    with (
+        mock.patch.multiple(keymap, SMALL=1),
+        mock.patch.multiple(packed_map, SMALL=1, FIRST_BUCKETS=2),
+    ):
+        both = make_indexed("sparse", 0, **spec), make_indexed("wide", 0, **spec)
+        assert [type(table.index).__name__ for table in both] == ["PackedMap", "KeyMap"]
+        for turn in range(60):
+            keys = rng.integers(0, 8000, 300, dtype=np.uint64)
+            grads = rng.standard_normal((300, 2), np.float32)
+            gone = rng.integers(0, 8000, 40, dtype=np.uint64)
+            found = []
+            for table in both:
+                pulled = table.pull(keys)
+                table.push(keys[::-1], grads)
+                erased = table.erase(gone)
+                delta: list[tuple[int, bytes]] = []
+                if turn % 5 == 4:
+                    table.begin_save(is_committed=turn % 10 == 9)
+                    lost = set(table.absent(table.tracking.gone).tolist())
+                    for piece, rows, _ in table.chunks(97, save="delta"):
+                        delta += [(key, row.tobytes()) for key, row in zip(piece.tolist(), rows, strict=True)]
+                    delta += [(key, b"") for key in lost]
+                found.append((pulled.tobytes(), erased, sorted(delta)))
+            assert found[0] == found[1]
+            assert turn % 5 != 4 or turn == 4 or len(found[0][2]) > 100
+    assert contents(both[0]) == contents(both[1])
+
+
+def test_narrow_tables_without_policies_have_their_rows_in_the_map():
+    def kind(**fields) -> str:
+        return type(make_table(**fields).index).__name__
+
+    assert kind(dim=10) == "PackedMap"
+    assert kind(dim=11) == "KeyMap"
+    assert kind(dim=5, rule=Rule("adagrad")) == "PackedMap"
+    assert kind(dim=6, rule=Rule("adagrad")) == "KeyMap"
+    assert kind(dim=1, entry=Entry(count=2)) == "KeyMap"
+    assert kind(dim=1, shrink=Shrink(max_rows=100)) == "KeyMap"
+    assert kind(dim=1, shrink=Shrink(min_norm=0.1)) == "PackedMap"
+
+
+def test_rows_of_a_small_norm_are_dropped_from_their_map_too():
+    table = make_table(dim=1, rule=Rule("sgd", lr=1.0))
+    keys = np.arange(3000, dtype=np.uint64)
+    table.assign(keys, (keys % 3).astype(np.float32).reshape(-1, 1))
+    assert sum(shrink(table, Shrink(min_norm=0.5))) == 1000
+    assert contents(table) == {key: [key % 3] for key in range(3000) if key % 3}

@@ -16,17 +16,25 @@ _BYTES = 1 << 20
 def warm_up() -> None:
     """Use every rule and kind of table once, on a few rows."""
     keys = np.array([1, 2, 1], np.uint64)
-    grads = np.ones((3, 2), np.float32)
     for rule in map(Rule, RULES):
-        sparse = SparseTable(TableSpec("warm", dim=2, rule=rule, initializer=Initializer("normal", 0.0, 1.0)), _BYTES)
-        sparse.pull(keys)
-        sparse.push(keys, grads)
+        _warm_rows(TableSpec("warm", dim=2, rule=rule, initializer=Initializer("normal", 0.0, 1.0)), keys)
         dense = DenseTable(TableSpec("warm", "dense", size=2, rule=rule), _BYTES)
         dense.push(np.ones(2, np.float32))
-    sparse.assign(keys, grads)
-    sparse.pull(np.arange(1000, dtype=np.uint64))  # grows, so that carrying over is compiled too
-    sparse.erase(keys)
+    _warm_rows(TableSpec("warm", dim=16), keys)  # too wide for a packed map
     _warm_policies(keys)
+
+
+def _warm_rows(spec: TableSpec, keys: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
+    table, grads = SparseTable(spec, _BYTES), np.ones((3, spec.dim), np.float32)
+    table.pull(keys)
+    table.push(keys, grads)
+    table.assign(keys, grads)
+    table.pull(np.arange(1000, dtype=np.uint64))  # grows, so that carrying over is compiled too
+    table.erase(keys)
+    table.begin_save(is_committed=False)
+    table.push(keys, grads)
+    for _ in table.chunks(save="delta"):
+        pass
 
 
 def _warm_policies(keys: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:

@@ -11,7 +11,8 @@ from torchfleet.errors import TableError
 from torchfleet.kernels.rows import gather
 from torchfleet.tables.policies.admission import Candidates
 from torchfleet.tables.policies.capacity import least_recent, row_limit
-from torchfleet.tables.rows.keymap import KeyMap, Keys, Rows
+from torchfleet.tables.rows.keymap import Keys, Rows
+from torchfleet.tables.rows.keyrange import KeyRange
 from torchfleet.tables.rows.row_statistics import Columns
 from torchfleet.tables.rowstore import RowStore
 from torchfleet.tables.settings.expressions import Expression, parse
@@ -34,7 +35,7 @@ _HOW = {
 def check_policy(table: RowStore, policy: Shrink) -> None:
     """Raise TableError if the table does not keep what the policy looks at."""
     kept = table.statistics.names if table.statistics is not None else ()
-    if not isinstance(table.index, KeyMap):
+    if isinstance(table.index, KeyRange):
         raise TableError(f"table '{table.spec.name}' has a declared size: rows of such tables are not dropped")
     for name in sorted(policy.names):
         column = _KEPT.get(name, name)
@@ -51,10 +52,7 @@ def shrink(table: RowStore, policy: Shrink) -> Iterator[int]:
     check_policy(table, policy)
     now = table.clock.now
     where = parse(policy.where, EVICTION_NAMES) if policy.where is not None else None
-    start = 0
-    while start < table.index.num_row_numbers and _looks_at_rows(policy):
-        rows = np.arange(start, min(start + SLICE, table.index.num_row_numbers))
-        start += SLICE
+    for rows in table.slices(SLICE) if _looks_at_rows(policy) else ():
         yield _drop(table, table.index.alive(rows[_victims(table, rows, policy, where, now)])[0])
     if table.admission is not None and table.admission.candidates is not None:
         yield from _shrink_candidates(table.admission.candidates, policy, now)

@@ -14,13 +14,15 @@ from torchfleet.kernels import random, rows
 from torchfleet.kernels.statistics import NEVER
 from torchfleet.tables.policies.admission import Admission
 from torchfleet.tables.policies.capacity import Capacity, row_limit
-from torchfleet.tables.rows.keymap import KeyMap, Keys, Rows
+from torchfleet.tables.rows.keymap import KEY_WORDS, KeyMap, Keys, Rows
 from torchfleet.tables.rows.keyrange import KeyRange
+from torchfleet.tables.rows.packed_map import PackedMap
 from torchfleet.tables.rows.row_statistics import Columns, Statistics, join_columns, row_columns
-from torchfleet.tables.rows.tracking import Tracking
+from torchfleet.tables.rows.tracking import PackedTracking, Tracking
 from torchfleet.tables.settings.clock import Clock
 from torchfleet.tables.settings.spec import Floats, TableSpec
 
+PACKED_BYTES = 48  # a row of so many at most (key, value and state) is stored in its map; wider ones have a store
 CHUNK = 2048  # keys taken through find and then through the next kernel while their rows are still in the cache
 _KINDS = {
     "constant": random.CONSTANT,
@@ -39,10 +41,12 @@ class RowStore:
         self.num_evicted = 0
         self.clock = clock or Clock()
         num_words, names = spec.dim * (1 + spec.num_states), row_columns(spec)
-        self.index: KeyMap | KeyRange
+        self.index: KeyMap | KeyRange | PackedMap
         if spec.has_size:
             self.index = KeyRange(num_words, max_bytes, spec.size, spec.shard, spec.num_shards)
-        else:
+        elif not names and spec.entry.is_open and 4 * (KEY_WORDS + num_words) <= PACKED_BYTES:
+            self.index = PackedMap(num_words, max_bytes)
+        else:  # policies keep row numbers while rows come and go
             self.index = KeyMap(num_words + len(names), max_bytes)
         self._layout = (self.index.width, self.index.offset)
         self._row_words = num_words
@@ -53,7 +57,7 @@ class RowStore:
         self.admission = None if spec.entry.is_open else Admission(spec, max_bytes, self.clock)
         limit = row_limit(spec, spec.shrink, self.index)
         self._capacity = Capacity(self, limit) if limit is not None else None
-        self.tracking: Tracking | None = None
+        self.tracking: Tracking | PackedTracking | None = None
 
     def find(self, keys: Keys) -> Rows:
         """Row numbers of any number of keys, in a new array; -1 where there is none."""
@@ -159,11 +163,7 @@ class RowStore:
         once, with value and state that belong together. `save`: they are being written; of a delta only those come
         that it must write.
         """
-        start = 0
-        while start < self.index.num_row_numbers:
-            stop = min(start + num_rows, self.index.num_row_numbers)
-            is_delta = save == "delta" and self.tracking is not None
-            some = self.tracking.changed(start, stop) if is_delta else np.arange(start, stop)  # type: ignore[union-attr]
+        for some in self.slices(num_rows, only_changed=save == "delta" and self.tracking is not None):
             keys, at = self.index.alive(some)
             out = np.empty((len(keys), self._row_words), np.float32)
             rows.gather(self.index.store, *self._layout, at, out)
@@ -173,12 +173,26 @@ class RowStore:
                 if save is not None:
                     self.statistics.put("delta", at, 0)  # what was gathered since the last save
             yield keys, out, columns
+
+    def slices(self, num_rows: int, only_changed: bool = False) -> Iterator[Rows]:
+        """Numbers of all rows, some at a time, as `chunks` takes them; `index.alive` says which of them are in use.
+
+        They hold until rows are added or erased. `only_changed`: those that the save under way must write.
+        """
+        if isinstance(self.index, PackedMap):
+            yield from self.index.slices(num_rows, only_changed)
+            return
+        start, tracking = 0, self.tracking if only_changed else None
+        while start < self.index.num_row_numbers:
+            stop = min(start + num_rows, self.index.num_row_numbers)
+            yield tracking.changed(start, stop) if isinstance(tracking, Tracking) else np.arange(start, stop)
             start = stop
 
     def begin_save(self, is_committed: bool) -> None:
         """From here on changes belong to the next save. `is_committed`: the one before is on disk for good."""
         if self.tracking is None:
-            self.tracking = Tracking(self.index.max_rows)
+            index = self.index
+            self.tracking = PackedTracking(index) if isinstance(index, PackedMap) else Tracking(index.max_rows)
         self.tracking.begin(is_committed)
         if self.admission is not None:
             self.admission.begin_save(is_committed)

@@ -13,6 +13,7 @@ from torchfleet.kernels.key_hashes import hashes as hashes_of
 from torchfleet.kernels.statistics import NEVER
 from torchfleet.tables.rows.keymap import KeyMap, Keys, Rows
 from torchfleet.tables.rows.keyrange import KeyRange
+from torchfleet.tables.rows.packed_map import PackedMap
 from torchfleet.tables.rows.row_statistics import Statistics
 from torchfleet.tables.settings.policy import Shrink
 from torchfleet.tables.settings.spec import TableSpec, shard_range
@@ -24,7 +25,7 @@ MAP_BYTES = 18  # per row, beside the row itself: slots of the map, and its plac
 NUM_DIGITS = 6  # of 16 bits: two of the tick, four of the hash
 
 
-def row_limit(spec: TableSpec, policy: Shrink, index: KeyMap | KeyRange) -> int | None:
+def row_limit(spec: TableSpec, policy: Shrink, index: KeyMap | KeyRange | PackedMap) -> int | None:
     """How many rows this shard of the table may have; None: as many as there is memory for."""
     limits = []
     if policy.max_rows is not None:
@@ -46,7 +47,7 @@ class EvictableRows(Protocol):
     """What a capacity needs of the rows that it keeps within bounds (RowStore has it)."""
 
     spec: TableSpec
-    index: KeyMap | KeyRange
+    index: KeyMap | KeyRange | PackedMap
     statistics: Statistics | None
     num_evicted: int
 
@@ -107,6 +108,7 @@ class Capacity:
     def _oldest_tick(self) -> int:
         """The tick up to which a tenth of the rows were last looked up."""
         table = self._table
+        assert isinstance(table.index, KeyMap)
         assert table.statistics is not None
         num = table.index.num_row_numbers
         ticks = table.statistics.column("tick", np.arange(0, num, max(1, num // SAMPLE)))

@@ -54,6 +54,18 @@ class Memory:
             self._map.madvise(mmap.MADV_DONTNEED, self._released, end - self._released)
             self._released = end
 
+    def release(self, start: int, stop: int) -> int:
+        """Give those huge pages back to the system that lie between these bytes: if touched again, they come back as
+        huge pages. They read as zeros from now on. Returns where the first of them begins, or `stop` if there is none.
+        """
+        base = self.array(np.uint8).ctypes.data
+        first = -(-(base + start) // HUGE_PAGE) * HUGE_PAGE - base
+        behind = (base + stop) // HUGE_PAGE * HUGE_PAGE - base
+        if first >= behind:
+            return stop
+        self._map.madvise(mmap.MADV_DONTNEED, first, behind - first)
+        return first
+
     @property
     def held_bytes(self) -> int:
         return len(self._map) - self._released

@@ -12,6 +12,7 @@ from torchfleet.kernels import statistics as kernels
 from torchfleet.kernels.statistics import COLUMNS
 from torchfleet.tables.rows.keymap import KeyMap, Rows
 from torchfleet.tables.rows.keyrange import KeyRange
+from torchfleet.tables.rows.packed_map import PackedMap
 from torchfleet.tables.settings.clock import DAY
 from torchfleet.tables.settings.policy import AdmissionEntry
 from torchfleet.tables.settings.spec import TableSpec
@@ -64,7 +65,9 @@ def is_counted(spec: TableSpec) -> bool:
 class Statistics:
     """The columns `names` behind the first `first` words (the key's included) of the rows of an index."""
 
-    def __init__(self, names: tuple[str, ...], index: KeyMap | KeyRange, first: int, entry: AdmissionEntry) -> None:
+    def __init__(
+        self, names: tuple[str, ...], index: KeyMap | KeyRange | PackedMap, first: int, entry: AdmissionEntry
+    ) -> None:
         self.names = names
         self._index, self._first, self._entry = index, first, entry
         self._words: npt.NDArray[np.uint32] = index.store.view(np.uint32)

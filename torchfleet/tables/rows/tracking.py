@@ -13,8 +13,38 @@ from torchfleet.kernels.marks import PAGE_ROWS, PAGE_WORDS
 from torchfleet.kernels.merge import unique
 from torchfleet.tables.rows.keymap import Keys, Rows
 from torchfleet.tables.rows.memory import Memory
+from torchfleet.tables.rows.packed_map import PackedMap
 
 _COMPACT_AT = 1 << 16  # keys
+
+
+class _Gone:
+    """Keys that lost their rows between two saves."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Keys] = [np.empty(0, np.uint64)]
+        self._num = 0
+        self._is_distinct = True  # one piece without repeats
+        self._compact_at = _COMPACT_AT
+
+    def note(self, keys: Keys) -> None:
+        self._pieces.append(keys)
+        self._num += len(keys)
+        self._is_distinct = False
+        if self._num > self._compact_at:
+            self.distinct()
+            self._compact_at = max(_COMPACT_AT, 2 * self._num)
+
+    def distinct(self) -> Keys:
+        if not self._is_distinct:
+            self._pieces = [unique(np.concatenate(self._pieces))[0].copy()]  # not a view of memory for all
+            self._num = len(self._pieces[0])
+            self._is_distinct = True
+        return self._pieces[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return 8 * self._num
 
 
 class _Generation:
@@ -24,29 +54,11 @@ class _Generation:
         num_pages = -(-max_rows // PAGE_ROWS)
         self.words: npt.NDArray[np.uint64] = Memory(8 * PAGE_WORDS * num_pages).array(np.uint64)
         self.pages: npt.NDArray[np.uint8] = np.zeros(num_pages, np.uint8)
-        self.gone: list[Keys] = [np.empty(0, np.uint64)]
-        self.num_gone = 0
-        self.is_distinct = True  # gone is one array without repeats
-        self.compact_at = _COMPACT_AT
-
-    def note_gone(self, keys: Keys) -> None:
-        self.gone.append(keys)
-        self.num_gone += len(keys)
-        self.is_distinct = False
-        if self.num_gone > self.compact_at:
-            self.distinct_gone()
-            self.compact_at = max(_COMPACT_AT, 2 * self.num_gone)
-
-    def distinct_gone(self) -> Keys:
-        if not self.is_distinct:
-            self.gone = [unique(np.concatenate(self.gone))[0].copy()]  # not a view of memory for all
-            self.num_gone = len(self.gone[0])
-            self.is_distinct = True
-        return self.gone[0]
+        self.gone = _Gone()
 
     @property
     def num_bytes(self) -> int:
-        return 8 * PAGE_WORDS * int(np.count_nonzero(self.pages)) + len(self.pages) + 8 * self.num_gone
+        return 8 * PAGE_WORDS * int(np.count_nonzero(self.pages)) + len(self.pages) + self.gone.num_bytes
 
 
 class Tracking:
@@ -66,7 +78,7 @@ class Tracking:
     def note_gone(self, keys: Keys) -> None:
         """These keys lost their rows now. They are copied."""
         if len(keys):
-            self._current.note_gone(keys.copy())
+            self._current.gone.note(keys.copy())
 
     def begin(self, is_committed: bool) -> None:
         """A save begins: it must write what changed since the one before it began.
@@ -79,7 +91,7 @@ class Tracking:
             self._under_way = self._current
         else:
             marks.unite(self._under_way.words, self._under_way.pages, self._current.words, self._current.pages)
-            self._under_way.note_gone(self._current.distinct_gone())
+            self._under_way.gone.note(self._current.gone.distinct())
         self._current = fresh
 
     def changed(self, start: int, stop: int) -> Rows:
@@ -98,9 +110,43 @@ class Tracking:
 
         A key that has come back is among them too: whoever writes them leaves it out.
         """
-        return self._under_way.distinct_gone()
+        return self._under_way.gone.distinct()
 
     @property
     def num_bytes(self) -> int:
         """Bytes in use, but for the rounding to whole huge pages."""
         return self._current.num_bytes + self._under_way.num_bytes
+
+
+class PackedTracking:
+    """The contract of Tracking, but for `changed`: a packed map's rows move, and their marks with them, inside the map.
+
+    Which rows the save under way must write is asked of the map (`PackedMap.slices`).
+    """
+
+    def __init__(self, index: PackedMap) -> None:
+        self._index = index
+        self._current, self._under_way = _Gone(), _Gone()
+
+    def mark(self, rows: Rows) -> None:
+        """These rows changed now. Numbers may repeat; negative ones are passed over."""
+        self._index.mark(rows)
+
+    def note_gone(self, keys: Keys) -> None:
+        """These keys lost their rows now. They are copied."""
+        if len(keys):
+            self._current.note(keys.copy())
+
+    def begin(self, is_committed: bool) -> None:
+        """A save begins, see Tracking.begin. Takes a pass over the marks of all rows."""
+        self._index.begin_save(keeps_last=not is_committed)
+        if is_committed:
+            self._under_way = self._current
+        else:
+            self._under_way.note(self._current.distinct())
+        self._current = _Gone()
+
+    @property
+    def gone(self) -> Keys:
+        """Distinct keys that the save under way must write as gone, see Tracking.gone."""
+        return self._under_way.distinct()
