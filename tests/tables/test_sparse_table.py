@@ -19,7 +19,7 @@ from torchfleet.tables.eviction import shrink
 from torchfleet.tables.rows import keymap, packed_map
 from torchfleet.tables.rows.memory import Memory
 from torchfleet.tables.rowstore import CHUNK
-from torchfleet.tables.settings.policy import Entry, Shrink
+from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.tables.sparse_table import SparseTable
 from torchfleet.worker.client.shard import shard
@@ -695,7 +695,7 @@ def test_narrow_tables_without_policies_have_their_rows_in_the_map():
     assert kind(dim=11) == "KeyMap"
     assert kind(dim=5, rule=Rule("adagrad")) == "PackedMap"
     assert kind(dim=6, rule=Rule("adagrad")) == "KeyMap"
-    assert kind(dim=1, entry=Entry(count=2)) == "KeyMap"
+    assert kind(dim=1, entry=AdmissionEntry(count=2)) == "KeyMap"
     assert kind(dim=1, shrink=Shrink(max_rows=100)) == "KeyMap"
     assert kind(dim=1, shrink=Shrink(min_norm=0.1)) == "PackedMap"
 
