@@ -169,9 +169,7 @@ class WorkerRole:
         for group in self._plan.sparse.values():
             for module in group.modules:
                 module.bind(self.engine)
-        self.model.register_forward_pre_hook(
-            lambda model, args, kwargs: self.engine.enter([args, kwargs]), with_kwargs=True
-        )
+        self.engine.follow(self.model)
         self._optimizer.bind(self.engine, self.communicator)
         self._optimizer.after_step = self._status.write
 
