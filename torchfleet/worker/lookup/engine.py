@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchfleet.tables.rows.keyrange import check_range
 from torchfleet.tables.settings.policy import AdmissionEntry
 from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.lookup.bags import Bags
@@ -161,6 +162,7 @@ class Engine:
         keys: dict[bool, dict[str, Keys]] = {}
         has_grad = batch.has_grad if batch.is_entered else torch.is_grad_enabled()
         for table, rows in batch.foreseen.items():
+            self._check_range(table, rows.keys)
             create = has_grad and any(embedding.training for embedding in self._embeddings[table])
             keys.setdefault(create, {})[table] = rows.keys
         batch.under_way = [(create, self._source.pull(wanted, create)) for create, wanted in keys.items()]
@@ -201,9 +203,18 @@ class Engine:
             missing = rows.copy_from(others, missing)
         if missing is None:
             return False
+        self._check_range(table, missing)
         pulled = self._source.pull({table: missing}, create).result()
         rows.append(missing, pulled.rows[table], pulled.versions[table])
         return True
+
+    def _check_range(self, table: str, keys: Keys) -> None:
+        """Checked here, and not only on the servers: here it is known which modules ask."""
+        embeddings = self._embeddings[table]
+        size = embeddings[0].num_embeddings
+        if size is not None:
+            paths = " and ".join(f"'{embedding.path}'" for embedding in embeddings if embedding.path)
+            check_range(keys, size, f"table '{table}' (module {paths})" if paths else f"table '{table}'")
 
     def _receive(self) -> None:
         """The rows that were foreseen for the current batch are there."""

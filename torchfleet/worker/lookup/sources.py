@@ -13,6 +13,8 @@ class Embedding(Protocol):
     """A layer that looks rows up."""
 
     dim: int
+    num_embeddings: int | None  # ids are those from 0 up to it; None: any 64-bit id
+    path: str  # in its model; empty if it is the model
     training: bool
 
 
