@@ -28,10 +28,16 @@ class DistributedOptimizer(AdoptedOptimizer):
         self.plan = plan
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
+        self._unbound = "optimizer.step() before fleet.init_worker(): there are no servers to send gradients to"
         self._twins: dict[int, torch.nn.Parameter] = {}
 
     def bind(self, engine: Engine, communicator: Communicator) -> None:
         self._engine, self._communicator = engine, communicator
+
+    def unbind(self, reason: str) -> None:
+        """From now on a step is an error that gives this reason."""
+        self._engine = self._communicator = None
+        self._unbound = reason
 
     def step_locally(self) -> None:
         """The dense parameters by torch's own rule, as geo training does it.
@@ -104,7 +110,7 @@ class DistributedOptimizer(AdoptedOptimizer):
 
     def _bound(self) -> tuple[Engine, Communicator]:
         if self._engine is None or self._communicator is None:
-            raise FleetError("optimizer.step() before fleet.init_worker(): there are no servers to send gradients to")
+            raise FleetError(self._unbound)
         return self._engine, self._communicator
 
     def _gradients(self, dense: Mapping[int, torch.Tensor | None] | None = None) -> Gradients:
