@@ -118,8 +118,10 @@ def test_ids_never_seen_read_as_zeros_and_get_no_row(mode: str, saved: tuple[str
 
 def test_ids_beyond_a_declared_size_are_an_error(saved: tuple[str, torch.Tensor]) -> None:
     model = fleet.load_inference_model(f"{saved[0]}/full", Model())
-    with pytest.raises(FleetError, match="below the declared size 40"):
+    with pytest.raises(FleetError, match=r"table 'items' \(module 'items'\): ids must be 0 to 39, .*; found 40\."):
         model.items(torch.tensor([40]))
+    with pytest.raises(FleetError, match=r"found -3 and 1 more like it\. Correct the ids, or declare a larger size"):
+        model.items(torch.tensor([1, -3, 99]))
 
 
 def test_a_save_for_prediction_holds_no_state_and_is_smaller(saved: tuple[str, torch.Tensor]) -> None:

@@ -57,7 +57,7 @@ def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Modul
     for embeddings in modules.values():
         for module in embeddings:
             module.bind(engine)
-    model.register_forward_pre_hook(lambda _, args, kwargs: engine.enter([args, kwargs]), with_kwargs=True)
+    engine.follow(model)
     return model.eval()
 
 

@@ -19,6 +19,7 @@ from support.scripts.launching import Forked, forked_fleetrun
 import torchfleet as fleet
 from torchfleet import fleet as facade
 from torchfleet.errors import CheckpointError, FleetError, ModelError
+from torchfleet.job.worker_role import WorkerRole
 from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
 
 SCRIPT = str(Path(inferring.__file__))
@@ -119,8 +120,31 @@ def test_two_workers_predict_alike_after_training_and_in_a_job_with_more_servers
             before, after = found["rows"]
             assert before == after
             assert before["users"] > 0
+            assert "predict with fleet.load_inference_model" in found["too late"], "after stop_worker"
     for server in range(3):
         assert "the server has served" in (log / f"serverlog.{server}").read_text()
+
+
+@pytest.mark.parametrize("mode", jobs.MODES)
+def test_after_the_worker_was_stopped_an_error_says_what_to_do_instead(mode: str) -> None:
+    servers = jobs.SocketServers(Net, sgd, 1, 1)
+    servers.start()
+    part = jobs.make_part(Net, sgd, jobs.strategy(mode), servers.info(0, 1))
+    part.worker = WorkerRole(part.job)
+    inferring.train(part.model, part.optimizer, worker=0, num_steps=2)
+    part.worker.stop()
+    late = r"stop_worker\(\) was called.*predict before it; or save the model before it.*load_inference_model"
+    part.model.eval()
+    for predict in (part.model, lambda batch: part.model.users(batch["users"])):
+        with pytest.raises(FleetError, match=late):
+            predict(test_batches()[0])
+    with pytest.raises(FleetError, match=late):
+        part.worker.begin_prediction()
+    with pytest.raises(FleetError, match=late):
+        part.optimizer.step()
+    with pytest.raises(FleetError, match=r"server 0 .*: STATS after the connection was closed"):
+        part.worker.client.stats()
+    assert servers.is_over()
 
 
 # As a job of its own, in one process

@@ -210,7 +210,7 @@ def test_an_error_of_the_server_arrives_as_its_class_and_the_service_goes_on(fle
     client.attach(TableSpec("nowhere", dim=DIM))
     with pytest.raises(TableError, match=r"server 0.* refused PULL: no table with number"):
         client.pull("nowhere", range(100)).result()
-    with pytest.raises(TableError, match=r"refused CREATE_TABLE: table .* exists as"):
+    with pytest.raises(TableError, match=r"refused CREATE_TABLE: table .* exists with dim=\d+, .* asked for with dim="):
         client.create_table(TableSpec(spec.name, dim=DIM + 1))
     with fleet.client(role=Role.WORKER) as worker:
         worker.attach(spec)

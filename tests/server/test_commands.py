@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 from support.fleets import OWN_RATE, Talk, assert_ok, keys_of, push_arrays, refusal, values_of
@@ -157,9 +158,15 @@ class TestTables:
         assert talk.pull(ROWS, [1]).tolist() == [[-0.5, -0.5]]
 
     def test_making_it_again_otherwise_is_refused(self, talk: Talk) -> None:
-        kind, text = refusal(talk.ask(Command.CREATE_TABLE, pack(TableSpec("rows", dim=3))))
-        assert kind == "TableError"
-        assert "table 'rows' exists as" in text
+        for changes, there, asked in (
+            ({"dim": 3}, "dim=2", "dim=3"),
+            ({"seed": 7, "rule": Rule("adam", lr=0.25)}, "rule.name='sgd', rule.lr=1.0, seed=0", "rule.name='adam'"),
+        ):
+            other = msgspec.structs.replace(ROWS, **changes)
+            kind, text = refusal(talk.ask(Command.CREATE_TABLE, pack(other)))
+            assert kind == "TableError"
+            assert f"table 'rows' exists with {there}, and was asked for with {asked}" in text
+            assert "build the same model and optimizer" in text
 
     def test_a_table_that_does_not_fit_is_refused(self, talk: Talk) -> None:
         before = contents(talk.server)
@@ -251,7 +258,7 @@ class TestPull:
     def test_keys_beyond_an_array_are_refused_and_create_nothing_elsewhere(self, talk: Talk) -> None:
         kind, text = refusal(talk.ask(Command.PULL, keys_of(ROWS, [1]), keys_of(ARRAY, [3, 10])))
         assert kind == "TableError"
-        assert "below the declared size 10; found 10" in text
+        assert "table 'array': ids must be 0 to 9, as its declared size (num_embeddings) is 10; found 10." in text
         assert contents(talk.server)["rows"][0] == 0
 
     @pytest.mark.parametrize(

@@ -23,12 +23,18 @@ from torchfleet.tables.settings.policy import Shrink
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
 from torchfleet.worker.lookup.engine import Engine
+from torchfleet.worker.lookup.sources import NoRows
 from torchfleet.worker.model_saving import Kind, save_model
 from torchfleet.worker.modes.asynchronous import Async
 from torchfleet.worker.modes.communicator import Communicator, HalfAsync, Sync
 from torchfleet.worker.modes.geo import Geo
 from torchfleet.worker.modes.whole_tables import WholeTables
 from torchfleet.worker.peers import Workers
+
+LEFT = (
+    "fleet.stop_worker() was called: this worker has left its servers, and the rows of the model are with them. Train "
+    "and predict before it; or save the model before it, and predict with fleet.load_inference_model."
+)
 
 
 class WorkerRole:
@@ -123,7 +129,15 @@ class WorkerRole:
         self._status.write(now=True)
         self.client.leave()
         self.client.close()
+        self.engine.use(NoRows(LEFT))
+        self._optimizer.unbind(LEFT)
         return final
+
+    def begin_prediction(self) -> None:
+        """What has been trained is with the servers, and dense parameters are as they have them."""
+        if self._left:
+            raise FleetError(LEFT)
+        self.communicator.refresh()
 
     def stats(self) -> dict[str, Any]:
         worker = {
@@ -169,9 +183,7 @@ class WorkerRole:
         for group in self._plan.sparse.values():
             for module in group.modules:
                 module.bind(self.engine)
-        self.model.register_forward_pre_hook(
-            lambda model, args, kwargs: self.engine.enter([args, kwargs]), with_kwargs=True
-        )
+        self.engine.follow(self.model)
         self._optimizer.bind(self.engine, self.communicator)
         self._optimizer.after_step = self._status.write
 

@@ -43,7 +43,7 @@ class RowStore:
         num_words, names = spec.dim * (1 + spec.num_states), row_columns(spec)
         self.index: KeyMap | KeyRange | PackedMap
         if spec.has_size:
-            self.index = KeyRange(num_words, max_bytes, spec.size, spec.shard, spec.num_shards)
+            self.index = KeyRange(spec.name, num_words, max_bytes, spec.size, spec.shard, spec.num_shards)
         elif not names and spec.entry.is_open and 4 * (KEY_WORDS + num_words) <= PACKED_BYTES:
             self.index = PackedMap(num_words, max_bytes)
         else:  # policies keep row numbers while rows come and go
@@ -257,7 +257,8 @@ def check_block(spec: TableSpec, keys: npt.NDArray[np.uint64], block: Floats, nu
         is_bad[:, spec.dim :] = np.isnan(block[:, spec.dim :])  # the square of a gradient that was taken may overflow
         if is_bad.any():
             row = int(np.flatnonzero(is_bad.any(axis=1))[0])
+            key = int(keys[row : row + 1].view(np.int64)[0])  # signed, as ids are given
             raise TableError(
-                f"table '{spec.name}': NaN or infinity in the row for key {int(keys[row])} (row {row} of {len(keys)}); "
+                f"table '{spec.name}': NaN or infinity in the row for key {key} (row {row} of {len(keys)}); "
                 "nothing was applied. Look for it in the loss, or clip the gradients."
             )

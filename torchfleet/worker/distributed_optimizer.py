@@ -11,6 +11,7 @@ import torch
 from torchfleet.adoption import AdoptedOptimizer
 from torchfleet.errors import FleetError, ModelError
 from torchfleet.tables.rows.row_statistics import NUM_PUSHED, is_pushed
+from torchfleet.worker.finite_gradients import check_finite
 from torchfleet.worker.lookup.engine import Engine
 from torchfleet.worker.lookup.plan import Plan
 from torchfleet.worker.modes.communicator import Communicator, Gradients
@@ -27,10 +28,16 @@ class DistributedOptimizer(AdoptedOptimizer):
         self.plan = plan
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
+        self._unbound = "optimizer.step() before fleet.init_worker(): there are no servers to send gradients to"
         self._twins: dict[int, torch.nn.Parameter] = {}
 
     def bind(self, engine: Engine, communicator: Communicator) -> None:
         self._engine, self._communicator = engine, communicator
+
+    def unbind(self, reason: str) -> None:
+        """From now on a step is an error that gives this reason."""
+        self._engine = self._communicator = None
+        self._unbound = reason
 
     def step_locally(self) -> None:
         """The dense parameters by torch's own rule, as geo training does it.
@@ -69,9 +76,9 @@ class DistributedOptimizer(AdoptedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Hand this step's gradients over. Whether it waits for the servers is the mode's affair."""
         loss = self._begin_step(closure)
-        engine, communicator = self._bound()
+        communicator = self.communicator
         self.plan.check_options(self._user)
-        communicator.step(self._gradients(engine, None))
+        communicator.step(self._gradients())
         self.after_step()
         return loss
 
@@ -81,7 +88,7 @@ class DistributedOptimizer(AdoptedOptimizer):
 
     def step_apart(self, loss: torch.Tensor) -> None:
         """Backward and step for one of several training threads: its gradients meet no other thread's."""
-        engine, communicator = self._bound()
+        communicator = self.communicator
         self._opt_called = self._user._opt_called = True  # type: ignore[attr-defined]
         with communicator.alone:  # geo swaps params meanwhile
             self.plan.check_options(self._user)
@@ -90,7 +97,7 @@ class DistributedOptimizer(AdoptedOptimizer):
         embeddings = [module.weight for module in modules if module.weight.requires_grad]
         found = torch.autograd.grad(loss, [*trained, *embeddings], allow_unused=True)
         grads = {id(p): grad for p, grad in zip(trained, found, strict=False)}
-        gradients = self._gradients(engine, grads)
+        gradients = self._gradients(grads)
         with communicator.alone:
             if communicator.steps_here:  # by torch's own rule, which reads .grad
                 for parameter in trained:
@@ -103,11 +110,12 @@ class DistributedOptimizer(AdoptedOptimizer):
 
     def _bound(self) -> tuple[Engine, Communicator]:
         if self._engine is None or self._communicator is None:
-            raise FleetError("optimizer.step() before fleet.init_worker(): there are no servers to send gradients to")
+            raise FleetError(self._unbound)
         return self._engine, self._communicator
 
-    def _gradients(self, engine: Engine, dense: Mapping[int, torch.Tensor | None] | None) -> Gradients:
+    def _gradients(self, dense: Mapping[int, torch.Tensor | None] | None = None) -> Gradients:
         """Everything since the last step; dense gradients by parameter, or from their .grad."""
+        engine, communicator = self._bound()
         sparse, versions = engine.take_gradients()
         for name, group in self.plan.sparse.items():  # a step counts for every table, also where no key was touched
             if name not in sparse:
@@ -116,7 +124,10 @@ class DistributedOptimizer(AdoptedOptimizer):
         sparse = {name: sparse[name] for name in self.plan.sparse}
         blocks = {group.spec.name: group.gradients(dense) for group in self.plan.dense}
         known = {name: seen for name, seen in versions.items() if seen}
-        return Gradients(sparse, known, blocks, self.plan.rates())
+        gradients = Gradients(sparse, known, blocks, self.plan.rates())
+        # Here in every mode: a thread that sends later, or a local step, would not know whose gradient it was.
+        check_finite(self.plan, gradients, communicator.num_steps + 1)
+        return gradients
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ModelError("add_param_group: the tables are made; add it before fleet.distributed_optimizer")

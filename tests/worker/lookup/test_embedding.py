@@ -155,9 +155,25 @@ def test_floating_point_ids_are_refused() -> None:
 def test_ids_beyond_a_torch_embedding_are_refused_by_name() -> None:
     for wrong in (4, -1):
         with one_worker(Of(torch.nn.Embedding(4, 2, sparse=True))) as part:
-            with pytest.raises(TableError, match="below the declared size 4"):
-                part.model(torch.tensor([1, wrong]))
-            part.optimizer.zero_grad()
+            for _ in range(2):  # unforeseen, then foreseen
+                with pytest.raises(TableError, match=rf"table 'rows' \(module 'rows'\): ids must be 0 to 3.*{wrong}\."):
+                    part.model(torch.tensor([1, wrong]))
+                part.optimizer.zero_grad()
+                step(part, torch.tensor([1, 2]))
+
+
+def test_ids_beyond_a_shared_table_name_all_modules_that_use_it() -> None:
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = torchfleet.nn.SparseEmbedding(2, name="both", num_embeddings=5)
+            self.towers = torch.nn.ModuleList([torchfleet.nn.SparseEmbedding(2, name="both", num_embeddings=5)])
+
+    with (
+        one_worker(Two()) as part,
+        pytest.raises(TableError, match=r"table 'both' \(module 'a' and 'towers\.0'\): ids"),
+    ):
+        part.model.towers[0](torch.tensor([5]))
 
 
 def test_a_model_that_is_not_connected_says_what_to_call() -> None:

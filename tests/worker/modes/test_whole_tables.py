@@ -1495,7 +1495,7 @@ def test_ids_out_of_range_are_refused_and_the_job_goes_on(num_servers: int, mode
     with one_worker(Sized(20), mode=mode, num_servers=num_servers) as part:
         part.model(torch.arange(20))
         part.model.train(not is_eval)
-        with pytest.raises(TableError, match=r"ids must be below the declared size 20; found"):
+        with pytest.raises(TableError, match=rf"module '\w+'\): ids must be 0 to 19, .*; found {bad}\."):
             part.model(torch.tensor([1, bad, 2]))
         part.optimizer.zero_grad()
         part.model.train()

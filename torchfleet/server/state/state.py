@@ -20,7 +20,7 @@ from torchfleet.server.state.sessions import Sessions
 from torchfleet.tables.kinds import make_table
 from torchfleet.tables.rows.memory import physical_bytes
 from torchfleet.tables.settings.clock import Clock
-from torchfleet.tables.settings.spec import TableSpec
+from torchfleet.tables.settings.spec import TableSpec, differences
 from torchfleet.tables.table import Table
 
 MAX_TABLES = 1024
@@ -93,7 +93,12 @@ class State:
         """Make a table, unless there is one of this very description."""
         existing = self.tables.get(spec.number)
         if existing is not None and existing.spec != spec:
-            raise TableError(f"table '{existing.spec.name}' exists as {existing.spec}, and was asked for as {spec}")
+            there, asked = differences(existing.spec, spec)
+            raise TableError(
+                f"table '{existing.spec.name}' exists with {there}, and was asked for with {asked}. All processes of "
+                "a job must build the same model and optimizer; for others start the servers anew, or give the table "
+                "another name."
+            )
         if existing is None:
             if len(self.tables) >= MAX_TABLES:
                 raise TableError(f"{MAX_TABLES} tables exist already, which is the limit")

@@ -10,13 +10,26 @@ from torchfleet.tables.rows.keymap import Keys, Rows
 from torchfleet.tables.rows.memory import Memory
 
 
+def check_range(keys: Keys, size: int, whose: str) -> None:
+    """Raise TableError, with the first wrong id as it was given, unless all are ids from 0 up to `size`."""
+    is_wrong = keys >= np.uint64(size)
+    if is_wrong.any():
+        found = keys[is_wrong].view(np.int64)  # signed, as they were given
+        others = f" and {len(found) - 1:,} more like it" if len(found) > 1 else ""
+        raise TableError(
+            f"{whose}: ids must be 0 to {size - 1:,}, as its declared size (num_embeddings) is {size:,}; found "
+            f"{found[0]}{others}. Correct the ids, or declare a larger size. A table without one takes any 64-bit id."
+        )
+
+
 class KeyRange:
     """The same contract as KeyMap, for ids id = shard, shard + num_shards, ... below size; row = id // num_shards."""
 
     offset = 0
 
-    def __init__(self, num_words: int, max_bytes: int, size: int, shard: int, num_shards: int) -> None:
+    def __init__(self, table: str, num_words: int, max_bytes: int, size: int, shard: int, num_shards: int) -> None:
         self.width = num_words
+        self._table = table
         self._size, self._shard, self._num_shards = size, shard, num_shards
         self.num_row_numbers = max(0, -(-(size - shard) // num_shards))
         self.max_rows = self.num_row_numbers
@@ -59,9 +72,7 @@ class KeyRange:
         """Every key is below size and belongs to this server."""
         if not len(keys):
             return
-        largest = int(keys.max())
-        if largest >= self._size:
-            raise TableError(f"ids must be below the declared size {self._size:,}; found {largest:,}")
+        check_range(keys, self._size, f"table '{self._table}'")
         if self._num_shards > 1 and (keys % np.uint64(self._num_shards) != self._shard).any():
             raise TableError(
                 f"ids of this server leave the remainder {self._shard} when divided by {self._num_shards}; found "

@@ -223,6 +223,19 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return stop - start
 
 
+def differences(one: msgspec.Struct, other: msgspec.Struct, prefix: str = "") -> tuple[str, str]:
+    """The fields in which two descriptions differ, as each of them has it: ("dim=8, rule.lr=0.1", "dim=4, ...")."""
+    texts: list[tuple[str, str]] = []
+    for field in one.__struct_fields__:
+        a, b = getattr(one, field), getattr(other, field)
+        if type(a) is type(b) and isinstance(a, msgspec.Struct) and a != b:
+            texts.append(differences(a, b, f"{prefix}{field}."))
+        elif a != b:
+            texts.append((f"{prefix}{field}={a!r}", f"{prefix}{field}={b!r}"))
+    left, right = zip(*texts, strict=True) if texts else ((), ())
+    return ", ".join(left), ", ".join(right)
+
+
 def table_number(name: str) -> int:
     """How messages name a table. Clients and servers agree on it without asking each other."""
     return zlib.crc32(name.encode())

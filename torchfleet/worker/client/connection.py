@@ -64,12 +64,18 @@ class Connection:
         self._calls: dict[int, Call] = {}
         self._incarnation = 0
         self.num_retries = 0
+        self._is_closed = False
         self._heard = channel.now()
 
     def submit(
         self, command: Command, arrays: list[Array], flags: int = 0, once: bool = False, timeout: float | None = None
     ) -> Call:
         """Send a request; waits only while the window is full. `once`: applied once, however often it is sent."""
+        if self._is_closed:
+            raise FleetError(
+                f"{self._name}: {command.name} after the connection was closed, as fleet.stop_worker() does. Do what "
+                "needs servers before it."
+            )
         while len(self._calls) >= self._window or (once and self._next_sequence - self._floor() >= MAX_AHEAD):
             self._work()
         sequence = self._next_sequence if once else 0
@@ -113,6 +119,7 @@ class Connection:
         for call in self._calls.values():
             call.error = FleetError(f"{self._name}: closed before {Command(call.command).name} was answered")
         self._calls.clear()
+        self._is_closed = True
         self._channel.close()
 
     def _send(self, call: Call) -> None:

@@ -16,7 +16,6 @@ from torchfleet.tables.rows.row_statistics import NUM_PUSHED
 from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.lookup.bags import Bags
 from torchfleet.worker.lookup.foresight import Stamp
-from torchfleet.worker.lookup.sources import PullAhead
 
 Index = npt.NDArray[np.int32]
 
@@ -68,6 +67,16 @@ class BatchRows:
         if self._shows is not None:
             self._shows = np.concatenate([self._shows, np.zeros((num, NUM_PUSHED), np.float32)])
 
+    def copy_from(self, others: BatchRows, keys: Keys | None) -> Keys | None:
+        """Append the rows of these keys, which are new here, that `others` have; returns those they do not have."""
+        if keys is None or others is self:
+            return keys
+        index, missing = others.find(keys)
+        is_there = index >= 0
+        if is_there.any():
+            self.append(keys[is_there], others.values[index[is_there]], others.versions)
+        return missing
+
     def gradients(self) -> tuple[Keys, Floats] | None:
         """(keys, summed gradients) of the rows that took part in a backward pass, or None."""
         if self._grads is None:
@@ -100,28 +109,6 @@ class BatchRows:
             self._touched = np.zeros(len(self.keys), np.bool_)
             self._on_gradient(self)
         return self._grads.reshape(-1)
-
-
-class Batch:
-    """One batch's tensors, by their place in it, and its rows, by table.
-
-    Rows that were foreseen are pulled in one go at the first lookup, or before.
-    """
-
-    def __init__(self, tensors: dict[str, torch.Tensor], rows: dict[str, BatchRows]) -> None:
-        self.tensors, self.rows = tensors, rows
-        self.pointers = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
-        self.under_way: list[PullAhead] = []
-        self.is_pulled = not rows
-        self.is_entered = False  # the model was called with it: another call is another batch
-
-    def receive(self) -> None:
-        """Wait for the pulls under way, and take their rows in."""
-        for pull in self.under_way:
-            pulled = pull.result()
-            for table, values in pulled.rows.items():
-                self.rows[table].values, self.rows[table].versions = values, pulled.versions[table]
-        self.is_pulled = True
 
 
 class Lookup(torch.autograd.Function):

@@ -11,7 +11,10 @@ from torchfleet.worker.lookup.embedding import SparseEmbedding, SparseEmbeddingB
 
 
 def convert(model: torch.nn.Module) -> torch.nn.Module:
-    """Replace torch's sparse embeddings, in place, and give every SparseEmbedding a name. Returns the model."""
+    """Replace torch's sparse embeddings, in place; every SparseEmbedding gets its path, and a name if it has none.
+
+    Returns the model.
+    """
     if isinstance(model, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and model.sparse:
         raise ModelError("the model is itself a sparse embedding: put it into a module, so that it can be replaced")
     replaced: dict[int, SparseEmbedding] = {}  # by module: several may share one weight, each with its own padding
@@ -24,8 +27,9 @@ def convert(model: torch.nn.Module) -> torch.nn.Module:
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, replaced[id(module)])
     for path, module in model.named_modules():
-        if isinstance(module, SparseEmbedding) and module.name is None:
-            module.name = path
+        if isinstance(module, SparseEmbedding):
+            module.path = path
+            module.name = path if module.name is None else module.name
     return model
 
 

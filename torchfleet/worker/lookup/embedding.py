@@ -77,6 +77,7 @@ class SparseEmbedding(torch.nn.Module):
         self.entry, self.shrink = _policies(entry, shrink, num_embeddings)
         self.first_values: np.ndarray[Any, Any] | None = None  # of a converted torch embedding
         self.weight = torch.nn.Parameter(torch.empty(0, dim))
+        self.path = ""  # in its model, once it is part of a distributed one
         self._engine: Lookups | None = None
 
     def bind(self, engine: Lookups) -> None:

@@ -10,11 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchfleet.kernels.merge import sum_by_key
+from torchfleet.tables.rows.keyrange import check_range
 from torchfleet.tables.settings.policy import AdmissionEntry
 from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.lookup.bags import Bags
-from torchfleet.worker.lookup.batch_rows import Batch, BatchRows, Index, Lookup, PooledLookup
+from torchfleet.worker.lookup.batch_rows import BatchRows, Index, Lookup, PooledLookup
+from torchfleet.worker.lookup.current_batch import Batch, Thread
 from torchfleet.worker.lookup.foresight import (
     Foresight,
     is_no_padding,
@@ -40,7 +41,7 @@ class Engine:
     ) -> None:
         """`embeddings`: by table. `entries`: of the tables that keep shows, clicks or slots."""
         self._source, self._embeddings, self._entries = source, dict(embeddings), dict(entries or {})
-        self._own = threading.local()
+        self._own = Thread()
         self._count = threading.Lock()
         self.foresight = Foresight()
         self.num_lookups = 0
@@ -57,15 +58,26 @@ class Engine:
         batch = self._foresee(item)
         # A dataset's iterator says None if it would have to wait.
         ready = getattr(iterator, "ready", lambda: next(iterator, None))
-        while item is not _END:
-            following = ready()
-            next_batch = self._foresee(following)
-            self._own.batch = batch
-            yield item
-            if following is None:  # nothing to look ahead to while the last one was in use
-                following = next(iterator, _END)
+        current = None
+        try:
+            while item is not _END:
+                following = ready()
                 next_batch = self._foresee(following)
-            item, batch = following, next_batch
+                current = self._own.batch = batch
+                yield item
+                if following is None:  # nothing to look ahead to while the last one was in use
+                    following = next(iterator, _END)
+                    next_batch = self._foresee(following)
+                item, batch = following, next_batch
+        finally:  # of the loop, also where it is left early: its rows are not for a later one
+            if self._own.batch is current:
+                self._own.batch = None
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """From now on every call of this model is a batch: its lookups share one pull, and their rows."""
+        model.register_forward_pre_hook(lambda _, args, kwargs: self.enter([args, kwargs]), with_kwargs=True)
+        # Called also when the forward pass has failed.
+        model.register_forward_hook(lambda _, args, output: self._own.leave(), always_call=True)
 
     def enter(self, inputs: Any) -> None:
         """The model is called with these inputs: a new batch, unless prefetch brought it."""
@@ -73,16 +85,10 @@ class Engine:
         num = num_samples(inputs, tensors.values())
         with self._count:  # several threads count
             self.num_samples += num
-        current = self._current()
-        if (
-            current is None
-            or current.is_entered
-            or not any(tensor.untyped_storage().data_ptr() in current.pointers for tensor in tensors.values())
-        ):
+        current = self._own.batch
+        if current is None or current.is_entered or not any(current.holds(tensor) for tensor in tensors.values()):
             current = self._own.batch = Batch(tensors, self._expect(tensors))
-        else:
-            current.tensors.update(tensors)
-        current.is_entered = True
+        current.open(tensors)
 
     def lookup(
         self, table: str, weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | None, create: bool
@@ -113,43 +119,24 @@ class Engine:
         return out.to(slots[0].device)
 
     def take_gradients(self) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
-        """Gradients of all lookups since the last call, summed per key, and how fresh their rows were."""
-        pending: dict[str, list[BatchRows]] = {}
-        for table, rows in self._pending():
-            pending.setdefault(table, []).append(rows)
-        gradients, versions = {}, {}
-        for table, batches in pending.items():
-            found = [gradient for rows in batches if (gradient := rows.gradients()) is not None]
-            if found:
-                gradients[table] = self._put_together(table, found)
-                known = [rows.versions for rows in batches if rows.versions]  # none where no row was pulled
-                versions[table] = [min(seen) for seen in zip(*known, strict=True)]
-            for rows in batches:  # a later backward through the same graph starts anew
-                rows.drop_gradients()
-        self._pending().clear()
-        self._own.batch = None
-        return gradients, versions
+        """Gradients of all lookups since the last call, summed per key, and how fresh their rows were.
+
+        The step of this thread is over: its rows are not used again.
+        """
+        taken = self._own.gradients(self._entries)
+        self._own.end_step()
+        return taken
 
     def drop_gradients(self) -> None:
-        for _, rows in self._pending():
-            rows.drop_gradients()
-        self._pending().clear()
-
-    def _put_together(self, table: str, gradients: list[tuple[Keys, Floats]]) -> tuple[Keys, Floats]:
-        """Gradients of several batches; the server sums those that come with a slot, which is no amount."""
-        if len(gradients) == 1:
-            return gradients[0]
-        keys, grads = map(np.concatenate, zip(*gradients, strict=True))
-        return (keys, grads) if table in self._entries else sum_by_key(keys, grads)
+        self._own.drop_gradients()
 
     def _note_shows(
         self, table: str, rows: BatchRows, index: Index, offsets: Any, num_samples: int, by_slot: bool
     ) -> None:
         """Which keys were shown and clicked, by the slots of this batch that the table's entry names."""
-        entry, batch = self._entries[table], self._current()
-        assert batch is not None
+        entry, tensors = self._entries[table], self._own.tensors
         shows, clicks = (
-            values_of_slot(batch.tensors, name, num_samples, table) if name else np.zeros(num_samples, np.float32)
+            values_of_slot(tensors, name, num_samples, table) if name else np.zeros(num_samples, np.float32)
             for name in (entry.show, entry.click)
         )
         rows.note_shows(index, np.asarray(offsets, np.int64), by_slot, shows, clicks)
@@ -159,7 +146,7 @@ class Engine:
             return None
         tensors = dict(tensors_of(item, "batch"))
         batch = Batch(tensors, self._expect(tensors))
-        if self._source.pulls_ahead and batch.rows:
+        if self._source.pulls_ahead and batch.foreseen:
             self._send(batch)
         return batch
 
@@ -173,64 +160,81 @@ class Engine:
     def _send(self, batch: Batch) -> None:
         """One message per server, or two where some tables create rows and others do not."""
         keys: dict[bool, dict[str, Keys]] = {}
-        for table, rows in batch.rows.items():
-            create = torch.is_grad_enabled() and any(embedding.training for embedding in self._embeddings[table])
+        has_grad = batch.has_grad if batch.is_entered else torch.is_grad_enabled()
+        for table, rows in batch.foreseen.items():
+            self._check_range(table, rows.keys)
+            create = has_grad and any(embedding.training for embedding in self._embeddings[table])
             keys.setdefault(create, {})[table] = rows.keys
-        batch.under_way = [self._source.pull(wanted, create) for create, wanted in keys.items()]
+        batch.under_way = [(create, self._source.pull(wanted, create)) for create, wanted in keys.items()]
 
     def _find(
         self, table: str, slots: Sequence[torch.Tensor], padding_idx: int | None, create: bool
     ) -> tuple[BatchRows, Index]:
         """(the table's rows, the place of every id among them, or -1 for padding); ids of one slot after another.
 
-        Rows that were not foreseen are pulled now.
+        Rows that are not known, or no longer good, are pulled now.
         """
         for ids in slots:
             if ids.is_floating_point():
                 raise TypeError(f"table '{table}' expects integer ids, found {ids.dtype}")
         self.num_lookups += 1
-        batch = self._received()
-        rows = batch.rows.get(table)
-        if rows is None:
-            rows = batch.rows[table] = self._new_rows(table)
-        known = rows.known_index(stamp_of(slots)) if padding_idx is None else None
-        if known is not None:
-            return rows, known
+        self._receive()
+        known = self._own.known(table, slots, create)
+        for rows in known if padding_idx is None else []:
+            if (index := rows.known_index(stamp_of(slots))) is not None:
+                return rows, index
         keys = keys_of(slots)
         is_real = None if padding_idx is None else is_no_padding(keys, padding_idx)
         real_keys = keys if is_real is None else keys[is_real]
-        index, missing = rows.find(real_keys)
-        if missing is not None:
-            pulled = self._source.pull({table: missing}, create).result()
-            rows.append(missing, pulled.rows[table], pulled.versions[table])
-            index, _ = rows.find(real_keys)
-            self.foresight.learn(batch.tensors, table, slots, padding_idx)
+        for rows in known:
+            index, missing = rows.find(real_keys)
+            if missing is None:
+                return rows, index if is_real is None else _with_padding(index, is_real)
+        rows = self._growing(table, create)
+        if self._fill(table, rows, real_keys, known if create else [], create):
+            self.foresight.learn(self._own.tensors, table, slots, padding_idx)
+        index, _ = rows.find(real_keys)
         return rows, index if is_real is None else _with_padding(index, is_real)
 
-    def _received(self) -> Batch:
-        """The current batch, with the rows that were foreseen."""
-        batch = self._current()
-        if batch is None:
-            batch = self._own.batch = Batch({}, {})
-        if batch.is_pulled:
-            return batch
-        if not batch.under_way:
-            self._send(batch)
-        batch.receive()
-        return batch
+    def _fill(self, table: str, rows: BatchRows, keys: Keys, known: Sequence[BatchRows], create: bool) -> bool:
+        """Have all these keys in `rows`: those that are known are copied, others pulled. Returns whether any were."""
+        missing = rows.find(keys)[1]
+        for others in known:
+            missing = rows.copy_from(others, missing)
+        if missing is None:
+            return False
+        self._check_range(table, missing)
+        pulled = self._source.pull({table: missing}, create).result()
+        rows.append(missing, pulled.rows[table], pulled.versions[table])
+        return True
+
+    def _check_range(self, table: str, keys: Keys) -> None:
+        """Checked here, and not only on the servers: here it is known which modules ask."""
+        embeddings = self._embeddings[table]
+        size = embeddings[0].num_embeddings
+        if size is not None:
+            paths = " and ".join(f"'{embedding.path}'" for embedding in embeddings if embedding.path)
+            check_range(keys, size, f"table '{table}' (module {paths})" if paths else f"table '{table}'")
+
+    def _receive(self) -> None:
+        """The rows that were foreseen for the current batch are there."""
+        batch = self._own.batch
+        if batch is not None and batch.foreseen:
+            if not batch.under_way:
+                self._send(batch)
+            batch.receive()
+
+    def _growing(self, table: str, create: bool) -> BatchRows:
+        """Where a lookup puts the rows that it pulls."""
+        rows = self._own.growing(table, create)
+        if rows is None:
+            rows = self._new_rows(table)
+            self._own.keep(table, rows, create)
+        return rows
 
     def _new_rows(self, table: str) -> BatchRows:
-        pending = self._pending()  # of the thread that looks up, whichever thread runs backward
+        pending = self._own.pending  # of the thread that looks up, whichever thread runs backward
         return BatchRows(self._embeddings[table][0].dim, lambda rows: pending.append((table, rows)))
-
-    def _current(self) -> Batch | None:
-        return getattr(self._own, "batch", None)
-
-    def _pending(self) -> list[tuple[str, BatchRows]]:
-        if not hasattr(self._own, "pending"):
-            self._own.pending = []
-        pending: list[tuple[str, BatchRows]] = self._own.pending
-        return pending
 
 
 def _with_padding(index: Index, is_real: npt.NDArray[np.bool_]) -> Index:

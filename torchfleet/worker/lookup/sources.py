@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from torchfleet.errors import FleetError
 from torchfleet.worker.client.future import Pulled
 from torchfleet.worker.client.shard import Keys
 
@@ -13,6 +14,8 @@ class Embedding(Protocol):
     """A layer that looks rows up."""
 
     dim: int
+    num_embeddings: int | None  # ids are those from 0 up to it; None: any 64-bit id
+    path: str  # in its model; empty if it is the model
     training: bool
 
 
@@ -28,3 +31,15 @@ class Source(Protocol):
     pulls_ahead: bool  # rows may be asked for before the step before them has ended
 
     def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead: ...
+
+
+class NoRows:
+    """The source of a worker that has left its servers: every lookup is an error that says so."""
+
+    pulls_ahead = False
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead:
+        raise FleetError(self._reason)

@@ -65,6 +65,11 @@ class Communicator(ABC):
         client: Client = self._own.client
         return client
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that this worker has made so far, of all its threads."""
+        return self._num_steps
+
     def leave_thread(self) -> None:
         """A training thread has done its work."""
         if hasattr(self._own, "client"):

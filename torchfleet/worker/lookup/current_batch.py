@@ -1,0 +1,161 @@
+"""How long rows are good for: what a thread is at, which batch it computes with, and which step it trains for.
+
+Rows that were pulled for training are good until the thread's next step, as long as something holds them: the model's
+call, a prefetched batch, the autograd graph or gradients to be pushed. Rows that were pulled for prediction are good
+for the call of the model that asked for them. A lookup for prediction outside of a call pulls what it needs and keeps
+nothing: the servers may have changed since any earlier one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+
+from torchfleet.kernels.merge import sum_by_key
+from torchfleet.worker.client.shard import Floats, Keys
+from torchfleet.worker.lookup.batch_rows import BatchRows
+from torchfleet.worker.lookup.foresight import Stamp, stamp_of
+from torchfleet.worker.lookup.sources import PullAhead
+
+
+class Batch:
+    """One batch's tensors, by their place in it, and its rows.
+
+    Rows that were foreseen are pulled in one go at the first lookup, or before.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor], foreseen: dict[str, BatchRows]) -> None:
+        self.tensors, self.foreseen = tensors, foreseen
+        self.rows: dict[tuple[str, bool], BatchRows] = {}  # by table and whether they were pulled for training
+        self.under_way: list[tuple[bool, PullAhead]] = []
+        self.is_entered = False  # the model was called with it: another call is another batch
+        self.is_open = False  # the model is being called with it
+        self.has_grad = False  # it was called with gradients
+        self._pointers = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+        self._served: set[tuple[str, Stamp]] = set()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether this is a tensor of the batch, or a view of one."""
+        return tensor.untyped_storage().data_ptr() in self._pointers
+
+    def open(self, tensors: dict[str, torch.Tensor]) -> None:
+        """The model's call with these tensors begins."""
+        self.tensors.update(tensors)
+        self.is_entered = self.is_open = True
+        self.has_grad = torch.is_grad_enabled()
+
+    def receive(self) -> None:
+        """Wait for the pulls under way, and take their rows in."""
+        for create, pull in self.under_way:
+            pulled = pull.result()
+            for table, values in pulled.rows.items():
+                rows = self.rows[table, create] = self.foreseen[table]
+                rows.values, rows.versions = values, pulled.versions[table]
+        self.foreseen, self.under_way = {}, []
+
+    def may_serve(self, table: str, slots: Sequence[torch.Tensor]) -> bool:
+        """Whether its rows are good for a prediction: one of the call, or the first one of what was prefetched."""
+        if self.is_open:
+            return True
+        asked = table, stamp_of(slots)
+        if self.is_entered or asked in self._served or not all(self.holds(ids) for ids in slots):
+            return False
+        self._served.add(asked)
+        return True
+
+
+class Thread(threading.local):
+    """What the thread that asks is at."""
+
+    def __init__(self) -> None:
+        self.batch: Batch | None = None
+        self.pending: list[tuple[str, BatchRows]] = []  # gradients that wait for the step
+        # Weak: a step may never come, and rows that no graph leads back to will not be asked for a gradient.
+        self._step: dict[str, list[weakref.ref[BatchRows]]] = {}
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those of the batch; none outside of one."""
+        return {} if self.batch is None else self.batch.tensors
+
+    def leave(self) -> None:
+        """The model's call has ended: what it pulled for training stays with the step, and nothing else stays."""
+        batch = self.batch
+        if batch is None:  # a step was made inside of the call
+            return
+        for (table, create), rows in batch.rows.items():
+            if create:
+                self._keep_for_step(table, rows)
+        batch.rows, batch.foreseen, batch.under_way, batch.is_open = {}, {}, [], False
+
+    def gradients(self, wide: Collection[str]) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
+        """By table: (keys, gradients summed per key) of what is pending, and how fresh the rows were.
+
+        `wide`: tables whose gradients have show, click and slot behind them.
+        """
+        pending: dict[str, list[BatchRows]] = {}
+        for table, rows in self.pending:
+            pending.setdefault(table, []).append(rows)
+        gradients, versions = {}, {}
+        for table, batches in pending.items():
+            found = [gradient for rows in batches if (gradient := rows.gradients()) is not None]
+            if found:
+                gradients[table] = _put_together(found, table in wide)
+                known = [rows.versions for rows in batches if rows.versions]  # none where no row was pulled
+                versions[table] = [min(seen) for seen in zip(*known, strict=True)]
+        return gradients, versions
+
+    def drop_gradients(self) -> None:
+        """A later backward pass through the same graph starts anew."""
+        for _, rows in self.pending:
+            rows.drop_gradients()
+        self.pending.clear()
+
+    def end_step(self) -> None:
+        """Rows of this step are of no use to the next one."""
+        self.drop_gradients()
+        self._step.clear()
+        self.batch = None
+
+    def known(self, table: str, slots: Sequence[torch.Tensor], create: bool) -> list[BatchRows]:
+        """Rows that a lookup may use as they are, the batch's first, then those of earlier lookups of the step."""
+        batch = self.batch
+        if create:
+            own = [] if batch is None else [batch.rows.get((table, True))]
+            found = [*own, *(there() for there in reversed(self._step.get(table, [])))]
+        elif batch is not None and batch.may_serve(table, slots):
+            found = [batch.rows.get((table, True)), batch.rows.get((table, False))]
+        else:
+            found = []
+        return [rows for rows in found if rows is not None]
+
+    def growing(self, table: str, create: bool) -> BatchRows | None:
+        """The batch's rows, to which a lookup adds those that it had to pull; None if it is to begin new ones."""
+        batch = self.batch
+        return batch.rows.get((table, create)) if batch is not None and (batch.is_open or create) else None
+
+    def keep(self, table: str, rows: BatchRows, create: bool) -> None:
+        """New rows were begun for a lookup: remembered if another one may use them."""
+        batch = self.batch
+        if batch is not None and (batch.is_open or (create and not batch.is_entered)):
+            batch.rows[table, create] = rows
+        elif create:
+            self._keep_for_step(table, rows)
+
+    def _keep_for_step(self, table: str, rows: BatchRows) -> None:
+        alive = [there for there in self._step.get(table, []) if there() is not None]
+        self._step[table] = [*alive, weakref.ref(rows)]
+
+
+def _put_together(gradients: list[tuple[Keys, Floats]], is_wide: bool) -> tuple[Keys, Floats]:
+    """Gradients of several lookups or batches; the server sums those that come with a slot, which is no amount."""
+    if len(gradients) == 1:
+        return gradients[0]
+    width = max(grads.shape[1] for _, grads in gradients)  # those of eval mode come without show, click and slot
+    keys = np.concatenate([keys for keys, _ in gradients])
+    grads = np.concatenate([np.pad(grads, ((0, 0), (0, width - grads.shape[1]))) for _, grads in gradients])
+    return (keys, grads) if is_wide else sum_by_key(keys, grads)
