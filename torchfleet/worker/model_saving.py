@@ -27,6 +27,7 @@ from torchfleet.checkpoint.manifest import (
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
 from torchfleet.worker.client.client import Client
+from torchfleet.worker.lookup.dense_group import BytesGroup
 from torchfleet.worker.lookup.plan import Plan
 
 Kind = Literal["full", "delta", "inference"]
@@ -99,12 +100,18 @@ def _check_base(storage: Storage, before: Manifest | None, plan: Plan) -> None:
         raise CheckpointError(f"a delta needs a full save in {storage.path}, and there is {found}: use mode=0")
     known = {table.name: _shape(table) for table in before.tables}
     now = {table.name: _shape(table) for table in _tables(plan, [], True)}
-    for name in sorted(set(known) | set(now)):
+    for name in sorted((set(known) | set(now)) - _new_bytes(before, plan)):
         if known.get(name) != now.get(name):
             raise CheckpointError(
                 f"table '{name}' is not what it was at the save in {storage.path} ({known.get(name)}, and now "
                 f"{now.get(name)}): a delta cannot continue it. Make a full save (mode=0)."
             )
+
+
+def _new_bytes(before: Manifest, plan: Plan) -> set[str]:
+    """The table of tensors that are not float32, if the chain was begun by a release that had none: it is whole in
+    every save."""
+    return {group.spec.name for group in plan.fixed if isinstance(group, BytesGroup)} - {t.name for t in before.tables}
 
 
 def _shape(table: Table) -> tuple[Any, ...]:
