@@ -23,6 +23,7 @@ from torchfleet.tables.settings.policy import Shrink
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
 from torchfleet.worker.lookup.engine import Engine
+from torchfleet.worker.lookup.sample_count import SampleCount
 from torchfleet.worker.model_saving import Kind, save_model
 from torchfleet.worker.modes.asynchronous import Async
 from torchfleet.worker.modes.communicator import Communicator, HalfAsync, Sync
@@ -157,13 +158,18 @@ class WorkerRole:
     def _communicator(self) -> Communicator:
         plan, configs, mode = self._plan, self.strategy.a_sync_configs, self.strategy.mode
         if mode == "sync":
-            return Sync(self.client, plan, self._connect, self.strategy.sync_timeout)
+            return Sync(self.client, plan, self._connect, self.strategy.sync_timeout, self._samples())
         if mode == "half_async":
             return HalfAsync(self.client, plan, self._connect)
         if mode == "async":
             return Async(self.client, plan, self._connect, configs)
         step = self._optimizer.step_locally
         return Geo(self.client, plan, self._connect, configs["k_steps"], self.info.num_workers, step)
+
+    def _samples(self) -> SampleCount | None:
+        """For steps that are weighted by samples; one worker's gradient is the mean."""
+        is_weighted = self.strategy.sync_mean == "samples" and self.info.num_workers > 1
+        return SampleCount(self.model, self.info.worker_index) if is_weighted else None
 
     def _bind(self) -> None:
         for group in self._plan.sparse.values():
