@@ -145,6 +145,7 @@ def init_server(dirname: str | None = None, var_names: list[str] | None = None) 
     """Make this server's tables; from a saved model if `dirname` is given: all of it, or what `var_names` names.
 
     Names are those of sparse tables and of dense parameters. The model may have been saved by any number of servers.
+    In one process, whose servers are within the worker, init_worker then loads it.
     """
     _get_job().init_server(dirname, var_names)
 

@@ -17,6 +17,7 @@ from torchfleet.net.transport import InProcess
 from torchfleet.net.wire import Role
 from torchfleet.server.server import Server
 from torchfleet.server.table_loading import load_model
+from torchfleet.storage import Storage
 from torchfleet.tables.rows.row_statistics import is_pushed
 from torchfleet.tables.settings.clock import MAX_TIME
 from torchfleet.tables.settings.policy import Shrink
@@ -24,12 +25,13 @@ from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
 from torchfleet.worker.lookup.engine import Engine
 from torchfleet.worker.lookup.sample_count import SampleCount
-from torchfleet.worker.model_saving import Kind, save_model
+from torchfleet.worker.model_saving import Kind, save_model, tell_of_replacing
 from torchfleet.worker.modes.asynchronous import Async
 from torchfleet.worker.modes.communicator import Communicator, HalfAsync, Sync
 from torchfleet.worker.modes.geo import Geo
 from torchfleet.worker.modes.whole_tables import WholeTables
 from torchfleet.worker.peers import Workers
+from torchfleet.worker.schedule_watch import ScheduleWatch
 
 
 class WorkerRole:
@@ -47,6 +49,7 @@ class WorkerRole:
         self._started = time.monotonic()
         self._reported: dict[str, float] = {}
         self._left = False
+        self._saved_to: set[str] = set()
         self._passes: Counter[str] = Counter()  # over shared lists of files, by name
         wait_for_servers(self.client)
         if dirname is not None:
@@ -57,6 +60,7 @@ class WorkerRole:
         modules = {name: group.modules for name, group in self._plan.sparse.items()}
         self.engine = Engine(self.communicator, modules, pushed)
         self._status = StatusFile(self.info.status_file, self._status_now)
+        self._schedules = self._watch(setup.global_schedulers)
         self._bind()
         self.communicator.start()
         self._status.write(now=True)
@@ -101,7 +105,12 @@ class WorkerRole:
     def save(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None = None) -> Manifest:
         """Save the model as it is with the servers, this worker's gradients included."""
         self.communicator.flush()
-        return save_model(self.client, self._plan, dirname, self.strategy.sync_timeout, kind, extra)
+        if not self.info.restart:  # one that was started again does not know what it saved before
+            known = {*self._saved_to, *(server["model"] for server in self.client.stats())}
+            tell_of_replacing(dirname, kind, known)
+        saved = save_model(self.client, self._plan, dirname, self.strategy.sync_timeout, kind, extra)
+        self._saved_to.add(Storage(dirname).path)
+        return saved
 
     def shrink(self, table: str | None, policy: Shrink) -> dict[str, int]:
         self.communicator.flush()
@@ -171,6 +180,11 @@ class WorkerRole:
         is_weighted = self.strategy.sync_mean == "samples" and self.info.num_workers > 1
         return SampleCount(self.model, self.info.worker_index) if is_weighted else None
 
+    def _watch(self, wrapped: Sequence[Any]) -> ScheduleWatch | None:
+        """Geo is the one mode in which a worker's steps are not those of the job."""
+        is_geo = self.strategy.mode == "geo" and self.info.num_workers > 1
+        return ScheduleWatch(self._optimizer, self.info.num_workers, wrapped) if is_geo else None
+
     def _bind(self) -> None:
         for group in self._plan.sparse.values():
             for module in group.modules:
@@ -179,7 +193,12 @@ class WorkerRole:
             lambda model, args, kwargs: self.engine.enter([args, kwargs]), with_kwargs=True
         )
         self._optimizer.bind(self.engine, self.communicator)
-        self._optimizer.after_step = self._status.write
+        self._optimizer.after_step = self._step_made
+
+    def _step_made(self) -> None:
+        self._status.write()
+        if self._schedules is not None:
+            self._schedules.step_made()
 
     def _status_now(self) -> dict[str, Any]:
         seconds = max(1e-9, time.monotonic() - self._started)

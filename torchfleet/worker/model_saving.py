@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -66,6 +67,23 @@ def save_model(
         extra=kept,
     )
     return _commit(storage, manifest, before if kind == "delta" else None)
+
+
+def tell_of_replacing(dirname: str, kind: Kind, known: Collection[str]) -> None:
+    """Say on stderr that a save replaces a model to go on from that this job has neither loaded nor saved.
+
+    `known`: the folders that it has. The usual reason: only the servers' part of the script was told to load.
+    """
+    storage = Storage(dirname)
+    before = _present(storage) if kind != "delta" and storage.path not in known else None
+    if before is not None and before.kind == "full":
+        print(
+            f"{storage.path} holds save {before.number}, and this job did not start from it: the new save replaces "
+            "it. To go on from a saved model, give its folder to fleet.init_server(dirname) and "
+            "fleet.init_worker(dirname).",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _commit(storage: Storage, manifest: Manifest, before: Manifest | None) -> Manifest:
