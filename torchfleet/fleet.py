@@ -236,9 +236,12 @@ def workers() -> Workers:
     return _get_worker().workers()
 
 
-def gather(name: str, data: bytes) -> list[bytes]:
-    """What every worker brought, in their order; in a process without a fleet, just this."""
-    return [data] if _job is None else _job.gather(name, data)
+def gather(name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
+    """What everyone in `comm_world` brought, in their order: worker, server, or all (workers first).
+
+    In a process without a fleet, just this.
+    """
+    return [data] if _job is None else _job.gather(name, data, comm_world)
 
 
 def begin_prediction(model: torch.nn.Module, dirname: str | None, var_names: list[str] | None) -> None:

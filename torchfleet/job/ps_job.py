@@ -10,7 +10,7 @@ import torch
 from torchfleet.errors import FleetError
 from torchfleet.job.job_setup import JobSetup
 from torchfleet.job.printing import configuration, summary, tables
-from torchfleet.job.server_role import ServerRole
+from torchfleet.job.server_role import ServerRole, meeting_name
 from torchfleet.job.worker_role import WorkerRole
 from torchfleet.role import SERVER, RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
@@ -134,14 +134,24 @@ class ParameterServerJob(JobSetup):
     def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
         return self.worker.engine.prefetch(loader)
 
-    def gather(self, name: str, data: bytes) -> list[bytes]:
-        """What every worker brought, in their order; in one local process also before init_worker."""
-        if self._worker is None:
-            if not self.info.is_local:
-                raise FleetError("the workers meet after fleet.init_worker(), and servers do not meet at all")
+    def gather(self, name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
+        """What everyone in `comm_world` brought, in their order; in one local process also before init_worker."""
+        if self.info.is_local and (self._worker is None or comm_world != "worker"):
             return [data]
+        if comm_world not in ("all", self.info.role):
+            raise FleetError(
+                f"comm_world='{comm_world}' is for {comm_world}s, and this process is a {self.info.role}: ask "
+                "fleet.is_server() first, or use comm_world='all' on every process"
+            )
+        if self.info.role == SERVER:
+            if self._server is None:
+                raise FleetError("servers meet between fleet.init_server() and fleet.run_server(): call it there")
+            return self._server.gather(name, data, comm_world)
+        if self._worker is None:
+            raise FleetError("workers meet after fleet.init_worker(): call it there")
+        num_servers = self.info.num_servers if comm_world == "all" else 0
         with self._worker.workers() as all_workers:
-            return all_workers.gather(name, data)
+            return all_workers.gather(meeting_name(name, comm_world, self.info), data, num_servers)
 
     def report(self, metrics: dict[str, float]) -> None:
         self.worker.report(metrics)
