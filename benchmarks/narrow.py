@@ -15,10 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import psutil
 
-from benchmarks.timing import interleave, rate, report, say
+from benchmarks.timing import interleave, log, rate, report
 from torchfleet.server.process import ServerProcess
 from torchfleet.tables import rowstore
-from torchfleet.tables.rules import num_states
 from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.tables.sparse_table import SparseTable
 from torchfleet.worker.client.client import Client
@@ -48,12 +47,12 @@ def spec(dim: int, rule: str) -> TableSpec:
 
 def payload(table: TableSpec) -> int:
     """Bytes of a row: key, value, state."""
-    return 8 + 4 * table.dim * (1 + num_states(table.rule))
+    return 8 + 4 * table.dim * (1 + int(table.num_states))
 
 
 def measure_memory(chosen: argparse.Namespace, table: TableSpec) -> dict[str, float]:
     """From empty to all rows; memory after every request of the second half."""
-    say(f"growing {table.name} to {chosen.rows:,} rows")
+    log(f"growing {table.name} to {chosen.rows:,} rows")
     waits, ratios = [], [0.0]
     with ServerProcess("tcp://127.0.0.1:0") as server, Client.connect([server.endpoint], window=1) as client:
         process = psutil.Process(server.pid)
@@ -84,20 +83,23 @@ def measure_speed(chosen: argparse.Namespace, spec: TableSpec) -> dict[str, floa
     packed = SparseTable(spec, 1 << 36)
     with mock.patch.object(rowstore, "PACKED_BYTES", 0):
         beside = SparseTable(spec, 1 << 36)
-    say(f"filling {spec.name} twice")
+    log(f"filling {spec.name} twice")
     every_key = rng.permutation(chosen.rows).astype(np.uint64)
     for table in (packed, beside):
         for start in range(0, chosen.rows, 100_000):
             table.pull(every_key[start : start + 100_000])
 
-    def pull(table: SparseTable) -> float:
-        return rate(chosen.batch * len(batches), lambda: [table.pull(keys) for keys in batches])
+    def pull(table: SparseTable) -> None:
+        for keys in batches:
+            table.pull(keys)
 
-    def push(table: SparseTable) -> float:
-        return rate(chosen.batch * len(batches), lambda: [table.push(keys, grads) for keys in batches])
+    def push(table: SparseTable) -> None:
+        for keys in batches:
+            table.push(keys, grads)
 
+    num = chosen.batch * len(batches)
     contenders = {
-        f"{spec.name}_{act.__name__}_{name}_keys_per_s": partial(act, table)
+        f"{spec.name}_{act.__name__}_{name}_keys_per_s": partial(rate, num, partial(act, table))
         for act in (pull, push)
         for name, table in (("packed", packed), ("beside", beside))
     }

@@ -7,7 +7,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -16,7 +16,7 @@ def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def interleave(rounds: int, contenders: dict[str, Callable[[], float]]) -> dict[str, float]:
+def interleave(rounds: int, contenders: Mapping[str, Callable[[], float]]) -> dict[str, float]:
     """Median of each contender over `rounds`, taken in turns (A B A B ...), so that drift hits all alike."""
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds):

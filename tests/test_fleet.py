@@ -237,10 +237,16 @@ def test_functions_of_the_other_role_say_whose_they_are() -> None:
 
 
 def test_server_functions_on_a_worker_say_whose_they_are() -> None:
-    fleet.init()
+    fleet.init(fleet.UserDefinedRoleMaker(0, "worker", 1, ["127.0.0.1:1"]))
     with pytest.raises(FleetError, match=r"init_server is for servers, and this process is a worker.*is_server"):
         fleet.init_server()
     with pytest.raises(FleetError, match=r"init_server\(\) before"):
+        fleet.run_server()
+
+
+def test_in_one_process_there_is_no_server_to_run() -> None:
+    fleet.init()
+    with pytest.raises(FleetError, match=r"servers are within the worker.*init_worker\(\)"):
         fleet.run_server()
 
 

@@ -381,7 +381,7 @@ class TestFacade:
             fleet.init(PaddleCloudRoleMaker(is_collective=True, environment={}))
 
     def test_a_worker_cannot_do_what_servers_do(self, fleet: Any) -> None:
-        fleet.init()
+        fleet.init(UserDefinedRoleMaker(0, "worker", 3, SERVERS.split(",")))
         with pytest.raises(FleetError, match=r"init_server is for servers.*is_server\(\)"):
             fleet.init_server()
         with pytest.raises(FleetError, match=r"init_server\(\) before"):

@@ -145,6 +145,7 @@ def init_server(dirname: str | None = None, var_names: list[str] | None = None) 
     """Make this server's tables; from a saved model if `dirname` is given: all of it, or what `var_names` names.
 
     Names are those of sparse tables and of dense parameters. The model may have been saved by any number of servers.
+    In one process, whose servers are within the worker, init_worker then loads it.
     """
     _get_job().init_server(dirname, var_names)
 
@@ -235,9 +236,12 @@ def workers() -> Workers:
     return _get_worker().workers()
 
 
-def gather(name: str, data: bytes) -> list[bytes]:
-    """What every worker brought, in their order; in a process without a fleet, just this."""
-    return [data] if _job is None else _job.gather(name, data)
+def gather(name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
+    """What everyone in `comm_world` brought, in their order: worker, server, or all (workers first).
+
+    In a process without a fleet, just this.
+    """
+    return [data] if _job is None else _job.gather(name, data, comm_world)
 
 
 def begin_prediction(model: torch.nn.Module, dirname: str | None, var_names: list[str] | None) -> None:

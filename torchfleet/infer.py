@@ -6,11 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchfleet import fleet
-from torchfleet.checkpoint.manifest import Manifest, read_manifest
+from torchfleet.checkpoint.manifest import Manifest, Parameter, read_manifest
 from torchfleet.checkpoint.part_reader import load_sparse, read_dense
+from torchfleet.checkpoint.saved_parameters import check_kind, without_lost
 from torchfleet.collective.checkpoint.collective_manifest import is_collective
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
@@ -20,6 +22,7 @@ from torchfleet.tables.sparse_table import SparseTable
 from torchfleet.worker.client.future import Pulled, Ready
 from torchfleet.worker.client.shard import Keys
 from torchfleet.worker.lookup.conversion import convert, sparse_embeddings
+from torchfleet.worker.lookup.dense_group import type_of, write_words
 from torchfleet.worker.lookup.engine import Engine
 
 
@@ -70,30 +73,41 @@ def _table(storage: Storage, manifest: Manifest, module: Any) -> SparseTable:
 
 
 def _load_parameters(storage: Storage, manifest: Manifest, model: torch.nn.Module) -> None:
-    """Dense parameters and float buffers by their names; every one of the model must be there."""
-    saved: dict[str, np.ndarray[Any, Any]] = {}
+    """Parameters and buffers by their names; every one of the model must be there, as it was saved."""
+    saved: dict[str, tuple[Parameter, npt.NDArray[np.float32]]] = {}
     for table in manifest.tables:
         if table.kind == "dense":
             values = read_dense(storage, manifest, table)[0]
             for parameter in table.parameters:
-                size = int(np.prod(parameter.shape, dtype=np.int64))
-                saved[parameter.name] = values[parameter.start : parameter.start + size].reshape(parameter.shape)
-    wanted = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    wanted = {name: tensor for name, tensor in wanted.items() if tensor.numel() and tensor.dtype == torch.float32}
-    missing = sorted(set(wanted) - set(saved))
+                saved[parameter.name] = parameter, values[parameter.start : parameter.start + parameter.size]
+    tensors = _tensors(model)
+    wanted = [Parameter(name, list(tensor.shape), 0, type_of(tensor)) for name, tensor in tensors.items()]
+    wanted = without_lost(storage, manifest, wanted)
+    missing = sorted({parameter.name for parameter in wanted} - set(saved))
     if missing:
         raise CheckpointError(
             f"{storage.path} has no parameter {', '.join(missing)}; it has {', '.join(sorted(saved))}. Load it into "
             "the model that it was saved from."
         )
+    for parameter in wanted:
+        known, values = saved[parameter.name]
+        check_kind(parameter, known)
+        _write(tensors[parameter.name], values, parameter.name)
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a save has: all that a state_dict has, and float32 buffers that it does not."""
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    kept = model.state_dict()
+    return {n: tensor for n, tensor in found.items() if tensor.numel() and (tensor.dtype == torch.float32 or n in kept)}
+
+
+def _write(tensor: torch.Tensor, values: npt.NDArray[np.float32], name: str) -> None:
+    if tensor.dtype != torch.float32:
+        write_words(tensor, values, name)
+        return
     with torch.no_grad():
-        for name, tensor in wanted.items():
-            if tuple(saved[name].shape) != tuple(tensor.shape):
-                raise CheckpointError(
-                    f"parameter '{name}' was saved with shape {tuple(saved[name].shape)}, and the model has "
-                    f"{tuple(tensor.shape)}"
-                )
-            tensor.copy_(torch.from_numpy(saved[name].copy()))
+        tensor.copy_(torch.from_numpy(values.copy()).view(tensor.shape))
 
 
 class DistributedInfer:

@@ -1,4 +1,8 @@
-"""fleet.util: reductions, gathers and barriers among workers, file shards, and printing on one worker."""
+"""fleet.util: reductions, gathers and barriers among workers, servers or all, file shards, printing on one worker.
+
+`comm_world` says who takes part: "worker" (after fleet.init_worker), "server" (between fleet.init_server and
+fleet.run_server), or "all" (each at its place; in what is gathered, workers come first). All of them must call it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ import torch
 from torchfleet import fleet
 from torchfleet.errors import FleetError
 
+_WORLDS = ("worker", "server", "all")
 _MODES = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
@@ -22,7 +27,7 @@ def get_file_shard(files: Sequence[str]) -> list[str]:
 
 
 def all_reduce(input: Any, mode: str = "sum", comm_world: str = "worker") -> Any:
-    """The elementwise sum, maximum or minimum over all workers: a number, an array or a tensor, as it was given."""
+    """The elementwise sum, maximum or minimum over `comm_world`: a number, an array or a tensor, as it was given."""
     _check_world(comm_world)
     if mode not in _MODES:
         raise FleetError(f"all_reduce: mode must be one of {', '.join(_MODES)}, found {mode!r}")
@@ -32,7 +37,7 @@ def all_reduce(input: Any, mode: str = "sum", comm_world: str = "worker") -> Any
     if mode == "sum" and array.dtype.kind == "b":
         raise FleetError("all_reduce: give numbers to sum up, not True and False: int(flag)")
     brought = fleet.gather(
-        "all_reduce", msgspec.msgpack.encode([mode, array.dtype.str, list(array.shape), array.tobytes()])
+        "all_reduce", msgspec.msgpack.encode([mode, array.dtype.str, list(array.shape), array.tobytes()]), comm_world
     )
     parts = [msgspec.msgpack.decode(part, type=tuple[str, str, list[int], bytes]) for part in brought]
     if any(part[:3] != parts[0][:3] for part in parts):
@@ -47,20 +52,23 @@ def all_reduce(input: Any, mode: str = "sum", comm_world: str = "worker") -> Any
 
 
 def all_gather(input: Any, comm_world: str = "worker") -> list[Any]:
-    """What every worker gave, in their order: numbers, text, lists and dicts of them."""
+    """What everyone in `comm_world` gave, in their order: numbers, text, lists and dicts of them."""
     _check_world(comm_world)
     try:
         _check_plain(input)
         own = msgspec.msgpack.encode(input)
     except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
         raise FleetError(f"all_gather: numbers, text, lists and dicts can be sent; {error}") from None
-    return [msgspec.msgpack.decode(part) for part in fleet.gather("all_gather", own)]
+    return [msgspec.msgpack.decode(part) for part in fleet.gather("all_gather", own, comm_world)]
 
 
 def barrier(comm_world: str = "worker") -> None:
-    """Wait for all other workers."""
+    """Wait for all others in `comm_world`."""
     _check_world(comm_world)
-    fleet.barrier_worker()
+    if comm_world == "worker":
+        fleet.barrier_worker()
+    else:
+        fleet.gather("barrier", b"", comm_world)
 
 
 def print_on_rank(message: str, rank_id: int) -> None:
@@ -70,8 +78,8 @@ def print_on_rank(message: str, rank_id: int) -> None:
 
 
 def _check_world(comm_world: str) -> None:
-    if comm_world != "worker":
-        raise FleetError(f"comm_world must be 'worker' (servers take no part in this), found {comm_world!r}")
+    if comm_world not in _WORLDS:
+        raise FleetError(f"comm_world must be one of {', '.join(map(repr, _WORLDS))}, found {comm_world!r}")
 
 
 def as_array(value: Any) -> npt.NDArray[Any]:

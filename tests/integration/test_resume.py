@@ -146,10 +146,12 @@ def test_an_interruption_changes_nothing(rule: str, folder: str) -> None:
     servers = Loaded(Model, rule, 3, 2, folder)
     found = jobs.run(second, Model, optimizer, num_workers=2, servers=servers)
     wanted = as_floats(expected.servers.servers)
-    wanted.pop("dense.fixed")  # buffers live on workers
     seen = as_floats(servers.servers)
-    seen.pop("dense.fixed")
+    for name in ("dense.fixed", "dense.bytes"):  # buffers live on workers
+        wanted.pop(name)
+        seen.pop(name)
     assert_close(seen, wanted)
+    assert found.parts[0].model.norm.num_batches_tracked == 8
     for name in ("running_mean", "running_var"):
         assert torch.allclose(
             getattr(found.parts[0].model.norm, name), getattr(expected.parts[0].model.norm, name), atol=1e-6
@@ -485,6 +487,59 @@ def test_names_that_were_not_saved_are_refused(folder: str) -> None:
         Loaded(Model, "adam", 1, dirname=folder, var_names=["wrods", "items", "hiden.weight"])
     with pytest.raises(CheckpointError, match="expected a list of names, found the single 'items'"):
         Loaded(Model, "adam", 1, dirname=folder, var_names="items")
+
+
+@pytest.mark.parametrize("names", [None, ["words"]])
+@pytest.mark.parametrize("told", [False, True])
+def test_init_server_alone_resumes_in_one_process(told: bool, names: list[str] | None, folder: str) -> None:
+    """A script that says to the servers what to load goes on from it wherever it runs."""
+    saved = save_local(folder)
+    torch.manual_seed(7)
+    fleet.init()
+    model = fleet.distributed_model(Model())
+    fleet.distributed_optimizer(make_optimizer("adam", model))
+    fleet.init_server(folder, names)
+    fleet.init_worker(*((folder, names) if told else ()))
+    found = values(model)
+    assert np.array_equal(found["words"], saved["words"])
+    assert np.array_equal(found["hidden.weight"], saved["hidden.weight"]) == (names is None)
+    fleet.stop_worker()
+
+
+def test_in_one_process_two_different_models_to_load_are_refused(folder: str) -> None:
+    save_local(folder)
+    fleet.init()
+    with pytest.raises(FleetError, match=r"call fleet\.distributed_model"):
+        fleet.init_server(folder)
+    model = fleet.distributed_model(Model())
+    fleet.distributed_optimizer(make_optimizer("adam", model))
+    fleet.init_server(folder)
+    with pytest.raises(FleetError, match=r"init_worker was told to load 'other'.*init_server .*give both the same"):
+        fleet.init_worker("other")
+    fleet.init_worker()
+    with pytest.raises(FleetError, match=r"fleet\.init_server comes before fleet\.init_worker"):
+        fleet.init_server(folder)
+    fleet.stop_worker()
+
+
+def test_a_save_that_replaces_a_model_which_was_not_loaded_says_so(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "holds save 1, and this job did not start from it"
+    save_local(folder)
+    assert "did not start from it" not in capsys.readouterr().err
+    with local(Model, dirname=folder):
+        fleet.save_persistables(folder)
+        fleet.save_persistables(folder)
+    assert "did not start from it" not in capsys.readouterr().err
+    with local(Model):
+        fleet.save_persistables(folder)
+        fleet.save_persistables(folder)
+    error = capsys.readouterr().err
+    assert error.count("holds save 3, and this job did not start from it") == 1
+    assert f"{folder} holds" in error
+    assert "fleet.init_worker(dirname)" in error
+    assert text not in error
 
 
 @pytest.mark.parametrize("init", [fleet.init_worker, fleet.init_server])

@@ -19,7 +19,8 @@ from torchfleet.server.table_loading import load_model
 from torchfleet.tables.settings.spec import TableSpec
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
-from torchfleet.worker.lookup.plan import DenseGroup, Plan, SparseGroup
+from torchfleet.worker.lookup.dense_group import DenseGroup
+from torchfleet.worker.lookup.plan import Plan, SparseGroup
 from torchfleet.worker.model_saving import Kind, save_model
 
 MAX_TABLE_BYTES = 1 << 24

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from torchfleet.checkpoint.byte_words import to_numbers
 from torchfleet.checkpoint.manifest import Parameter, Table, read_manifest
 from torchfleet.checkpoint.matching import Difference, Rows, Show, compare_elements, match
 from torchfleet.checkpoint.part_reader import read_dense, read_part
@@ -43,11 +45,14 @@ class Comparison(msgspec.Struct):
     tables: dict[str, TableDifference]
     parameters: dict[str, Difference]
     shapes: dict[str, tuple[list[int], list[int]]]  # of parameters that have one shape in A and another in B
+    types: dict[str, tuple[str, str]] = {}  # of parameters that have one type in A and another in B
 
     @property
     def is_equal(self) -> bool:
         found: list[TableDifference | Difference] = [*self.tables.values(), *self.parameters.values()]
-        return not (self.only_in_a or self.only_in_b or self.shapes) and all(difference.is_none for difference in found)
+        return not (self.only_in_a or self.only_in_b or self.shapes or self.types) and all(
+            difference.is_none for difference in found
+        )
 
 
 class Model:
@@ -69,8 +74,7 @@ class Model:
         table, parameter = self.parameters[name]
         if self._block is None or self._block[0] != table.name:
             self._block = table.name, read_dense(self.storage, self.manifest, table)
-        size = int(np.prod(parameter.shape, dtype=np.int64))
-        return self._block[1][:, parameter.start : parameter.start + size]
+        return self._block[1][:, parameter.start : parameter.start + parameter.size]
 
     def rows(self, table: str, of_candidates: bool = False) -> Rows:
         return Rows(self.storage, self.manifest, table, of_candidates)
@@ -104,12 +108,30 @@ def compare(a: str, b: str, max_bytes: int | None = None, show: Show = lambda te
             made.tables[name] = _compare_tables(first, second, name, budget, show)
     for name in first.parameters:
         if name in second.parameters:
-            shapes = first.parameters[name][1].shape, second.parameters[name][1].shape
-            if shapes[0] != shapes[1]:
-                made.shapes[name] = shapes
+            one, other = first.parameters[name][1], second.parameters[name][1]
+            if one.shape != other.shape:
+                made.shapes[name] = one.shape, other.shape
+            elif one.dtype != other.dtype:
+                made.types[name] = one.dtype, other.dtype
             else:
-                made.parameters[name] = compare_elements(first.parameter(name), second.parameter(name))
+                compare_values = compare_elements if one.dtype == "float32" else partial(_compare_words, one)
+                made.parameters[name] = compare_values(first.parameter(name), second.parameter(name))
     return made
+
+
+def _compare_words(parameter: Parameter, a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> Difference:
+    """Of a tensor that is kept as its bytes: bit by bit, a value that is no number being infinitely far from others."""
+    kind = parameter.dtype, parameter.shape, parameter.name
+    x, y = to_numbers(a[0], *kind), to_numbers(b[0], *kind)
+    differs = (x.view(np.uint8) != y.view(np.uint8)).reshape(len(x), -1).any(axis=1)
+    changed = int(differs.sum())
+    found = Difference(equal=len(x) - changed, changed=changed, others={})
+    if changed:
+        wide = np.complex128 if x.dtype.kind == "c" else np.float64
+        apart = np.where(differs, np.abs(x.astype(wide) - y.astype(wide)), 0.0)
+        apart[np.isnan(apart)] = np.inf
+        found.largest, found.largest_at, found.mean = float(apart.max()), int(apart.argmax()), float(apart.mean())
+    return found
 
 
 def _compare_tables(a: Model, b: Model, name: str, max_bytes: int, show: Show) -> TableDifference:

@@ -25,12 +25,23 @@ _SAVE = re.compile(r"save-[0-9]{1,18}")  # other folders are not ours
 _INFINITE = (math.inf, -math.inf)
 
 
-class Parameter(msgspec.Struct, frozen=True):
-    """A dense parameter: where in its table's block it lies."""
+class Parameter(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A dense parameter or buffer: where in its table's block it lies."""
 
     name: str
     shape: list[int]
     start: int
+    dtype: str = "float32"  # another one is kept as its bytes: byte_words.py
+    words: int = 0  # how many elements of the block these are
+
+    @property
+    def size(self) -> int:
+        """How many elements of the block it takes."""
+        return self.words if self.dtype != "float32" else math.prod(self.shape)
+
+    @property
+    def described(self) -> str:
+        return f"{self.dtype} of shape {tuple(self.shape)}"
 
 
 class Part(msgspec.Struct, frozen=True):

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from torchfleet.checkpoint import part_file
 from torchfleet.checkpoint.manifest import Link, Manifest, Parameter, Part, Table
+from torchfleet.checkpoint.saved_parameters import check_parameter, without_lost
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
 from torchfleet.tables.settings.owners import owners_of
@@ -154,8 +155,11 @@ def load_dense(
     if not chosen:
         return 0
     known = {parameter.name: (saved, parameter) for saved in manifest.tables for parameter in saved.parameters}
+    chosen = without_lost(storage, manifest, chosen)
+    if not chosen:
+        return 0
     for parameter in chosen:
-        _check_parameter(storage, parameter, known[parameter.name][1] if parameter.name in known else None)
+        check_parameter(storage, parameter, known[parameter.name][1] if parameter.name in known else None)
     sources = {known[parameter.name][0].name: known[parameter.name][0] for parameter in chosen}
     blocks = {name: read_dense(storage, manifest, saved) for name, saved in sources.items()}
     saved = known[chosen[0].name][0]
@@ -168,7 +172,7 @@ def load_dense(
     for parameter in chosen:
         source, there = known[parameter.name]
         start = max(first, parameter.start)
-        stop = min(last, parameter.start + int(np.prod(parameter.shape, dtype=np.int64)))
+        stop = min(last, parameter.start + parameter.size)
         if start < stop:
             shift = there.start - parameter.start
             block = blocks[source.name][: None if is_whole else 1, start + shift : stop + shift]
@@ -177,16 +181,6 @@ def load_dense(
     table.loaded = loaded
     table.step = saved.step if is_whole else 0
     return sum(stop - start for start, stop in loaded)
-
-
-def _check_parameter(storage: Storage, parameter: Parameter, saved: Parameter | None) -> None:
-    if saved is None:
-        raise CheckpointError(f"{storage.path} has no parameter '{parameter.name}' of this model")
-    if saved.shape != parameter.shape:
-        raise CheckpointError(
-            f"parameter '{parameter.name}' was saved with shape {tuple(saved.shape)}, and the model has "
-            f"{tuple(parameter.shape)}"
-        )
 
 
 def _tell_of_new_state(saved: Table, spec: TableSpec) -> None:

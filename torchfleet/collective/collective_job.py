@@ -243,6 +243,8 @@ class CollectiveJob:
     def barrier(self) -> None:
         self.world.barrier()
 
-    def gather(self, name: str, data: bytes) -> list[bytes]:
+    def gather(self, name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
         """What every rank brought, in their order. All ranks call it in the same order, so `name` is not needed."""
+        if comm_world == "server":
+            raise FleetError("comm_world='server': this job is collective and has no servers; use 'worker' or 'all'")
         return self.world.gather(data)

@@ -34,6 +34,8 @@ def _lines(found: Comparison) -> Iterator[str]:
         yield from _table_lines(name, table)
     for name, (in_a, in_b) in found.shapes.items():
         yield f"{name}: shape {in_a} in A, {in_b} in B"
+    for name, types in found.types.items():
+        yield f"{name}: {types[0]} in A, {types[1]} in B"
     for name, parameter in found.parameters.items():
         yield f"{name}: {parameter.equal:,} values equal, {parameter.changed:,} changed"
         yield from _numbers(parameter, "place")

@@ -25,6 +25,7 @@ class JobSetup:
         self.strategy = strategy
         self.model: torch.nn.Module | None = None
         self.optimizer: DistributedOptimizer | None = None
+        self.global_schedulers: list[Any] = []  # that were given to distribute_scheduler
 
     def use(self, strategy: DistributedStrategy | None, user: str) -> None:
         """The strategy may be given to init or to distributed_optimizer, but not twice with differences."""
@@ -82,6 +83,7 @@ class JobSetup:
                     step(*args, **kwargs)
 
             scheduler.step = step_globally
+            self.global_schedulers.append(scheduler)
         return scheduler
 
     @property

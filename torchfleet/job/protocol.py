@@ -49,8 +49,8 @@ class Job(Protocol):
         """The loader's batches."""
         ...
 
-    def gather(self, name: str, data: bytes) -> list[bytes]:
-        """What every worker brought, in their order."""
+    def gather(self, name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
+        """What everyone in `comm_world` brought, in their order: worker, server, or all (workers first)."""
         ...
 
     def report(self, metrics: dict[str, float]) -> None:

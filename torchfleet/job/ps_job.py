@@ -10,7 +10,7 @@ import torch
 from torchfleet.errors import FleetError
 from torchfleet.job.job_setup import JobSetup
 from torchfleet.job.printing import configuration, summary, tables
-from torchfleet.job.server_role import ServerRole
+from torchfleet.job.server_role import ServerRole, meeting_name
 from torchfleet.job.worker_role import WorkerRole
 from torchfleet.role import SERVER, RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
@@ -26,6 +26,7 @@ class ParameterServerJob(JobSetup):
         super().__init__(info, strategy)
         self._worker: WorkerRole | None = None
         self._server: ServerRole | None = None
+        self._to_load: tuple[str, list[str] | None] | None = None  # what init_server was told in one process
 
     @property
     def worker(self) -> WorkerRole:
@@ -55,13 +56,29 @@ class ParameterServerJob(JobSetup):
     def init_server(self, dirname: str | None = None, var_names: list[str] | None = None) -> None:
         if var_names is not None and dirname is None:
             raise FleetError("init_server(var_names=...) names what to load from a saved model: give dirname, too")
+        if self.info.is_local:
+            self._init_local_server(dirname, var_names)
+            return
         if self.info.role != SERVER:
             raise FleetError(
                 "fleet.init_server is for servers, and this process is a worker: ask fleet.is_server() first"
             )
         self._server = ServerRole(self, dirname, var_names)
 
+    def _init_local_server(self, dirname: str | None, var_names: list[str] | None) -> None:
+        """In one process the servers begin with init_worker, which loads what they were told."""
+        _ = self.plan  # model and optimizer must be there
+        if self._worker is not None:
+            raise FleetError("fleet.init_server comes before fleet.init_worker, in one process too")
+        if dirname is not None:
+            self._to_load = dirname, var_names
+
     def run_server(self) -> None:
+        if self.info.is_local:
+            raise FleetError(
+                "fleet.run_server: in one process the servers are within the worker. Go on with fleet.init_worker(), "
+                "and ask fleet.is_server() before this."
+            )
         if self._server is None:
             raise FleetError(NO_SERVER)
         self._server.run()
@@ -77,6 +94,13 @@ class ParameterServerJob(JobSetup):
             raise FleetError("init_worker(var_names=...) names what to load from a saved model: give dirname, too")
         _ = self.plan  # model and optimizer must be there
         assert self.strategy is not None
+        if self._to_load is not None:
+            if dirname is not None and (dirname, var_names) != self._to_load:
+                raise FleetError(
+                    f"init_worker was told to load {dirname!r} {var_names or ''}, and init_server {self._to_load[0]!r} "
+                    f"{self._to_load[1] or ''}: give both the same"
+                )
+            dirname, var_names = self._to_load
         print(configuration(self.info, self.strategy), flush=True)
         self._worker = WorkerRole(self, dirname, var_names)
         if self.info.debug:
@@ -110,14 +134,24 @@ class ParameterServerJob(JobSetup):
     def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
         return self.worker.engine.prefetch(loader)
 
-    def gather(self, name: str, data: bytes) -> list[bytes]:
-        """What every worker brought, in their order; in one local process also before init_worker."""
-        if self._worker is None:
-            if not self.info.is_local:
-                raise FleetError("the workers meet after fleet.init_worker(), and servers do not meet at all")
+    def gather(self, name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
+        """What everyone in `comm_world` brought, in their order; in one local process also before init_worker."""
+        if self.info.is_local and (self._worker is None or comm_world != "worker"):
             return [data]
+        if comm_world not in ("all", self.info.role):
+            raise FleetError(
+                f"comm_world='{comm_world}' is for {comm_world}s, and this process is a {self.info.role}: ask "
+                "fleet.is_server() first, or use comm_world='all' on every process"
+            )
+        if self.info.role == SERVER:
+            if self._server is None:
+                raise FleetError("servers meet between fleet.init_server() and fleet.run_server(): call it there")
+            return self._server.gather(name, data, comm_world)
+        if self._worker is None:
+            raise FleetError("workers meet after fleet.init_worker(): call it there")
+        num_servers = self.info.num_servers if comm_world == "all" else 0
         with self._worker.workers() as all_workers:
-            return all_workers.gather(name, data)
+            return all_workers.gather(meeting_name(name, comm_world, self.info), data, num_servers)
 
     def report(self, metrics: dict[str, float]) -> None:
         self.worker.report(metrics)

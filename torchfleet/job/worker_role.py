@@ -17,19 +17,22 @@ from torchfleet.net.transport import InProcess
 from torchfleet.net.wire import Role
 from torchfleet.server.server import Server
 from torchfleet.server.table_loading import load_model
+from torchfleet.storage import Storage
 from torchfleet.tables.rows.row_statistics import is_pushed
 from torchfleet.tables.settings.clock import MAX_TIME
 from torchfleet.tables.settings.policy import Shrink
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
 from torchfleet.worker.lookup.engine import Engine
+from torchfleet.worker.lookup.sample_count import SampleCount
 from torchfleet.worker.lookup.sources import NoRows
-from torchfleet.worker.model_saving import Kind, save_model
+from torchfleet.worker.model_saving import Kind, save_model, tell_of_replacing
 from torchfleet.worker.modes.asynchronous import Async
 from torchfleet.worker.modes.communicator import Communicator, HalfAsync, Sync
 from torchfleet.worker.modes.geo import Geo
 from torchfleet.worker.modes.whole_tables import WholeTables
 from torchfleet.worker.peers import Workers
+from torchfleet.worker.schedule_watch import ScheduleWatch
 
 LEFT = (
     "fleet.stop_worker() was called: this worker has left its servers, and the rows of the model are with them. Train "
@@ -52,6 +55,7 @@ class WorkerRole:
         self._started = time.monotonic()
         self._reported: dict[str, float] = {}
         self._left = False
+        self._saved_to: set[str] = set()
         self._passes: Counter[str] = Counter()  # over shared lists of files, by name
         wait_for_servers(self.client)
         if dirname is not None:
@@ -62,6 +66,7 @@ class WorkerRole:
         modules = {name: group.modules for name, group in self._plan.sparse.items()}
         self.engine = Engine(self.communicator, modules, pushed)
         self._status = StatusFile(self.info.status_file, self._status_now)
+        self._schedules = self._watch(setup.global_schedulers)
         self._bind()
         self.communicator.start()
         self._status.write(now=True)
@@ -106,7 +111,12 @@ class WorkerRole:
     def save(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None = None) -> Manifest:
         """Save the model as it is with the servers, this worker's gradients included."""
         self.communicator.flush()
-        return save_model(self.client, self._plan, dirname, self.strategy.sync_timeout, kind, extra)
+        if not self.info.restart:  # one that was started again does not know what it saved before
+            known = {*self._saved_to, *(server["model"] for server in self.client.stats())}
+            tell_of_replacing(dirname, kind, known)
+        saved = save_model(self.client, self._plan, dirname, self.strategy.sync_timeout, kind, extra)
+        self._saved_to.add(Storage(dirname).path)
+        return saved
 
     def shrink(self, table: str | None, policy: Shrink) -> dict[str, int]:
         self.communicator.flush()
@@ -171,7 +181,7 @@ class WorkerRole:
     def _communicator(self) -> Communicator:
         plan, configs, mode = self._plan, self.strategy.a_sync_configs, self.strategy.mode
         if mode == "sync":
-            return Sync(self.client, plan, self._connect, self.strategy.sync_timeout)
+            return Sync(self.client, plan, self._connect, self.strategy.sync_timeout, self._samples())
         if mode == "half_async":
             return HalfAsync(self.client, plan, self._connect)
         if mode == "async":
@@ -179,13 +189,28 @@ class WorkerRole:
         step = self._optimizer.step_locally
         return Geo(self.client, plan, self._connect, configs.k_steps, self.info.num_workers, step)
 
+    def _samples(self) -> SampleCount | None:
+        """For steps that are weighted by samples; one worker's gradient is the mean."""
+        is_weighted = self.strategy.sync_mean == "samples" and self.info.num_workers > 1
+        return SampleCount(self.model, self.info.worker_index) if is_weighted else None
+
+    def _watch(self, wrapped: Sequence[Any]) -> ScheduleWatch | None:
+        """Geo is the one mode in which a worker's steps are not those of the job."""
+        is_geo = self.strategy.mode == "geo" and self.info.num_workers > 1
+        return ScheduleWatch(self._optimizer, self.info.num_workers, wrapped) if is_geo else None
+
     def _bind(self) -> None:
         for group in self._plan.sparse.values():
             for module in group.modules:
                 module.bind(self.engine)
         self.engine.follow(self.model)
         self._optimizer.bind(self.engine, self.communicator)
-        self._optimizer.after_step = self._status.write
+        self._optimizer.after_step = self._step_made
+
+    def _step_made(self) -> None:
+        self._status.write()
+        if self._schedules is not None:
+            self._schedules.step_made()
 
     def _status_now(self) -> dict[str, Any]:
         seconds = max(1e-9, time.monotonic() - self._started)

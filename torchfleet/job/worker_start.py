@@ -77,10 +77,10 @@ def _set_dense(client: Client, plan: Plan, tables: list[dict[str, Any]]) -> None
 
 
 def _wait_for_first_values(client: Client, plan: Plan, info: RoleInfo, strategy: DistributedStrategy) -> None:
-    if strategy.a_sync_configs.launch_barrier or not plan.dense:
+    names = {dense.spec.name for dense in (*plan.dense, *plan.fixed)}
+    if strategy.a_sync_configs.launch_barrier or not names:
         client.barrier("start", info.num_workers, max(START_SECONDS, strategy.sync_timeout))
         return
-    names = {dense.spec.name for dense in plan.dense}
     deadline = time.monotonic() + START_SECONDS
     while not all(server["tables"][name]["is_set"] for server in client.stats() for name in names):
         if time.monotonic() > deadline:

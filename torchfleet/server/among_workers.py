@@ -36,7 +36,7 @@ def barrier(state: State, request: Request) -> None:
 def gather(state: State, request: Request) -> None:
     """What every worker brought, to every worker, once all are there."""
     body = unpack(_bodies(request, 2)[0], GatherBody)
-    if not 0 < body.timeout <= MAX_BARRIER_SECONDS or body.num_workers < 1:
+    if not 0 < body.timeout <= MAX_BARRIER_SECONDS or body.num_workers < 1 or body.first < 0:
         raise WireError(f"a gathering needs a timeout of up to {MAX_BARRIER_SECONDS:g} s and workers, found {body}")
     for going, reply in state.gatherings.arrive(body, request):
         state.finish(going, reply)

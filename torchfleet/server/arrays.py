@@ -15,6 +15,7 @@ from torchfleet.server.state.state import State
 from torchfleet.tables.table import Table
 
 MAX_WORKERS = 1 << 16
+MAX_SAMPLES = 1e15  # of one push: sums of them are exact
 
 
 def only(request: Request) -> Array:
@@ -60,16 +61,20 @@ def pairs(state: State, arrays: list[Array]) -> Iterator[tuple[Table, npt.NDArra
 
 
 def push_sections(state: State, request: Request) -> Iterator[Section]:
-    """The first array holds per section a learning rate (NaN: the table's own) and, if the client knows it, the
-    number of updates that the table had seen when its rows were pulled; then come keys and gradients."""
+    """The first array holds per section a learning rate (NaN: the table's own) and, if the client knows them, the
+    number of updates that the table had seen when its rows were pulled, and the number of samples that its gradients
+    come from; then come keys and gradients."""
     if not request.message.arrays:
         raise WireError("expected learning rates, found no array")
     rates = request.message.arrays[0].data
-    if rates.dtype != np.float64 or rates.shape[1] not in (1, 2):
-        raise WireError(f"expected learning rates, one or two columns of float64, found {rates.shape} of {rates.dtype}")
+    if rates.dtype != np.float64 or rates.shape[1] not in (1, 2, 3):
+        raise WireError(f"expected learning rates, 1 to 3 columns of float64, found {rates.shape} of {rates.dtype}")
     sections = list(pairs(state, request.message.arrays[1:]))
     if len(rates) != len(sections):
         raise WireError(f"{len(rates)} learning rates for {len(sections)} sections")
     for rate, (table, keys, grads) in zip(rates, sections, strict=True):
-        version = rate[1] if len(rate) == 2 and np.isfinite(rate[1]) else None
-        yield Section(table, keys, grads, None if np.isnan(rate[0]) else float(rate[0]), version)
+        version = rate[1] if len(rate) > 1 and np.isfinite(rate[1]) else None
+        num_samples = float(rate[2]) if len(rate) > 2 else None
+        if num_samples is not None and not 0 <= num_samples <= MAX_SAMPLES:
+            raise WireError(f"a number of samples is 0 to {MAX_SAMPLES:g}, found {num_samples}")
+        yield Section(table, keys, grads, None if np.isnan(rate[0]) else float(rate[0]), version, num_samples)

@@ -20,6 +20,7 @@ class Section:
     grads: npt.NDArray[np.float32]
     rate: float | None
     version: float | None
+    num_samples: float | None = None  # that the gradients come from; None: the worker does not say
 
     def check(self) -> None:
         """Raise TableError if it could not be applied."""
@@ -38,9 +39,26 @@ class Section:
 
 
 def mean_section(sections: list[Section]) -> Section:
-    """One section with the mean gradient of all, each worker counting alike; rate and version of the first."""
+    """One section with the mean gradient of all, each worker counting by its samples; rate and version of the first.
+
+    If one does not say how many, or all have the same number, they count alike.
+    """
     first = sections[0]
     if any(section.table is not first.table for section in sections):
         raise TableError("the workers pushed different tables in one step: they must run the same model")
-    keys, grads = first.table.mean([(section.keys, section.grads) for section in sections])
+    numbers = [section.num_samples for section in sections]
+    known = [number for number in numbers if number is not None]
+    if len(known) < len(numbers) or len(set(known)) == 1:
+        pushes = [(section.keys, section.grads) for section in sections]
+    else:  # the plain mean of these is the one that is weighted
+        mean = sum(known) / len(known)
+        pushes = [(s.keys, _scaled(s, number / mean)) for s, number in zip(sections, known, strict=True)]
+    keys, grads = first.table.mean(pushes)
     return Section(first.table, keys, grads, first.rate, first.version)
+
+
+def _scaled(section: Section, factor: float) -> npt.NDArray[np.float32]:
+    """Gradients times a factor; what stands behind those of a row (shows, clicks) is counted, and stays."""
+    scaled: npt.NDArray[np.float32] = section.grads.copy()
+    scaled[:, : scaled.shape[1] if section.table.spec.is_dense else section.table.spec.dim] *= np.float32(factor)
+    return scaled

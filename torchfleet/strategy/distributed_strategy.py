@@ -33,6 +33,7 @@ class DistributedStrategy(ServerFields, CollectiveFields):
     rpc_retry_times   how often a request without an answer is sent again (3)
     rpc_timeout       seconds until a server without an answer is given up and named (30)
     sync_timeout      seconds that a worker waits for the others in sync mode and at barriers (1800)
+    sync_mean         sync mode: gradients count by the "samples" of each worker, or all "workers" alike ("samples")
 
     Of a collective job (fleet.init(is_collective=True)): a switch for each strategy (amp, recompute, gradient_merge,
     lars, lamb, dgc, localsgd, adaptive_localsgd, sharding, pipeline, tensor_parallel, fp16_allreduce,
@@ -59,7 +60,8 @@ class DistributedStrategy(ServerFields, CollectiveFields):
             rows.update(_flat(name, value) if isinstance(value, dict) else {name: value})
         if not rows:
             rows["mode"] = self.mode
-            rows.update({name: getattr(self, name) for name in fields_of(ServerFields) if name != "a_sync_configs"})
+            hidden = {"a_sync_configs", *(["sync_mean"] if self.mode != "sync" else [])}
+            rows.update({name: getattr(self, name) for name in fields_of(ServerFields) if name not in hidden})
             rows.update(_flat("a_sync_configs", self.a_sync_configs))
         width = max(len(name) for name in rows)
         return "\n".join(["DistributedStrategy", *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
@@ -108,6 +110,11 @@ class DistributedStrategy(ServerFields, CollectiveFields):
                         f"a_sync_configs['{name}']={configs[name]} needs a_sync=True: it is a form of asynchronous "
                         f"training. Set a_sync=True, or leave '{name}' out for synchronous training."
                     )
+        if self.mode != "sync" and not self.is_default("sync_mean"):
+            raise StrategyError(
+                f"sync_mean={self.sync_mean!r} acts in sync mode only, where one update is made of all workers' "
+                f"gradients, and this strategy is {self.mode}. Leave sync_mean out, or set a_sync=False."
+            )
         if self.mode != "async":
             for name in ASYNC_ONLY:
                 if configs[name] != fields_of(AsyncConfigs)[name].default:

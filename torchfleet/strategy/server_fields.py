@@ -64,3 +64,4 @@ class ServerFields(Fields):
     rpc_retry_times = PositiveField(3, at_most=1000)
     rpc_timeout = PositiveField(30.0, at_most=_WEEK)
     sync_timeout = PositiveField(1800.0, at_most=_WEEK)
+    sync_mean = Field("samples", choices=("samples", "workers"))

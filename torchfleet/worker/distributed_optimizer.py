@@ -140,6 +140,8 @@ class DistributedOptimizer(AdoptedOptimizer):
         """Clear the gradients, those of sparse rows included."""
         if self._engine is not None:
             self._engine.drop_gradients()
+        if self._communicator is not None:
+            self._communicator.drop_gradients()
         if not set_to_none:
             super().zero_grad(set_to_none)
             return

@@ -9,7 +9,8 @@ import numpy as np
 from torchfleet.errors import TableError
 from torchfleet.kernels.rows import all_finite
 from torchfleet.worker.client.shard import Floats, Keys
-from torchfleet.worker.lookup.plan import DenseGroup, Plan
+from torchfleet.worker.lookup.dense_group import DenseGroup
+from torchfleet.worker.lookup.plan import Plan
 from torchfleet.worker.modes.communicator import Gradients
 
 _MOST_NAMES = 3

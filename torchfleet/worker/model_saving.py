@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Mapping
+import sys
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -27,6 +28,7 @@ from torchfleet.checkpoint.manifest import (
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
 from torchfleet.worker.client.client import Client
+from torchfleet.worker.lookup.dense_group import BytesGroup
 from torchfleet.worker.lookup.plan import Plan
 
 Kind = Literal["full", "delta", "inference"]
@@ -67,6 +69,23 @@ def save_model(
     return _commit(storage, manifest, before if kind == "delta" else None)
 
 
+def tell_of_replacing(dirname: str, kind: Kind, known: Collection[str]) -> None:
+    """Say on stderr that a save replaces a model to go on from that this job has neither loaded nor saved.
+
+    `known`: the folders that it has. The usual reason: only the servers' part of the script was told to load.
+    """
+    storage = Storage(dirname)
+    before = _present(storage) if kind != "delta" and storage.path not in known else None
+    if before is not None and before.kind == "full":
+        print(
+            f"{storage.path} holds save {before.number}, and this job did not start from it: the new save replaces "
+            "it. To go on from a saved model, give its folder to fleet.init_server(dirname) and "
+            "fleet.init_worker(dirname).",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
 def _commit(storage: Storage, manifest: Manifest, before: Manifest | None) -> Manifest:
     """Make it the model; `before` is what a delta continues, which may have been compacted since it was looked at."""
     with alone(storage):
@@ -99,12 +118,18 @@ def _check_base(storage: Storage, before: Manifest | None, plan: Plan) -> None:
         raise CheckpointError(f"a delta needs a full save in {storage.path}, and there is {found}: use mode=0")
     known = {table.name: _shape(table) for table in before.tables}
     now = {table.name: _shape(table) for table in _tables(plan, [], True)}
-    for name in sorted(set(known) | set(now)):
+    for name in sorted((set(known) | set(now)) - _new_bytes(before, plan)):
         if known.get(name) != now.get(name):
             raise CheckpointError(
                 f"table '{name}' is not what it was at the save in {storage.path} ({known.get(name)}, and now "
                 f"{now.get(name)}): a delta cannot continue it. Make a full save (mode=0)."
             )
+
+
+def _new_bytes(before: Manifest, plan: Plan) -> set[str]:
+    """The table of tensors that are not float32, if the chain was begun by a release that had none: it is whole in
+    every save."""
+    return {group.spec.name for group in plan.fixed if isinstance(group, BytesGroup)} - {t.name for t in before.tables}
 
 
 def _shape(table: Table) -> tuple[Any, ...]:

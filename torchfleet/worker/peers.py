@@ -32,10 +32,13 @@ class Workers:
         self._passes = Counter() if passes is None else passes  # over shared lists, by name: of this process so far
         self._round = 0
 
-    def gather(self, name: str, data: bytes) -> list[bytes]:
-        """What every worker brought, in their order. All must come; those that have left are left out."""
+    def gather(self, name: str, data: bytes, num_servers: int = 0) -> list[bytes]:
+        """What every worker brought, in their order. All must come; those that have left are left out.
+
+        With `num_servers`, so many servers are expected too, which have the numbers behind the workers'.
+        """
         self._round += 1
-        found = self._client.gather(name, self._round, data, self.num, self._timeout)
+        found = self._client.gather(name, self._round, data, self.num + num_servers, self._timeout)
         return [found[worker] for worker in sorted(found)]
 
     def exchange(self, topic: str) -> Exchange:

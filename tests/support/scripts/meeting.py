@@ -115,7 +115,7 @@ def mistakes(worker: int) -> Cases:
         "all_reduce in a mode that is none": lambda: util.all_reduce(1, mode="mean"),
         "all_reduce of text": lambda: util.all_reduce("one"),
         "all_reduce among servers": lambda: util.all_reduce(1, comm_world="server"),
-        "all_gather among all": lambda: util.all_gather(1, comm_world="all"),
+        "all_gather among all": lambda: util.all_gather(1, comm_world="everybody"),
         "all_gather of an array": lambda: util.all_gather(np.zeros(3)),
         "all_gather of bytes": lambda: util.all_gather(b"abc"),
         "barrier among servers": lambda: util.barrier(comm_world="server"),

@@ -20,6 +20,16 @@ class Meeting:
     deadline: float
     timeout: float
     waiting: dict[int, Request]
+    first: int = 0  # the lowest number of those who meet
+
+    @property
+    def expected(self) -> range:
+        return range(self.first, self.first + self.num_workers)
+
+    @property
+    def described(self) -> str:
+        """Of how many, or of which, for a text."""
+        return f"{self.expected[0]} to {self.expected[-1]}" if self.first else str(self.num_workers)
 
 
 class Barriers:
@@ -33,13 +43,20 @@ class Barriers:
     def left(self) -> set[int]:
         return self._left
 
-    def arrive(self, name: str, request: Request, num_workers: int, timeout: float, now: float) -> list[Request]:
-        """Returns the requests that may go on: none yet, or all of this barrier. A repeat replaces its first."""
-        meeting = self._meetings.get(name) or Meeting(num_workers, now + timeout, timeout, {})
-        if request.message.worker >= num_workers or num_workers != meeting.num_workers:
+    def arrive(
+        self, name: str, request: Request, num_workers: int, timeout: float, now: float, first: int = 0
+    ) -> list[Request]:
+        """Returns the requests that may go on: none yet, or all of this barrier. A repeat replaces its first.
+
+        Those who meet have the numbers from `first` on.
+        """
+        asked = Meeting(num_workers, now + timeout, timeout, {}, first)
+        meeting = self._meetings.get(name) or asked
+        if request.message.worker not in asked.expected or asked.expected != meeting.expected:
+            who = f"numbers {meeting.described}" if first else f"{meeting.num_workers} workers numbered from 0"
             raise BarrierError(
-                f"barrier '{name}' is for {meeting.num_workers} workers numbered from 0; worker "
-                f"{request.message.worker} came for one of {num_workers}. All workers must be started with one number."
+                f"barrier '{name}' is for {who}; worker {request.message.worker} came for one of {asked.described}. "
+                "All workers must be started with one number."
             )
         if name not in self._meetings and len(self._meetings) >= MAX_NAMES:
             raise BarrierError(f"more than {MAX_NAMES} barriers are waiting")
@@ -68,7 +85,7 @@ class Barriers:
             missing = self._missing(meeting)
             error = BarrierError(
                 f"barrier '{name}': after {meeting.timeout:g} s still waiting for worker {missing} of "
-                f"{meeting.num_workers}. Look at their logs; if they are only slow, give a longer timeout."
+                f"{meeting.described}. Look at their logs; if they are only slow, give a longer timeout."
             )
             given_up += [(name, request, error) for request in meeting.waiting.values()]
             del self._meetings[name]
@@ -82,12 +99,12 @@ class Barriers:
         return list(meeting.waiting.values())
 
     def _num_there(self, meeting: Meeting) -> int:
-        gone = sum(worker < meeting.num_workers and worker not in meeting.waiting for worker in self._left)
+        gone = sum(worker in meeting.expected and worker not in meeting.waiting for worker in self._left)
         return len(meeting.waiting) + gone
 
     def _missing(self, meeting: Meeting) -> str:
         """The numbers of those who never came; the first few, for a text that somebody is to read."""
-        absent = (n for n in range(meeting.num_workers) if n not in self._left and n not in meeting.waiting)
+        absent = (n for n in meeting.expected if n not in self._left and n not in meeting.waiting)
         named = [str(worker) for worker in islice(absent, MAX_NAMED)]
         more = meeting.num_workers - self._num_there(meeting) - len(named)
         return ", ".join(named) + (f" and {more:,} more" if more else "")

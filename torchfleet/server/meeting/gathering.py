@@ -22,6 +22,7 @@ class GatherBody(msgspec.Struct, forbid_unknown_fields=True):
     round: int  # numbers a client's gatherings: a repeat of the last one is answered with what it was
     num_workers: int
     timeout: float
+    first: int = 0  # the number of the first of them
 
 
 class Gatherings:
@@ -50,7 +51,7 @@ class Gatherings:
         waits = self._rounds.get(place)
         if waits is not None and waits[0] == client and body.round < waits[1]:
             return []
-        going = self._barriers.arrive(body.name, request, body.num_workers, body.timeout, request.arrived)
+        going = self._barriers.arrive(body.name, request, body.num_workers, body.timeout, request.arrived, body.first)
         self._rounds[place] = client, body.round
         return self._close(body.name, going)
 

@@ -81,9 +81,11 @@ class Client(Requests):
         versions: Mapping[str, Sequence[float]] | None = None,
         flags: int = 0,
         timeout: float | None = None,
+        num_samples: float | None = None,
     ) -> Future[Dense]:
         """One update of several tables in one message per server: (keys, rows) for a sparse, a block for a dense one.
 
+        `num_samples`: how many the gradients come from, by which a step of all workers weights them.
         An error of a push that nobody waits for is raised by the next push or by `flush`. The result holds the dense
         tables' new values if the flag DENSE_BACK asked for them, and is empty if that reply had to be repeated.
         """
@@ -93,15 +95,11 @@ class Client(Requests):
         for name, rate in given.items():
             if not 0 <= rate < np.inf:
                 raise TableError(f"a learning rate must be a finite number >= 0, found {rate} for table '{name}'")
-        arrays: list[list[Array]] = [
-            [
-                Array(
-                    0,
-                    np.array([[given.get(name, np.nan), seen[name][i] if name in seen else np.nan] for name in grads]),
-                )
-            ]
-            for i in range(self.num_servers)
-        ]
+        weight = [] if num_samples is None else [float(num_samples)]
+        arrays: list[list[Array]] = []
+        for i in range(self.num_servers):
+            lines = [[given.get(name, np.nan), seen[name][i] if name in seen else np.nan, *weight] for name in grads]
+            arrays.append([Array(0, np.array(lines))])
         for name, block in grads.items():
             for server, pair in enumerate(self._tables.shard_gradients(name, block)):
                 arrays[server].extend(pair)

@@ -72,12 +72,16 @@ class Requests:
         # The server ends the wait itself and says who is missing; only if it is silent the client gives up.
         first.wait(first.submit(Command.BARRIER, [body], once=True, timeout=timeout + self._patience.timeout))
 
-    def gather(self, name: str, round_number: int, data: bytes, num_workers: int, timeout: float) -> dict[int, bytes]:
-        """What every worker brought, by worker, once all that have not left are here."""
+    def gather(
+        self, name: str, round_number: int, data: bytes, num_workers: int, timeout: float, first: int = 0
+    ) -> dict[int, bytes]:
+        """What every worker brought, by worker, once all that have not left are here: `num_workers` from `first` on."""
         body = {"name": name, "round": round_number, "num_workers": num_workers, "timeout": float(timeout)}
+        if first:  # left out where a server of before would not know it
+            body["first"] = first
         arrays = [pack(body), Array(0, np.frombuffer(data, np.uint8))]
-        first = self._connections[0]
-        reply = first.wait(first.submit(Command.GATHER, arrays, timeout=timeout + self._patience.timeout))
+        keeper = self._connections[0]
+        reply = keeper.wait(keeper.submit(Command.GATHER, arrays, timeout=timeout + self._patience.timeout))
         return {array.number: array.data.tobytes() for array in reply}
 
     def send(self, topic: str, to: int, number: int, parcel: list[Array]) -> bool:

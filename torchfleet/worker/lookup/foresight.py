@@ -124,6 +124,12 @@ def stamp_of(slots: Sequence[torch.Tensor]) -> Stamp:
 
 def num_samples(inputs: Any, found: Iterable[torch.Tensor]) -> int:
     """How many samples a model is called with: what a batch or slot says of itself, or the first tensor's length."""
+    told = told_samples(inputs)
+    return next((len(tensor) for tensor in found if tensor.dim()), 0) if told is None else told
+
+
+def told_samples(inputs: Any) -> int | None:
+    """What the first batch or slot among a model's inputs says of itself; None if none of them does."""
     if hasattr(inputs, "num_samples"):
         return int(inputs.num_samples)
     if hasattr(inputs, "offsets"):
@@ -132,9 +138,11 @@ def num_samples(inputs: Any, found: Iterable[torch.Tensor]) -> int:
         inputs = list(inputs.values())
     if isinstance(inputs, (list, tuple)):
         for value in inputs:
-            if hasattr(value, "num_samples") or (isinstance(value, (list, tuple, Mapping)) and value):
-                return num_samples(value, found)
-    return next((len(tensor) for tensor in found if tensor.dim()), 0)
+            if hasattr(value, "num_samples") or isinstance(value, (list, tuple, Mapping)):
+                told = told_samples(value)
+                if told is not None:
+                    return told
+    return None
 
 
 def _without_padding(slots: Sequence[tuple[torch.Tensor, int | None]]) -> tuple[Keys, Stamp | None]:

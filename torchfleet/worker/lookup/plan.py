@@ -2,56 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
+from torchfleet.checkpoint.byte_words import num_words
 from torchfleet.checkpoint.manifest import Parameter
 from torchfleet.errors import ModelError
 from torchfleet.tables.settings.spec import Rule, TableSpec
-from torchfleet.worker.client.shard import Floats
 from torchfleet.worker.lookup.conversion import sparse_embeddings
+from torchfleet.worker.lookup.dense_group import BytesGroup, DenseGroup, FixedGroup, Kept
 from torchfleet.worker.lookup.embedding import SparseEmbedding
 from torchfleet.worker.lookup.optimizer_rules import rule_of, rule_text
-
-
-@dataclass
-class DenseGroup:
-    """The dense parameters of one param group: one table."""
-
-    spec: TableSpec
-    names: list[str]
-    parameters: Sequence[torch.Tensor]
-    group: dict[str, Any]
-
-    def layout(self) -> list[Parameter]:
-        """Where in the block each parameter lies."""
-        ends = np.cumsum([0, *(parameter.numel() for parameter in self.parameters)])
-        triples = zip(self.names, self.parameters, ends[:-1], strict=True)
-        return [Parameter(name, list(tensor.shape), int(start)) for name, tensor, start in triples]
-
-    def values(self) -> Floats:
-        return _flat([parameter.detach() for parameter in self.parameters])
-
-    def gradients(self, given: Mapping[int, torch.Tensor | None] | None = None) -> Floats:
-        """Those given by the parameter's id, or .grad. One that took no part in the step counts as gradient zero."""
-        found = [p.grad if given is None else given[id(p)] for p in self.parameters]
-        grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(self.parameters, found, strict=True)]
-        return _flat([grad.to_dense() if grad.is_sparse else grad for grad in grads])
-
-    def write(self, values: Floats, unnoticed: bool = False) -> None:
-        """`unnoticed`: by autograd, which else refuses a backward pass that is under way in another thread."""
-        block = torch.from_numpy(np.ascontiguousarray(values, np.float32))
-        with torch.no_grad():
-            start = 0
-            for parameter in self.parameters:
-                target = parameter.data if unnoticed else parameter
-                target.copy_(block[start : start + parameter.numel()].view_as(parameter))
-                start += parameter.numel()
 
 
 @dataclass
@@ -166,14 +130,49 @@ def make_plan(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_serv
         if name not in plan.sparse:
             raise ModelError(f"embedding '{name}' is in no param group of the optimizer: give it model.parameters()")
     trained = {id(parameter) for group in plan.dense for parameter in group.parameters} | set(owners)
-    buffers = {id(buffer): name for name, buffer in model.named_buffers()}
-    names.update(buffers)
-    others: list[torch.Tensor] = [p for p in (*model.parameters(), *model.buffers()) if id(p) not in trained]
-    rest = [tensor for tensor in others if tensor.dtype == torch.float32 and tensor.numel()]
-    if rest:
-        spec = TableSpec("dense.fixed", "dense", size=sum(p.numel() for p in rest), num_shards=num_servers)
-        plan.fixed.append(DenseGroup(spec, [names[id(p)] for p in rest], rest, {"lr": 0.0}))
+    plan.fixed = _fixed_groups(model, trained, num_servers)
     return plan
+
+
+def _fixed_groups(model: torch.nn.Module, trained: set[int], num_servers: int) -> list[DenseGroup]:
+    """A table for the float32 parameters and buffers that are not trained, one for those of other types."""
+    _refuse_extra_state(model)
+    found = {id(tensor): (name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    kept = dict(named for number, named in found.items() if number not in trained and named[1].numel())
+    groups: list[DenseGroup] = []
+    floats = [name for name, tensor in kept.items() if tensor.dtype == torch.float32]
+    # Buffers that no state_dict has, such as those made anew from others, are no part of a model.
+    saved = set(model.state_dict())
+    others = [name for name, tensor in kept.items() if tensor.dtype != torch.float32 and name in saved]
+    _check_kept({name: kept[name] for name in (*floats, *others)})
+    if floats:
+        spec = TableSpec("dense.fixed", "dense", size=sum(kept[n].numel() for n in floats), num_shards=num_servers)
+        groups.append(FixedGroup(spec, floats, Kept(model, floats), {"lr": 0.0}))
+    if others:
+        size = sum(num_words(kept[name].nbytes) for name in others)
+        spec = TableSpec("dense.bytes", "dense", size=size, num_shards=num_servers)
+        groups.append(BytesGroup(spec, others, Kept(model, others), {"lr": 0.0}))
+    return groups
+
+
+def _check_kept(tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            kind = "quantized" if tensor.is_quantized else "a meta tensor" if tensor.is_meta else str(tensor.layout)
+            raise ModelError(
+                f"'{name}' is {kind}, and only plain tensors can be saved and sent to all workers: keep its parts "
+                "(indices and values, say) as buffers of their own, or make it non-persistent"
+            )
+
+
+def _refuse_extra_state(model: torch.nn.Module) -> None:
+    """What a module's get_extra_state adds is neither parameter nor buffer: it would be lost in silence."""
+    for name, value in model.state_dict().items():
+        if name.endswith("_extra_state") and isinstance(value, torch.Tensor):
+            raise ModelError(
+                f"'{name}' comes from get_extra_state, and only parameters and buffers are saved: hold the tensor "
+                "with register_buffer"
+            )
 
 
 def _add_sparse(
@@ -232,8 +231,3 @@ def _check_float32(parameters: list[torch.nn.Parameter], names: dict[int, str]) 
             raise ModelError(
                 f"parameter '{names[id(parameter)]}' is {parameter.dtype}: servers hold float32. Use model.float()."
             )
-
-
-def _flat(parts: list[torch.Tensor]) -> Floats:
-    flat: Floats = torch.cat([part.detach().reshape(-1) for part in parts]).cpu().numpy()
-    return flat

@@ -1,6 +1,6 @@
 """When gradients travel and when values come back: one small class per mode behind one interface.
 
-sync        one update per step with the mean gradient of all workers; everybody waits for it
+sync        one update per step with the mean gradient of all workers' samples; everybody waits for it
 half_async  this worker's update, waited for; nobody waits for anybody else
 async       (asynchronous.py) gradients go into a queue, a thread sends them, training goes on
 geo         (geo.py, whole_tables.py) training on a local copy, differences exchanged now and then
@@ -21,6 +21,7 @@ from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.future import Dense
 from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.lookup.plan import Plan
+from torchfleet.worker.lookup.sample_count import SampleCount
 from torchfleet.worker.lookup.sources import PullAhead
 
 
@@ -35,6 +36,10 @@ class Gradients:
 
     def sections(self) -> Mapping[str, tuple[Keys, Floats] | Floats]:
         return {**self.dense, **self.sparse}
+
+    def is_nothing(self) -> bool:
+        """Whether no sample had a part in it."""
+        return not any(len(keys) for keys, _ in self.sparse.values()) and not any(b.any() for b in self.dense.values())
 
 
 class Communicator(ABC):
@@ -82,6 +87,9 @@ class Communicator(ABC):
     def end_threads(self) -> None:
         """Several threads have trained, and are over."""
         self.has_threads = False
+
+    def drop_gradients(self) -> None:  # noqa: B027  (most modes know nothing of gradients that are not handed over)
+        """What was computed since the last step is not going to be handed over."""
 
     def start(self) -> None:  # noqa: B027  (most modes have nothing beside training)
         """Begin whatever runs beside training."""
@@ -158,11 +166,20 @@ class HalfAsync(Communicator):
 
     def _push(self, gradients: Gradients) -> None:
         values = self._client.push_tables(
-            gradients.sections(), gradients.rates, gradients.versions, self._flags, self._timeout
+            gradients.sections(),
+            gradients.rates,
+            gradients.versions,
+            self._flags,
+            self._timeout,
+            self._num_samples(gradients),
         ).result()
         if not values:  # the reply had to be repeated, and a repeat brings no values
             values = self._pull_dense(self._client)
         self._write(values)
+
+    def _num_samples(self, gradients: Gradients) -> float | None:
+        """What these gradients count for beside those of other workers; None: alike."""
+        return None
 
     def end_threads(self) -> None:
         super().end_threads()
@@ -170,12 +187,28 @@ class HalfAsync(Communicator):
 
 
 class Sync(HalfAsync):
-    """As HalfAsync, but the update is made with the mean of all workers' gradients, once all are there."""
+    """As HalfAsync, but the update is made with the mean of all workers' gradients, once all are there: over their
+    samples, or over workers."""
 
     _flags = DENSE_BACK | SYNC
     in_step = True
     takes_threads = False  # a server waits for one push of each worker
 
-    def __init__(self, client: Client, plan: Plan, connect: Callable[[], Client], timeout: float) -> None:
+    def __init__(
+        self,
+        client: Client,
+        plan: Plan,
+        connect: Callable[[], Client],
+        timeout: float,
+        samples: SampleCount | None = None,
+    ) -> None:
+        """`samples`: what the workers' gradients are weighted by; None: they count alike."""
         super().__init__(client, plan, connect)
-        self._timeout = timeout
+        self._timeout, self._samples = timeout, samples
+
+    def drop_gradients(self) -> None:
+        if self._samples is not None:
+            self._samples.reset()
+
+    def _num_samples(self, gradients: Gradients) -> float | None:
+        return None if self._samples is None else self._samples.take(gradients.is_nothing)

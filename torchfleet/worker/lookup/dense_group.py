@@ -1,0 +1,144 @@
+"""Tensors of a model as the block of one dense table: those that are trained, and those that are only kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchfleet.checkpoint.byte_words import num_words, to_bytes, to_words
+from torchfleet.checkpoint.manifest import Parameter
+from torchfleet.errors import ModelError
+from torchfleet.tables.settings.spec import TableSpec
+from torchfleet.worker.client.shard import Floats
+
+
+@dataclass
+class DenseGroup:
+    """The dense parameters of one param group: one table."""
+
+    spec: TableSpec
+    names: list[str]
+    parameters: Sequence[torch.Tensor]
+    group: dict[str, Any]
+
+    def layout(self) -> list[Parameter]:
+        """Where in the block each parameter lies."""
+        ends = np.cumsum([0, *(parameter.numel() for parameter in self.parameters)])
+        triples = zip(self.names, self.parameters, ends[:-1], strict=True)
+        return [Parameter(name, list(tensor.shape), int(start)) for name, tensor, start in triples]
+
+    def values(self) -> Floats:
+        return _flat([parameter.detach() for parameter in self.parameters])
+
+    def gradients(self, given: Mapping[int, torch.Tensor | None] | None = None) -> Floats:
+        """Those given by the parameter's id, or .grad. One that took no part in the step counts as gradient zero."""
+        found = [p.grad if given is None else given[id(p)] for p in self.parameters]
+        grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(self.parameters, found, strict=True)]
+        return _flat([grad.to_dense() if grad.is_sparse else grad for grad in grads])
+
+    def write(self, values: Floats, unnoticed: bool = False) -> None:
+        """`unnoticed`: by autograd, which else refuses a backward pass that is under way in another thread."""
+        block = torch.from_numpy(np.ascontiguousarray(values, np.float32))
+        with torch.no_grad():
+            start = 0
+            for parameter in self.parameters:
+                target = parameter.data if unnoticed else parameter
+                target.copy_(block[start : start + parameter.numel()].view_as(parameter))
+                start += parameter.numel()
+
+
+class Kept(Sequence[torch.Tensor]):
+    """Tensors of a model that are not trained, as they are now.
+
+    A module may put another tensor in the place of a buffer at any time (`self.steps = self.steps + 1`), so they are
+    looked up by name whenever they are asked for.
+    """
+
+    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+        self._places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+        self._names = names
+        self._kinds = [kind_of(self._tensor(i)) for i in range(len(names))]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Raises ModelError if the model has something else there than it had at the start."""
+        if not isinstance(index, int):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        tensor = self._tensor(range(len(self))[index])
+        found = kind_of(tensor) if isinstance(tensor, torch.Tensor) else repr(tensor)
+        if found != self._kinds[index]:
+            raise ModelError(
+                f"'{self._names[index]}' was {self._kinds[index]} when the tables were made, and is {found} now: a "
+                "buffer keeps its type and shape during a job"
+            )
+        return tensor
+
+    def _tensor(self, index: int) -> Any:
+        module, name = self._places[index]
+        return getattr(module, name)
+
+
+class FixedGroup(DenseGroup):
+    """Float32 parameters and buffers that are not trained: one table, which nobody pushes to."""
+
+    def values(self) -> Floats:
+        for name, tensor in zip(self.names, self.parameters, strict=True):
+            if not bool(torch.isfinite(tensor).all()):
+                raise ModelError(
+                    f"'{name}' holds NaN or infinity, and a table holds finite float32 values. Keep it as "
+                    "float64, which may hold them, or register it as a plain attribute."
+                )
+        return super().values()
+
+
+class BytesGroup(DenseGroup):
+    """Tensors of other types than float32, none of them trained: one table of their bytes, as checkpoint/byte_words.py
+    has them."""
+
+    def layout(self) -> list[Parameter]:
+        sizes = [num_words(tensor.nbytes) for tensor in self.parameters]
+        starts = np.cumsum([0, *sizes]).tolist()
+        return [
+            Parameter(name, list(tensor.shape), start, type_of(tensor), size)
+            for name, tensor, start, size in zip(self.names, self.parameters, starts, sizes, strict=False)
+        ]
+
+    def values(self) -> Floats:
+        return np.concatenate([to_words(_bytes(tensor).numpy()) for tensor in self.parameters])
+
+    def write(self, values: Floats, unnoticed: bool = False) -> None:
+        flat = np.asarray(values).reshape(-1)
+        for place, tensor in zip(self.layout(), self.parameters, strict=True):
+            write_words(tensor, flat[place.start : place.start + place.size], place.name)
+
+
+def write_words(tensor: torch.Tensor, words: Floats, name: str) -> None:
+    """Give a tensor of any type the values that its words hold."""
+    data = torch.from_numpy(to_bytes(words, tensor.nbytes, name).copy())
+    with torch.no_grad():
+        tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+
+def type_of(tensor: torch.Tensor) -> str:
+    """Its dtype as manifests write it: int64, bfloat16, ..."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """Type and shape, for texts and comparisons."""
+    return f"{type_of(tensor)} of shape {tuple(tensor.shape)}"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _flat(parts: list[torch.Tensor]) -> Floats:
+    flat: Floats = torch.cat([part.detach().reshape(-1) for part in parts]).cpu().numpy()
+    return flat
