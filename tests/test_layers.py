@@ -116,6 +116,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "role",
         "net",
         "adoption",
+        "background",
         "errors",
     },
     "fleet": {

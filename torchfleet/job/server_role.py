@@ -2,40 +2,77 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+from torchfleet.background import BackgroundThreads
+from torchfleet.errors import FleetError
 from torchfleet.job.job_setup import JobSetup
 from torchfleet.monitor.status import StatusFile
 from torchfleet.net.addresses import listen
 from torchfleet.net.keys import KeyFolder
+from torchfleet.net.transport import ServerSocket
 from torchfleet.server.server import Server
 from torchfleet.server.table_loading import load_model
 from torchfleet.server.warm import warm_up
 
 
 class ServerRole:
-    """The server's life: tables made and loaded when it is constructed, served by `run` until all workers have left."""
+    """The server's life: tables made, the address taken, a model loaded, then `run` until all workers have left."""
 
-    def __init__(self, setup: JobSetup, dirname: str | None = None, var_names: Sequence[str] | None = None) -> None:
-        self._info = setup.info
+    def __init__(self, setup: JobSetup) -> None:
+        self._info, self._layouts = setup.info, setup.plan.layouts
         self._server = Server(num_workers=setup.info.num_workers)
         for spec in setup.plan.specs:
             self._server.state.add_table(spec.for_shard(setup.info.server_index, setup.info.num_servers))
-        if dirname is not None:
-            load_model(self._server.state, dirname, var_names, setup.plan.layouts)
-        self._ended = False
+        self._listener: ServerSocket | None = None
+        self._answering = BackgroundThreads([])
+        self._is_ready = self._ended = False
+
+    def listen(self) -> None:
+        """Take the address. From now on until `run`, a worker that asks is told what this server is doing."""
+        keys = KeyFolder(self._info.key_dir) if self._info.key_dir else None
+        place = self._info.server_endpoints[self._info.server_index]
+        listener = self._listener = listen(f"tcp://{place}", keys, self._info.insecure)
+        self._server.loading = "it is starting"
+        answer = functools.partial(listener.serve, self._server, lambda: self._is_ready)
+        self._answering = BackgroundThreads([answer], "the server's socket")
+        self._answering.start()
+
+    def load(self, dirname: str, var_names: Sequence[str] | None = None) -> None:
+        """Load a saved model, or what `var_names` names of it. After an error the address is free again."""
+        if self._listener is not None:
+            self._server.loading = f"it is loading {dirname}"
+        try:
+            load_model(self._server.state, dirname, var_names, self._layouts)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the address back."""
+        self._end_answers()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def run(self) -> None:
-        """Serve until all workers have stopped, `end` is called, or SIGTERM comes to the main thread."""
+        """Serve until all workers have stopped, `end` is called, or SIGTERM comes to the main thread.
+
+        Raises FleetError if workers have ended, or are silent, that never stopped.
+        """
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_signal)
+        if self._listener is None:
+            self.listen()
+        assert self._listener is not None
         warm_up()
-        keys = KeyFolder(self._info.key_dir) if self._info.key_dir else None
-        listener = listen(f"tcp://{self._info.server_endpoints[self._info.server_index]}", keys, self._info.insecure)
+        self._end_answers()
+        self._answering.check()
         status = StatusFile(self._info.status_file, self._status)
 
         def is_over() -> bool:
@@ -43,19 +80,27 @@ class ServerRole:
             return self._ended or self._server.is_stopping
 
         try:
-            listener.serve(self._server, is_over)
+            self._listener.serve(self._server, is_over)
         finally:
             status.write(now=True)
-            listener.close()
+            self.close()
+        if self._server.desertion:
+            raise FleetError(f"{self._server.desertion}. No worker is left; the server ends.")
 
     def end(self) -> None:
         """From a signal handler: finish the request at hand and return from `run`."""
         self._ended = True
+
+    def _end_answers(self) -> None:
+        """From now on the socket belongs to the calling thread, and the tables are served."""
+        self._is_ready = True
+        self._answering.join()
+        self._server.loading = ""
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.end()
 
     def _status(self) -> dict[str, Any]:
         state = self._server.state
-        rows = {table.spec.name: table.stats()["rows"] for table in state.tables.values()}
+        rows = {table.spec.name: table.num_rows for table in state.tables.values() if not table.spec.is_dense}
         return {"role": "server", "requests": state.num_requests, "errors": state.num_errors, "rows": rows}
