@@ -57,7 +57,7 @@ def run_training(chosen: argparse.Namespace, files: list[str], test: list[str]) 
             *test,
         ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment())
-        logs = [path.read_text() for path in Path(log_dir).glob("workerlog.*")]
+        logs = [path.read_text() for path in (Path(log_dir) / "latest").glob("workerlog.*")]
     found = results("\n".join(logs))
     if done.returncode or len(found) != 2:
         raise SystemExit(f"the run failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")

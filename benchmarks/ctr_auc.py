@@ -50,7 +50,7 @@ def trained(chosen: argparse.Namespace, mode: str, seed: int, curve: Path) -> li
             roles = ["--server_num", "2", "--worker_num", "2", "--log_dir", log_dir]
             command = [sys.executable, "-m", "torchfleet.launch", *roles, str(SCRIPT), *flags]
         done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
-        log = Path(log_dir) / "workerlog.0"
+        log = Path(log_dir) / "latest" / "workerlog.0"
         text = log.read_text() if log.exists() else done.stdout
     found = [float(auc) for auc in re.findall(r"test AUC ([0-9.]+)", text)]
     if done.returncode or len(found) != chosen.epochs:

@@ -45,7 +45,7 @@ def run(chosen: argparse.Namespace, num_workers: int) -> list[dict[str, float]]:
             roles = ["--server_num", "1", "--worker_num", str(num_workers), "--log_dir", log_dir]
             command = [sys.executable, "-m", "torchfleet.launch", *roles, str(_WORKER), *settings]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-        logs = [path.read_text() for path in Path(log_dir).glob("workerlog.*")] or [done.stdout]
+        logs = [path.read_text() for path in (Path(log_dir) / "latest").glob("workerlog.*")] or [done.stdout]
     found = [json.loads(line.partition("RESULT ")[2]) for log in logs for line in log.splitlines() if "RESULT " in line]
     if done.returncode or len(found) != max(1, num_workers):
         raise SystemExit(f"the run with {num_workers} workers failed:\n{done.stdout}\n{done.stderr}")

@@ -325,4 +325,4 @@ def test_the_example_gives_the_same_numbers_in_one_process_and_under_fleetrun(tm
     launcher = ["-m", "torchfleet.launch", "--log_dir", str(tmp_path), "--server_num", "1", "--worker_num", "1"]
     launched = jobs.command([*launcher, *script], 60)
     assert results(launched) == results(alone)
-    assert results((tmp_path / "workerlog.0").read_text()) == results(alone)
+    assert results((tmp_path / "latest" / "workerlog.0").read_text()) == results(alone)

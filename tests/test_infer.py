@@ -19,7 +19,6 @@ import torchfleet as fleet
 from torchfleet import fleet as facade
 from torchfleet import infer, nn
 from torchfleet.errors import CheckpointError, FleetError
-from torchfleet.job.server_role import ServerRole
 from torchfleet.role import SERVER, RoleInfo
 
 pytestmark = pytest.mark.xdist_group("inference_model")  # its fixtures are made once
@@ -264,7 +263,7 @@ def test_servers_of_a_prediction_job_load_what_a_training_job_saved(saved: tuple
             job = facade._get_job()
             fleet.distributed_model(Model())
             job.distribute_for_prediction()
-            server = ServerRole(job, f"{saved[0]}/full")._server
+            server = jobs.loaded_server(job, f"{saved[0]}/full")
             num_rows += sum(
                 table.stats()["rows"] for table in server.state.tables.values() if table.spec.name == "words"
             )
@@ -309,7 +308,7 @@ def test_a_server_job_of_training_reads_a_save_for_prediction(saved: tuple[str, 
     """Values as saved; optimizer state, which it does not have, starts anew, and with it the count of steps."""
     info = RoleInfo(SERVER, 0, 1, 0, ("127.0.0.1:1",))
     job = jobs.make_part(Model, lambda m: make_optimizer("adam", m), jobs.strategy(), info).job
-    server = ServerRole(job, f"{saved[0]}/small")._server
+    server = jobs.loaded_server(job, f"{saved[0]}/small")
     model = fleet.load_inference_model(f"{saved[0]}/small", Model())
     for table in server.state.tables.values():
         if table.spec.kind != "dense":

@@ -95,8 +95,40 @@ class TestEnvironment:
     def test_a_restarted_worker_knows_it(self) -> None:
         assert read(changed("fleet worker", FLEET_RESTART="2")).restart == 2
 
+    def test_time_outs_are_read_for_roles_from_the_environment_and_from_code(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told = {"FLEET_START_TIMEOUT": "60", "FLEET_WORKER_TIMEOUT": "2.5"}
+        info = read({**ENVIRONMENTS["fleet worker"], **told})
+        assert (info.start_timeout, info.worker_timeout) == (60.0, 2.5)
+        for name, value in told.items():
+            monkeypatch.setenv(name, value)
+        assert UserDefinedRoleMaker().read().worker_timeout == 2.5
+
+    @pytest.mark.parametrize("name", ["FLEET_START_TIMEOUT", "FLEET_WORKER_TIMEOUT"])
+    @pytest.mark.parametrize("value", ["0.5", "-1", "nan", "inf", "soon", "1e9"])
+    def test_a_time_out_that_is_none_is_refused(self, name: str, value: str) -> None:
+        with pytest.raises(RoleError, match=f"{name} must be a number of seconds from 1 to 604800, found '{value}'"):
+            read({name: value})
+
 
 class TestMissing:
+    @pytest.mark.parametrize(
+        ("name", "value", "missing"),
+        [
+            ("PADDLE_TRAINERS_NUM", "2", "TRAINING_ROLE"),
+            ("FLEET_NUM_WORKERS", "2", "FLEET_ROLE"),
+            ("PADDLE_TRAINER_ID", "1", "TRAINING_ROLE"),
+            ("FLEET_WORKER_INDEX", "1", "FLEET_ROLE"),
+        ],
+    )
+    def test_a_process_that_is_one_of_several_does_not_train_alone(self, name: str, value: str, missing: str) -> None:
+        with pytest.raises(RoleError, match=f"{name}={value} is set, but {missing} is missing"):
+            read({name: value})
+
+    def test_one_worker_of_one_may_train_alone(self) -> None:
+        assert read({"PADDLE_TRAINERS_NUM": "1", "PADDLE_TRAINER_ID": "0"}).is_local
+
     @pytest.mark.parametrize(
         ("which", "name"),
         [

@@ -43,6 +43,14 @@ class BarrierError(FleetError):
     """Not all workers arrived in time."""
 
 
+class WorkerMissing(FleetError):
+    """Workers wait for one that has ended, is silent, or waits for them somewhere else."""
+
+
+class ServerLoading(FleetError):
+    """A server is there, and does not serve yet."""
+
+
 class ServerError(FleetError):
     """A server answered a request with an error."""
 

@@ -14,6 +14,7 @@ from typing import Any
 from torchfleet.errors import RoleError
 
 WORKER, SERVER = "worker", "server"
+MAX_SECONDS = 7 * 24 * 3600.0
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class RoleInfo:
     insecure: bool = False
     status_file: str | None = None
     restart: int = 0
+    start_timeout: float = 1800.0  # seconds that a worker waits for a server that gives no sign
+    worker_timeout: float = 10.0  # seconds of silence after which those who wait for a worker are told
     debug: bool = False
     num_threads: int = 0  # of torch; 0: as torch decides
     is_collective: bool = False
@@ -56,6 +59,7 @@ class PaddleCloudRoleMaker:
     FLEET_SERVER_INDEX                      POD_IP and PADDLE_PORT, looked up in the list of servers
     FLEET_WORKER_ENDPOINTS                  PADDLE_TRAINER_ENDPOINTS
     CPU_NUM: threads of torch; PSERVER_DEBUG=1: print the plan and the servers' tables
+    FLEET_START_TIMEOUT, FLEET_WORKER_TIMEOUT: seconds, see RoleInfo
 
     For collective training (is_collective=True):
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torch's launchers set them; or
@@ -150,13 +154,21 @@ class PaddleCloudRoleMaker:
         return known[value.upper()]
 
     def _refuse_fleet_without_role(self) -> None:
-        """Addresses of servers without a role are an error: to train alone then would be a silent mistake."""
-        for name, missing in (
-            ("FLEET_SERVER_ENDPOINTS", "FLEET_ROLE"),
-            ("PADDLE_PSERVERS_IP_PORT_LIST", "TRAINING_ROLE"),
+        """What speaks of other processes needs a role: to train alone then would be a silent mistake."""
+        for name, missing, alone in (
+            ("FLEET_SERVER_ENDPOINTS", "FLEET_ROLE", ""),
+            ("PADDLE_PSERVERS_IP_PORT_LIST", "TRAINING_ROLE", ""),
+            ("FLEET_NUM_WORKERS", "FLEET_ROLE", "1"),
+            ("PADDLE_TRAINERS_NUM", "TRAINING_ROLE", "1"),
+            ("FLEET_WORKER_INDEX", "FLEET_ROLE", "0"),
+            ("PADDLE_TRAINER_ID", "TRAINING_ROLE", "0"),
         ):
-            if self._environment.get(name):
-                raise RoleError(f"{name} is set, but {missing} is missing. Set it, or start with fleetrun.")
+            value = self._environment.get(name)
+            if value and value != alone:
+                raise RoleError(
+                    f"{name}={value} is set, but {missing} is missing. Set it, or start with fleetrun; to train alone, "
+                    f"remove {name}; for collective training call fleet.init(is_collective=True)."
+                )
 
     def _get(self, *names: str) -> str:
         values = {name: value for name in names if (value := self._environment.get(name))}
@@ -247,7 +259,20 @@ def _process_settings(found: Mapping[str, str]) -> dict[str, Any]:
         "status_file": found.get("FLEET_STATUS_FILE"),
         "debug": found.get("PSERVER_DEBUG", "0") not in ("", "0"),
         "num_threads": int(threads),
+        "start_timeout": _seconds(found, "FLEET_START_TIMEOUT", RoleInfo.start_timeout),
+        "worker_timeout": _seconds(found, "FLEET_WORKER_TIMEOUT", RoleInfo.worker_timeout),
     }
+
+
+def _seconds(found: Mapping[str, str], name: str, default: float) -> float:
+    text = found.get(name) or str(default)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 1.0 <= seconds <= MAX_SECONDS:  # NaN among them
+        raise RoleError(f"{name} must be a number of seconds from 1 to {MAX_SECONDS:g}, found {text!r}")
+    return seconds
 
 
 def _endpoints(text: str, source: str) -> tuple[str, ...]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -540,6 +542,66 @@ def test_servers_with_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         fleet.client().create_table(chains.PLAIN)
         assert command.main(["inspect", endpoints_of(fleet), "--keys", str(tmp_path / "keys")]) == 0
         assert cells(capsys.readouterr().out, "plain")[3] == "0"
+
+
+def test_stats_shows_rows_of_sparse_tables_and_elements_of_dense_ones(
+    running: Fleet, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = running.client()
+    client.attach(chains.PLAIN)
+    client.push_tables({"plain": ([1], np.ones((1, 1), np.float32))}, versions={"plain": [0.0, 0.0]}).result()
+    where = endpoints_of(running).replace("tcp://", "")
+    assert command.main(["stats", where]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"tcp://{place}: up for" in shown for place in where.split(","))
+    rows = [cells(line, "plain") for line in shown.splitlines() if " plain " in line]
+    assert sum(int(row[3]) for row in rows) == 50
+    assert [row[6:8] for row in rows] == [["1", "0: 1"]] * 2  # updates, staleness
+    assert all(row[4] == "-" for row in rows)
+    dense = [cells(line, "dense.0") for line in shown.splitlines() if " dense.0 " in line]
+    assert [row[3] for row in dense] == ["-", "-"]
+    assert sum(int(row[4]) for row in dense) == chains.DENSE.size
+    assert command.main(["stats", where, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["servers"]
+    assert list(found) == endpoints_of(running).split(",")
+    assert sum(server["tables"]["plain"]["rows"] for server in found.values()) == 50
+    assert all(server["requests"] > 0 and server["workers"] == [] for server in found.values())
+
+
+def test_stats_of_servers_with_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keygen(tmp_path / "keys")
+    with in_threads(["tcp://127.0.0.1:0"], KeyFolder(tmp_path / "keys")) as fleet:
+        fleet.client().create_table(chains.PLAIN)
+        assert command.main(["stats", endpoints_of(fleet), "--key_dir", str(tmp_path / "keys")]) == 0
+        assert cells(capsys.readouterr().out, "plain")[3] == "0"
+        assert command.main(["stats", endpoints_of(fleet)]) == 1
+        assert f"{endpoints_of(fleet)} asks for keys: give their folder with --key_dir" in capsys.readouterr().err
+
+
+def test_stats_says_at_once_what_is_wrong_with_an_address(
+    running: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["stats", "127.0.0.1"]) == 1
+    assert "expected host:port of a server" in capsys.readouterr().err
+    assert command.main(["stats", "127.0.0.1:1"]) == 1
+    assert "nothing listens at tcp://127.0.0.1:1" in capsys.readouterr().err
+    keygen(tmp_path / "keys")
+    first = endpoints_of(running).split(",")[0]
+    assert command.main(["stats", first, "--key_dir", str(tmp_path / "keys")]) == 1
+    assert f"the server at {first} runs without keys" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def hang_up() -> None:
+            connection, _ = other.accept()
+            connection.sendall(b"SSH-2.0-other\r\n")
+            connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        place = f"127.0.0.1:{other.getsockname()[1]}"
+        assert command.main(["stats", place]) == 1
+        thread.join(10)
+    assert f"what listens at tcp://{place} is no torchfleet server" in capsys.readouterr().err
 
 
 def test_a_server_that_is_not_there_is_named(

@@ -56,7 +56,7 @@ def fleet_of(log: Path, script: str, *arguments: object, servers: int = 2, worke
     counts = ("--server_num", str(servers), "--worker_num", str(workers))
     with forked_fleetrun(log, *counts, str(EXAMPLE / script), *map(str, arguments)) as job:
         assert job.wait(100) == 0, job.output
-    return [(log / f"workerlog.{i}").read_text() for i in range(workers)]
+    return [(log / "latest" / f"workerlog.{i}").read_text() for i in range(workers)]
 
 
 def test_aucs(text: str) -> list[float]:

@@ -155,7 +155,7 @@ def test_a_fleet_in_step_trains_what_one_process_trains(here: Path, six_hours: t
         here / "log", "--server_num", "2", "--worker_num", "2", str(EXAMPLE / "train.py"), *given
     ) as job:
         assert job.wait(100) == 0, job.output
-    found = passes((here / "log" / "workerlog.0").read_text())
+    found = passes((here / "log" / "latest" / "workerlog.0").read_text())
     wanted = passes(six_hours[1])
     assert [part for part, _, _ in found] == [part for part, _, _ in wanted]
     assert [auc for _, auc, _ in found] == pytest.approx([auc for _, auc, _ in wanted], abs=2e-3)

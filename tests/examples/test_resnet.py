@@ -223,7 +223,7 @@ class TestTraining:
         flags = (*TINY, "--images", "64", "--epochs", "2", "--batch_size", "16", *AMP)
         with forked_fleetrun(tmp_path / "log", "--nproc_per_node", "2", str(SCRIPT), *flags, FLEET_DEVICE="cpu") as job:
             assert job.wait(100) == 0, job.output
-        first, second = ((tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in range(2))
+        first, second = ((tmp_path / "log" / "latest" / f"workerlog.{rank}").read_text() for rank in range(2))
         assert final(first)[1] == 100.0
         assert "epoch" not in second, "rank 0 speaks for all"
 

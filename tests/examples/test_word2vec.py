@@ -471,7 +471,7 @@ def test_one_fleetrun_command_learns_the_analogies_as_one_process_does(
     command = (str(EXAMPLE / "train.py"), *map(str, options), "--questions", str(texts / "questions"), "--k_steps", "2")
     with forked_fleetrun(tmp_path / "log", *counts, *command) as job:
         assert job.wait(100) == 0, job.output
-    logs = [(tmp_path / "log" / f"workerlog.{i}").read_text() for i in range(2)]
+    logs = [(tmp_path / "log" / "latest" / f"workerlog.{i}").read_text() for i in range(2)]
     found = accuracies(logs[0])
     assert [*found] == [*SECTIONS, "total"]
     assert found["total"] >= accuracies(trained.output)["total"] - 5

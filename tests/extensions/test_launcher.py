@@ -28,7 +28,7 @@ class ToyLauncher:
         return [line for task in tasks(job, options) for line in describe_task(task, job.command, f"of {options.toy}")]
 
     def run(self, job, options):
-        log_dir = job.make_log_dir()
+        log_dir = job.make_run_dir()
         for task in tasks(job, options):
             with open(log_dir / task.log_name, "w") as log:
                 subprocess.run(job.command, env=task.environment, stdout=log, check=True)
@@ -72,7 +72,7 @@ def test_a_launcher_is_one_file_and_one_line(
         assert cli.main([*arguments, str(script), "--epochs", "4"]) == 0
         assert capsys.readouterr().out == "ball has finished; 3 restarts were allowed\n"
         for i in range(2):
-            assert (log_dir / f"workerlog.{i}").read_text() == f"ball.{i} ['--epochs', '4']\n"
+            assert (log_dir / "latest" / f"workerlog.{i}").read_text() == f"ball.{i} ['--epochs', '4']\n"
         assert cli.main(["--dry_run", str(script)]) == 0  # other command lines go where they went before
         assert "FLEET_ROLE=SERVER" in capsys.readouterr().out
     finally:

@@ -122,7 +122,7 @@ def test_two_workers_predict_alike_after_training_and_in_a_job_with_more_servers
             assert before["users"] > 0
             assert "predict with fleet.load_inference_model" in found["too late"], "after stop_worker"
     for server in range(3):
-        assert "the server has served" in (log / f"serverlog.{server}").read_text()
+        assert "the server has served" in (log / "latest" / f"serverlog.{server}").read_text()
 
 
 @pytest.mark.parametrize("mode", jobs.MODES)
@@ -360,7 +360,7 @@ def test_a_wrong_folder_ends_the_whole_job_and_is_named(tmp_path: Path) -> None:
         tmp_path / "log", "--server_num", "1", "--worker_num", "1", SCRIPT, "predict", str(tmp_path)
     ) as job:
         assert job.wait() != 0
-    assert f"{tmp_path}/model" in (tmp_path / "log" / "serverlog.0").read_text()
+    assert f"{tmp_path}/model" in (tmp_path / "log" / "latest" / "serverlog.0").read_text()
 
 
 def test_names_that_were_not_saved_are_an_error(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from torchfleet import fleet as facade
 from torchfleet import nn
 from torchfleet.checkpoint.manifest import read_manifest
 from torchfleet.errors import CheckpointError, FleetError
-from torchfleet.job.server_role import ServerRole
 from torchfleet.job.worker_role import WorkerRole
 from torchfleet.role import SERVER, RoleInfo
 from torchfleet.server.server import Server
@@ -61,7 +60,7 @@ class Loaded(jobs.Servers):
         for index in range(num):
             info = RoleInfo(SERVER, 0, num_workers, index, places)
             job = jobs.make_part(make_model, lambda m: make_optimizer(rule, m), jobs.strategy(), info).job
-            self.servers.append(ServerRole(job, dirname, var_names)._server)
+            self.servers.append(jobs.loaded_server(job, dirname, var_names))
         self._transports = [jobs.GatedTransport(server) for server in self.servers]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from rich.console import Console
-from support.scripts.launching import STAND_IN, TINY, clean_environment, fleetrun
+from support.scripts.launching import STAND_IN, TINY, clean_environment, fleetrun, run_dir
 
 from torchfleet.launch import cli, display, roles
 from torchfleet.launch.job_spec import Task
@@ -153,7 +153,7 @@ class TestDryRun:
         command = " ".join(script_command(script, ["--epochs", "3"]))
         for head, name in zip(heads, ("server 0", "server 1", "worker 0", "worker 1"), strict=True):
             assert head.startswith(f"{name}: {command}")
-            assert str(log_dir / name.replace(" ", "log.")) in head
+            assert str(log_dir / "latest" / name.replace(" ", "log.")) in head
         found = [dict(line.strip().split("=", 1) for line in block.splitlines()[1:]) for block in blocks]
         assert [env["FLEET_ROLE"] for env in found] == ["SERVER", "SERVER", "WORKER", "WORKER"]
         assert [env.get("FLEET_SERVER_INDEX", env.get("FLEET_WORKER_INDEX")) for env in found] == [
@@ -273,7 +273,7 @@ TRAINING = {
     "queue": 3,
     "loss": 0.45678,
 }
-SERVING = {"role": "server", "requests": 9, "errors": 0, "rows": {"dense.0": 3, "words": 12345}}
+SERVING = {"role": "server", "requests": 9, "errors": 0, "rows": {"words": 12345}}
 
 
 class TestDisplay:
@@ -293,7 +293,7 @@ class TestDisplay:
         rows = {row[0].strip(): row for line in shown.splitlines() if len(row := line.split("│")[1:-1]) > 1}
         server = " ".join(rows["server 0"])
         assert "running" in server
-        assert "dense.0 3, words 12,345" in server
+        assert "words 12,345" in server
         worker = " ".join(rows["worker 0"])
         for part in ("running", "1,200", "40.5", "20,736", " 3 ", "loss 0.4568"):
             assert part in worker
@@ -311,7 +311,7 @@ class TestDisplay:
             now[0] += 0.1
         shown.close()
         lines = capsys.readouterr().out.splitlines()
-        line = "server 0: running, 12,348 rows; worker 0: running, step 1,200, 20,736 samples/s, loss 0.4568"
+        line = "server 0: running, 12,345 rows; worker 0: running, step 1,200, 20,736 samples/s, loss 0.4568"
         assert lines == [f"[fleetrun] {line}"] * 2
 
     def test_lines_are_printed_as_they_are(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -349,19 +349,19 @@ def test_two_servers_and_two_workers_train_and_tell_what_they_do(tmp_path: Path)
     arguments = ("--server_num", "2", "--worker_num", "2", TINY, "--note", "all's well", "--steps", "3")
     with fleetrun(tmp_path, *arguments, PSERVER_DEBUG="1") as job:
         assert job.wait(150) == 0
-    logs = sorted(path.name for path in tmp_path.iterdir())
+    logs = sorted(path.name for path in run_dir(tmp_path).iterdir())
     assert logs == ["serverlog.0", "serverlog.1", "workerlog.0", "workerlog.1"]
     assert "[worker 0] worker 0 of 2 ends with loss" in job.output
     assert "[worker 1]" not in job.output
     for index in range(2):
-        log = (tmp_path / f"workerlog.{index}").read_text()
+        log = (tmp_path / "latest" / f"workerlog.{index}").read_text()
         assert f"worker {index} of 2 ends with loss" in log
         assert "all's well" in log
         _check_configuration(log, index)
         _check_tables(log)
     echoed = [line.removeprefix("[worker 0] ") for line in job.output.splitlines() if line.startswith("[worker 0]")]
-    assert echoed == (tmp_path / "workerlog.0").read_text().splitlines()
-    assert job.output.splitlines()[-1] == f"[fleetrun] finished; logs in {tmp_path}"
+    assert echoed == (tmp_path / "latest" / "workerlog.0").read_text().splitlines()
+    assert job.output.splitlines()[-1] == f"[fleetrun] finished; logs in {run_dir(tmp_path)}"
 
 
 def _cells(log: str, title: str) -> list[list[str]]:
@@ -407,5 +407,5 @@ def test_a_job_given_by_addresses_trains_with_keys(tmp_path: Path) -> None:
         assert job.wait(150) == 0
     assert "2 servers, 1 workers (keys)" in job.output
     assert "[worker 0] worker 0 of 1 ends with loss" in job.output
-    names = sorted(path.name for path in (tmp_path / "log").iterdir())
+    names = sorted(path.name for path in run_dir(tmp_path / "log").iterdir())
     assert names == ["serverlog.0", "serverlog.1", "workerlog.0"]

@@ -15,8 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from support.paths import SCRIPTS
-from support.scripts.launching import START, Started, fleetrun, in_log, seconds, soon, wait_until
+from support.scripts.launching import START, Started, fleetrun, in_log, run_dir, seconds, soon, wait_until
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
 from torchfleet.errors import RoleError
@@ -115,6 +116,40 @@ class TestRefusedCommandLines:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
         assert status_of("--dry_run", "--gpus", "3,1", PLAY) == 2
         assert "--gpus names GPU 1, but CUDA_VISIBLE_DEVICES=2,3 hides it" in capsys.readouterr().err
+
+
+class TestNamedGpus:
+    @pytest.mark.parametrize(
+        ("num", "gpus", "message"),
+        [
+            (0, "0,1", "--gpus names GPU 0, but torch finds no GPU on this machine"),
+            (2, "1,2", "--gpus names GPU 2, but torch finds 2 GPUs on this machine"),
+        ],
+    )
+    def test_one_that_the_machine_does_not_have_is_an_error_before_anything_starts(
+        self,
+        capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
+        num: int,
+        gpus: str,
+        message: str,
+    ) -> None:
+        monkeypatch.delenv("FLEET_DEVICE", raising=False)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: num)
+        assert status_of("--log_dir", str(tmp_path / "log"), "--gpus", gpus, PLAY) == 2
+        told = capsys.readouterr().err
+        assert message in told
+        assert "FLEET_DEVICE=cpu fleetrun --nproc_per_node N" in told
+        assert not (tmp_path / "log").exists()
+
+    def test_a_job_that_is_kept_off_the_gpus_cannot_name_any(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("FLEET_DEVICE", "cpu")
+        assert status_of("--gpus", "0", PLAY) == 2
+        assert "--gpus 0 asks for GPUs, FLEET_DEVICE=cpu keeps the job off them" in capsys.readouterr().err
 
 
 class TestDryRun:
@@ -250,7 +285,7 @@ def together(first: FixedRendezvous, other: FixedRendezvous, before: Callable[[]
 
 def environments(log_dir: Path, num: int) -> list[dict[str, str]]:
     """The environments that the ranks printed."""
-    logs = [(log_dir / f"workerlog.{rank}").read_text() for rank in range(num)]
+    logs = [(log_dir / "latest" / f"workerlog.{rank}").read_text() for rank in range(num)]
     return [json.loads(next(line for line in log.splitlines() if line.startswith("{"))) for log in logs]
 
 
@@ -294,19 +329,19 @@ class TestOneMachine:
         assert "[rank 1]" not in job.output
         ended = "done, step 12, 346 samples/s, loss 0.2500"
         assert f"[fleetrun] rank 0: {ended}; rank 1: {ended}" in job.output
-        assert job.output.splitlines()[-1] == f"[fleetrun] finished; logs in {tmp_path}"
-        assert echoed(job) == (tmp_path / "workerlog.0").read_text().splitlines()
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["workerlog.0", "workerlog.1"]
+        assert job.output.splitlines()[-1] == f"[fleetrun] finished; logs in {run_dir(tmp_path)}"
+        assert echoed(job) == (tmp_path / "latest" / "workerlog.0").read_text().splitlines()
+        assert sorted(path.name for path in run_dir(tmp_path).iterdir()) == ["workerlog.0", "workerlog.1"]
 
     def test_a_rank_that_fails_ends_the_job_and_is_quoted(self, tmp_path: Path) -> None:
         lines = [f"1@line:{i}" for i in range(30)]
         with fleetrun(tmp_path, *TWO, PLAY, "0@deaf", "0@child", *lines, "1@exit:7", "sleep") as job:
-            wait_until(in_log(tmp_path / "workerlog.1", "exit 7"), START, "failure")
+            wait_until(in_log(tmp_path / "latest" / "workerlog.1", "exit 7"), START, "failure")
             with seconds() as taken:
                 assert job.wait(30) == 1
                 assert taken() < soon()
             assert job.left(grace=1.0) == []
-        log = tmp_path / "workerlog.1"
+        log = run_dir(tmp_path) / "workerlog.1"
         assert f"[fleetrun] rank 1 ended with exit status 7; the job ends. Last lines of {log}:" in job.output
         quoted = [line.strip() for line in job.output.splitlines() if line.startswith("    ")]
         assert quoted == [*(f"line {i}" for i in range(11, 30)), "exit 7"]
@@ -318,7 +353,7 @@ class TestOneMachine:
         assert "[fleetrun] rank 1 was killed by SIGKILL; starting all ranks again (1 of 3)" in job.output
         assert "starting all ranks again (2 of 3)" not in job.output
         for rank in range(2):
-            log = (tmp_path / "log" / f"workerlog.{rank}").read_text()
+            log = (tmp_path / "log" / "latest" / f"workerlog.{rank}").read_text()
             assert re.findall(r"begins at step (\d+) with 2 ranks", log) == ["0", "10"]
             assert "ends with 40 after 20 steps" in log  # as without any failure: two a step
 
@@ -328,14 +363,14 @@ class TestOneMachine:
         for number in (1, 2):
             assert f"rank 1 was killed by signal 40; starting all ranks again ({number} of 2)" in job.output
         assert "rank 1 was killed by signal 40; the job ends" in job.output
-        log = (tmp_path / "workerlog.1").read_text()
+        log = (tmp_path / "latest" / "workerlog.1").read_text()
         assert re.findall(r'"TORCHELASTIC_RESTART_COUNT": "(\d)"', log) == ["0", "1", "2"]
-        assert echoed(job) == (tmp_path / "workerlog.0").read_text().splitlines()  # each run is shown once
+        assert echoed(job) == (tmp_path / "latest" / "workerlog.0").read_text().splitlines()  # each run is shown once
 
     def test_ctrl_c_ends_everything(self, tmp_path: Path) -> None:
         with fleetrun(tmp_path, *TWO, PLAY, "child", "sleep") as job:
             for rank in range(2):
-                wait_until(in_log(tmp_path / f"workerlog.{rank}", "sleep"), START, f"rank {rank}")
+                wait_until(in_log(tmp_path / "latest" / f"workerlog.{rank}", "sleep"), START, f"rank {rank}")
             assert {bound.laddr.ip for bound in listening(job.process.pid)} == {"127.0.0.1"}
             with seconds() as taken:
                 for _ in range(2):  # an impatient user
@@ -349,7 +384,7 @@ class TestOneMachine:
     def test_ranks_end_with_a_launcher_that_was_killed(self, tmp_path: Path) -> None:
         with fleetrun(tmp_path, *TWO, "--max_restart", "1", PLAY, "1@deaf", "sleep") as job:
             for rank in range(2):
-                wait_until(in_log(tmp_path / f"workerlog.{rank}", "sleep"), START, f"rank {rank}")
+                wait_until(in_log(tmp_path / "latest" / f"workerlog.{rank}", "sleep"), START, f"rank {rank}")
             assert rank_pid(job, 0) != rank_pid(job, 1)
             os.kill(job.process.pid, signal.SIGKILL)
             assert job.wait(20) == -signal.SIGKILL
@@ -369,7 +404,7 @@ class TestTwoMachines:
             assert (first.wait(), second.wait()) == (0, 0)
         assert "[rank 0] sum [1, 2]" in first.output
         assert "[rank 1] sum [1, 2]" in second.output
-        assert (tmp_path / "1" / "workerlog.1").exists()
+        assert (tmp_path / "1" / "latest" / "workerlog.1").exists()
 
     def test_a_rank_that_fails_on_one_ends_the_job_on_both(self, tmp_path: Path) -> None:
         port, actions = free_ports(1)[0], (PLAY, "0@exit:5", "sleep")
@@ -392,7 +427,7 @@ class TestTwoMachines:
             assert (first.wait(), second.wait()) == (0, 0)
         assert "rank 1 was killed by SIGKILL; starting all ranks again (1 of 1)" in second.output
         for rank in range(2):
-            log = (tmp_path / str(rank) / f"workerlog.{rank}").read_text()
+            log = (tmp_path / str(rank) / "latest" / f"workerlog.{rank}").read_text()
             assert re.findall(r"begins at step (\d+) with 2 ranks", log) == ["0", "10"]
             assert "ends with 40 after 20 steps" in log
 

@@ -10,7 +10,18 @@ import time
 from pathlib import Path
 
 import pytest
-from support.scripts.launching import STAND_IN, START, TINY, Started, fleetrun, in_log, seconds, soon, wait_until
+from support.scripts.launching import (
+    STAND_IN,
+    START,
+    TINY,
+    Started,
+    fleetrun,
+    in_log,
+    run_dir,
+    seconds,
+    soon,
+    wait_until,
+)
 
 ENDLESS = ("--steps", "1000000", "--pause", "0.02")
 
@@ -19,7 +30,7 @@ def wait_for_training(job: Started, log_dir: Path, num_workers: int) -> None:
     """Until every worker has made its first step."""
     for index in range(num_workers):
         text = f"worker {index} is training"
-        is_there = in_log(log_dir / f"workerlog.{index}", text)
+        is_there = in_log(log_dir / "latest" / f"workerlog.{index}", text)
         wait_until(lambda is_there=is_there: is_there() or job.process.poll() is not None, START, text)
     assert job.process.poll() is None, job.output
 
@@ -36,11 +47,11 @@ class TestTraining:
             assert job.wait() == 1
             ended = time.time()
             assert job.left(grace=0) == []
-        failed = re.search(r"about to fail at (\S+)", (tmp_path / "workerlog.1").read_text())
+        failed = re.search(r"about to fail at (\S+)", (tmp_path / "latest" / "workerlog.1").read_text())
         assert failed
         assert ended - float(failed.group(1)) < soon()
         assert "worker 1 ended with exit status 1; the job ends." in job.output
-        assert f"Last lines of {tmp_path / 'workerlog.1'}:" in job.output
+        assert f"Last lines of {run_dir(tmp_path) / 'workerlog.1'}:" in job.output
         assert "    Traceback (most recent call last):" in job.output
         assert "    RuntimeError: this worker was told to fail" in job.output
 
@@ -65,7 +76,7 @@ class TestTraining:
             assert job.left(grace=0) == []
         assert "[worker 0] worker 0 of 2 ends with loss" in job.output
         assert "worker 1 was lost on the way; the others finished without it" in job.output
-        assert "worker 1 of 2 ends" not in (tmp_path / "workerlog.1").read_text()
+        assert "worker 1 of 2 ends" not in (tmp_path / "latest" / "workerlog.1").read_text()
 
     def test_a_sync_job_ends_with_a_killed_worker(self, tmp_path: Path) -> None:
         with fleetrun(tmp_path, "--worker_num", "2", TINY, *ENDLESS) as job:
@@ -85,11 +96,11 @@ class TestTraining:
             job.wait_for("samples/s", 20)  # a line of the display: some steps were made
             os.kill(job.pid("WORKER", 0), signal.SIGKILL)
             job.wait_for("worker 0 ended with -9; starting it again", 20)
-            wait_until(lambda: len(first_losses(tmp_path / "workerlog.0")) == 2, START, "second start")
+            wait_until(lambda: len(first_losses(tmp_path / "latest" / "workerlog.0")) == 2, START, "second start")
             done.touch()
             assert job.wait(30) == 0
             assert job.left(grace=0) == []
-        before, after = first_losses(tmp_path / "workerlog.0")
+        before, after = first_losses(tmp_path / "latest" / "workerlog.0")
         assert after < before / 2
         assert "lost" not in job.output
 
@@ -130,7 +141,7 @@ class TestStandIns:
 
     def test_a_killed_server_is_named_by_its_own_index_and_address(self, tmp_path: Path) -> None:
         with fleetrun(tmp_path, "--server_num", "2", STAND_IN, "sleep", "sleep") as job:
-            wait_until(in_log(tmp_path / "serverlog.1", "sleep"), 20, "server 1")
+            wait_until(in_log(tmp_path / "latest" / "serverlog.1", "sleep"), 20, "server 1")
             os.kill(job.pid("SERVER", 1), signal.SIGKILL)
             assert job.wait(20) == 1
         assert re.search(r"server 1 \(127\.0\.0\.1:\d+\) was killed by SIGKILL; the job ends", job.output)
@@ -141,7 +152,7 @@ class TestStandIns:
     ) -> None:
         with fleetrun(tmp_path, STAND_IN, "deaf,child,sleep", "deaf,child,sleep") as job:
             for name in ("serverlog.0", "workerlog.0"):
-                wait_until(in_log(tmp_path / name, "sleep"), 20, name)
+                wait_until(in_log(tmp_path / "latest" / name, "sleep"), 20, name)
             os.kill(job.process.pid, number)
             with seconds() as taken:
                 assert job.wait(20) == status
@@ -150,8 +161,8 @@ class TestStandIns:
 
     def test_processes_end_with_a_launcher_that_was_killed(self, tmp_path: Path) -> None:
         with fleetrun(tmp_path, "--worker_num", "2", STAND_IN, "serve", "sleep") as job:
-            wait_until(in_log(tmp_path / "serverlog.0", "listening on"), 40, "server")
-            wait_until(in_log(tmp_path / "workerlog.1", "sleep"), 20, "worker")
+            wait_until(in_log(tmp_path / "latest" / "serverlog.0", "listening on"), 40, "server")
+            wait_until(in_log(tmp_path / "latest" / "workerlog.1", "sleep"), 20, "worker")
             os.kill(job.process.pid, signal.SIGKILL)
             assert job.wait(20) == -signal.SIGKILL
             assert job.left(grace=soon()) == []
@@ -172,7 +183,7 @@ class TestStandIns:
             assert job.wait(30) == 1
         assert job.output.count("worker 0 ended with 3; starting it again") == 2
         assert "worker 0 ended with exit status 3; the job ends" in job.output
-        assert (tmp_path / "workerlog.0").read_text().count("exit 3") == 3
+        assert (tmp_path / "latest" / "workerlog.0").read_text().count("exit 3") == 3
 
     def test_a_worker_that_fails_by_its_own_script_ends_an_async_job(self, tmp_path: Path) -> None:
         """Only a killed one is done without: a script that raises would raise elsewhere too."""
@@ -215,15 +226,39 @@ class TestStandIns:
         }
         with fleetrun(tmp_path, "--worker_num", "2", STAND_IN, "role", "role", **around) as job:
             assert job.wait(20) == 0
-        told = (tmp_path / "workerlog.1").read_text()
-        for part in ("role='worker'", "worker_index=1", "num_workers=2", "worker_endpoints=()", "restart=0"):
+        told = (tmp_path / "latest" / "workerlog.1").read_text()
+        for part in (
+            "role='worker'",
+            "worker_index=1",
+            "num_workers=2",
+            "worker_endpoints=('127.0.0.1:1', '127.0.0.1:2')",
+            "restart=0",
+        ):
             assert part in told
 
-    def test_a_second_job_starts_its_logs_anew(self, tmp_path: Path) -> None:
-        for _ in range(2):
-            with fleetrun(tmp_path, STAND_IN, "exit", "exit") as job:
-                assert job.wait(20) == 0
-        assert (tmp_path / "workerlog.0").read_text().count("exit") == 1
+    def test_two_jobs_at_once_keep_their_logs_and_status_files_apart(self, tmp_path: Path) -> None:
+        with fleetrun(tmp_path, STAND_IN, "sleep", "line:first,async,sleep") as first:
+            wait_until(in_log(tmp_path / "latest" / "workerlog.0", "line first"), 20, "first job")
+            before = run_dir(tmp_path)
+            with fleetrun(tmp_path, STAND_IN, "exit", "line:second,exit") as second:
+                assert second.wait(20) == 0
+            assert first.process.poll() is None
+            assert (before / ".status.worker.0").exists()
+            first.process.terminate()
+            assert first.wait(20) == 143
+        after = run_dir(tmp_path)
+        assert before != after
+        for folder, text, job in ((before, "line first", first), (after, "line second", second)):
+            assert text in (folder / "workerlog.0").read_text()
+            assert f"[fleetrun] logs in {folder}" in job.output
+        assert "line second" not in (before / "workerlog.0").read_text()
+
+    def test_a_file_in_the_place_of_the_link_is_named_and_left_alone(self, tmp_path: Path) -> None:
+        (tmp_path / "latest").mkdir()
+        with fleetrun(tmp_path, STAND_IN, "exit", "exit") as job:
+            assert job.wait(20) == 2
+        assert f"cannot make {tmp_path / 'latest'} a link to the logs of this run" in job.output
+        assert (tmp_path / "latest").is_dir()
 
 
 FAILS_ONCE = """
@@ -250,7 +285,7 @@ def test_a_job_that_fails_is_started_again_as_a_whole(
         assert job.wait(30) == status
         assert job.left(grace=0) == []
     num_starts = min(num_failures, max_job_restart) + 1
-    assert (logs / "workerlog.0").read_text().count("start") == num_starts  # logs of all starts are kept
+    assert (logs / "latest" / "workerlog.0").read_text().count("start") == num_starts  # logs of all starts are kept
     assert job.output.count("starting the job again") == num_starts - 1
 
 

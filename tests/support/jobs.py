@@ -305,6 +305,14 @@ def in_threads(work: Callable[[int], Any], num: int) -> list[Any]:
     return results
 
 
+def loaded_server(job: ParameterServerJob, dirname: str | None, var_names: list[str] | None = None) -> Server:
+    """A server with the tables of a job and, if `dirname` is given, a saved model in them; it listens nowhere."""
+    role = ServerRole(job)
+    if dirname is not None:
+        role.load(dirname, var_names)
+    return role._server
+
+
 class SocketServers:
     """The servers of a job as ServerRole runs them, in threads of this process, on loopback ports."""
 

@@ -27,6 +27,7 @@ _EXAMPLES = """examples:
   fleet inspect model/ --check                            read every file and compare its checksum
   fleet inspect model/ --table embedding                  histograms of its rows, and its top keys
   fleet inspect tcp://127.0.0.1:7000 --table embedding    the same of a server that is running
+  fleet stats 127.0.0.1:7000,127.0.0.1:7001               what servers that are running hold and do
   fleet diff model/ other/                                rows that only one has, and how far the others differ
   fleet compact model/                                    a full save and its deltas become one full save
   fleet export model/ embedding rows.parquet              a table in a file that other programs read
@@ -84,6 +85,13 @@ def _inspect(options: argparse.Namespace) -> int:
     return 0
 
 
+def _stats(options: argparse.Namespace) -> int:
+    from torchfleet.commands.server_stats import show_stats
+
+    show_stats(options.servers, options.key_dir, options.json)
+    return 0
+
+
 def _diff(options: argparse.Namespace) -> int:
     return int(diff(options.a, options.b, options.max_gb, options.json))
 
@@ -135,6 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_inspect(commands)
+    _add_stats(commands)
     _add_diff(commands)
     _add_compact(commands)
     _add_export(commands)
@@ -165,6 +174,21 @@ def _add_inspect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     made.add_argument("--keys", metavar="DIR", help="folder of the keys that the servers ask for (fleetrun --keygen)")
     made.add_argument("--json", action="store_true", help="everything as one JSON object")
     made.set_defaults(run=_inspect)
+
+
+def _add_stats(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    made = commands.add_parser(
+        "stats",
+        help="tables, rows, bytes, requests and staleness of running servers",
+        description="What running servers hold and do: rows of sparse tables, elements of dense ones, bytes, updates, "
+        "staleness, requests, and the workers that have joined.",
+    )
+    made.add_argument("servers", metavar="HOST:PORT[,HOST:PORT]", help="the servers, with commas between")
+    made.add_argument(
+        "--key_dir", default=os.environ.get("FLEET_KEY_DIR"), help="folder of keys (default: FLEET_KEY_DIR)"
+    )
+    made.add_argument("--json", action="store_true", help="everything as one JSON object")
+    made.set_defaults(run=_stats)
 
 
 def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

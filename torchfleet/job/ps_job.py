@@ -63,7 +63,10 @@ class ParameterServerJob(JobSetup):
             raise FleetError(
                 "fleet.init_server is for servers, and this process is a worker: ask fleet.is_server() first"
             )
-        self._server = ServerRole(self, dirname, var_names)
+        self._server = ServerRole(self)
+        self._server.listen()  # before it loads, which may take long: workers learn that it is there
+        if dirname is not None:
+            self._server.load(dirname, var_names)
 
     def _init_local_server(self, dirname: str | None, var_names: list[str] | None) -> None:
         """In one process the servers begin with init_worker, which loads what they were told."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import signal
 import threading
 from collections.abc import Sequence
@@ -27,30 +28,55 @@ from torchfleet.worker.client.connection import Patience
 
 
 class ServerRole:
-    """The server's life: tables made and loaded when it is constructed, served by `run` until all workers have left."""
+    """The server's life: tables made, the address taken, a model loaded, then `run` until all workers have left."""
 
-    def __init__(self, setup: JobSetup, dirname: str | None = None, var_names: Sequence[str] | None = None) -> None:
-        self._info = setup.info
+    def __init__(self, setup: JobSetup) -> None:
+        self._info, self._layouts = setup.info, setup.plan.layouts
         self._server = Server(num_workers=setup.info.num_workers)
         for spec in setup.plan.specs:
             self._server.state.add_table(spec.for_shard(setup.info.server_index, setup.info.num_servers))
-        if dirname is not None:
-            load_model(self._server.state, dirname, var_names, setup.plan.layouts)
         self._strategy = setup.strategy or DistributedStrategy()
         self._listener: ServerSocket | None = None
-        self._ended = self._has_run = False
+        self._answering = BackgroundThreads([])
+        self._is_ready = self._ended = self._has_run = False
+
+    def listen(self) -> None:
+        """Take the address. From now on until `run`, a worker that asks is told what this server is doing."""
+        place = self._info.server_endpoints[self._info.server_index]
+        listener = self._listener = listen(f"tcp://{place}", self._keys, self._info.insecure)
+        self._server.loading = "it is starting"
+        answer = functools.partial(listener.serve, self._server, lambda: self._is_ready)
+        self._answering = BackgroundThreads([answer], "the server's socket")
+        self._answering.start()
+
+    def load(self, dirname: str, var_names: Sequence[str] | None = None) -> None:
+        """Load a saved model, or what `var_names` names of it. After an error the address is free again."""
+        if self._listener is not None:
+            self._server.loading = f"it is loading {dirname}"
+        try:
+            load_model(self._server.state, dirname, var_names, self._layouts)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Give the address back."""
+        self._end_answers()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def gather(self, name: str, data: bytes, comm_world: str) -> list[bytes]:
         """What all servers (comm_world "server"), or all workers and servers ("all"), brought, in this order.
 
         Before `run`. They meet at server 0, which must serve for it, and workers begin when all servers serve: so each
-        serves while it waits, and a thread is its client.
+        serves while it waits, and a thread is its client. What comes between two meetings waits in the socket.
         """
         if self._has_run:
             raise FleetError("servers meet between fleet.init_server() and fleet.run_server(): call it there")
         found: list[bytes] = []
         meeting = BackgroundThreads([lambda: found.extend(self._meet(name, data, comm_world))], f"{name} of servers")
-        listener = self._open()
+        listener = self._begin_serving()
         meeting.start()
         listener.serve(self._server, lambda: not meeting.is_alive())
         meeting.check()
@@ -64,29 +90,20 @@ class ServerRole:
         number = info.num_workers + info.server_index
         places = [f"tcp://{info.server_endpoints[0]}"]
         with Client.connect(places, self._keys, worker=number, role=Role.WORKER, patience=patience) as client:
-            wait_for_servers(client)
+            wait_for_servers(client, info.start_timeout)
             name = meeting_name(name, comm_world, info)
             brought = client.gather(name, 1, data, num, settings.sync_timeout, first)
-        return [brought[one] for one in sorted(brought)]
-
-    def _open(self) -> ServerSocket:
-        """The socket, which stays open from the first meeting to the end of `run`: what comes between waits in it."""
-        if self._listener is None:
-            warm_up()
-            place = f"tcp://{self._info.server_endpoints[self._info.server_index]}"
-            self._listener = listen(place, self._keys, self._info.insecure)
-        return self._listener
-
-    @property
-    def _keys(self) -> KeyFolder | None:
-        return KeyFolder(self._info.key_dir) if self._info.key_dir else None
+        return [brought[member] for member in sorted(brought)]
 
     def run(self) -> None:
-        """Serve until all workers have stopped, `end` is called, or SIGTERM comes to the main thread."""
+        """Serve until all workers have stopped, `end` is called, or SIGTERM comes to the main thread.
+
+        Raises FleetError if workers have ended, or are silent, that never stopped.
+        """
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_signal)
         self._has_run = True
-        listener = self._open()
+        listener = self._begin_serving()
         status = StatusFile(self._info.status_file, self._status)
 
         def is_over() -> bool:
@@ -97,18 +114,41 @@ class ServerRole:
             listener.serve(self._server, is_over)
         finally:
             status.write(now=True)
-            listener.close()
+            self.close()
+        if self._server.desertion:
+            raise FleetError(f"{self._server.desertion}. No worker is left; the server ends.")
 
     def end(self) -> None:
         """From a signal handler: finish the request at hand and return from `run`."""
         self._ended = True
+
+    def _begin_serving(self) -> ServerSocket:
+        """The socket, which from now on belongs to the calling thread. Kernels are compiled before."""
+        if self._listener is None:
+            self.listen()
+        assert self._listener is not None
+        if not self._is_ready:
+            warm_up()
+            self._end_answers()
+            self._answering.check()
+        return self._listener
+
+    @property
+    def _keys(self) -> KeyFolder | None:
+        return KeyFolder(self._info.key_dir) if self._info.key_dir else None
+
+    def _end_answers(self) -> None:
+        """From now on the socket belongs to the calling thread, and the tables are served."""
+        self._is_ready = True
+        self._answering.join()
+        self._server.loading = ""
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.end()
 
     def _status(self) -> dict[str, Any]:
         state = self._server.state
-        rows = {table.spec.name: table.stats()["rows"] for table in state.tables.values()}
+        rows = {table.spec.name: table.num_rows for table in state.tables.values() if not table.spec.is_dense}
         return {"role": "server", "requests": state.num_requests, "errors": state.num_errors, "rows": rows}
 
 

@@ -26,6 +26,7 @@ from torchfleet.worker.client.connection import Patience
 from torchfleet.worker.lookup.engine import Engine
 from torchfleet.worker.lookup.sample_count import SampleCount
 from torchfleet.worker.lookup.sources import NoRows
+from torchfleet.worker.membership import Membership
 from torchfleet.worker.model_saving import Kind, save_model, tell_of_replacing
 from torchfleet.worker.modes.asynchronous import Async
 from torchfleet.worker.modes.communicator import Communicator, HalfAsync, Sync
@@ -57,7 +58,8 @@ class WorkerRole:
         self._left = False
         self._saved_to: set[str] = set()
         self._passes: Counter[str] = Counter()  # over shared lists of files, by name
-        wait_for_servers(self.client)
+        wait_for_servers(self.client, self.info.start_timeout)
+        self._membership = self._join()
         if dirname is not None:
             check_loaded(self.client, dirname)
         make_tables(self.client, self._plan, self.info, self.strategy)
@@ -72,6 +74,8 @@ class WorkerRole:
         self._status.write(now=True)
 
     def barrier(self) -> None:
+        if self._membership is not None:
+            self._membership.check()
         # One name for all of them: a worker that was started again cannot know how many there have been.
         self.client.barrier("workers", self.info.num_workers, self.strategy.sync_timeout)
 
@@ -137,6 +141,9 @@ class WorkerRole:
         final = self.stats()
         self._left = True
         self._status.write(now=True)
+        if self._membership is not None:
+            self._membership.close()  # before it leaves: a sign of life behind that would be none
+            self._membership.check()
         self.client.leave()
         self.client.close()
         self.engine.use(NoRows(LEFT))
@@ -170,6 +177,12 @@ class WorkerRole:
             client.attach(spec)
         return client
 
+    def _join(self) -> Membership | None:
+        if self.info.is_local:
+            return None
+        info, strategy = self.info, self.strategy
+        return Membership(self._connect(), info.num_workers, info.restart, info.worker_timeout, strategy.sync_timeout)
+
     def _local_server(self, dirname: str | None, var_names: Sequence[str] | None) -> InProcess:
         server = Server(num_workers=1)
         if dirname is not None:
@@ -181,7 +194,9 @@ class WorkerRole:
     def _communicator(self) -> Communicator:
         plan, configs, mode = self._plan, self.strategy.a_sync_configs, self.strategy.mode
         if mode == "sync":
-            return Sync(self.client, plan, self._connect, self.strategy.sync_timeout, self._samples())
+            # The servers end a step at sync_timeout and say who is missing; silent ones are given up.
+            patience = self.strategy.sync_timeout + self.strategy.rpc_timeout
+            return Sync(self.client, plan, self._connect, patience, self._samples())
         if mode == "half_async":
             return HalfAsync(self.client, plan, self._connect)
         if mode == "async":

@@ -12,20 +12,37 @@ from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.lookup.plan import Plan
 
-START_SECONDS = 300.0  # servers import torch and may compile kernels before they answer
+_PERIOD = 5.0  # seconds between two lines about servers that are not ready
+_PAUSE = 0.1  # seconds between two questions to a server that is loading
 _CHUNK = 1 << 16  # rows in one message
 
 
-def wait_for_servers(client: Client) -> None:
-    """Servers may still be starting; one that is not there after START_SECONDS is named."""
-    deadline = time.monotonic() + START_SECONDS
-    while True:
-        try:
-            client.ping()
-            return
-        except ServerUnreachable:
-            if time.monotonic() >= deadline:
-                raise
+def wait_for_servers(client: Client, seconds: float) -> None:
+    """Return when all servers serve. They may be starting or loading: those that are waited for are printed.
+
+    Raises ServerUnreachable for one that has given no sign for `seconds`. One that is loading gives signs.
+    """
+    started = time.monotonic()
+    heard: dict[str, float] = {}  # by server, its last sign
+    next_line = started + _PERIOD
+    while waiting := client.unready(min(_PERIOD, seconds)):
+        now = time.monotonic()
+        heard |= {name: now for name, doing in waiting.items() if doing}
+        for name in waiting:
+            if now - heard.get(name, started) >= seconds:
+                raise ServerUnreachable(_never_came(name, seconds))
+        if now >= next_line:
+            next_line = now + _PERIOD
+            for name, doing in waiting.items():
+                print(f"waiting for {name}: {doing or 'no answer yet'}, {now - started:.0f} s", flush=True)
+        time.sleep(_PAUSE)
+
+
+def _never_came(name: str, seconds: float) -> str:
+    return (
+        f"{name} has given no answer for {seconds:g} s (FLEET_START_TIMEOUT). Is it running, is this its address "
+        "(FLEET_SERVER_ENDPOINTS / PADDLE_PSERVERS_IP_PORT_LIST), and do both sides use the same keys, or none?"
+    )
 
 
 def check_loaded(client: Client, dirname: str) -> None:
@@ -79,10 +96,13 @@ def _set_dense(client: Client, plan: Plan, tables: list[dict[str, Any]]) -> None
 def _wait_for_first_values(client: Client, plan: Plan, info: RoleInfo, strategy: DistributedStrategy) -> None:
     names = {dense.spec.name for dense in (*plan.dense, *plan.fixed)}
     if strategy.a_sync_configs.launch_barrier or not names:
-        client.barrier("start", info.num_workers, max(START_SECONDS, strategy.sync_timeout))
+        client.barrier("start", info.num_workers, max(info.start_timeout, strategy.sync_timeout))
         return
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + info.start_timeout
     while not all(server["tables"][name]["is_set"] for server in client.stats() for name in names):
         if time.monotonic() > deadline:
-            raise FleetError(f"after {START_SECONDS:g} s worker 0 has not set the first values; look at its log")
+            raise FleetError(
+                f"after {info.start_timeout:g} s (FLEET_START_TIMEOUT) worker 0 has not set the first values; look at "
+                "its log"
+            )
         time.sleep(0.05)

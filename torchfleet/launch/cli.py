@@ -41,7 +41,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--worker_num", type=int, help="workers on this machine")
     for launcher in LAUNCHERS.values():
         launcher.add_options(made)
-    made.add_argument("--log_dir", default="log", help="where serverlog.N and workerlog.N go (default: log)")
+    made.add_argument(
+        "--log_dir",
+        default="log",
+        help="every run has a folder of logs there, and `latest` leads to the newest (default: log)",
+    )
     made.add_argument(
         "--max_restart",
         type=int,

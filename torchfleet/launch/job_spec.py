@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +16,7 @@ class JobSpec:
     """A job as the options that all launchers share describe it. Where its processes run is up to the launcher."""
 
     command: tuple[str, ...]  # the same for every process; the environment gives each its role
-    log_dir: Path  # as the user gave it; `make_log_dir` creates it
+    log_dir: Path  # as the user gave it; every run has a folder of its own below it: `make_run_dir`
     num_servers: int | None = None  # None: the user gave no number
     num_workers: int | None = None
     max_restart: int = 0  # restarts of a failed worker; in a collective job, of all ranks together
@@ -28,14 +30,30 @@ class JobSpec:
         variables = {"FLEET_KEY_DIR": str(Path(self.key_dir).absolute())} if self.key_dir else {}
         return {**variables, "FLEET_INSECURE": "1"} if self.insecure else variables
 
-    def make_log_dir(self) -> Path:
-        """Create the folder of logs, if it does not exist, and return its absolute path."""
-        log_dir = self.log_dir.absolute()
+    @property
+    def latest(self) -> Path:
+        """The link to the folder of the newest run."""
+        return self.log_dir / "latest"
+
+    def make_run_dir(self) -> Path:
+        """Create a folder of logs for this run alone, let `latest` lead to it, and return its absolute path."""
+        name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
+        run_dir = self.log_dir.absolute() / name
         try:
-            log_dir.mkdir(parents=True, exist_ok=True)
+            run_dir.mkdir(parents=True)
         except OSError as error:
-            raise RoleError(f"cannot make the folder of logs {log_dir}: {error}") from None
-        return log_dir
+            raise RoleError(f"cannot make the folder of logs {run_dir}: {error}") from None
+        latest, link = self.latest.absolute(), run_dir.with_name(f".latest.{name}")
+        try:
+            link.symlink_to(name)
+            os.replace(link, latest)  # in one step: whoever reads `latest` finds the one run or the other
+        except OSError as error:
+            link.unlink(missing_ok=True)
+            raise RoleError(
+                f"cannot make {latest} a link to the logs of this run: {error}. Remove what is there, or give another "
+                "--log_dir."
+            ) from None
+        return run_dir
 
 
 @dataclass

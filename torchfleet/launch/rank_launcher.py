@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from torchfleet.errors import RoleError
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
-from torchfleet.launch.rank_plan import RankPlan, make_plan
+from torchfleet.launch.rank_plan import RankPlan, make_plan, require_gpus
 
 _OPTIONS = ("nproc_per_node", "gpus", "nnodes", "master", "rank", "ips")
 _OPTIONS_OF_SERVERS = ("server_num", "worker_num", "servers", "workers")
@@ -46,10 +46,13 @@ class RankLauncher:
         return [line for local in range(plan.num_ranks) for line in _describe_rank(job, plan, local)]
 
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
-        plan, log_dir = make_plan(options), job.make_log_dir()
+        plan = make_plan(options)
+        require_gpus(options.gpus)
+        run_dir = job.make_run_dir()
+        print(f"[fleetrun] logs in {run_dir}", flush=True)
         from torchfleet.launch.elastic import run  # imports torch, which the other launchers do not need
 
-        return run(job, plan, log_dir)
+        return run(job, plan, run_dir)
 
 
 def _describe_rank(job: JobSpec, plan: RankPlan, local_rank: int) -> Iterator[str]:
@@ -57,11 +60,11 @@ def _describe_rank(job: JobSpec, plan: RankPlan, local_rank: int) -> Iterator[st
     if plan.is_elastic:
         task = Task("local rank", local_rank, {**variables, **plan.environment})
         machines = f"{plan.min_machines} to {plan.max_machines} machines: ranks are numbered when they meet"
-        yield from describe_task(task, job.command, f"{machines}; logs: {job.log_dir}/workerlog.RANK")
+        yield from describe_task(task, job.command, f"{machines}; logs: {job.latest}/workerlog.RANK")
         return
     rank = (plan.machine or 0) * plan.num_ranks + local_rank  # if all machines have equally many
     world_size = plan.max_machines * plan.num_ranks
     variables |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": plan.host}
     variables |= {"MASTER_PORT": "(a free one, for every start)", **plan.environment}
     task = Task("rank", rank, variables)
-    yield from describe_task(task, job.command, f"log: {job.log_dir / task.log_name}")
+    yield from describe_task(task, job.command, f"log: {job.latest / task.log_name}")

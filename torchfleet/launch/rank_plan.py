@@ -78,6 +78,26 @@ def _gpus(text: str | None) -> list[str]:
     return gpus
 
 
+def require_gpus(text: str | None) -> None:
+    """Raise RoleError if GPUs were named with --gpus that this machine does not have, or may not use."""
+    if text is None:
+        return
+    if os.environ.get("FLEET_DEVICE") == "cpu":
+        raise RoleError(f"--gpus {text} asks for GPUs, FLEET_DEVICE=cpu keeps the job off them: use one of them")
+    import torch
+
+    num = torch.cuda.device_count()  # of those that CUDA_VISIBLE_DEVICES leaves, by which the names were checked
+    numbers = [int(gpu) for gpu in _list("--gpus", text) if gpu.isdigit()]
+    is_renumbered = os.environ.get("CUDA_VISIBLE_DEVICES") is not None
+    missing = [number for number in numbers if number >= num and not is_renumbered]
+    if not num or missing:
+        named = missing[0] if missing else text
+        raise RoleError(
+            f"--gpus names GPU {named}, but torch finds {num or 'no'} GPU{'s' * (num > 1)} on this machine. Name those "
+            "that it has (nvidia-smi), or train on the CPU: FLEET_DEVICE=cpu fleetrun --nproc_per_node N ..."
+        )
+
+
 def _num_ranks(asked: int | None, gpus: Sequence[str]) -> int:
     if asked is not None and asked < 1:
         raise RoleError(f"--nproc_per_node must be at least 1, found {asked}")

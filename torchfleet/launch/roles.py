@@ -24,7 +24,8 @@ class JobLayout:
 def one_machine(num_servers: int, num_workers: int) -> JobLayout:
     """All servers and workers on this machine; the servers on free loopback ports."""
     servers = tuple(f"127.0.0.1:{port}" for port in free_ports(num_servers))
-    return JobLayout(servers, (), tuple(range(num_servers)), tuple(range(num_workers)))
+    workers = ("127.0.0.1:0",) * num_workers
+    return JobLayout(servers, workers, tuple(range(num_servers)), tuple(range(num_workers)))
 
 
 def several_machines(servers: Sequence[str], workers: Sequence[str]) -> JobLayout:
@@ -55,8 +56,7 @@ def tasks(layout: JobLayout, num_workers: int, base: dict[str, str]) -> list[Tas
         "FLEET_NUM_WORKERS": str(num_workers),
         "PYTHONUNBUFFERED": "1",
     }
-    if layout.workers:
-        common["FLEET_WORKER_ENDPOINTS"] = ",".join(_numbered(layout.workers))
+    common["FLEET_WORKER_ENDPOINTS"] = ",".join(_numbered(layout.workers))
     threads = os.environ.get("OMP_NUM_THREADS") or str(
         max(1, (os.cpu_count() or 1) // max(1, len(layout.local_workers)))
     )

@@ -26,14 +26,16 @@ class ServerLauncher:
         return [
             line
             for task in local_tasks
-            for line in describe_task(task, job.command, f"log: {job.log_dir / task.log_name}")
+            for line in describe_task(task, job.command, f"log: {job.latest / task.log_name}")
         ]
 
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
-        code = 0
+        _plan(job, options)  # mistakes are found before a folder is made
+        code, run_dir = 0, job.make_run_dir()
+        print(f"[fleetrun] logs in {run_dir}", flush=True)
         for attempt in range(job.max_job_restart + 1):
             layout, local_tasks = _plan(job, options)  # free ports are found anew for every attempt
-            supervisor = JobSupervisor(job, layout, local_tasks, job.make_log_dir(), attempt)
+            supervisor = JobSupervisor(job, layout, local_tasks, run_dir, attempt)
             code = supervisor.run()
             if code != 1 or supervisor.is_finished:
                 break

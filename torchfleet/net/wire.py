@@ -56,6 +56,7 @@ class Command(IntEnum):
     CLOCK = 17
     SHRINK = 18
     INSPECT = 19
+    JOIN = 20
 
 
 class Role(IntEnum):

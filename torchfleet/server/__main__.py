@@ -57,6 +57,9 @@ def main(arguments: list[str] | None = None) -> int:
         listener.serve(server, lambda: ended or server.is_stopping)
     finally:
         listener.close()
+    if server.desertion:
+        print(f"torchfleet server: {server.desertion}. No worker is left; the server ends.", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -1,17 +1,18 @@
-"""Commands between workers: barriers, gathers, parcels for other workers, shared lists of files, leaving."""
+"""Commands between workers: joining, barriers, gathers, parcels, shared lists of files, leaving."""
 
 from __future__ import annotations
 
 import msgspec
 import numpy as np
 
-from torchfleet.errors import WireError
+from torchfleet.errors import RoleError, WireError
 from torchfleet.net.request import Request
 from torchfleet.net.wire import Array, pack, unpack
 from torchfleet.server.arrays import MAX_WORKERS, check_worker, only
 from torchfleet.server.meeting.file_lists import FilesBody
 from torchfleet.server.meeting.gathering import GatherBody
 from torchfleet.server.meeting.mail import SendBody, TakeBody
+from torchfleet.server.meeting.presence import JoinBody
 from torchfleet.server.state.state import Answer, State
 from torchfleet.server.sync_step import close_sync_step
 
@@ -22,6 +23,21 @@ class BarrierBody(msgspec.Struct, forbid_unknown_fields=True):
     name: str
     num_workers: int
     timeout: float
+
+
+def join(state: State, request: Request) -> Answer:
+    """A worker is there, or still there. One that was told of another number of workers than this server is refused."""
+    body, worker = unpack(only(request), JoinBody), request.message.worker
+    if not all(0 < seconds <= MAX_BARRIER_SECONDS for seconds in (body.timeout, body.sync_timeout)):
+        raise WireError(f"time-outs of a worker are above 0, up to {MAX_BARRIER_SECONDS:g} s; found {body}")
+    if state.num_workers and (body.num_workers != state.num_workers or worker >= state.num_workers):
+        raise RoleError(
+            f"worker {worker} of {body.num_workers} came to a server that was started for {state.num_workers}. Give "
+            "all servers and workers the same FLEET_NUM_WORKERS / PADDLE_TRAINERS_NUM (in code: worker_num)."
+        )
+    check_worker(state, request)
+    state.presence.join(worker, body, request.arrived)
+    return []
 
 
 def barrier(state: State, request: Request) -> None:
@@ -80,6 +96,7 @@ def leave(state: State, request: Request) -> Answer:
     for going, reply in state.gatherings.leave(request.message.worker):
         state.finish(going, reply)
     state.files.leave(request.message.worker)
+    state.presence.leave(request.message.worker)
     close_sync_step(state)
     if state.num_workers and len(state.barriers.left) >= state.num_workers:
         state.is_stopping = True

@@ -29,7 +29,7 @@ from torchfleet.net.wire import (
     pack,
     unpack,
 )
-from torchfleet.server.among_workers import barrier, files, gather, leave, send, take
+from torchfleet.server.among_workers import barrier, files, gather, join, leave, send, take
 from torchfleet.server.arrays import (
     check_worker,
     column,
@@ -59,6 +59,7 @@ def stats(state: State, request: Request) -> Answer:
         "requests": state.num_requests,
         "errors": state.num_errors,
         "clients": len(state.sessions),
+        "workers": state.presence.describe(request.arrived),
         "uptime": time.monotonic() - state.started,
         "pid": os.getpid(),
     }
@@ -210,4 +211,5 @@ COMMANDS: dict[int, CommandHandler] = {
     Command.CLOCK: CommandHandler(set_clock, _FIRST),
     Command.SHRINK: CommandHandler(shrink_tables, _FIRST),
     Command.INSPECT: CommandHandler(inspect, _ALL),
+    Command.JOIN: CommandHandler(join, _ALL),
 }

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Sequence
 
-from torchfleet.errors import FleetError, PermissionRefused, WireError
+from torchfleet.errors import FleetError, PermissionRefused, ServerLoading, WireError
 from torchfleet.net.request import Request
 from torchfleet.net.transport import Peer
 from torchfleet.net.wire import (
@@ -23,11 +23,13 @@ from torchfleet.net.wire import (
     decode,
     encode_reply,
     error_arrays,
+    pack,
 )
 from torchfleet.server.commands import COMMANDS, CommandHandler
 from torchfleet.server.long_work import shrink_in_slices
 from torchfleet.server.state.sessions import Outcome
 from torchfleet.server.state.state import Answer, State
+from torchfleet.server.waiting import end_hopeless_waits
 
 MAX_TEXT = 2000
 
@@ -39,6 +41,8 @@ class Server:
         self.state = State(num_workers=num_workers)
         if max_table_bytes is not None:
             self.state.max_table_bytes = max_table_bytes
+        self.loading = ""  # what it does before it serves; while that is set, no request reaches the tables
+        self.desertion = ""  # which workers went without leaving, if that is why it stops
         self._incarnation = secrets.randbits(63) | 1
 
     @property
@@ -61,8 +65,10 @@ class Server:
         return self._replies()
 
     def tick(self, now: float) -> list[tuple[Peer, list[Frame]]]:
-        for request, error in (*self.state.barriers.expired(now), *self.state.gatherings.expired(now)):
-            self.state.finish(request, error)
+        if self.loading:
+            return self._replies()
+        self._look_for_workers(now)
+        end_hopeless_waits(self.state, now)
         self.state.files.expire(now)
         if not self.state.clock.is_set:
             due = self.state.schedule.note(self.state.tables.values(), self.state.clock.now)
@@ -71,6 +77,15 @@ class Server:
                     shrink_in_slices(self.state, None, [(table, table.spec.shrink) for table in due])
                 )
         return self._replies()
+
+    def _look_for_workers(self, now: float) -> None:
+        state = self.state
+        state.presence.look(now)
+        for text in state.presence.news(now):
+            print(f"torchfleet server: {text}", file=sys.stderr, flush=True)
+        if state.num_workers and state.presence.is_deserted(len(state.barriers.left), state.num_workers, now):
+            self.desertion = "; ".join(state.presence.lost(now).values())
+            state.is_stopping = True
 
     def work(self) -> bool | None:
         """One slice of long work. None: there is none; False: it waits for a disk and could do nothing."""
@@ -85,6 +100,8 @@ class Server:
     def _run(self, request: Request, role: Role | None) -> Answer | FleetError | None:
         try:
             handler = self._handler(request.message, role)
+            if self.loading:
+                return self._answer_while_loading(request.message)
             if not handler.once and not (handler.again is not None and request.message.sequence):
                 return handler.run(self.state, request)
             return self._run_once(handler, request)
@@ -93,6 +110,11 @@ class Server:
         except Exception as error:  # our own mistake must not end the service of all others
             traceback.print_exc(file=sys.stderr)
             return FleetError(f"internal error of the server: {type(error).__name__}: {error}")
+
+    def _answer_while_loading(self, message: Message) -> Answer:
+        if message.command == Command.PING:
+            return [pack({"loading": self.loading})]
+        raise ServerLoading(f"this server does not serve yet: {self.loading}. Ask again later.")
 
     def _run_once(self, handler: CommandHandler, request: Request) -> Answer | FleetError | None:
         message = request.message

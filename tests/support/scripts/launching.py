@@ -135,6 +135,11 @@ def _fleetrun(log_dir: Path, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "torchfleet.launch", "--log_dir", str(log_dir), *arguments]
 
 
+def run_dir(log_dir: Path) -> Path:
+    """The folder of the newest run."""
+    return (log_dir / "latest").resolve()
+
+
 def wait_until(is_so: Callable[[], bool], timeout: float, what: str) -> None:
     deadline = time.monotonic() + timeout
     while not is_so():

@@ -30,11 +30,12 @@ def main() -> None:
     model = fleet.distributed_model(Tiny())
     optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy)
     if fleet.is_server():
-        fleet.init_server()
+        fleet.init_server(options.load)
         fleet.run_server()
         return
     fleet.init_worker()
-    for step in range(options.steps):
+    is_last = fleet.worker_index() == fleet.worker_num() - 1
+    for step in range(options.steps - options.fewer * is_last):
         ids = torch.arange(8) + 8 * fleet.worker_index()
         loss = (model(ids) - 1).square().mean()
         loss.backward()
@@ -51,7 +52,10 @@ def main() -> None:
             break
     fleet.flush()
     print(f"worker {fleet.worker_index()} of {fleet.worker_num()} ends with loss {loss.item():.4f}, {options.note}")
-    fleet.stop_worker()
+    if options.barrier:
+        fleet.barrier_worker()
+    if not (options.forget_stop and is_last):
+        fleet.stop_worker()
 
 
 def roles(options: argparse.Namespace) -> fleet.UserDefinedRoleMaker | None:
@@ -69,6 +73,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--until", help="stop as soon as this file exists")
     parser.add_argument("--fail_worker", type=int, default=-1)
     parser.add_argument("--fail_step", type=int, default=2)
+    parser.add_argument("--fewer", type=int, default=0, help="steps that the last worker makes less than the others")
+    parser.add_argument("--barrier", action="store_true", help="meet behind the last step")
+    parser.add_argument("--forget_stop", action="store_true", help="the last worker ends without fleet.stop_worker()")
+    parser.add_argument("--load", help="the servers load this model")
     parser.add_argument("--note", default="no note", help="said at the end")
     parser.add_argument("--role", choices=["worker", "server"])
     parser.add_argument("--endpoint", default="")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from test_communicator import RULES, STEPS, TOLERANCE, plain, train
 
 import torchfleet
 from torchfleet.errors import FleetError, ServerUnreachable, TableError
-from torchfleet.job import worker_start as job_module
 
 WORKERS = 3
 
@@ -422,9 +422,9 @@ def test_without_launch_barrier_a_worker_begins_before_the_last_one_is_there() -
     jobs.in_threads(work, 2)
 
 
-def test_without_launch_barrier_the_wait_for_worker_0_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_module, "START_SECONDS", 0.5)
-    part = jobs.make_part(Linear, jobs.sgd, jobs.strategy("async", launch_barrier=False), jobs.roles(2, 1)[1])
+def test_without_launch_barrier_the_wait_for_worker_0_has_an_end() -> None:
+    info = replace(jobs.roles(2, 1)[1], start_timeout=0.5)
+    part = jobs.make_part(Linear, jobs.sgd, jobs.strategy("async", launch_barrier=False), info)
     servers, ended = Servers(1, 2), threading.Event()
     servers.make_tables(part.job)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 
-from torchfleet.errors import BarrierError
+from torchfleet.errors import BarrierError, FleetError, WorkerMissing
 from torchfleet.net.request import Request
 
 MAX_NAMES = 1024
 MAX_NAMED = 20
+NOBODY: Mapping[int, str] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -73,23 +76,38 @@ class Barriers:
         self._left.add(worker)
         return [(name, going) for name in list(self._meetings) if (going := self._open(name))]
 
-    def expired(self, now: float) -> list[tuple[Request, BarrierError]]:
-        """Everybody at a barrier whose time is up, with the names of those who never came."""
-        return [(request, error) for _, request, error in self.expired_by_name(now)]
+    def expired(self, now: float, lost: Mapping[int, str] = NOBODY) -> list[tuple[Request, FleetError]]:
+        """Everybody at a barrier whose time is up, or that waits for a worker of `lost`, with what to tell them."""
+        return [(request, error) for _, request, error in self.expired_by_name(now, lost)]
 
-    def expired_by_name(self, now: float) -> list[tuple[str, Request, BarrierError]]:
+    def expired_by_name(self, now: float, lost: Mapping[int, str]) -> list[tuple[str, Request, FleetError]]:
         given_up = []
         for name, meeting in list(self._meetings.items()):
-            if now < meeting.deadline:
+            gone = [text for worker, text in lost.items() if self._is_missing(meeting, worker)]
+            if gone:
+                error: FleetError = WorkerMissing(f"barrier '{name}': {'; '.join(gone)}. Look at its log.")
+            elif now >= meeting.deadline:
+                error = BarrierError(
+                    f"barrier '{name}': after {meeting.timeout:g} s still waiting for worker {self._missing(meeting)} "
+                    f"of {meeting.described}. Look at their logs; if they are only slow, give a longer timeout."
+                )
+            else:
                 continue
-            missing = self._missing(meeting)
-            error = BarrierError(
-                f"barrier '{name}': after {meeting.timeout:g} s still waiting for worker {missing} of "
-                f"{meeting.described}. Look at their logs; if they are only slow, give a longer timeout."
-            )
             given_up += [(name, request, error) for request in meeting.waiting.values()]
             del self._meetings[name]
         return given_up
+
+    def waiting(self) -> Iterator[tuple[str, int]]:
+        """(barrier, worker) of everybody who waits."""
+        return ((name, worker) for name, meeting in self._meetings.items() for worker in meeting.waiting)
+
+    def end_all(self, error: FleetError) -> list[tuple[Request, FleetError]]:
+        """Nobody waits any longer. Returns everybody who did, to be told `error`."""
+        return [(request, error) for _, request, error in self.end_all_by_name(error)]
+
+    def end_all_by_name(self, error: FleetError) -> list[tuple[str, Request, FleetError]]:
+        meetings, self._meetings = self._meetings, {}
+        return [(name, request, error) for name, meeting in meetings.items() for request in meeting.waiting.values()]
 
     def _open(self, name: str) -> list[Request]:
         meeting = self._meetings[name]
@@ -102,9 +120,12 @@ class Barriers:
         gone = sum(worker in meeting.expected and worker not in meeting.waiting for worker in self._left)
         return len(meeting.waiting) + gone
 
+    def _is_missing(self, meeting: Meeting, worker: int) -> bool:
+        return worker in meeting.expected and worker not in self._left and worker not in meeting.waiting
+
     def _missing(self, meeting: Meeting) -> str:
         """The numbers of those who never came; the first few, for a text that somebody is to read."""
-        absent = (n for n in meeting.expected if n not in self._left and n not in meeting.waiting)
+        absent = (worker for worker in meeting.expected if self._is_missing(meeting, worker))
         named = [str(worker) for worker in islice(absent, MAX_NAMED)]
         more = meeting.num_workers - self._num_there(meeting) - len(named)
         return ", ".join(named) + (f" and {more:,} more" if more else "")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from torchfleet.errors import BarrierError, TableError
+from torchfleet.errors import FleetError, TableError
 from torchfleet.net.request import Request
 from torchfleet.net.wire import Array
-from torchfleet.server.meeting.barrier import Barriers
+from torchfleet.server.meeting.barrier import NOBODY, Barriers
 
 MAX_BYTES = 1 << 24  # that one worker may bring
 MAX_KEPT = 1 << 12
 
-Answers = list[tuple[Request, list[Array] | BarrierError]]
+Answers = list[tuple[Request, list[Array] | FleetError]]
 
 
 class GatherBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -36,7 +37,7 @@ class Gatherings:
         self._rounds: dict[
             tuple[str, int], tuple[int, int]
         ] = {}  # by name and worker, of those that wait: client, round
-        self._kept: OrderedDict[int, tuple[int, list[Array] | BarrierError]] = OrderedDict()  # by client
+        self._kept: OrderedDict[int, tuple[int, list[Array] | FleetError]] = OrderedDict()  # by client
 
     def arrive(self, body: GatherBody, request: Request) -> Answers:
         """The requests that may go on, with their replies: none while workers are missing."""
@@ -59,8 +60,19 @@ class Gatherings:
         """The worker is not waited for any more."""
         return [answer for name, going in self._barriers.leave_by_name(worker) for answer in self._close(name, going)]
 
-    def expired(self, now: float) -> list[tuple[Request, BarrierError]]:
-        given_up = self._barriers.expired_by_name(now)
+    def expired(self, now: float, lost: Mapping[int, str] = NOBODY) -> list[tuple[Request, FleetError]]:
+        """As Barriers.expired."""
+        return self._give_up(self._barriers.expired_by_name(now, lost))
+
+    def waiting(self) -> Iterator[tuple[str, int]]:
+        """As Barriers.waiting."""
+        return self._barriers.waiting()
+
+    def end_all(self, error: FleetError) -> list[tuple[Request, FleetError]]:
+        """As Barriers.end_all."""
+        return self._give_up(self._barriers.end_all_by_name(error))
+
+    def _give_up(self, given_up: list[tuple[str, Request, FleetError]]) -> list[tuple[Request, FleetError]]:
         for name, request, error in given_up:
             self._keep(name, request, error)
         return [(request, error) for _, request, error in given_up]
@@ -73,7 +85,7 @@ class Gatherings:
             self._keep(name, request, reply)
         return [(request, reply) for request in going]
 
-    def _keep(self, name: str, request: Request, answer: list[Array] | BarrierError) -> None:
+    def _keep(self, name: str, request: Request, answer: list[Array] | FleetError) -> None:
         client, number = self._rounds.pop((name, request.message.worker))
         kept = self._kept.get(client)
         if kept is None or kept[0] < number:

@@ -14,6 +14,7 @@ from torchfleet.server.meeting.barrier import Barriers
 from torchfleet.server.meeting.file_lists import FileLists
 from torchfleet.server.meeting.gathering import Gatherings
 from torchfleet.server.meeting.mail import Mail
+from torchfleet.server.meeting.presence import Presence
 from torchfleet.server.state.changes import Changes
 from torchfleet.server.state.schedule import Schedule
 from torchfleet.server.state.sessions import Sessions
@@ -72,6 +73,7 @@ class State:
     gatherings: Gatherings = field(default_factory=Gatherings)
     mail: Mail = field(default_factory=Mail)
     files: FileLists = field(default_factory=FileLists)
+    presence: Presence = field(default_factory=Presence)
     long_requests: dict[int, LongRequest] = field(default_factory=dict)  # by token
     chain: Chain = field(default_factory=Chain)
     clock: Clock = field(default_factory=Clock)

@@ -57,7 +57,7 @@ class Connection:
     """A client's side of the talk with one server. Belongs to one thread; whoever waits does the work."""
 
     def __init__(self, name: str, channel: Channel, worker: int, role: Role, patience: Patience, window: int) -> None:
-        self._name, self._channel, self._patience, self._window = name, channel, patience, window
+        self.name, self._channel, self._patience, self._window = name, channel, patience, window
         self._worker, self._role = worker, role
         self._client = secrets.randbits(63) | 1
         self._next_call = self._next_sequence = 1
@@ -73,7 +73,7 @@ class Connection:
         """Send a request; waits only while the window is full. `once`: applied once, however often it is sent."""
         if self._is_closed:
             raise FleetError(
-                f"{self._name}: {command.name} after the connection was closed, as fleet.stop_worker() does. Do what "
+                f"{self.name}: {command.name} after the connection was closed, as fleet.stop_worker() does. Do what "
                 "needs servers before it."
             )
         while len(self._calls) >= self._window or (once and self._next_sequence - self._floor() >= MAX_AHEAD):
@@ -117,7 +117,7 @@ class Connection:
 
     def close(self) -> None:
         for call in self._calls.values():
-            call.error = FleetError(f"{self._name}: closed before {Command(call.command).name} was answered")
+            call.error = FleetError(f"{self.name}: closed before {Command(call.command).name} was answered")
         self._calls.clear()
         self._is_closed = True
         self._channel.close()
@@ -154,7 +154,7 @@ class Connection:
         del self._calls[call.number]
         if self._incarnation not in (0, reply.incarnation):
             call.error = ServerRestarted(
-                f"{self._name} is another process than before, and what it held is gone. Start the job anew from the "
+                f"{self.name} is another process than before, and what it held is gone. Start the job anew from the "
                 "last checkpoint."
             )
         elif reply.status == ERROR:
@@ -171,7 +171,7 @@ class Connection:
             body = {"text": f"(its reason cannot be read: {error})"}
         kind = getattr(errors, str(body.get("kind")), ServerError)
         known = isinstance(kind, type) and issubclass(kind, FleetError)
-        text = f"{self._name} refused {Command(call.command).name}: {body.get('text')}"
+        text = f"{self.name} refused {Command(call.command).name}: {body.get('text')}"
         return (kind if known else ServerError)(text)
 
     def _look_at_clock(self, now: float) -> None:
@@ -180,7 +180,7 @@ class Connection:
             if now >= call.started + call.timeout:
                 del self._calls[call.number]
                 call.error = ServerUnreachable(
-                    f"{self._name} gave no answer to {Command(call.command).name} within {call.timeout:g} s "
+                    f"{self.name} gave no answer to {Command(call.command).name} within {call.timeout:g} s "
                     f"({call.attempt} attempts). Is its process alive, the address right, and (with keys) this "
                     "client's key known to it?"
                 )

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.checkpoint.manifest import Saved
-from torchfleet.errors import FleetError
+from torchfleet.errors import FleetError, ServerUnreachable
 from torchfleet.net import addresses
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.transport import Channel
@@ -64,6 +64,10 @@ class Requests:
     @property
     def num_retries(self) -> int:
         return sum(connection.num_retries for connection in self._connections)
+
+    def join(self, body: dict[str, Any], timeout: float | None = None) -> None:
+        """Tell the servers that this worker is there. Raises RoleError if one of them refuses it."""
+        self._ask(Command.JOIN, [[pack(body)]] * self.num_servers, timeout=timeout).result()
 
     def barrier(self, name: str, num_workers: int, timeout: float = 600.0) -> None:
         """Wait until all workers that have not left are here. Server 0 keeps the list."""
@@ -145,6 +149,23 @@ class Requests:
             Command.STATS, finish=lambda replies: [unpack(reply[0], dict) for reply in replies]
         )
         return asked.result()
+
+    def unready(self, timeout: float) -> dict[str, str]:
+        """Servers that do not serve yet, by name: "" if it gave no answer within `timeout` seconds, else what it does.
+
+        Raises what a server answers if it refuses this client.
+        """
+        asked = [(connection, connection.submit(Command.PING, [], timeout=timeout)) for connection in self._connections]
+        found = {}
+        for connection, call in asked:
+            try:
+                reply = connection.wait(call)
+            except ServerUnreachable:
+                found[connection.name] = ""
+                continue
+            if reply:
+                found[connection.name] = unpack(reply[0], dict[str, str]).get("loading", "")
+        return found
 
     def ping(self) -> None:
         self._ask(Command.PING).result()

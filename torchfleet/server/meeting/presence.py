@@ -1,0 +1,122 @@
+"""Which workers are there: who has joined, from where, and when each was last heard of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from torchfleet.errors import RoleError
+
+# Seconds before others are told that a worker has ended: a launcher that watches it sees its exit status first, and
+# names it as the cause.
+GRACE = 2.0
+MAX_PAUSE = 1.0  # seconds between two looks at the clock; what is longer was a pause of the server itself
+# Time-outs after which a server gives up workers of which one has ended: long enough to start that one again.
+RESTART_TIMEOUTS = 6
+
+
+class JoinBody(msgspec.Struct, forbid_unknown_fields=True):
+    process: int  # a random number of the worker's process
+    host: str
+    pid: int
+    num_workers: int  # of the job, as the worker was told
+    timeout: float  # seconds of silence after which those who wait for this worker are told
+    sync_timeout: float  # seconds that a step of all workers may take
+    restart: int = 0  # how often its launcher has started it again
+    again: bool = False  # a sign of life of a worker that has joined before
+    ended: bool = False  # its process ends without having left
+
+
+@dataclass(slots=True)
+class Member:
+    """A worker that has joined."""
+
+    body: JoinBody
+    heard: float
+    ended: float | None = None  # when it said that its process ends
+    is_noted: bool = False  # its silence has been printed
+
+    @property
+    def place(self) -> str:
+        return f"{self.body.host}, pid {self.body.pid}"
+
+
+class Presence:
+    """The workers that have joined and not left. One that never joined is never missed."""
+
+    def __init__(self) -> None:
+        self._members: dict[int, Member] = {}
+        self._looked = 0.0
+
+    def join(self, worker: int, body: JoinBody, now: float) -> None:
+        """Take in a worker, or a sign of life of it. Raises RoleError if another process has its number."""
+        known = self._members.get(worker)
+        if known is not None and known.body.process != body.process and not self._may_replace(known, body, now):
+            raise RoleError(
+                f"worker {worker} is here already, from {known.place}, and {body.host}, pid {body.pid} came with the "
+                "same number. Give every worker its own FLEET_WORKER_INDEX / PADDLE_TRAINER_ID; if the first one was "
+                f"killed, its number is free after {known.body.timeout:g} s of silence."
+            )
+        if not body.again:
+            self._members[worker] = Member(body, now)
+        elif known is not None:  # one that has left is not brought back by a late copy
+            known.heard, known.is_noted = now, False
+            known.ended = (known.ended or now) if body.ended else None
+
+    def leave(self, worker: int) -> None:
+        self._members.pop(worker, None)
+
+    def look(self, now: float) -> None:
+        """It is `now`. While the server itself did not look, it could not hear anybody: such time does not count."""
+        pause = now - self._looked
+        if pause > MAX_PAUSE:
+            for member in self._members.values():
+                member.heard = min(now, member.heard + pause)
+        self._looked = now
+
+    def lost(self, now: float) -> dict[int, str]:
+        """Workers that have ended or are silent: what to tell those who wait for them, by worker."""
+        found = {}
+        for worker, member in self._members.items():
+            if member.ended is not None:
+                if now - member.ended >= GRACE:
+                    found[worker] = f"worker {worker} ({member.place}) has ended without fleet.stop_worker()"
+            elif now - member.heard >= member.body.timeout:
+                seconds = now - member.heard
+                found[worker] = f"worker {worker} ({member.place}) is lost: no sign of life for {seconds:.0f} s"
+        return found
+
+    def news(self, now: float) -> list[str]:
+        """What became known since the last call about workers that are lost."""
+        fresh = [(worker, text) for worker, text in self.lost(now).items() if not self._members[worker].is_noted]
+        for worker, _ in fresh:
+            self._members[worker].is_noted = True
+        return [text for _, text in fresh]
+
+    def is_deserted(self, num_left: int, num_workers: int, now: float) -> bool:
+        """Whether nobody will come back: all workers that have not left have ended, or are silent for too long."""
+        if not self._members or num_left + len(self._members) < num_workers:
+            return False
+        any_ended = any(member.ended is not None for member in self._members.values())
+        return all(
+            now - (member.heard if member.ended is None else member.ended)
+            >= (RESTART_TIMEOUTS * member.body.timeout if any_ended else member.body.sync_timeout)
+            for member in self._members.values()
+        )
+
+    def sync_timeout(self) -> float | None:
+        """How long a step of all workers may take; None if no worker has said it."""
+        return min((member.body.sync_timeout for member in self._members.values()), default=None)
+
+    def describe(self, now: float) -> list[dict[str, object]]:
+        """For statistics: each worker's number, place, and seconds since it was last heard of."""
+        return [
+            {"worker": worker, "place": member.place, "silent": max(0.0, now - member.heard)}
+            for worker, member in sorted(self._members.items())
+        ]
+
+    @staticmethod
+    def _may_replace(known: Member, body: JoinBody, now: float) -> bool:
+        is_gone = known.ended is not None or now - known.heard >= known.body.timeout
+        return not body.again and (is_gone or body.restart > known.body.restart)

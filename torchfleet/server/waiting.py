@@ -1,0 +1,65 @@
+"""Waits of workers for each other that cannot end well: they are ended, and those who wait are told why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torchfleet.errors import FleetError, WorkerMissing
+from torchfleet.net.request import Request
+from torchfleet.server.state.state import State
+
+_STEP = "optimizer.step()"
+
+
+def end_hopeless_waits(state: State, now: float) -> None:
+    """Answer everybody whose time is up, who waits for a worker that is lost, or who waits in a circle."""
+    lost = state.presence.lost(now)
+    ended = (*state.barriers.expired(now, lost), *state.gatherings.expired(now, lost), *_expired_step(state, now, lost))
+    for request, error in ended or _circle(state):
+        state.finish(request, error)
+
+
+def _expired_step(state: State, now: float, lost: Mapping[int, str]) -> list[tuple[Request, FleetError]]:
+    waiting, timeout = state.sync_step, state.presence.sync_timeout()
+    if not waiting:
+        return []
+    missing = set(range(state.num_workers)) - set(waiting) - state.barriers.left
+    gone = [text for worker, text in lost.items() if worker in missing]
+    if gone:
+        text = f"{'; '.join(gone)}. {_STEP} waits for it, and sync training cannot go on without it: look at its log."
+    elif timeout is not None and now >= min(request.arrived for request in waiting.values()) + timeout:
+        names = ", ".join(map(str, sorted(missing)))
+        text = (
+            f"after {timeout:g} s {_STEP} still waits for worker {names} of {state.num_workers}. Look at "
+            "their logs; if they are only slow, give a longer sync_timeout."
+        )
+    else:
+        return []
+    state.sync_step = {}
+    return [(request, WorkerMissing(text)) for request in waiting.values()]
+
+
+def _circle(state: State) -> list[tuple[Request, FleetError]]:
+    """If every worker waits, and not all in one place, nobody will ever go on."""
+    places = dict(_places(state))
+    if len(set(places.values())) < 2 or not state.num_workers:
+        return []
+    if set(range(state.num_workers)) - state.barriers.left - set(places):
+        return []
+    where = "; ".join(f"worker {worker} waits in {place}" for worker, place in sorted(places.items()))
+    error = WorkerMissing(
+        f"the workers wait for each other: {where}. In sync training all workers make the same number of steps: give "
+        "them equally many batches, and call barriers and gathers at the same point of the loop on all of them."
+    )
+    waiting, state.sync_step = state.sync_step, {}
+    return [
+        *((request, error) for request in waiting.values()),
+        *state.barriers.end_all(error),
+        *state.gatherings.end_all(error),
+    ]
+
+
+def _places(state: State) -> Iterator[tuple[int, str]]:
+    yield from ((worker, _STEP) for worker in state.sync_step)
+    yield from ((worker, f"barrier '{name}'") for name, worker in state.barriers.waiting())
+    yield from ((worker, f"gather '{name}'") for name, worker in state.gatherings.waiting())
