@@ -139,8 +139,6 @@ def test_after_the_worker_was_stopped_an_error_says_what_to_do_instead(mode: str
         with pytest.raises(FleetError, match=late):
             predict(test_batches()[0])
     with pytest.raises(FleetError, match=late):
-        part.worker.begin_prediction()
-    with pytest.raises(FleetError, match=late):
         part.optimizer.step()
     with pytest.raises(FleetError, match=r"server 0 .*: STATS after the connection was closed"):
         part.worker.client.stats()

@@ -118,7 +118,7 @@ class ParameterServerJob(JobSetup):
                 raise FleetError(
                     "the tables of this job are in use already: leave dirname out, or predict in a job of its own"
                 )
-            self._worker.begin_prediction()
+            self._worker.communicator.refresh()
             return
         if dirname is None:
             raise FleetError("init_distributed_infer_env(dirname=...): say which saved model to predict with")

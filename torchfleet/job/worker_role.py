@@ -150,12 +150,6 @@ class WorkerRole:
         self._optimizer.unbind(LEFT)
         return final
 
-    def begin_prediction(self) -> None:
-        """What has been trained is with the servers, and dense parameters are as they have them."""
-        if self._left:
-            raise FleetError(LEFT)
-        self.communicator.refresh()
-
     def stats(self) -> dict[str, Any]:
         worker = {
             **self.communicator.stats(),

@@ -118,14 +118,14 @@ def main(what: str, folder: Path, mode: str = "async") -> None:
             fleet.save_inference_model(str(folder / "model"))
         infer = fleet.DistributedInfer(model)
         infer.init_distributed_infer_env()
-    found = predictions(infer)
+    found, file = predictions(infer), folder / f"{what}-{fleet.worker_index()}"
     fleet.barrier_worker()
     fleet.stop_worker()
     try:
         infer.predict(test_batches()[0])
     except fleet.FleetError as error:
         found["too late"] = str(error)
-    (folder / f"{what}-{fleet.worker_index()}").write_bytes(pickle.dumps(found))
+    file.write_bytes(pickle.dumps(found))
 
 
 if __name__ == "__main__":

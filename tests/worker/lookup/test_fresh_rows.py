@@ -304,6 +304,19 @@ def test_a_tower_called_beside_the_model_shares_the_rows_of_the_step() -> None:
             part.optimizer.zero_grad()
 
 
+def test_rows_that_outlive_their_batch_are_not_taken_for_ids_that_lie_in_its_place() -> None:
+    memory = np.arange(4)
+    with one_worker(Towers(), mode="half_async") as part:
+        train_users(part, torch.arange(4))  # from now on foreseen
+        out = part.model(torch.from_numpy(memory), torch.arange(4))
+        again = part.model(torch.arange(4), torch.arange(4))
+        memory[:] = [7, 8, 9, 10]  # as when freed memory is used again
+        found = part.model.user.rows(torch.from_numpy(memory))
+        assert torch.equal(found.detach(), jobs.first_rows(part, "users", [7, 8, 9, 10]))
+        (out.sum() + again.sum() + found.sum()).backward()
+        part.optimizer.step()
+
+
 def test_prefetched_rows_serve_one_prediction_and_the_next_one_reads_anew(rows_held: Callable[[], int]) -> None:
     servers = Servers()
     batches = [torch.arange(4) + 4 * i for i in range(8)]

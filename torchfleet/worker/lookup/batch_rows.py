@@ -48,6 +48,10 @@ class BatchRows:
         """The index of a lookup for exactly the ids that were expected; None for any other."""
         return self._inverse if stamp is not None and stamp == self._stamp else None
 
+    def forget_stamp(self) -> None:
+        """The ids that were expected may be freed from now on, and others come to lie in their place."""
+        self._stamp = None
+
     def find(self, keys: Keys) -> tuple[Index, Keys | None]:
         """(the place of each key among the rows, the distinct keys that have no row here, or None if all have one)."""
         index = np.empty(len(keys), np.int32)
@@ -141,6 +145,13 @@ class PooledLookup(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None]:
         ctx.rows.add_pooled(ctx.index, ctx.bags, _as_array(grads[0]))
         return None, None, None, None
+
+
+def with_padding(index: Index, is_real: npt.NDArray[np.bool_]) -> Index:
+    """The index of the ids that are no padding → of all ids, -1 for padding."""
+    out = np.full(len(is_real), -1, np.int32)
+    out[is_real] = index
+    return out
 
 
 def _as_array(tensor: torch.Tensor) -> Floats:

@@ -147,6 +147,7 @@ class Thread(threading.local):
             self._keep_for_step(table, rows)
 
     def _keep_for_step(self, table: str, rows: BatchRows) -> None:
+        rows.forget_stamp()
         alive = [there for there in self._step.get(table, []) if there() is not None]
         self._step[table] = [*alive, weakref.ref(rows)]
 

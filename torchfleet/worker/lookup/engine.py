@@ -7,14 +7,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from torchfleet.tables.rows.keyrange import check_range
 from torchfleet.tables.settings.policy import AdmissionEntry
 from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.lookup.bags import Bags
-from torchfleet.worker.lookup.batch_rows import BatchRows, Index, Lookup, PooledLookup
+from torchfleet.worker.lookup.batch_rows import BatchRows, Index, Lookup, PooledLookup, with_padding
 from torchfleet.worker.lookup.current_batch import Batch, Thread
 from torchfleet.worker.lookup.foresight import (
     Foresight,
@@ -65,6 +64,8 @@ class Engine:
                 next_batch = self._foresee(following)
                 current = self._own.batch = batch
                 yield item
+                if current is not None and not current.is_entered:  # else its call has counted
+                    self._count_samples(item, current.tensors)
                 if following is None:  # nothing to look ahead to while the last one was in use
                     following = next(iterator, _END)
                     next_batch = self._foresee(following)
@@ -82,9 +83,7 @@ class Engine:
     def enter(self, inputs: Any) -> None:
         """The model is called with these inputs: a new batch, unless prefetch brought it."""
         tensors = dict(tensors_of(inputs, "call"))
-        num = num_samples(inputs, tensors.values())
-        with self._count:  # several threads count
-            self.num_samples += num
+        self._count_samples(inputs, tensors)
         current = self._own.batch
         if current is None or current.is_entered or not any(current.holds(tensor) for tensor in tensors.values()):
             current = self._own.batch = Batch(tensors, self._expect(tensors))
@@ -141,6 +140,11 @@ class Engine:
         )
         rows.note_shows(index, np.asarray(offsets, np.int64), by_slot, shows, clicks)
 
+    def _count_samples(self, inputs: Any, tensors: dict[str, torch.Tensor]) -> None:
+        num = num_samples(inputs, tensors.values())
+        with self._count:  # several threads count
+            self.num_samples += num
+
     def _foresee(self, item: Any) -> Batch | None:
         if item is _END or item is None:
             return None
@@ -189,12 +193,12 @@ class Engine:
         for rows in known:
             index, missing = rows.find(real_keys)
             if missing is None:
-                return rows, index if is_real is None else _with_padding(index, is_real)
+                return rows, index if is_real is None else with_padding(index, is_real)
         rows = self._growing(table, create)
         if self._fill(table, rows, real_keys, known if create else [], create):
             self.foresight.learn(self._own.tensors, table, slots, padding_idx)
         index, _ = rows.find(real_keys)
-        return rows, index if is_real is None else _with_padding(index, is_real)
+        return rows, index if is_real is None else with_padding(index, is_real)
 
     def _fill(self, table: str, rows: BatchRows, keys: Keys, known: Sequence[BatchRows], create: bool) -> bool:
         """Have all these keys in `rows`: those that are known are copied, others pulled. Returns whether any were."""
@@ -235,13 +239,6 @@ class Engine:
     def _new_rows(self, table: str) -> BatchRows:
         pending = self._own.pending  # of the thread that looks up, whichever thread runs backward
         return BatchRows(self._embeddings[table][0].dim, lambda rows: pending.append((table, rows)))
-
-
-def _with_padding(index: Index, is_real: npt.NDArray[np.bool_]) -> Index:
-    """The index of the ids that are no padding → of all ids, -1 for padding."""
-    out = np.full(len(is_real), -1, np.int32)
-    out[is_real] = index
-    return out
 
 
 _END: Any = object()
