@@ -28,6 +28,7 @@ from torchfleet.server.commands import COMMANDS, CommandHandler
 from torchfleet.server.long_work import shrink_in_slices
 from torchfleet.server.state.sessions import Outcome
 from torchfleet.server.state.state import Answer, State
+from torchfleet.tables.rows import memory
 
 MAX_TEXT = 2000
 
@@ -36,9 +37,9 @@ class Server:
     """The state machine behind a transport: requests in, replies out, no sockets, no threads."""
 
     def __init__(self, max_table_bytes: int | None = None, num_workers: int = 0) -> None:
-        self.state = State(num_workers=num_workers)
-        if max_table_bytes is not None:
-            self.state.max_table_bytes = max_table_bytes
+        """`max_table_bytes`: None for FLEET_MAX_TABLE_BYTES, or all memory that this process may use."""
+        limit = memory.max_table_bytes() if max_table_bytes is None else max_table_bytes
+        self.state = State(limit, num_workers)
         self._incarnation = secrets.randbits(63) | 1
 
     @property
