@@ -381,7 +381,7 @@ def _check_configuration(log: str, worker: int) -> None:
     assert settings["fleet"] == "2 servers, 2 workers (plain)"
     assert settings["mode"] == "sync"
     assert settings["rpc_timeout"] == "30.0"
-    assert settings["a_sync_configs.send_queue_size"] == "16"
+    assert settings["a_sync_configs.send_queue_size"] == "2"
 
 
 def _check_tables(log: str) -> None:
