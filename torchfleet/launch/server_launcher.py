@@ -16,9 +16,10 @@ class ServerLauncher:
     """Takes every job that no other launcher takes. The contracts of its methods: launchers.py."""
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--servers", help="host:port of every server of the job, separated by commas")
-        parser.add_argument("--workers", help="host:port of every worker (port 0: any); worker 0 is the first")
-        parser.add_argument(
+        group = parser.add_argument_group("jobs with parameter servers")
+        group.add_argument("--servers", help="host:port of every server of the job, separated by commas")
+        group.add_argument("--workers", help="host:port of every worker (port 0: any); worker 0 is the first")
+        group.add_argument(
             "--max_table_bytes",
             metavar="SIZE",
             help="largest size of one table on a server, such as 8GB (default: all memory of the machine or container)",
