@@ -1,7 +1,13 @@
 """Test AUC of CTR-DNN in every mode, several seeds, beside logistic regression on the same features; curves as a plot.
 
-python -m benchmarks.ctr_auc --data ctr_data --seeds 3 --epochs 2                  after examples/ctr_dnn/prepare.py
+python -m benchmarks.ctr_auc --data ctr_data --json                                after examples/ctr_dnn/prepare.py
+python -m benchmarks.ctr_auc --modes local sync async --json                       on rows that it makes up itself
 python -m benchmarks.ctr_auc --data ctr_data --seeds 1 --epochs 1 --plot auc.png   curves of all modes side by side
+python -m benchmarks.ctr_auc --quick --json                                        tiny, to see that it works
+
+Ends with status 1 if a rule is broken: sync is local training, at every seed; async is at most 0.002 below local in the
+mean of at least three seeds. With fewer seeds async is not judged. How old rows are in async depends on how busy the
+machine is: judge it on one that is calm.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +29,43 @@ from examples.ctr_dnn.model import SLOTS, slots
 
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "ctr_dnn" / "train.py"
+PREPARE = SCRIPT.with_name("prepare.py")
 MODES = ["local", "sync", "async", "half_async", "geo"]
+SYNC_APART = 5e-4  # sums in another order, magnified by some thousand steps; 3e-6 after 340
+ASYNC_BELOW = 2e-3  # in the mean of the seeds
+LEAST_SEEDS = 3  # seeds of local training alone are up to 0.005 apart: fewer tell nothing
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.ctr_auc", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data", required=True, help="the folder that examples/ctr_dnn/prepare.py made")
+    parser.add_argument("--data", help="the folder that examples/ctr_dnn/prepare.py made (default: rows are made up)")
+    parser.add_argument("--rows", type=int, default=200_000, help="rows to make up when there is no --data")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--modes", nargs="+", default=MODES, choices=MODES)
     parser.add_argument("--plot", help="a PNG with the AUC over samples of each mode (seed 0)")
     parser.add_argument("--no_regression", action="store_true", help="leave logistic regression out")
+    parser.add_argument(
+        "--quick", action="store_true", help="4,000 rows, one seed, one epoch, one server: local, sync and async"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("--more", nargs=argparse.REMAINDER, default=[], help="further flags for train.py")
-    return parser.parse_args()
+    chosen = parser.parse_args()
+    if chosen.seeds < 1 or chosen.epochs < 1 or chosen.rows < 1000:
+        parser.error("--seeds and --epochs must be at least 1, --rows at least 1000")
+    if chosen.quick:
+        chosen.rows, chosen.seeds, chosen.epochs, chosen.no_regression = 4000, 1, 1, True
+        chosen.modes = ["local", "sync", "async"]
+    return chosen
+
+
+def made_up(folder: Path, num_rows: int) -> str:
+    log(f"writing {num_rows:,} rows")
+    command = [sys.executable, str(PREPARE), "--rows", str(num_rows), "--out", str(folder)]
+    subprocess.run(command, check=True, timeout=600, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return str(folder)
 
 
 def trained(chosen: argparse.Namespace, mode: str, seed: int, curve: Path) -> list[float]:
@@ -47,7 +75,7 @@ def trained(chosen: argparse.Namespace, mode: str, seed: int, curve: Path) -> li
     command = [sys.executable, str(SCRIPT), *flags]
     with tempfile.TemporaryDirectory() as log_dir:
         if mode != "local":
-            roles = ["--server_num", "2", "--worker_num", "2", "--log_dir", log_dir]
+            roles = ["--server_num", "1" if chosen.quick else "2", "--worker_num", "2", "--log_dir", log_dir]
             command = [sys.executable, "-m", "torchfleet.launch", *roles, str(SCRIPT), *flags]
         done = subprocess.run(command, capture_output=True, text=True, timeout=3600, check=False)
         log = Path(log_dir) / "latest" / "workerlog.0"
@@ -101,11 +129,30 @@ def plot(curves: dict[str, Path], path: str) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main() -> None:
+def judged(found: Mapping[str, list[list[float]]]) -> tuple[list[str], list[str]]:
+    """(the modes that were judged, the rules that are broken) by the AUC per mode, seed and epoch."""
+    modes, broken = [], []
+    local = found.get("local", [])
+    if local and "sync" in found:
+        modes.append("sync")
+        for seed, (ours, theirs) in enumerate(zip(found["sync"], local, strict=True)):
+            apart = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+            if apart > SYNC_APART:
+                broken.append(f"sync is {apart:.5f} from local at seed {seed}: it must be equal, within {SYNC_APART:g}")
+    if len(local) >= LEAST_SEEDS and "async" in found:
+        modes.append("async")
+        below = float(np.mean([run[-1] for run in local]) - np.mean([run[-1] for run in found["async"]]))
+        if below > ASYNC_BELOW:
+            broken.append(f"async is {below:.5f} below local over {len(local)} seeds: at most {ASYNC_BELOW:g}")
+    return modes, broken
+
+
+def main() -> int:
     chosen = options()
     found: dict[str, list[list[float]]] = {mode: [] for mode in chosen.modes}
     curves = {}
     with tempfile.TemporaryDirectory() as folder:
+        chosen.data = chosen.data or made_up(Path(folder) / "rows", chosen.rows)
         for seed in range(chosen.seeds):
             for mode in chosen.modes:
                 curve = Path(folder) / f"{mode}-{seed}"
@@ -115,11 +162,16 @@ def main() -> None:
                     curves[mode] = curve
         if chosen.plot:
             plot(curves, chosen.plot)
-    result: dict[str, Any] = {mode: float(np.mean([run[-1] for run in runs])) for mode, runs in found.items()}
-    if not chosen.no_regression:
-        result["logistic_regression"] = regression(chosen.data)
-    report({**result, "runs": found, "epochs": chosen.epochs, "seeds": chosen.seeds}, chosen.json)
+        result: dict[str, Any] = {mode: float(np.mean([run[-1] for run in runs])) for mode, runs in found.items()}
+        if not chosen.no_regression:
+            result["logistic_regression"] = regression(chosen.data)
+    modes, broken = judged(found)
+    for line in broken:
+        log(f"broken: {line}")
+    verdict = {"judged": modes, "broken": broken}
+    report({**result, "runs": found, "epochs": chosen.epochs, "seeds": chosen.seeds, **verdict}, chosen.json)
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -174,7 +174,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "net",
         "errors",
     },
-    "launch": {"worker/client", "monitor", "net", "errors"},
+    "launch": {"tables/settings", "worker/client", "monitor", "net", "errors"},
     "__init__": set(),  # loads its names when they are first used
 }
 WITHOUT_TORCH = {"background", "checkpoint", "errors", "kernels", "monitor", "net", "server", "storage", "tables"}

@@ -15,6 +15,12 @@ class UnknownFieldError(StrategyError, AttributeError):
     """A field that a strategy does not have; also an AttributeError, so that hasattr works."""
 
 
+class UnknownKeyError(StrategyError, KeyError):
+    """A key that a dictionary of settings does not have; also a KeyError, so that `get` and `in` work."""
+
+    __str__ = Exception.__str__  # KeyError's would put the message into quotes
+
+
 class RoleError(FleetError):
     """The environment, or the caller, does not say clearly which role this process has."""
 

@@ -13,6 +13,15 @@ from torchfleet.data.dataset import Dataset, file_shard
 from torchfleet.data.samples.slots import Batch
 from torchfleet.errors import FleetError, RoleError
 from torchfleet.fetch import FetchHandler
+from torchfleet.job.arguments import (
+    check_loader,
+    check_model,
+    check_optimizer,
+    check_role_maker,
+    check_scheduler,
+    check_strategy,
+    metric,
+)
 from torchfleet.job.protocol import Job
 from torchfleet.job.ps_job import NO_SERVER, NO_WORKER, ParameterServerJob
 from torchfleet.job.worker_role import WorkerRole
@@ -48,6 +57,8 @@ def init(
     global _job
     if _job is not None:
         raise FleetError("fleet.init was called before; call it once per process")
+    check_role_maker(role_maker)
+    check_strategy(strategy, "fleet.init")
     info = (role_maker or PaddleCloudRoleMaker(is_collective)).read()
     if info.is_collective != is_collective:
         raise RoleError(
@@ -68,6 +79,8 @@ def _collective_job(info: RoleInfo, strategy: DistributedStrategy | None) -> Job
 def distributed_model(model: torch.nn.Module, strategy: DistributedStrategy | None = None) -> torch.nn.Module:
     """The same model, with its sparse embeddings on the servers; in collective training, one that all ranks run."""
     job = _any_job()
+    check_model(model)
+    check_strategy(strategy, "fleet.distributed_model")
     job.use(strategy, "fleet.distributed_model")
     return job.distribute_model(model)
 
@@ -78,6 +91,8 @@ def distributed_optimizer(
     """The optimizer with its updates on the servers (SGD, Adagrad, Adam, AdamW, SparseAdam), or with the collective
     strategies around its step."""
     job = _any_job()
+    check_optimizer(optimizer)
+    check_strategy(strategy, "fleet.distributed_optimizer")
     job.use(strategy, "fleet.distributed_optimizer")
     return job.distribute_optimizer(optimizer)
 
@@ -87,7 +102,9 @@ def distributed_scheduler(scheduler: Any) -> Any:
 
     For schedules that advance once per batch. One that advances per epoch needs no change.
     """
-    return _any_job().distribute_scheduler(scheduler)
+    job = _any_job()
+    check_scheduler(scheduler)
+    return job.distribute_scheduler(scheduler)
 
 
 def is_collective() -> bool:
@@ -184,7 +201,9 @@ def prefetch(loader: Iterable[Item]) -> Iterator[Item]:
 
     In collective training it ends on all ranks together, when the first has no batch left: nobody waits for ever.
     """
-    return _any_job(NO_WORKER).prefetch(loader)
+    job = _any_job(NO_WORKER)
+    check_loader(loader)
+    return job.prefetch(loader)
 
 
 def train_from_dataset(
@@ -281,7 +300,7 @@ def report(**metrics: float) -> None:
     taken = sorted(set(metrics) & set(KNOWN))
     if taken:
         raise FleetError(f"fleet.report: {', '.join(taken)} is what torchfleet itself reports; choose another name")
-    _any_job(NO_WORKER).report({name: float(value) for name, value in metrics.items()})
+    _any_job(NO_WORKER).report({name: metric(name, value) for name, value in metrics.items()})
 
 
 def stats() -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torchfleet.checkpoint.saved_parameters import check_kind, without_lost
 from torchfleet.collective.checkpoint.collective_manifest import is_collective
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
-from torchfleet.tables.rows.memory import physical_bytes
+from torchfleet.tables.rows.memory import max_table_bytes
 from torchfleet.tables.settings.spec import Rule, TableSpec
 from torchfleet.tables.sparse_table import SparseTable
 from torchfleet.worker.client.future import Pulled, Ready
@@ -67,7 +67,7 @@ def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Modul
 def _table(storage: Storage, manifest: Manifest, module: Any) -> SparseTable:
     kind: Literal["sparse", "array"] = "sparse" if module.num_embeddings is None else "array"
     spec = TableSpec(module.name, kind, module.dim, module.num_embeddings or 0, Rule("sgd", 0.0))
-    table = SparseTable(spec, physical_bytes())
+    table = SparseTable(spec, max_table_bytes())
     load_sparse(storage, manifest, table, quiet=True)
     return table
 

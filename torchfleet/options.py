@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from torchfleet.strategy.flags import HELP, add_arguments, strategy_of
+from torchfleet.strategy.flags import HELP, HelpFormatter, add_arguments, strategy_of
 
-__all__ = ["HELP", "add_arguments", "strategy_of"]
+__all__ = ["HELP", "HelpFormatter", "add_arguments", "strategy_of"]

@@ -104,6 +104,8 @@ def as_step(model: Callable[[Batch], Any], loss_fn: Callable[[Any, Batch], torch
     """From what the user gives to a function from a batch to its values."""
     if not callable(model):
         raise FleetError(f"expected a function step(batch), or a model and loss_fn; found {model!r}")
+    if loss_fn is not None and not callable(loss_fn):
+        raise FleetError(f"loss_fn: expected a function of (output, batch), found {loss_fn!r}")
 
     def step(batch: Batch) -> Values:
         found = model(batch)

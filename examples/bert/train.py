@@ -24,7 +24,7 @@ from model import SIZES, Bert, Output, masked_loss
 
 from torchfleet.collective.world import degrees
 from torchfleet.errors import FleetError
-from torchfleet.strategy.flags import add_arguments, strategy_of
+from torchfleet.options import HelpFormatter, add_arguments, strategy_of
 
 _HELD_OUT = 0.05  # of the text, its end
 _MOMENTUM = ("lars", "dgc", "localsgd", "adaptive_localsgd")  # strategies that are made for momentum SGD
@@ -183,23 +183,23 @@ def texts(options: argparse.Namespace) -> tuple[Text, Text]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
-    add("--size", choices=SIZES, default="tiny")
+    add("--size", choices=SIZES, default="tiny", help="of the network")
     add("--text", help="a text, for example text8; .xz .gz .zst .bz2 are read as they are; default: a generated one")
     add("--max_bytes", type=int, help="of the text, only so much of its beginning")
     add("--num_words", type=int, default=500_000, help="of a generated text")
     add("--vocab_size", type=int, default=30_000, help="most frequent words; a generated text has at most 1,000")
     add("--length", type=int, default=64, help="words of a sequence")
     add("--batch_size", type=int, default=32, help="sequences of a step, for each reader of data")
-    add("--steps", type=int, default=300)
+    add("--steps", type=int, default=300, help="steps to train")
     add("--lr", type=float, help="default: 1e-3 (base and large 1e-4) for Adam, 0.5 for SGD")
     add("--warmup", type=int, default=20, help="steps until the learning rate is there")
-    add("--dropout", type=float, default=0.1)
+    add("--dropout", type=float, default=0.1, help="share of activations that are dropped")
     add("--save", help="a folder for the model; if there is one already, training goes on from it")
     add("--save_every", type=int, default=100, help="steps")
     add("--log_every", type=int, default=20, help="steps")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of first values and of the order of samples")
     add_arguments(parser)
     options = parser.parse_args()
     for name in ("vocab_size", "length", "batch_size", "steps", "save_every", "log_every", "num_words"):

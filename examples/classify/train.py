@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 import torchfleet as fleet
 from torchfleet.classify.entry import Entry
 from torchfleet.errors import DataError
+from torchfleet.options import HelpFormatter
 
 _NUM_TESTED = 2000
 
@@ -99,22 +100,22 @@ def read(folder: Path, name: str) -> TensorDataset:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--data", default="", help="folder of train*.npz and test*.npz; generated if left out")
     parser.add_argument("--num_classes", type=int, default=1000, help="of generated data")
     parser.add_argument("--width", type=int, default=32, help="numbers per sample of generated data")
     parser.add_argument("--noise", type=float, default=0.3, help="of generated data, whose centers have deviation 1")
     parser.add_argument("--steps", type=int, default=200, help="batches per epoch of generated data")
-    parser.add_argument("--emb_dim", type=int, default=64)
-    parser.add_argument("--loss_type", default="arcface", choices=["arcface", "cosface", "softmax"])
-    parser.add_argument("--learning_rate", type=float, default=0.03)
+    parser.add_argument("--emb_dim", type=int, default=64, help="numbers per embedding")
+    parser.add_argument("--loss_type", default="arcface", choices=["arcface", "cosface", "softmax"], help="margin")
+    parser.add_argument("--learning_rate", type=float, default=0.03, help="of SGD")
     parser.add_argument("--batch_size", type=int, default=128, help="of one rank")
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=2, help="passes over the data")
     parser.add_argument("--bf16", action="store_true", help="the backbone in mixed precision")
     parser.add_argument("--save", default="", help="folder for checkpoints; training goes on from there")
-    parser.add_argument("--print_period", type=int, default=50)
+    parser.add_argument("--print_period", type=int, default=50, help="batches between two lines of progress")
     parser.add_argument("--min_accuracy", type=float, default=0.0, help="end with an error below")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=1, help="of first values and of the order of samples")
     return parser.parse_args()
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 import torchfleet as fleet
+from torchfleet.options import HelpFormatter
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -135,36 +136,51 @@ def strategy_of(options: argparse.Namespace) -> fleet.DistributedStrategy:
         strategy.a_sync_configs = {"half_async": True}
     elif options.mode == "geo":
         strategy.a_sync_configs = {"k_steps": options.k_steps}
+    elif options.send_queue_size is not None:
+        strategy.a_sync_configs = {"send_queue_size": options.send_queue_size}
     return strategy
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", default="local", choices=["local", "sync", "async", "half_async", "geo"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument(
+        "--mode",
+        default="local",
+        choices=["local", "sync", "async", "half_async", "geo"],
+        help="when gradients travel; all but local need fleetrun with servers",
+    )
     parser.add_argument("--data", default="ctr_data", help="the folder that prepare.py made")
-    parser.add_argument("--reader", default="fast", choices=["fast", "pipe", "generator"])
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument(
+        "--reader",
+        default="fast",
+        choices=["fast", "pipe", "generator"],
+        help="how rows are read: by the fast parser, a pipe, or a generator in process",
+    )
+    parser.add_argument("--epochs", type=int, default=2, help="passes over the data")
     parser.add_argument("--batch_size", type=int, default=128, help="in sync mode: of all workers together")
     parser.add_argument("--threads", type=int, default=1, help="training threads")
-    parser.add_argument("--reading_threads", type=int, default=1)
+    parser.add_argument("--reading_threads", type=int, default=1, help="threads that read files")
     parser.add_argument("--lr", type=float, help="of the network (default: 5e-4 for Adam, 0.05 for geo's SGD)")
     parser.add_argument("--embedding_lr", type=float, help="(default: 2e-4 for Adam, 5 for geo's SGD)")
     parser.add_argument("--k_steps", type=int, default=20, help="steps between two exchanges in geo mode")
+    parser.add_argument("--send_queue_size", type=int, help="steps that may wait to be sent in async mode (default: 2)")
     parser.add_argument(
         "--log_scale",
         action=argparse.BooleanOptionalAction,
         help="logarithms of the numbers; the fast reader's default, and only it can",
     )
-    parser.add_argument("--print_period", type=int, default=100)
+    parser.add_argument("--print_period", type=int, default=100, help="batches between two lines of progress")
     parser.add_argument("--curve", help="a file for worker 0's sliding AUC: a line per step, with its batch size")
     parser.add_argument("--save", help="a folder to save the model to after every epoch")
     parser.add_argument("--init_model", help="a saved model to go on from")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of first values and of the order of samples")
     options = parser.parse_args()
     if options.log_scale and options.reader != "fast":
         parser.error("--log_scale is done by the fast reader only")
     if options.log_scale is None:
         options.log_scale = options.reader == "fast"
+    if options.send_queue_size is not None and options.mode != "async":
+        parser.error("--send_queue_size is for --mode async")
     if options.mode == "sync" and options.threads > 1:
         parser.error("--threads: in sync mode a worker makes one step at a time")
     if options.epochs < 1 or options.batch_size < 1:

@@ -83,11 +83,11 @@ def mixed(ids: np.ndarray, salt: int) -> np.ndarray:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of the generator that train.py has as well."""
     parser.add_argument("--start", default="20261115", help="the first day")
-    parser.add_argument("--hours", type=int, default=48)
+    parser.add_argument("--hours", type=int, default=48, help="to make up; train.py --data: to train, 0 for ever")
     parser.add_argument("--rows", type=int, default=5000, help="samples per hour")
     parser.add_argument("--new_items", type=int, default=60, help="per hour")
     parser.add_argument("--parts", type=int, default=4, help="files per hour; at least as many as workers")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the generated hours")
 
 
 def parse() -> argparse.Namespace:

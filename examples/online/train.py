@@ -18,6 +18,7 @@ import torch
 
 import torchfleet as fleet
 from torchfleet import online
+from torchfleet.options import HelpFormatter
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -168,14 +169,14 @@ def strategy_of(options: argparse.Namespace) -> fleet.DistributedStrategy:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--data", help="a folder of hourly parts, or its URL; without it they are generated")
-    parser.add_argument("--model_dir", default="online_model")
-    parser.add_argument("--mode", default="sync", choices=["sync", "async", "half_async"])
+    parser.add_argument("--model_dir", default="online_model", help="folder of the saved model")
+    parser.add_argument("--mode", default="sync", choices=["sync", "async", "half_async"], help="when gradients travel")
     parser.add_argument("--batch_size", type=int, default=100, help="in sync mode: of all workers together")
-    parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--dim", type=int, default=4)
-    parser.add_argument("--poll_seconds", type=float, default=1.0)
+    parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
+    parser.add_argument("--dim", type=int, default=4, help="numbers per row of an embedding")
+    parser.add_argument("--poll_seconds", type=float, default=1.0, help="time between two looks for new parts")
     parser.add_argument("--plot", help="an image to draw AUC and rows of every hour into")
     policies = parser.add_argument_group("which ids get a row, and which rows go")
     policies.add_argument("--count", type=int, default=1, help="a row at this appearance of an id")

@@ -145,8 +145,8 @@ def say(text: str, *values: float) -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="small", choices=["small", "resnet50"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=strategies.HelpFormatter)
+    parser.add_argument("--model", default="small", choices=["small", "resnet50"], help="the network")
     parser.add_argument(
         "--blocks", type=int, default=3, help="of the small model, in each of 3 stages: 6 · 3 + 2 layers"
     )
@@ -154,16 +154,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=2048, help="made-up images to train with; a fourth more to test")
     parser.add_argument("--classes", type=int, default=10, help="of made-up images")
     parser.add_argument("--image_size", type=int, help="pixels each way (default: 32 for small, 224 for resnet50)")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=3, help="passes over the data")
     parser.add_argument("--batch_size", type=int, default=64, help="of each rank (of a pipeline: of all its ranks)")
     parser.add_argument("--lr", type=float, help="(default: 0.1 for SGD, 1e-3 for Adam)")
     parser.add_argument("--weight_decay", type=float, help="(default: 1e-4; --lars and --lamb have their own)")
     parser.add_argument("--optimizer", choices=["sgd", "adam"], help="(default: adam with --lamb, else sgd)")
     parser.add_argument("--schedule", default="cosine", help="constant, cosine or step; cosine:5 warms up for 5 epochs")
     parser.add_argument("--save", help="save to this folder after every epoch; go on from there if it has a model")
-    parser.add_argument("--print_period", type=int, default=20)
+    parser.add_argument("--print_period", type=int, default=20, help="batches between two lines of progress")
     parser.add_argument("--processes", type=int, default=0, help="that read images for a rank; 0: the rank itself")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of first values and of the order of samples")
     strategies.add_arguments(parser)
     options = parser.parse_args()
     check(parser, options)

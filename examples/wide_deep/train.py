@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import torchfleet as fleet
+from torchfleet.options import HelpFormatter
 
 sys.path.insert(0, str(Path(__file__).parent))
 from data import NUM_DENSE, NUM_SLOTS, Rows, criteo, generated
@@ -107,16 +108,18 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", default="async", choices=["sync", "half_async", "async", "geo"])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
+    parser.add_argument(
+        "--mode", default="async", choices=["sync", "half_async", "async", "geo"], help="when gradients travel"
+    )
     parser.add_argument("--k_steps", type=int, default=20, help="steps between two exchanges in geo mode")
-    parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batch_size", type=int, default=512)
+    parser.add_argument("--epochs", type=int, default=2, help="passes over the data")
+    parser.add_argument("--batch_size", type=int, default=512, help="samples of a step")
     parser.add_argument("--lr", type=float, help="learning rate (default: 2e-3 for Adam, 0.5 for geo's SGD)")
     parser.add_argument("--rows", type=int, default=200_000, help="rows to make up when there is no --data")
     parser.add_argument("--data", help="a file of raw Criteo rows, plain or .xz")
     parser.add_argument("--save", help="a folder to save the model to")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of first values and of the order of samples")
     options = parser.parse_args()
     if options.data and not Path(options.data).is_file():
         parser.error(f"no file at {options.data}; leave --data out to train on generated rows")

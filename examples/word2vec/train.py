@@ -31,6 +31,7 @@ from prepare import prepare
 
 from torchfleet.data.reading.streams import is_local
 from torchfleet.errors import FleetError
+from torchfleet.options import HelpFormatter
 from torchfleet.word2vec.corpus import Corpus
 from torchfleet.word2vec.evaluation import read_questions
 from torchfleet.word2vec.model import SkipGram
@@ -74,7 +75,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     add = parser.add_argument
     add("--mode", choices=MODES, help="default: local in one process, geo under fleetrun")
     add("--engine", choices=("kernel", "torch"), help="default: kernel in one process and in geo, torch otherwise")
@@ -87,7 +88,7 @@ def arguments() -> argparse.Namespace:
     data.add_argument("--dictionary", help="the dictionary that they were made with")
     data.add_argument("--reader", choices=("fast", "pipe"), default="fast", help="pipe: `python reader.py` (torch)")
     how = parser.add_argument_group("how")
-    how.add_argument("--dim", type=int, default=100)
+    how.add_argument("--dim", type=int, default=100, help="numbers per word")
     how.add_argument("--window", type=int, default=5, help="words to each side, drawn from 1 to this for every word")
     how.add_argument("--negatives", type=int, default=5, help="negative words that a pair counts")
     how.add_argument(
@@ -99,7 +100,7 @@ def arguments() -> argparse.Namespace:
         help="leave out words more frequent than this by lot; 0: none; default 1e-4, or 0 if preprocess.py did so",
     )
     how.add_argument("--train_unknown", action="store_true", help="train <UNK> like a word; default: leave it out")
-    how.add_argument("--epochs", type=int, default=3)
+    how.add_argument("--epochs", type=int, default=3, help="passes over the data")
     how.add_argument("--rate", type=float, default=0.025, help="learning rate, of the sum of a step's losses")
     how.add_argument("--schedule", choices=("linear", "staircase"), default="linear", help="how the rate falls")
     how.add_argument("--decay_rate", type=float, help="staircase: times this (default 0.5) ...")
@@ -107,7 +108,7 @@ def arguments() -> argparse.Namespace:
     how.add_argument("--threads", type=int, help="default: all cores in one process, one per worker under fleetrun")
     how.add_argument("--k_steps", type=int, help="geo: steps between exchanges; default 30 of 10,000 words, or 400")
     how.add_argument("--batch_size", type=int, help="pairs of a step (torch); default 1000")
-    how.add_argument("--seed", type=int, default=0)
+    how.add_argument("--seed", type=int, default=0, help="of first values and of the order of samples")
     out = parser.add_argument_group("what for")
     out.add_argument("--init_model", help="go on from a saved model")
     out.add_argument("--save", help="folder for the model: tables to go on from")

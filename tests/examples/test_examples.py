@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import runpy
 import subprocess
 import sys
 
@@ -18,6 +20,37 @@ from examples import push_pull
 def test_push_pull_fits_its_rows():
     """Plain gradient descent on a quadratic: the error falls by a constant factor each step."""
     assert push_pull.main() < 1e-6
+
+
+OWN_MODULES = {"model", "data", "reader", "generate", "fused", "autograd"}  # that examples import by these names
+
+
+@pytest.mark.parametrize("name", ["bert", "classify", "ctr_dnn", "online", "resnet", "wide_deep", "word2vec"])
+def test_the_help_of_an_example_explains_every_option_and_shows_its_default(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    parsers: list[argparse.ArgumentParser] = []
+
+    def stop(parser: argparse.ArgumentParser) -> None:
+        parsers.append(parser)
+        raise SystemExit
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", stop)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    others = {module: sys.modules.pop(module) for module in OWN_MODULES & set(sys.modules)}
+    try:
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(ROOT / "examples" / name / "train.py"), run_name="__main__")
+    finally:
+        for module in OWN_MODULES & set(sys.modules):
+            del sys.modules[module]
+        sys.modules.update(others)
+    (parser,) = parsers
+    shown = " ".join(parser.format_help().split())
+    for action in parser._actions:
+        assert action.help, action.option_strings
+        if action.default not in (None, False, "", argparse.SUPPRESS):
+            assert f"default: {action.default}" in shown, action.option_strings
 
 
 def benchmark(name: str, *options: str) -> dict[str, float]:

@@ -62,6 +62,9 @@ class TestRefusedCommandLines:
             (LISTS[2:], "--servers and --workers"),
             (("--max_restart", "-1"), "--max_restart must be at least 0, found -1"),
             (("--max_restart", "often"), "invalid int value: 'often'"),
+            (("--max_table_bytes", "much"), "--max_table_bytes must be a number of bytes above 0, such as 8GB"),
+            (("--max_table_bytes", "0"), "--max_table_bytes must be a number of bytes above 0"),
+            (("--max_table_bytes", "8GB", "--nproc_per_node", "2"), "use one kind"),
             (("--no_such_option",), "unrecognized arguments: --no_such_option"),
         ],
     )
@@ -378,7 +381,7 @@ def _check_configuration(log: str, worker: int) -> None:
     assert settings["fleet"] == "2 servers, 2 workers (plain)"
     assert settings["mode"] == "sync"
     assert settings["rpc_timeout"] == "30.0"
-    assert settings["a_sync_configs.send_queue_size"] == "16"
+    assert settings["a_sync_configs.send_queue_size"] == "2"
 
 
 def _check_tables(log: str) -> None:

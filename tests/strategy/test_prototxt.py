@@ -243,6 +243,13 @@ class TestStrategy:
         )
         assert (found.lars_configs["lars_coeff"], found.lars_configs["lars_weight_decay"]) == (0.001, 0.0005)
 
+    def test_the_queue_length_that_paddle_writes_unasked_leaves_the_default(self, loaded: Any) -> None:
+        configs = loaded("a_sync: true a_sync_configs { k_steps: 0 send_queue_size: 16 }").a_sync_configs
+        assert configs.send_queue_size == 2
+        strategy = loaded("a_sync: true a_sync_configs { k_steps: 100 send_queue_size: 16 }")
+        strategy.freeze("a test")  # in geo training, another length than the default would be refused
+        assert loaded("a_sync_configs { k_steps: 0 send_queue_size: 8 }").a_sync_configs.send_queue_size == 8
+
     @pytest.mark.parametrize(
         ("text", "mode"),
         [

@@ -94,7 +94,17 @@ class JobSetup:
 
 
 def _check_policies(plan: Plan, mode: str) -> None:
-    """Admission and statistics happen where rows are looked up, and in geo training that is not the servers."""
+    """Admission and statistics happen where rows are looked up, and in geo training that is not the servers.
+
+    Nor do the servers of geo training update rows: they add differences, of which no worker sees the sum, so that
+    bounds of weights could not hold.
+    """
+    bounded = [name for name, group in plan.sparse.items() if group.spec.rule.has_bounds]
+    if bounded and mode == "geo":
+        raise StrategyError(
+            f"table '{bounded[0]}' has weight_bounds, and in geo training the servers add up differences of several "
+            "workers, which no bounds hold. Use sync, half_async or async training, or leave weight_bounds out."
+        )
     counted = [name for name, group in plan.sparse.items() if is_counted(group.spec)]
     if counted and mode == "geo":
         raise StrategyError(

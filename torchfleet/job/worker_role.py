@@ -91,9 +91,9 @@ class WorkerRole:
 
     def whole_tables(self, share: float | None) -> WholeTables:
         """From now on this worker trains on whole copies of the tables, in the place of what its mode does."""
-        if share is not None and not 0 < share <= 1:
+        if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
             raise FleetError(
-                f"fleet.whole_tables(share={share}): the part of a difference that is sent, above 0, at most 1"
+                f"fleet.whole_tables(share={share!r}): the part of a difference that is sent, above 0, at most 1"
             )
         if isinstance(self.communicator, WholeTables):
             raise FleetError("fleet.whole_tables() was called before: a worker has one set of them")

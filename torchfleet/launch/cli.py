@@ -18,11 +18,11 @@ _NOT_YET = ("heter_worker_num", "cluster")
 
 _EXAMPLES = """examples:
   fleetrun --server_num 2 --worker_num 2 train.py --epochs 3        all on this machine
-  fleetrun --servers a:7000,b:7000 --workers c:0,d:0 train.py       the same line on machines a, b, c and d
+  fleetrun --keygen keys                                            keys for machines that others can reach
+  fleetrun --servers a:7000,b:7000 --workers c:0,d:0 --key_dir keys train.py   the same line on machines a, b, c and d
   fleetrun --nproc_per_node 2 train.py                              a collective job: two ranks on this machine
   fleetrun --gpus 0,1 --ips a,b --insecure train.py                 the same line on machines a and b, two GPUs each
   fleetrun --dry_run --server_num 1 --worker_num 2 train.py         what would be started, with which environment
-  fleetrun --keygen keys                                            keys for machines that others can reach
 
 The script is the same for all roles: fleet.init() finds out which one a process has. Options of fleetrun stand before
 the script, options of the script behind it."""
@@ -37,8 +37,8 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # a script's own --work is not our --worker_num
     )
-    made.add_argument("--server_num", type=int, help="servers on this machine")
-    made.add_argument("--worker_num", type=int, help="workers on this machine")
+    made.add_argument("--server_num", type=int, help="servers on this machine (default: 1)")
+    made.add_argument("--worker_num", type=int, help="workers on this machine (default: 1)")
     for launcher in LAUNCHERS.values():
         launcher.add_options(made)
     made.add_argument(
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
         "--max_restart",
         type=int,
         default=0,
-        help="start a failed worker again so often (async, geo); of a collective job, all ranks together",
+        help="start a failed worker again so often (async, half_async, geo); of a collective job, all ranks together",
     )
     made.add_argument(
         "--max_job_restart",

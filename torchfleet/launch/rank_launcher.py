@@ -11,19 +11,19 @@ from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.rank_plan import RankPlan, make_plan, require_gpus
 
 _OPTIONS = ("nproc_per_node", "gpus", "nnodes", "master", "rank", "ips")
-_OPTIONS_OF_SERVERS = ("server_num", "worker_num", "servers", "workers")
+_OPTIONS_OF_SERVERS = ("server_num", "worker_num", "servers", "workers", "max_table_bytes")
 
 
 class RankLauncher:
     """Takes a job with any option of its own. The contracts of its methods: launchers.py."""
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        add = parser.add_argument
-        add("--nproc_per_node", type=int, help="ranks of a collective job on this machine")
+        add = parser.add_argument_group("collective jobs: ranks without servers").add_argument
+        add("--nproc_per_node", type=int, help="ranks on this machine")
         add("--gpus", help="one rank per named GPU, separated by commas: 0,1")
         add("--nnodes", help="machines of a collective job: a number, or MIN:MAX of them, which come and go")
         add("--master", help="host:port where these machines meet; the host is machine 0")
-        add("--rank", type=int, help="the number of this machine")
+        add("--rank", type=int, help="the number of this machine, from 0")
         add("--ips", help="all machines of a collective job, separated by commas; machine 0 is the first")
 
     def takes(self, options: argparse.Namespace) -> bool:

@@ -9,14 +9,21 @@ from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.roles import JobLayout, one_machine, several_machines, tasks
 from torchfleet.launch.supervisor import JobSupervisor
 from torchfleet.net.keys import is_private
+from torchfleet.tables.settings.table_size import VARIABLE, parse_bytes
 
 
 class ServerLauncher:
     """Takes every job that no other launcher takes. The contracts of its methods: launchers.py."""
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--servers", help="host:port of every server of the job, separated by commas")
-        parser.add_argument("--workers", help="host:port of every worker (port 0: any); worker 0 is the first")
+        group = parser.add_argument_group("jobs with parameter servers")
+        group.add_argument("--servers", help="host:port of every server of the job, separated by commas")
+        group.add_argument("--workers", help="host:port of every worker (port 0: any); worker 0 is the first")
+        group.add_argument(
+            "--max_table_bytes",
+            metavar="SIZE",
+            help="largest size of one table on a server, such as 8GB (default: all memory of the machine or container)",
+        )
 
     def takes(self, options: argparse.Namespace) -> bool:
         return True
@@ -49,7 +56,14 @@ def _plan(job: JobSpec, options: argparse.Namespace) -> tuple[JobLayout, list[Ta
     layout, num_workers = _layout(job, options.servers, options.workers)
     if not job.insecure and not job.key_dir:
         _refuse_open_servers(layout)
-    return layout, tasks(layout, num_workers, job.environment)
+    return layout, tasks(layout, num_workers, {**job.environment, **_limits(options.max_table_bytes)})
+
+
+def _limits(max_table_bytes: str | None) -> dict[str, str]:
+    """The variable by which servers, and workers with tables of their own, learn how large a table may be."""
+    if max_table_bytes is None:
+        return {}
+    return {VARIABLE: str(parse_bytes(max_table_bytes, "--max_table_bytes"))}
 
 
 def _layout(job: JobSpec, servers: str | None, workers: str | None) -> tuple[JobLayout, int]:

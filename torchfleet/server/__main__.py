@@ -13,6 +13,7 @@ from torchfleet.net.addresses import listen
 from torchfleet.net.keys import KeyFolder
 from torchfleet.server.server import Server
 from torchfleet.server.warm import warm_up
+from torchfleet.tables.settings.table_size import parse_bytes
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -29,10 +30,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--insecure", action="store_true", help="serve other machines without keys: anyone may connect")
     parser.add_argument(
-        "--max_table_bytes", type=int, help="largest size of one table (default: this machine's memory)"
+        "--max_table_bytes",
+        metavar="SIZE",
+        help="largest size of one table, such as 8GB (default: FLEET_MAX_TABLE_BYTES, else all memory of the machine "
+        "or container)",
     )
     parser.add_argument("--num_workers", type=int, default=0, help="end when so many workers have left (0: never)")
     return parser.parse_args(arguments)
+
+
+def _table_bytes(options: argparse.Namespace) -> int | None:
+    return None if options.max_table_bytes is None else parse_bytes(options.max_table_bytes, "--max_table_bytes")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -46,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
     try:
-        server = Server(options.max_table_bytes, options.num_workers)
+        server = Server(_table_bytes(options), options.num_workers)
         warm_up()
         listener = listen(options.endpoint, KeyFolder(options.key_dir) if options.key_dir else None, options.insecure)
     except FleetError as error:

@@ -30,6 +30,7 @@ from torchfleet.server.long_work import shrink_in_slices
 from torchfleet.server.state.sessions import Outcome
 from torchfleet.server.state.state import Answer, State
 from torchfleet.server.waiting import end_hopeless_waits
+from torchfleet.tables.rows import memory
 
 MAX_TEXT = 2000
 
@@ -38,9 +39,9 @@ class Server:
     """The state machine behind a transport: requests in, replies out, no sockets, no threads."""
 
     def __init__(self, max_table_bytes: int | None = None, num_workers: int = 0) -> None:
-        self.state = State(num_workers=num_workers)
-        if max_table_bytes is not None:
-            self.state.max_table_bytes = max_table_bytes
+        """`max_table_bytes`: None for FLEET_MAX_TABLE_BYTES, or all memory that this process may use."""
+        limit = memory.max_table_bytes() if max_table_bytes is None else max_table_bytes
+        self.state = State(limit, num_workers)
         self.loading = ""  # what it does before it serves; while that is set, no request reaches the tables
         self.desertion = ""  # which workers went without leaving, if that is why it stops
         self._incarnation = secrets.randbits(63) | 1

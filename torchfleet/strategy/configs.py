@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from torchfleet.errors import StrategyError
+from torchfleet.errors import StrategyError, UnknownKeyError
 from torchfleet.strategy.fields import Field, Fields, unknown
 
 OwnConfigs = TypeVar("OwnConfigs", bound="Configs")
@@ -32,6 +32,8 @@ class Configs(Fields, Mapping[str, Any]):
         self._check_together()
 
     def __getitem__(self, key: str) -> Any:
+        if key not in self._FIELDS:
+            raise UnknownKeyError(self._unknown(key))
         return vars(self)[key]
 
     def __iter__(self) -> Iterator[str]:

@@ -28,6 +28,15 @@ _DICTIONARIES: dict[str, Mapping[str, Key[Any]]] = {
 HELP = {name: field.help for name, field in fields_of(CollectiveFields).items() if field.help}
 
 
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows a script's description as it is written, and the default of every option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        is_told = "default" in text or action.default in (None, False, "", argparse.SUPPRESS)
+        return text if is_told or not action.option_strings else f"{text} (default: %(default)s)"
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add flags for all collective fields. A wrong value ends the script with a text that says what was expected."""
     group = parser.add_argument_group(

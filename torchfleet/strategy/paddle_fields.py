@@ -26,6 +26,7 @@ LEFT: dict[str, dict[str, tuple[Any, ...]]] = {
     "": {"cudnn_batchnorm_spatial_persistent": (True,), "conv_workspace_size_limit": (4000,)},
     "build_strategy": {"fuse_bn_add_act_ops": (True,)},
     "execution_strategy": {"num_threads": (1,)},
+    "a_sync_configs": {"send_queue_size": (16,)},
     "hybrid_configs": {"dp_degree": (-1,)},  # both mean: what the other degrees leave
 }
 # Fields of both with different defaults: a file without the field means Paddle's default.

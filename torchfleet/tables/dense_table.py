@@ -14,6 +14,7 @@ from torchfleet.tables.rows.memory import Memory
 from torchfleet.tables.rules import learning_rate
 from torchfleet.tables.settings.policy import Shrink
 from torchfleet.tables.settings.spec import Floats, TableSpec, shard_range
+from torchfleet.tables.settings.table_size import HOW_TO_SET
 from torchfleet.tables.staleness import Staleness
 from torchfleet.tables.summary import Summary
 from torchfleet.tables.table import SavedModel, SavedSlice, SaveMode
@@ -35,7 +36,7 @@ class DenseTable:
         if self.size * num_rows * 4 > max_bytes:
             raise TableError(
                 f"dense table '{spec.name}' takes {self.size * num_rows * 4:,} bytes here, max_table_bytes is "
-                f"{max_bytes:,}. Raise it, or use more servers."
+                f"{max_bytes:,}. Raise it ({HOW_TO_SET}), or use more servers."
             )
         block = Memory(4 * num_rows * self.size).array(np.float32)[: num_rows * self.size]
         self._weights, self._states = block[: self.size], block[self.size :].reshape(num_rows - 1, self.size)

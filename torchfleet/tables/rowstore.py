@@ -21,6 +21,7 @@ from torchfleet.tables.rows.row_statistics import Columns, Statistics, join_colu
 from torchfleet.tables.rows.tracking import PackedTracking, Tracking
 from torchfleet.tables.settings.clock import Clock
 from torchfleet.tables.settings.spec import Floats, TableSpec
+from torchfleet.tables.settings.table_size import HOW_TO_SET
 
 PACKED_BYTES = 48  # a row of so many at most (key, value and state) is stored in its map; wider ones have a store
 CHUNK = 2048  # keys taken through find and then through the next kernel while their rows are still in the cache
@@ -82,7 +83,8 @@ class RowStore:
         if num_new > room:
             raise TableError(
                 f"table '{self.spec.name}' is full: {self.index.num_keys:,} rows, {num_new:,} new keys, room for "
-                f"{room:,} rows. Give the server a larger max_table_bytes, use more servers, or evict (fleet.shrink)."
+                f"{room:,} rows. Set a larger max_table_bytes ({HOW_TO_SET}), use more servers, or evict "
+                "(fleet.shrink)."
             )
         if self.admission is not None:
             self.admission.check_room(num_new)

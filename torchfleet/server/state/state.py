@@ -19,7 +19,6 @@ from torchfleet.server.state.changes import Changes
 from torchfleet.server.state.schedule import Schedule
 from torchfleet.server.state.sessions import Sessions
 from torchfleet.tables.kinds import make_table
-from torchfleet.tables.rows.memory import physical_bytes
 from torchfleet.tables.settings.clock import Clock
 from torchfleet.tables.settings.spec import TableSpec, differences
 from torchfleet.tables.table import Table
@@ -64,7 +63,7 @@ class Chain:
 class State:
     """All that a server owns."""
 
-    max_table_bytes: int = field(default_factory=physical_bytes)
+    max_table_bytes: int
     num_workers: int = 0  # ends when so many have left; 0: only on STOP or a signal
     tables: dict[int, Table] = field(default_factory=dict)
     sessions: Sessions = field(default_factory=Sessions)

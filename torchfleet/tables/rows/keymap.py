@@ -12,6 +12,7 @@ from torchfleet.errors import TableError
 from torchfleet.kernels import hashmap
 from torchfleet.kernels.hashmap import BUCKET, MOVED, NEW, NEXT_ROW, NUM_FREE, NUM_KEYS, OLD, OVERFLOW, SALT
 from torchfleet.tables.rows.memory import Memory
+from torchfleet.tables.settings.table_size import HOW_TO_SET
 
 Keys = npt.NDArray[np.uint64]
 Rows = npt.NDArray[np.int64]
@@ -34,7 +35,9 @@ class KeyMap:
         self.width = KEY_WORDS + num_words
         self.max_rows = min(max_bytes // (4 * self.width), (1 << 32) - 2)
         if self.max_rows < 1:
-            raise TableError(f"a row takes {4 * self.width:,} bytes, but max_table_bytes is {max_bytes:,}")
+            raise TableError(
+                f"a row takes {4 * self.width:,} bytes, but max_table_bytes is {max_bytes:,}. Raise it: {HOW_TO_SET}."
+            )
         self._store_memory = Memory(4 * self.width * self.max_rows)
         self.store: npt.NDArray[np.float32] = self._store_memory.array(np.float32)
         words = self.store.view(np.uint32)[: self.max_rows * self.width]

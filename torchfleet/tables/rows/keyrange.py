@@ -8,6 +8,7 @@ import numpy.typing as npt
 from torchfleet.errors import TableError
 from torchfleet.tables.rows.keymap import Keys, Rows
 from torchfleet.tables.rows.memory import Memory
+from torchfleet.tables.settings.table_size import HOW_TO_SET
 
 
 def check_range(keys: Keys, size: int, whose: str) -> None:
@@ -36,7 +37,7 @@ class KeyRange:
         if self.num_row_numbers * num_words * 4 > max_bytes:
             raise TableError(
                 f"{self.num_row_numbers:,} rows of {4 * num_words} bytes do not fit max_table_bytes = {max_bytes:,}. "
-                "Raise it, or use more servers."
+                f"Raise it ({HOW_TO_SET}), or use more servers."
             )
         self._memory = Memory(4 * num_words * self.num_row_numbers)
         self.store: npt.NDArray[np.float32] = self._memory.array(np.float32)

@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.errors import TableError
+from torchfleet.tables.rows.cgroups import memory_limit
+from torchfleet.tables.settings.table_size import HOW_TO_SET, given_table_bytes
 
 HUGE_PAGE = 2 << 20
 RELEASE = 1 << 16  # bytes given back at a time: small next to the slots of a map that is carried over
@@ -22,7 +24,19 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def physical_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """The memory that this process may use: the machine's, or its container's if that is less."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = memory_limit()
+    return machine if limit is None else min(machine, limit)
+
+
+def max_table_bytes() -> int:
+    """The largest size of one table: FLEET_MAX_TABLE_BYTES, or all memory that this process may use.
+
+    Raises TableError if the variable holds no size.
+    """
+    given = given_table_bytes()
+    return physical_bytes() if given is None else given
 
 
 class Memory:
@@ -34,8 +48,8 @@ class Memory:
             self._map = mmap.mmap(-1, max(num_bytes, mmap.PAGESIZE), flags=flags)
         except (OSError, ValueError, OverflowError) as error:
             raise TableError(
-                f"cannot reserve {num_bytes:,} bytes of address space for a table ({error}). Give the server a smaller "
-                "max_table_bytes, or raise `ulimit -v` or vm.overcommit_memory."
+                f"cannot reserve {num_bytes:,} bytes of address space for a table ({error}). Set a smaller "
+                f"max_table_bytes ({HOW_TO_SET}), or raise `ulimit -v` or vm.overcommit_memory."
             ) from None
         # The first page stays small, so that a small table is small. Huge pages save a third of a lookup's time.
         if num_bytes > 2 * HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):

@@ -88,6 +88,7 @@ class Shrink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     every_hours: float | None = None
 
     def __post_init__(self) -> None:
+        self._check_types()
         for field in ("delete_after_unseen_days", "ttl_days"):
             days = getattr(self, field)
             _expect(days is None or 0 <= days <= _MAX_DAYS, f"Shrink: {field} must be 0 to {_MAX_DAYS:g}, found {days}")
@@ -107,6 +108,15 @@ class Shrink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
         )
         if self.where is not None:
             parse(self.where, EVICTION_NAMES)
+
+    def _check_types(self) -> None:
+        for field in ("delete_after_unseen_days", "delete_threshold", "ttl_days", "min_norm", "every_hours"):
+            _expect_number(f"Shrink: {field}", getattr(self, field), (int, float), "a number")
+        for field in ("max_rows", "max_bytes"):
+            _expect_number(f"Shrink: {field}", getattr(self, field), (int,), "a whole number")
+        _expect(
+            self.where is None or isinstance(self.where, str), f"Shrink: where must be a text, found {self.where!r}"
+        )
 
     @property
     def drops_any(self) -> bool:
@@ -145,6 +155,8 @@ def WindowCountEntry(n: int, hours: float = 24.0, max_bytes: int = 64 << 20) -> 
 
     Counters are shared by keys whose hashes meet: a key may be admitted early, and is never admitted late by it.
     """
+    _expect_number("WindowCountEntry: hours", hours, (int, float), "a number")
+    _expect_number("WindowCountEntry: max_bytes", max_bytes, (int,), "a whole number")
     _expect(hours > 0, f"WindowCountEntry: hours must be positive, found {hours}")
     _expect(max_bytes > 0, f"WindowCountEntry: max_bytes must be positive, found {max_bytes}")
     return _made(window_count=n, window_hours=float(hours), window_bytes=max_bytes)
@@ -207,6 +219,12 @@ def _made(**settings: object) -> AdmissionEntry:
         return msgspec.convert(settings, AdmissionEntry)
     except msgspec.ValidationError as error:
         raise TableError(f"entry: {error}") from None
+
+
+def _expect_number(what: str, value: object, kinds: tuple[type, ...], expected: str) -> None:
+    """None is no number, and means that nothing was asked for."""
+    is_number = isinstance(value, kinds) and not isinstance(value, bool)
+    _expect(value is None or is_number, f"{what} must be {expected}, found {value!r}")
 
 
 def _expect(condition: bool, text: str) -> None:

@@ -68,6 +68,10 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _expect(not self.nesterov or self.momentum > 0, "rule.nesterov needs rule.momentum > 0")
 
     @property
+    def has_bounds(self) -> bool:
+        return self.low > -math.inf or self.high < math.inf
+
+    @property
     def row_rule(self) -> RowRule:
         """What applies it."""
         return RULES[self.name]
@@ -174,7 +178,7 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             _expect(self.size == 0, f"a {self.kind} table has no size: use kind='array' for a declared number of ids")
         if kind.is_dense:
             _expect(self.dim == 1, f"a dense table is a flat block: dim must be 1, found {self.dim}")
-            _expect(math.isinf(self.rule.low) and math.isinf(self.rule.high), "rule.low/high are for sparse tables")
+            _expect(not self.rule.has_bounds, "rule.low/high are for sparse tables")
             _expect(self.initializer == Initializer(), "a dense table starts as zeros: set it with set_dense")
         else:
             for field in ("momentum", "weight_decay"):

@@ -51,6 +51,8 @@ def _bags(slot: Any) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
             f"{type(slot).__name__}. Give batch['name'], or a list of such slots."
         )
     ids, offsets = pair
+    if offsets.is_floating_point() or offsets.is_complex() or offsets.dtype == torch.bool:
+        raise ModelError(f"offsets must be whole numbers, found {offsets.dtype}")
     starts: np.ndarray[Any, Any] = offsets.detach().cpu().numpy().astype(np.int64)
     bounds = np.append(starts, ids.numel())
     if (np.diff(bounds) < 0).any() or bounds[0] != 0:

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from torchfleet.errors import ModelError, TableError
-from torchfleet.tables.settings.policy import AdmissionEntry, Shrink, combined
+from torchfleet.errors import ModelError
+from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.tables.settings.spec import Initializer
 from torchfleet.worker.lookup.bags import Bags, split_slots
+from torchfleet.worker.lookup.embedding_settings import NO_BOUNDS, check_settings, checked_bounds, checked_policies
 from torchfleet.worker.lookup.initializers import Uniform
 
 Ids = Any  # a tensor, a slot (values, offsets), or a list of slots
@@ -47,6 +48,10 @@ class SparseEmbedding(torch.nn.Module):
     `entry` says which ids get a row (fleet.CountFilterEntry and others, or a list of which all must admit), `shrink`
     which rows are dropped again (fleet.Shrink): docs/online.md.
 
+    `weight_bounds=(low, high)`: after each update every number of the rows that it touched is at least `low` and at
+    most `high`; first values are as `initializer` says. One of the two may be infinite. Not in geo training, where the
+    servers add differences and make no updates: that is an error.
+
     `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
     group can give it a learning rate of its own. While the module is in eval mode, or under torch.no_grad(), ids
     without a row read as zeros and get none.
@@ -63,18 +68,15 @@ class SparseEmbedding(torch.nn.Module):
         seed: int = 0,
         num_embeddings: int | None = None,
         shrink: Shrink | None = None,
+        weight_bounds: tuple[float, float] | None = None,
     ) -> None:
         super().__init__()
-        if pooling not in ("sum", "mean"):
-            raise ModelError(f"SparseEmbedding: pooling must be 'sum' or 'mean', found {pooling!r}")
-        if dim < 1:
-            raise ModelError(f"SparseEmbedding: dim must be at least 1, found {dim}")
-        if num_embeddings is not None and num_embeddings < 1:
-            raise ModelError(f"SparseEmbedding: num_embeddings must be at least 1, found {num_embeddings}")
+        check_settings(dim, name, initializer, padding_idx, pooling, seed, num_embeddings)
         self.dim, self.name, self.padding_idx, self.pooling, self.seed = dim, name, padding_idx, pooling, seed
         self.initializer = initializer or Uniform(-0.05, 0.05)
         self.num_embeddings = num_embeddings
-        self.entry, self.shrink = _policies(entry, shrink, num_embeddings)
+        self.entry, self.shrink = checked_policies(entry, shrink, num_embeddings)
+        self.weight_bounds = checked_bounds(weight_bounds)
         self.first_values: np.ndarray[Any, Any] | None = None  # of a converted torch embedding
         self.weight = torch.nn.Parameter(torch.empty(0, dim))
         self.path = ""  # in its model, once it is part of a distributed one
@@ -103,21 +105,8 @@ class SparseEmbedding(torch.nn.Module):
 
     def extra_repr(self) -> str:
         size = "" if self.num_embeddings is None else f", num_embeddings={self.num_embeddings}"
-        return f"{self.dim}, name={self.name!r}{size}"
-
-
-def _policies(
-    entry: AdmissionEntry | Sequence[AdmissionEntry] | None, shrink: Shrink | None, num_embeddings: int | None
-) -> tuple[AdmissionEntry, Shrink]:
-    if shrink is not None and not isinstance(shrink, Shrink):
-        raise ModelError(f"SparseEmbedding(shrink=...): expected fleet.Shrink(...), found {shrink!r}")
-    try:
-        policies = combined(entry), shrink or Shrink()
-    except TableError as error:
-        raise ModelError(f"SparseEmbedding: {error}") from None
-    if num_embeddings is not None and policies != (AdmissionEntry(), Shrink()):
-        raise ModelError("SparseEmbedding: entry and shrink are for ids without end; leave num_embeddings out")
-    return policies
+        bounds = "" if self.weight_bounds == NO_BOUNDS else f", weight_bounds={self.weight_bounds}"
+        return f"{self.dim}, name={self.name!r}{size}{bounds}"
 
 
 class SparseEmbeddingBag(SparseEmbedding):

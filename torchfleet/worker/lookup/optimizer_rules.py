@@ -49,6 +49,8 @@ def _adam_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], lr: floa
 
 
 def rule_text(rule: Rule) -> str:
-    """A rule as users read it: its name and the options that are not zero."""
-    shown = {name: getattr(rule, name) for name in ("lr", "momentum", "weight_decay") if getattr(rule, name)}
-    return f"{rule.name}({', '.join(f'{name}={value:g}' for name, value in shown.items())})"
+    """A rule as users read it: its name, the options that are not zero, and the bounds of weights if there are any."""
+    shown = {name: f"{getattr(rule, name):g}" for name in ("lr", "momentum", "weight_decay") if getattr(rule, name)}
+    if rule.has_bounds:
+        shown["bounds"] = f"({rule.low:g}, {rule.high:g})"
+    return f"{rule.name}({', '.join(f'{name}={text}' for name, text in shown.items())})"

@@ -56,10 +56,11 @@ class Plan:
         for group in groups:
             if not group.group.get("params"):
                 continue
-            now = msgspec.structs.replace(rule_of(optimizer, group.group), lr=group.spec.rule.lr)
-            if now != group.spec.rule:
+            kept = group.spec.rule  # the rate may change; bounds are the table's, not the optimizer's
+            now = msgspec.structs.replace(rule_of(optimizer, group.group), lr=kept.lr, low=kept.low, high=kept.high)
+            if now != kept:
                 raise ModelError(
-                    f"an option of table '{group.spec.name}' was changed from {group.spec.rule} to {now}: servers "
+                    f"an option of table '{group.spec.name}' was changed from {kept} to {now}: servers "
                     "follow changes of lr only. (OneCycleLR and CyclicLR: cycle_momentum=False.)"
                 )
 
@@ -204,12 +205,13 @@ def _sparse_group(
     name: str, modules: list[SparseEmbedding], rule: Rule, group: dict[str, Any], num_servers: int
 ) -> SparseGroup:
     first = modules[0]
+    low, high = first.weight_bounds
     spec = TableSpec(
         name,
         "sparse" if first.num_embeddings is None else "array",
         dim=first.dim,
         size=first.num_embeddings or 0,
-        rule=rule,
+        rule=msgspec.structs.replace(rule, low=low, high=high),
         initializer=first.initializer,
         seed=first.seed,
         num_shards=num_servers,

@@ -22,7 +22,7 @@ from torchfleet.background import BackgroundThreads
 from torchfleet.errors import FleetError
 from torchfleet.kernels.merge import unique
 from torchfleet.net.wire import DELTA
-from torchfleet.tables.rows.memory import physical_bytes
+from torchfleet.tables.rows.memory import max_table_bytes
 from torchfleet.tables.sparse_table import SparseTable
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.future import Changed, Pulled, Ready
@@ -58,7 +58,7 @@ class Geo(Communicator):
             name: msgspec.structs.replace(group.spec, kind="sparse", size=0, shard=0, num_shards=1)
             for name, group in plan.sparse.items()
         }
-        limit = physical_bytes()
+        limit = max_table_bytes()
         self._local = {name: SparseTable(spec, limit) for name, spec in specs.items()}
         self._base = {name: SparseTable(spec, limit) for name, spec in specs.items()}
         self._dense_base = {group.spec.name: group.values() for group in plan.dense}

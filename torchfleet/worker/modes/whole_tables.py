@@ -213,4 +213,9 @@ def _declared_sizes(plan: Plan) -> dict[str, tuple[int, int]]:
                 f"fleet.whole_tables() holds whole tables, and '{name}' has no size: give "
                 "SparseEmbedding(num_embeddings=...)"
             )
+        if group.spec.rule.has_bounds:
+            raise ModelError(
+                f"table '{name}' has weight_bounds, which act on updates by the servers; on whole tables the updates "
+                "are yours. Leave weight_bounds out, and bound the arrays where you change them."
+            )
     return {name: (group.spec.size, group.spec.dim) for name, group in plan.sparse.items()}

@@ -1,0 +1,159 @@
+"""Wrong values where users give them: a FleetError that says what was expected, never a bare error from within."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from support import jobs
+
+import torchfleet as fleet
+from torchfleet.errors import FleetError, ModelError, RoleError, StrategyError, TableError
+
+
+@pytest.fixture(autouse=True)
+def no_job() -> Iterator[None]:
+    with jobs.clean_facade():
+        yield
+
+
+class Small(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = fleet.nn.SparseEmbedding(2)
+
+    def forward(self, ids: Any, offsets: Any = None) -> torch.Tensor:
+        return self.items(ids, offsets)
+
+
+def training() -> tuple[torch.nn.Module, Any]:
+    """Model and optimizer of a worker in this process."""
+    fleet.init()
+    model = fleet.distributed_model(Small())
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    fleet.init_worker()
+    return model, optimizer
+
+
+class TestStrategy:
+    def test_a_key_cannot_be_set_in_place_and_the_error_shows_how_to_set_it(self) -> None:
+        strategy = fleet.DistributedStrategy(a_sync=True)
+        configs: Any = strategy.a_sync_configs
+        with pytest.raises(StrategyError, match=r"a_sync_configs\['k_steps'\] cannot be changed in place.*Assign all"):
+            configs["k_steps"] = 1
+        assert strategy.a_sync_configs.k_steps == 0
+        strategy.a_sync_configs = {**strategy.a_sync_configs, "k_steps": 1}  # as the error says
+        assert strategy.mode == "geo"
+
+    def test_an_unknown_key_is_listed_with_those_there_are(self) -> None:
+        configs = fleet.DistributedStrategy().a_sync_configs
+        with pytest.raises(StrategyError, match=r"^a_sync_configs has no field 'k_step'; it has .*k_steps"):
+            configs["k_step"]
+        assert configs.get("k_step", 7) == 7  # a dictionary still
+        assert "k_step" not in configs
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: fleet.nn.SparseEmbedding("4"),  # type: ignore[arg-type]
+        lambda: fleet.nn.SparseEmbedding(4.0),  # type: ignore[arg-type]
+        lambda: fleet.nn.SparseEmbedding(4, name=3),  # type: ignore[arg-type]
+        lambda: fleet.nn.SparseEmbedding(4, seed="a"),  # type: ignore[arg-type]
+        lambda: fleet.nn.SparseEmbedding(4, padding_idx="0"),  # type: ignore[arg-type]
+        lambda: fleet.nn.SparseEmbedding(4, initializer="uniform"),  # type: ignore[arg-type]
+        lambda: fleet.nn.SparseEmbedding(4, num_embeddings="5"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_wrong_setting_of_an_embedding_is_named_when_it_is_made(make: Callable[[], Any]) -> None:
+    with pytest.raises(ModelError, match=r"SparseEmbedding\(\w+=\.\.\.\): expected .*found"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fleet.nn.Uniform("a", 1.0), r"Uniform: low must be a number, found 'a'"),  # type: ignore[arg-type]
+        (lambda: fleet.nn.Constant(None), r"Constant: value must be a number, found None"),  # type: ignore[arg-type]
+        (lambda: fleet.nn.Normal(0.0, [1]), r"Normal: std must be a number, found \[1\]"),  # type: ignore[arg-type]
+        (lambda: fleet.Shrink("x"), r"Shrink: delete_after_unseen_days must be a number"),  # type: ignore[arg-type]
+        (lambda: fleet.Shrink(max_rows=1.5), r"Shrink: max_rows must be a whole number"),  # type: ignore[arg-type]
+        (lambda: fleet.Shrink(max_bytes="8GB"), r"Shrink: max_bytes must be a whole number"),  # type: ignore[arg-type]
+        (lambda: fleet.Shrink(where=5), r"Shrink: where must be a text"),  # type: ignore[arg-type]
+        (lambda: fleet.WindowCountEntry(2, "day"), r"hours must be a number, found 'day'"),  # type: ignore[arg-type]
+        (lambda: fleet.WindowCountEntry(2, max_bytes="x"), r"max_bytes must be a whole"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_wrong_number_of_a_policy_or_initializer_is_named(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TableError, match=message):
+        make()
+
+
+class TestFacade:
+    @pytest.mark.parametrize("given", ["worker", fleet.DistributedStrategy(), {"role": "worker"}])
+    def test_init_wants_a_role_maker(self, given: Any) -> None:
+        with pytest.raises(RoleError, match=r"role_maker: expected fleet\.PaddleCloudRoleMaker.*found"):
+            fleet.init(given)
+
+    @pytest.mark.parametrize("given", [{"a_sync": True}, fleet.DistributedStrategy, "async"])
+    @pytest.mark.parametrize("is_collective", [False, True])
+    def test_a_strategy_is_a_distributed_strategy(self, given: Any, is_collective: bool) -> None:
+        with pytest.raises(StrategyError, match=r"fleet\.init.*expected a fleet\.DistributedStrategy.*found"):
+            fleet.init(is_collective=is_collective, strategy=given)
+        if is_collective:
+            return
+        fleet.init()
+        with pytest.raises(StrategyError, match=r"fleet\.distributed_model.*expected a fleet\.DistributedStrategy"):
+            fleet.distributed_model(Small(), given)
+        model = fleet.distributed_model(Small())
+        with pytest.raises(StrategyError, match=r"fleet\.distributed_optimizer.*expected a fleet\.DistributedStrategy"):
+            fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), given)
+
+    @pytest.mark.parametrize("given", [None, Small, len, "model"], ids=str)
+    def test_a_model_is_a_module(self, given: Any) -> None:
+        fleet.init()
+        with pytest.raises(ModelError, match=r"distributed_model: expected a torch\.nn\.Module.*found"):
+            fleet.distributed_model(given)
+
+    @pytest.mark.parametrize("given", [None, torch.optim.SGD, [torch.zeros(1)]], ids=str)
+    def test_an_optimizer_is_an_object_of_torchs(self, given: Any) -> None:
+        fleet.init()
+        fleet.distributed_model(Small())
+        with pytest.raises(ModelError, match=r"distributed_optimizer: expected a torch\.optim\.Optimizer.*found"):
+            fleet.distributed_optimizer(given)
+
+    @pytest.mark.parametrize("given", [None, 3, print])
+    def test_prefetch_wants_batches_and_says_so_at_once(self, given: Any) -> None:
+        training()
+        with pytest.raises(FleetError, match=r"fleet\.prefetch: expected a loader.*found"):
+            fleet.prefetch(given)
+
+    @pytest.mark.parametrize("given", ["x", None, torch.ones(2)])
+    def test_a_reported_metric_is_a_number(self, given: Any) -> None:
+        training()
+        with pytest.raises(FleetError, match=r"fleet\.report\(loss=\.\.\.\): expected a number, found"):
+            fleet.report(loss=given)
+
+    def test_a_scheduler_has_a_step(self) -> None:
+        training()
+        with pytest.raises(ModelError, match=r"distributed_scheduler: expected a scheduler.*found None"):
+            fleet.distributed_scheduler(None)
+
+    def test_the_share_of_whole_tables_is_a_number(self) -> None:
+        training()
+        with pytest.raises(FleetError, match=r"whole_tables\(share='a'\)"):
+            fleet.whole_tables("a")  # type: ignore[arg-type]
+
+    @pytest.mark.parametrize("offsets", [torch.tensor([0.0, 1.0]), torch.tensor([False, True])])
+    def test_offsets_are_whole_numbers(self, offsets: torch.Tensor) -> None:
+        model, _ = training()
+        with pytest.raises(ModelError, match=r"offsets must be whole numbers, found torch\."):
+            model(torch.arange(3), offsets)
+
+    def test_a_loss_function_can_be_called(self) -> None:
+        _, optimizer = training()
+        wrong: Any = 3
+        with pytest.raises(FleetError, match=r"loss_fn: expected a function of \(output, batch\), found 3"):
+            fleet.train_from_dataset(len, fleet.InMemoryDataset(), optimizer, wrong)
