@@ -60,9 +60,9 @@ class Storage:
             with self._writing_here(self.place(name)) as file:
                 yield file
             return
-        with self._telling(name, "written") as path:
-            with self._uploading(path) if self._is_object_store else self._renaming(path) as file:
-                yield file
+        write_whole = self._uploading if self._is_object_store else self._renaming
+        with self._telling(name, "written") as path, write_whole(path) as file:
+            yield file
 
     @contextlib.contextmanager
     def _writing_here(self, place: str) -> Iterator[Any]:
@@ -195,8 +195,8 @@ class Storage:
             if isinstance(error, FileNotFoundError) and what != "written":
                 raise
             raise CheckpointError(
-                f"{self.place(name)} cannot be {what}: {type(error).__name__}: {error}. Is the place right, and may you "
-                "use it?"
+                f"{self.place(name)} cannot be {what}: {type(error).__name__}: {error}. Is the place right, and may "
+                "you use it?"
             ) from error
 
     def _inner(self, place: str) -> str:

@@ -1,4 +1,4 @@
-"""A store, `cut://`, whose files are seen from their first byte on, and which can end in the middle of any operation."""
+"""A store, `cut://`, whose files are seen from their first byte on; it can end in the middle of any operation."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 On this machine it is replaced by a rename. Stores elsewhere may have no step that replaces a file. There the manifest
 is first written under a new name, manifest-000007.json, and read back; only then is manifest.json replaced. While that
-is under way the numbered one is whole; while a numbered one is written, manifest.json is. So if manifest.json is damaged
-or missing, the numbered one of the highest number is what was to replace it, and is read in its place. If that is
-damaged too, nothing is: an older one may be older than what a job was told is saved.
+is under way the numbered one is whole; while a numbered one is written, manifest.json is. So if manifest.json is
+damaged or missing, the one of the highest number is what was to replace it, and is read in its place. If that one is
+damaged too, nothing is read: an older one may be older than what a job was told is saved.
 """
 
 from __future__ import annotations
