@@ -7,12 +7,14 @@ from collections.abc import Iterator
 import pytest
 from support import jobs
 from support.cut_store import CutStore, Operations
+from support.fake_webhdfs import FakeHdfs, fake_webhdfs
 from support.one_number import Model, held, set_all
 
 from torchfleet import fleet as facade
 from torchfleet.checkpoint.compaction import compact
 from torchfleet.checkpoint.manifest import read_manifest
 from torchfleet.checkpoint.manifest_file import FILE
+from torchfleet.commands import command
 from torchfleet.errors import CheckpointError, FleetError
 from torchfleet.storage import Storage
 
@@ -180,3 +182,46 @@ class TestReading:
             with pytest.raises(CheckpointError, match="is not what was written to it; the model that was there before"):
                 part.worker.save(FOLDER, "full")
         assert held(part, FOLDER) == 1
+
+
+class TestWebHdfs:
+    """By fsspec's client, against a stand-in for the REST API of a cluster."""
+
+    @pytest.fixture
+    def hdfs(self) -> Iterator[FakeHdfs]:
+        pytest.importorskip("requests", reason="fsspec's webhdfs needs requests: pip install 'torchfleet[dev]'")
+        with fake_webhdfs() as made:
+            yield made
+
+    def test_full_saves_deltas_and_compaction_load_whole(
+        self, part: jobs.Part, hdfs: FakeHdfs, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = f"webhdfs://{hdfs.address}/user/model"
+        for number, kind in ((1, "full"), (2, "full"), (3, "delta")):
+            set_all(part, number)
+            part.worker.save(folder, kind)
+            assert held(part, folder) == number
+        compact(folder)
+        assert held(part, folder) == 3
+        assert command.main(["inspect", folder, "--check"]) == 0
+        assert command.main(["export", folder, "words", f"webhdfs://{hdfs.address}/rows", "--format", "text"]) == 0
+        assert hdfs.files["/rows"].count(b" 3 3\n") == 20
+        assert "is damaged or missing" not in capsys.readouterr().err
+        assert not [path for path in hdfs.files if path.endswith(".tmp")]
+
+    @pytest.mark.parametrize("name", ["manifest-000002.json.tmp", "manifest.json.tmp"])
+    def test_a_connection_cut_in_the_middle_of_a_manifest_leaves_the_old_model(
+        self, part: jobs.Part, hdfs: FakeHdfs, name: str
+    ) -> None:
+        folder = f"webhdfs://{hdfs.address}/user/model"
+        set_all(part, 1)
+        part.worker.save(folder, "full")
+        set_all(part, 2)
+        hdfs.cut_name = name
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            part.worker.save(folder, "full")
+        hdfs.cut_name, hdfs.is_cut = "", False
+        assert held(part, folder) == 1
+        set_all(part, 3)
+        part.worker.save(folder, "delta")
+        assert held(part, folder) == 3
