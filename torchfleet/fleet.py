@@ -8,7 +8,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from torchfleet.adoption import AdoptedOptimizer
-from torchfleet.checkpoint.manifest import FILE, read_manifest
+from torchfleet.checkpoint.manifest import read_manifest
+from torchfleet.checkpoint.manifest_file import has_manifest
 from torchfleet.data.dataset import Dataset, file_shard
 from torchfleet.data.samples.slots import Batch
 from torchfleet.errors import FleetError, RoleError
@@ -345,7 +346,7 @@ def load(dirname: str) -> dict[str, Any]:
 def saved_extra(dirname: str) -> dict[str, Any] | None:
     """What a save's `extra` kept with the model that is there; None if there is no complete model."""
     storage = Storage(dirname)
-    if not storage.exists(FILE):
+    if not has_manifest(storage):
         return None
     from torchfleet.collective.checkpoint import collective_manifest
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -111,6 +112,35 @@ def test_an_exported_table_has_every_row_to_the_bit(
     assert capsys.readouterr().out == f"{len(KEYS)} rows of 'items' in {path}\n"
     assert read(path) == by_key(KEYS, values)
     assert sorted(os.listdir(tmp_path)) == ["model", "rows"]
+
+
+@pytest.mark.parametrize(("form", "read"), [("text", read_text), ("parquet", read_parquet)], ids=["text", "parquet"])
+@pytest.mark.parametrize("place", ["memory://rows", "memory://exports/{form}/rows", "file://{folder}/rows"])
+def test_a_table_is_exported_to_any_path_that_fsspec_opens(
+    place: str, form: str, read: Any, model: str, values: np.ndarray, tmp_path: Path
+) -> None:
+    path, here = place.format(form=form, folder=tmp_path), tmp_path / "here"
+    assert command.main(["export", model, "--table", "items", "--out", path, "--format", form]) == 0
+    with fsspec.open(path, "rb") as file:
+        here.write_bytes(file.read())
+    assert read(here) == by_key(KEYS, values)
+    with pytest.raises(FileNotFoundError):
+        fsspec.open(f"{path}.tmp", "rb").open()
+
+
+@pytest.mark.parametrize("form", ["text", "parquet"])
+def test_an_export_to_a_store_that_fails_leaves_what_was_there(
+    form: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = every_part(model)[-1]
+    path.write_bytes(path.read_bytes()[:-1])
+    with fsspec.open("memory://exports/failed", "wb") as file:
+        file.write(b"before")
+    assert command.main(["export", model, "items", "memory://exports/failed", "--format", form]) == 1
+    assert f"{path.name} is damaged" in capsys.readouterr().err
+    with fsspec.open("memory://exports/failed", "rb") as file:
+        assert file.read() == b"before"
+    assert not fsspec.filesystem("memory").exists("/exports/failed.tmp")
 
 
 @pytest.mark.parametrize(("form", "read"), [("text", read_text), ("parquet", read_parquet)], ids=["text", "parquet"])
@@ -235,6 +265,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     ),
     "no such place": (["export", "{model}", "items", "{folder}/no/rows"], "export to"),
     "no such place for text": (["export", "{model}", "items", "{folder}/no/rows", "--format", "text"], "export to"),
+    "a path that ends like a folder": (["export", "{model}", "items", "{folder}/"], "expected the path of a file"),
+    "no such store": (["export", "{model}", "items", "nosuch://x/rows"], "nosuch://x cannot be opened"),
     "a folder in the way": (["export", "{model}", "items", "{model}"], "export to"),
     "an unknown table to look into": (
         ["inspect", "{model}", "--table", "itmes"],
@@ -271,6 +303,11 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_1(
         ["nonsense"],
         ["inspect"],
         ["export", "m"],
+        ["export", "m", "t"],
+        ["export", "m", "--table", "t"],
+        ["export", "m", "t", "p", "--out", "p"],
+        ["export", "m", "t", "--table", "t", "--out", "p"],
+        ["export", "m", "--out", "p", "--format", "text"],
         ["export", "m", "t", "p", "--format", "csv"],
         ["inspect", "m", "-x"],
         ["inspect", "m", "--top", "0"],

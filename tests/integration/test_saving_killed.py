@@ -12,35 +12,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from support import jobs
+from support.one_number import Model, held, set_all
 from support.paths import SCRIPTS
-from support.scripts.saved_models import contents
 
-from torchfleet import nn
 from torchfleet import storage as storages
 from torchfleet.checkpoint.donefile import DONEFILE
 from torchfleet.checkpoint.manifest import FILE, read_manifest
 from torchfleet.errors import FleetError
-from torchfleet.server.server import Server
-from torchfleet.server.table_loading import load_model
 from torchfleet.storage import Storage
 
-NUM_IDS = 20
 NUM_KILLS = 12
-
-
-class Model(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.SparseEmbedding(2, name="words", initializer=nn.Constant(0.0))
-        self.linear = torch.nn.Linear(2, 1)
-        self.register_buffer("mean", torch.zeros(3))
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.linear(self.words(ids))
 
 
 class Dead(OSError):
@@ -53,7 +36,7 @@ class Disk:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, last: int = 1 << 30) -> None:
         self.num, self._last, self._lock = 0, last, threading.Lock()
         self.done: list[str] = []
-        own = {name: self._counted(name) for name in ("makedirs", "fsync", "replace")}
+        own = {name: self._counted(name) for name in ("makedirs", "fsync", "replace", "remove")}
         monkeypatch.setattr(storages, "os", SimpleNamespace(**{**vars(os), **own}))
         monkeypatch.setattr(storages, "shutil", SimpleNamespace(rmtree=self._rmtree))
         monkeypatch.setattr(storages, "open", self._open, raising=False)
@@ -101,25 +84,6 @@ class Disk:
 def part() -> Iterator[jobs.Part]:
     with jobs.one_worker(Model(), num_servers=2) as made:
         yield made
-
-
-def set_all(part: jobs.Part, number: int) -> None:
-    """Every number of the model is this one."""
-    part.worker.client.assign("words", np.arange(NUM_IDS), np.full((NUM_IDS, 2), number, np.float32))
-    part.worker.client.set_dense("dense.0", np.full(3, number, np.float32))
-    part.model.mean.fill_(number)
-
-
-def held(part: jobs.Part, folder: str) -> float:
-    """The one number of the model in a folder."""
-    server = Server(jobs.MAX_TABLE_BYTES)
-    for spec in part.job.plan.specs:
-        server.state.add_table(spec.for_shard(0, 1))
-    load_model(server.state, folder, None)
-    found = contents([server])
-    assert [len(found[name]) for name in ("words", "dense.0", "dense.fixed")] == [NUM_IDS, 3, 3]
-    (number,) = {value for rows in found.values() for row in rows.values() for value in np.frombuffer(row, np.float32)}
-    return float(number)
 
 
 def num_operations(part: jobs.Part, folder: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -14,9 +13,10 @@ from torchfleet.checkpoint.chain import STATISTICS, live_rows, statistics_of
 from torchfleet.checkpoint.manifest import read_manifest
 from torchfleet.checkpoint.part_file import Arrays
 from torchfleet.errors import CheckpointError
-from torchfleet.storage import Storage
+from torchfleet.storage import Storage, split_place
 
 FORMATS = ("parquet", "text")
+_LINES = 1 << 12  # of text, written at a time
 
 Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], Arrays]
 
@@ -31,6 +31,7 @@ def export_table(
 ) -> int:
     """Write a sparse table's rows to a file, some at a time; returns how many. Keys are written as signed numbers.
 
+    `path` may be any that fsspec opens. A folder on this machine must be there.
     Statistics that the table keeps come in columns of their own behind the values, as they are saved: times in seconds
     since 1970, shows and clicks as of the day on which the row was last looked up. The file appears when all is in it.
     """
@@ -43,16 +44,15 @@ def export_table(
     width = saved.dim * (1 + saved.num_states) if with_state else saved.dim
     rows = (_some(keys, arrays, width, names) for keys, arrays in live_rows(storage, manifest, table))
     write = _write_parquet if file_format == "parquet" else _write_text
-    unfinished = f"{path}.tmp"
+    folder, name = split_place(path)
+    target = Storage(folder)
+    if target.is_local and not os.path.isdir(target.path):
+        raise CheckpointError(f"export to {path}: expected a folder {target.path}, found none. Make it first.")
     try:
-        num = write(rows, unfinished, width, names)
-        os.replace(unfinished, path)
+        with target.writing(name) as file:
+            return write(rows, file, width, names)
     except OSError as error:
         raise CheckpointError(f"export to {path}: {error}") from error
-    finally:
-        with contextlib.suppress(OSError):
-            os.remove(unfinished)
-    return num
 
 
 def _some(keys: npt.NDArray[np.uint64], arrays: Arrays, width: int, names: tuple[str, ...]) -> Rows:
@@ -61,24 +61,29 @@ def _some(keys: npt.NDArray[np.uint64], arrays: Arrays, width: int, names: tuple
     return keys.view(np.int64), arrays["rows"][:, :width], kept
 
 
-def _write_text(rows: Iterator[Rows], path: str, width: int, names: tuple[str, ...]) -> int:
+def _write_text(rows: Iterator[Rows], file: Any, width: int, names: tuple[str, ...]) -> int:
     num = 0
-    with open(path, "w", encoding="ascii") as file:
-        for keys, values, statistics in rows:
-            columns = [statistics[name].tolist() for name in names]
-            for i, (key, row) in enumerate(zip(keys.tolist(), values.tolist(), strict=True)):
-                # Nine digits tell every float32 from every other; times have ten, and are whole.
-                numbers = [*(f"{value:.9g}" for value in row), *(_digits(column[i]) for column in columns)]
-                file.write(f"{key} {' '.join(numbers)}\n")
-            num += len(keys)
+    for keys, values, statistics in rows:
+        for start in range(0, len(keys), _LINES):
+            some = slice(start, start + _LINES)
+            columns = [statistics[name][some].tolist() for name in names]
+            lines = zip(keys[some].tolist(), values[some].tolist(), *columns, strict=True)
+            file.write("".join(_line(*line) for line in lines).encode("ascii"))
+        num += len(keys)
     return num
+
+
+def _line(key: int, row: list[float], *statistics: float) -> str:
+    """Nine digits tell every float32 from every other; times have ten, and are whole."""
+    numbers = [*(f"{value:.9g}" for value in row), *map(_digits, statistics)]
+    return f"{key} {' '.join(numbers)}\n"
 
 
 def _digits(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.9g}"
 
 
-def _write_parquet(rows: Iterator[Rows], path: str, width: int, names: tuple[str, ...]) -> int:
+def _write_parquet(rows: Iterator[Rows], file: Any, width: int, names: tuple[str, ...]) -> int:
     try:
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -87,7 +92,7 @@ def _write_parquet(rows: Iterator[Rows], path: str, width: int, names: tuple[str
     columns: list[tuple[str, Any]] = [("key", pa.int64()), ("values", pa.list_(pa.float32(), width))]
     columns += [(name, pa.from_numpy_dtype(STATISTICS[name])) for name in names]
     num = 0
-    with pq.ParquetWriter(path, pa.schema(columns)) as writer:
+    with pq.ParquetWriter(file, pa.schema(columns)) as writer:
         for keys, values, statistics in rows:
             lists = pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(values).reshape(-1)), width)
             kept = {name: pa.array(column) for name, column in statistics.items()}

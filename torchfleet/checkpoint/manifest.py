@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
+from torchfleet.checkpoint.manifest_file import FILE, has_manifest, read_body, write_body
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
 from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec, kind_named
 from torchfleet.tables.table import PartKind
 
-FILE = "manifest.json"
 FORMAT = "torchfleet checkpoint"
 VERSION = 2
 READABLE = (1, 2)
@@ -160,21 +159,12 @@ def described(spec: TableSpec, num_states: int, step: int, rows: int, parameters
 
 def write_manifest(storage: Storage, manifest: Manifest) -> None:
     """The last act of saving: from here on the new model is the model."""
-    body = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-    whole = b'{"checksum": %d, "manifest":\n%s}\n' % (zlib.crc32(body), body)
-    storage.write(FILE, [whole])
+    write_body(storage, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
 
 def read_manifest(storage: Storage) -> Manifest:
     """Raises CheckpointError if there is no complete model, or if its manifest is damaged."""
-    place = storage.place(FILE)
-    if not storage.exists(FILE):
-        raise CheckpointError(f"no saved model in {storage.path}: there is no {FILE}. Was the save interrupted?")
-    data = storage.read(FILE)
-    head, _, body = data.partition(b"\n")
-    body, end = body[:-2], body[-2:]
-    if end != b"}\n" or head != b'{"checksum": %d, "manifest":' % zlib.crc32(body):
-        raise CheckpointError(f"{place} is damaged: its checksum does not fit. Load another save of the model.")
+    body, place = read_body(storage), storage.place(FILE)
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
     except msgspec.DecodeError as error:
@@ -189,7 +179,7 @@ def read_manifest(storage: Storage) -> Manifest:
 def next_save(storage: Storage) -> int:
     """A number above those of all saves that are or were being made here."""
     numbers = [int(name[5:]) for name in storage.folders() if _SAVE.fullmatch(name)]
-    if storage.exists(FILE):
+    if has_manifest(storage):
         with contextlib.suppress(CheckpointError):  # a damaged one is replaced
             numbers.append(read_manifest(storage).number)
     return max(numbers, default=0) + 1

@@ -31,6 +31,7 @@ _EXAMPLES = """examples:
   fleet diff model/ other/                                rows that only one has, and how far the others differ
   fleet compact model/                                    a full save and its deltas become one full save
   fleet export model/ embedding rows.parquet              a table in a file that other programs read
+  fleet export model/ --table embedding --out s3://bucket/rows.parquet
   fleet export model/ --out model.safetensors             a collective model in one file
 
 A model is the folder that fleet.save, fleet.save_persistables or fleet.save_inference_model wrote to; any path that
@@ -111,25 +112,31 @@ def _compact(options: argparse.Namespace) -> int:
     return 0
 
 
+def _what_to_export(options: argparse.Namespace) -> tuple[str, str]:
+    """(table, or "" for all of a collective model; where to)."""
+    is_named, has_place = bool(options.named_table), bool(options.table)
+    if (is_named and not options.out) or bool(options.out) == has_place or has_place != bool(options.path):
+        options.usage_error("give --table TABLE --out FILE, or TABLE PATH; for a collective model --out FILE alone")
+    table = options.named_table or options.table
+    if not table and (options.format or options.with_state or options.with_statistics):
+        options.usage_error("--format, --with_state and --with_statistics are for tables: give --table as well")
+    return table, options.out or options.path
+
+
 def _export(options: argparse.Namespace) -> int:
-    if bool(options.out) == bool(options.table) or bool(options.table) != bool(options.path):
-        options.usage_error("give TABLE and PATH, or, for a collective model, --out FILE")
-    if options.out and (options.format or options.with_state or options.with_statistics):
-        options.usage_error(
-            "--format, --with_state and --with_statistics are for tables, and --out for collective models"
-        )
-    if bool(options.out) != is_collective(options.model):
-        way = "TABLE PATH" if options.out else "--out FILE"
-        kind = "a model with tables" if options.out else "a collective model, which has no tables"
+    table, path = _what_to_export(options)
+    if bool(table) == is_collective(options.model):
+        way = "--out FILE" if table else "--table TABLE --out FILE"
+        kind = "a collective model, which has no tables" if table else "a model with tables"
         raise FleetError(f"{options.model} is {kind}: fleet export {options.model} {way}")
-    if options.out:
-        export_collective(options.model, options.out)
+    if not table:
+        export_collective(options.model, path)
         return 0
     form = options.format or FORMATS[0]
-    num = export_table(options.model, options.table, options.path, form, options.with_state, options.with_statistics)
-    print(f"{num:,} rows of '{options.table}' in {options.path}")
+    num = export_table(options.model, table, path, form, options.with_state, options.with_statistics)
+    print(f"{num:,} rows of '{table}' in {path}")
     if options.with_statistics:
-        names = statistics_of(read_manifest(Storage(options.model)), options.table)
+        names = statistics_of(read_manifest(Storage(options.model)), table)
         print(f"statistics: {', '.join(names) or 'none are kept'}")
     return 0
 
@@ -230,13 +237,15 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "export",
         help="write a table, or a collective model, to one file that other programs read",
         description="Rows of a sparse table. Parquet: columns key (int64) and values (list of float32). Text: lines "
-        "of `key v1 v2 ...` with nine digits, so that every float32 comes back. With --out all parameters and buffers "
-        "of a collective model, in one safetensors file.",
+        "of `key v1 v2 ...` with nine digits, so that every float32 comes back. Of a collective model, with --out "
+        "alone: all parameters and buffers, in one safetensors file. The file may be on this machine, or at any URL "
+        "that fsspec opens (s3://bucket/rows.parquet).",
     )
     made.add_argument("model", help="a folder with a saved model")
     made.add_argument("table", nargs="?", default="")
     made.add_argument("path", nargs="?", default="", help="the file to write; it appears when it is complete")
-    made.add_argument("--out", metavar="FILE", default="", help="of a collective model: the safetensors file to write")
+    made.add_argument("--table", dest="named_table", metavar="TABLE", default="", help="the table, if --out is given")
+    made.add_argument("--out", metavar="FILE", default="", help="the file to write; it appears when it is complete")
     made.add_argument("--format", choices=FORMATS, help="parquet (the default) or text")
     made.add_argument("--with_state", action="store_true", help="the optimizer's state behind the values")
     made.add_argument(

@@ -174,6 +174,8 @@ class Writer:
                 continue
             try:
                 self.written.append(self._write(file))
+            except FleetError:
+                raise
             except Exception as error:  # of the disk or the network: whoever asked is told
                 raise CheckpointError(
                     f"cannot write to {self._storage.path}: {type(error).__name__}: {error}"

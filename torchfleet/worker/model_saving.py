@@ -13,7 +13,6 @@ import msgspec
 from torchfleet.checkpoint.donefile import write_donefile
 from torchfleet.checkpoint.lock import alone
 from torchfleet.checkpoint.manifest import (
-    FILE,
     Manifest,
     Saved,
     Table,
@@ -25,6 +24,7 @@ from torchfleet.checkpoint.manifest import (
     remove_others,
     write_manifest,
 )
+from torchfleet.checkpoint.manifest_file import has_manifest
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
 from torchfleet.worker.client.client import Client
@@ -45,7 +45,7 @@ def save_model(
     """Returns when the whole model is on disk; an error leaves the model that was there before."""
     storage = Storage(dirname)
     kept = as_json(extra or {}, "save_persistables")
-    before = read_manifest(storage) if storage.exists(FILE) and kind == "delta" else _present(storage)
+    before = read_manifest(storage) if has_manifest(storage) and kind == "delta" else _present(storage)
     if kind == "delta":
         _check_base(storage, before, plan)
     for group in plan.fixed:

@@ -7,6 +7,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from support.sharded_models import Net, Tied
@@ -229,6 +230,22 @@ def test_kinds_of_tensors_and_tied_ones_are_exported(tmp_path: Path) -> None:
     other = Tied()
     load_model(other, tmp_path / "tied.safetensors")
     assert torch.equal(other.outputs[0].weight, tied.embedding.weight)
+
+
+@pytest.mark.parametrize("place", ["memory://exported.safetensors", "memory://x/y.safetensors", "file://{folder}/z"])
+def test_a_collective_model_is_exported_to_any_path_that_fsspec_opens(place: str, tmp_path: Path) -> None:
+    from safetensors.torch import load
+
+    folder, _ = saved_net(tmp_path)
+    path = place.format(folder=tmp_path)
+    assert command.main(["export", folder, "--out", path]) == 0
+    with fsspec.open(path, "rb") as file:
+        found = load(file.read())
+    expected = Net()
+    assert load_parameters(folder, expected) == {}
+    assert found.keys() == expected.state_dict().keys()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(found[name], value), name
 
 
 WRONG: dict[str, tuple[list[str], str]] = {

@@ -8,13 +8,13 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import zlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from torchfleet.checkpoint.manifest import FILE, next_save
+from torchfleet.checkpoint.manifest import next_save
+from torchfleet.checkpoint.manifest_file import FILE, read_body, write_body
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
 
@@ -85,17 +85,17 @@ class _Head(msgspec.Struct):
 
 def is_collective(dirname: str) -> bool:
     """Whether what is saved there is a collective model. Raises CheckpointError if nothing whole is saved there."""
-    return _head(_body(Storage(dirname))).format == FORMAT
+    return _head(read_body(Storage(dirname))).format == FORMAT
 
 
-def encode(manifest: CollectiveManifest) -> bytes:
-    body = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
-    return b'{"checksum": %d, "manifest":\n%s}\n' % (zlib.crc32(body), body)
+def write(storage: Storage, manifest: CollectiveManifest) -> None:
+    """The last act of saving: from here on the new model is the model."""
+    write_body(storage, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
 
 
 def read(storage: Storage) -> CollectiveManifest:
     """Raises CheckpointError if there is no complete model, or one of parameter servers, or a damaged manifest."""
-    body, place = _body(storage), storage.place(FILE)
+    body, place = read_body(storage), storage.place(FILE)
     found = _head(body)
     if found.format != FORMAT:
         raise CheckpointError(
@@ -109,18 +109,6 @@ def read(storage: Storage) -> CollectiveManifest:
     if manifest.version != VERSION:
         raise CheckpointError(f"{place}: expected {FORMAT} version {VERSION}, found version {manifest.version}")
     return manifest
-
-
-def _body(storage: Storage) -> bytes:
-    if not storage.exists(FILE):
-        raise CheckpointError(f"no saved model in {storage.path}: there is no {FILE}. Was the save interrupted?")
-    head, _, body = storage.read(FILE).partition(b"\n")
-    body, end = body[:-2], body[-2:]
-    if end != b"}\n" or head != b'{"checksum": %d, "manifest":' % zlib.crc32(body):
-        raise CheckpointError(
-            f"{storage.place(FILE)} is damaged: its checksum does not fit. Load another save of the model."
-        )
-    return body
 
 
 def _head(body: bytes) -> _Head:

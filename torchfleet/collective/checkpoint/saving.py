@@ -14,16 +14,16 @@ import msgspec
 import torch
 
 from torchfleet.checkpoint.lock import alone
-from torchfleet.checkpoint.manifest import FILE, as_json, folder_of
+from torchfleet.checkpoint.manifest import as_json, folder_of
 from torchfleet.checkpoint.part_writer import write_file
 from torchfleet.collective.checkpoint.collective_manifest import (
     CollectiveManifest,
     SavedGroup,
     SavedPiece,
     SavedTensor,
-    encode,
     next_number,
     remove_others,
+    write,
 )
 from torchfleet.collective.checkpoint.optimizer_states import (
     Names,
@@ -216,7 +216,7 @@ def _commit(storage: Storage, manifest: CollectiveManifest) -> Report:
     """From here on the new model is the model."""
     try:
         with alone(storage):
-            write_file(storage, FILE, [encode(manifest)])
+            write(storage, manifest)
             remove_others(storage, manifest.save)
     except Exception as error:
         return Report(error=error_text(error))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 from torchfleet.checkpoint.part_writer import write_file
@@ -10,20 +9,20 @@ from torchfleet.collective.checkpoint import collective_manifest as saved
 from torchfleet.collective.checkpoint.collective_manifest import SavedTensor
 from torchfleet.collective.checkpoint.tensor_files import Buffers, Bytes, Reader, entries_of, header
 from torchfleet.monitor.progress import Progress
-from torchfleet.storage import Storage
+from torchfleet.storage import Storage, split_place
 
 
 def export(dirname: str, path: str) -> int:
     """Parameters and buffers by their names, in their own precision, into `path`; returns how many.
 
-    The file appears when all is in it. Of a tied parameter it has one name; the others stand in its metadata, as
-    safetensors.torch.save_model writes them, and load_model takes them.
+    `path` may be any that fsspec opens. The file appears when all is in it. Of a tied parameter it has one name; the
+    others stand in its metadata, as safetensors.torch.save_model writes them, and load_model takes them.
     """
     storage = Storage(dirname)
     manifest = saved.read(storage)
     tensors = list(manifest.of_kind("model").values())
     entries = entries_of([(tensor.name, tensor.dtype, tensor.shape, tensor.bytes) for tensor in tensors])
-    folder, name = os.path.split(path)
+    folder, name = split_place(path)
     progress, done, total = Progress("fleet export"), 0, sum(tensor.bytes for tensor in tensors)
 
     def show(num: int) -> None:
@@ -34,7 +33,7 @@ def export(dirname: str, path: str) -> int:
     with Reader(storage, manifest) as reader:
         makers = [_maker(reader, tensor) for tensor in tensors]
         buffers = Buffers(header(entries, {"format": "pt", **manifest.tied}), makers, show)
-        write_file(Storage(folder or "."), name, buffers)
+        write_file(Storage(folder), name, buffers)
     progress.end(f"{total / 1e6:,.0f} MB in {path}")
     return len(tensors)
 
