@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from functools import partial
+from typing import Literal
 from unittest import mock
 
 import numpy as np
-import numpy.typing as npt
 import psutil
 
 from benchmarks.timing import interleave, rate, report, say
@@ -23,8 +24,15 @@ from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.tables.sparse_table import SparseTable
 from torchfleet.worker.client.client import Client
 
-Keys = npt.NDArray[np.uint64]
-TABLES = ((1, "sgd"), (2, "sgd"), (4, "sgd"), (8, "sgd"), (1, "adagrad"), (4, "adagrad"))
+RuleName = Literal["sgd", "adagrad"]
+TABLES: tuple[tuple[int, RuleName], ...] = (
+    (1, "sgd"),
+    (2, "sgd"),
+    (4, "sgd"),
+    (8, "sgd"),
+    (1, "adagrad"),
+    (4, "adagrad"),
+)
 
 
 def options() -> argparse.Namespace:
@@ -42,7 +50,7 @@ def options() -> argparse.Namespace:
     return chosen
 
 
-def spec(dim: int, rule: str) -> TableSpec:
+def spec(dim: int, rule: RuleName) -> TableSpec:
     return TableSpec(f"dim{dim}_{rule}", dim=dim, rule=Rule(rule, lr=0.01), initializer=Initializer("uniform", -1, 1))
 
 
@@ -90,14 +98,16 @@ def measure_speed(chosen: argparse.Namespace, spec: TableSpec) -> dict[str, floa
         for start in range(0, chosen.rows, 100_000):
             table.pull(every_key[start : start + 100_000])
 
-    def pull(table: SparseTable) -> float:
-        return rate(chosen.batch * len(batches), lambda: [table.pull(keys) for keys in batches])
+    def pull(table: SparseTable) -> None:
+        for keys in batches:
+            table.pull(keys)
 
-    def push(table: SparseTable) -> float:
-        return rate(chosen.batch * len(batches), lambda: [table.push(keys, grads) for keys in batches])
+    def push(table: SparseTable) -> None:
+        for keys in batches:
+            table.push(keys, grads)
 
-    contenders = {
-        f"{spec.name}_{act.__name__}_{name}_keys_per_s": partial(act, table)
+    contenders: dict[str, Callable[[], float]] = {
+        f"{spec.name}_{act.__name__}_{name}_keys_per_s": partial(rate, chosen.batch * len(batches), partial(act, table))
         for act in (pull, push)
         for name, table in (("packed", packed), ("beside", beside))
     }
