@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import time
 from functools import partial
+from typing import Literal
 from unittest import mock
 
 import numpy as np
-import numpy.typing as npt
 import psutil
 
 from benchmarks.timing import interleave, log, rate, report
@@ -22,8 +22,15 @@ from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.tables.sparse_table import SparseTable
 from torchfleet.worker.client.client import Client
 
-Keys = npt.NDArray[np.uint64]
-TABLES = ((1, "sgd"), (2, "sgd"), (4, "sgd"), (8, "sgd"), (1, "adagrad"), (4, "adagrad"))
+RuleName = Literal["sgd", "adagrad"]
+TABLES: tuple[tuple[int, RuleName], ...] = (
+    (1, "sgd"),
+    (2, "sgd"),
+    (4, "sgd"),
+    (8, "sgd"),
+    (1, "adagrad"),
+    (4, "adagrad"),
+)
 
 
 def options() -> argparse.Namespace:
@@ -41,7 +48,7 @@ def options() -> argparse.Namespace:
     return chosen
 
 
-def spec(dim: int, rule: str) -> TableSpec:
+def spec(dim: int, rule: RuleName) -> TableSpec:
     return TableSpec(f"dim{dim}_{rule}", dim=dim, rule=Rule(rule, lr=0.01), initializer=Initializer("uniform", -1, 1))
 
 

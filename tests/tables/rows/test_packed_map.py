@@ -117,7 +117,7 @@ def begin_growth(num_moved: int, salt: int = 77) -> Twin:
     with mock.patch.object(packed_map, "SMALL", 1), moves(0):
         twin.insert(list(range(limit, limit + 30)))
         twin.index._migrate(num_moved)
-    assert twin.index._num_buckets.tolist() == [32, 35]
+    assert twin.index._num_buckets[NEW] > twin.index._num_buckets[OLD] == 32
     assert twin.index._state[UNMOVED] <= 32 - num_moved
     twin.check()
     return twin
@@ -230,7 +230,7 @@ def test_a_large_map_never_takes_more_than_a_quarter_over_its_rows(width):
             is_full = (index._tags[1::2] >> np.uint64(56))[: int(index._num_buckets[NEW]) + 64] != 0
             ends = np.flatnonzero(~is_full)
             longest_run = max(longest_run, int(np.diff(ends).max()))
-    assert worst < 1.245
+    assert worst < 1.23
     assert longest_run < packed_map.LIFTED_BUCKETS // 8
 
 

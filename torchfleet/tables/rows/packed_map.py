@@ -15,8 +15,8 @@ from torchfleet.kernels.packed_buckets import BUCKET, NEW, NUM_KEYS, OLD, OVERFL
 from torchfleet.tables.rows.keymap import KEY_WORDS, Keys, Rows
 from torchfleet.tables.rows.memory import Memory
 
-MEMORY = 1.225  # times the bytes of its rows is the most that a large map takes, tags and marks included
-PEAK_LOAD = 0.95  # of the buckets that a growth moves last; beyond it lookups slow down
+MEMORY = 1.215  # times the bytes of its rows is the most that a large map takes, tags and marks included
+PEAK_LOAD = 0.955  # of the buckets that a growth moves last; beyond it lookups slow down
 SLACK = 1.25  # so much longer than a growth takes is the time until the next one
 FIRST_BUCKETS = 32
 SMALL = 1 << 11  # buckets; below it a map doubles, and grows in one go (under a millisecond)
