@@ -105,7 +105,7 @@ def test_another_process_s_save_is_seen_at_once(part: jobs.Part, folder: str) ->
         patch.setattr(s3fs.S3FileSystem, "cachable", False)  # each Storage has its own, as each process has
         part.worker.save(folder, "full", {"a": 1})
         assert facade.saved_extra(folder) == {"a": 1}
-        list(storage.files())
+        list(storage.folders())
         part.worker.save(folder, "full", {"a": "much longer than before" * 100})
     assert storage.exists("donefile.jsonl")
     assert read_manifest(storage).number == 2
@@ -230,6 +230,20 @@ def test_a_table_is_exported_there_and_a_failed_export_leaves_the_old_one(
     assert command.main(["export", folder, "--table", "words", "--out", out, "--format", form]) == 1
     with fsspec.open(out, "rb") as file:
         assert file.read() == data
+
+
+def test_half_a_file_is_not_uploaded_as_a_whole_one(folder: str) -> None:
+    def buffers() -> Iterator[bytes]:
+        yield b"the first half"
+        raise CheckpointError("the second half cannot be read")
+
+    storage = Storage(folder)
+    for is_there in (False, True):
+        with pytest.raises(CheckpointError, match="the second half cannot be read"):
+            storage.write("file", buffers())
+        assert storage.exists("file") == is_there
+        assert not is_there or storage.read("file") == b"before"
+        storage.write("file", [b"before"])
 
 
 def test_a_bucket_that_is_not_there_is_an_error_and_is_not_made(part: jobs.Part, address: Address) -> None:
