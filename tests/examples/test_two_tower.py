@@ -16,7 +16,7 @@ import pytest
 import torch
 from support import jobs
 from support.paths import ROOT
-from support.scripts.launching import fleetrun
+from support.scripts.launching import forked_fleetrun
 
 import torchfleet as fleet
 
@@ -62,21 +62,23 @@ def plain_torch(example: Any) -> torch.nn.Module:
 def test_one_server_and_two_workers_in_sync_mode_train_to_the_result_of_torch(example: Any, tmp_path: Path) -> None:
     saved = str(tmp_path / "towers")
     script = [str(FOLDER / "train.py"), "--mode", "sync", "--epochs", "1", "--batch_size", str(BATCH), *FLAGS]
-    with fleetrun(tmp_path / "log", "--server_num", "1", "--worker_num", str(WORKERS), *script, "--save", saved) as job:
+    with forked_fleetrun(
+        tmp_path / "log", "--server_num", "1", "--worker_num", str(WORKERS), *script, "--save", saved
+    ) as job:
         assert job.wait() == 0, job.output
     plain = plain_torch(example).eval()
     found = fleet.load_inference_model(saved, example.model.TwoTower(SMALL["users"], SMALL["items"], SMALL["dim"]))
     users, items = torch.arange(SMALL["users"]), torch.arange(SMALL["items"])
     kinds = items % example.data.NUM_TASTES
     with torch.no_grad():
-        for one, other in (
+        for trained, other in (
             (found.user.users(users), plain.user.users.weight),
             (found.item.items(items), plain.item.items.weight),
             (found.user(users), plain.user(users)),
             (found.item(items, kinds), plain.item(items, kinds)),
         ):
-            torch.testing.assert_close(one, other.detach(), rtol=0, atol=1e-5)
-    log = (tmp_path / "log" / "workerlog.0").read_text()
+            torch.testing.assert_close(trained, other.detach(), rtol=0, atol=1e-5)
+    log = (tmp_path / "log" / "latest" / "workerlog.0").read_text()
     _, held_out = example.data.generated(SMALL["users"], SMALL["items"], SMALL["likes"], SMALL["seed"])
     expected = example.predict.recall(
         plain, held_out["users"], held_out["items"], example.predict.item_vectors(plain, SMALL["items"])

@@ -237,14 +237,14 @@ def test_a_worker_that_dies_is_missed(together: Together) -> None:
 
 def test_workers_at_different_points_find_out(together: Together, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them comes back and begins anew, while the other one is in the middle of a part."""
-    real = agreement.meet
+    real = agreement.gather_at
 
     def lost(stage: str, part: str, data: Any = None) -> list[Any]:
         if together.fleet.worker_index() == 1 and stage == "trained" and part == HOURS[1]:
             stage, part = "part", ""
         return real(stage, part, data)
 
-    monkeypatch.setattr(passes, "meet", lost)
+    monkeypatch.setattr(passes, "gather_at", lost)
     errors = together.run(lambda *_: None)
     assert all(isinstance(error, FleetError) for error in errors)
     assert f"not at the same point (0 at 'trained' of {HOURS[1]}, 1 at 'part' of none)" in str(errors[0])

@@ -129,7 +129,9 @@ def test_another_number_of_servers_gives_them_to_all_workers_of_the_next_job(num
     places = tuple(f"127.0.0.1:{port}" for port in range(1, num_servers + 1))
     for index in range(num_servers):
         job = jobs.make_part(Model, jobs.sgd, jobs.strategy(), RoleInfo(SERVER, 0, 2, index, places)).job
-        servers.servers.append(ServerRole(job, str(tmp_path))._server)
+        role = ServerRole(job)
+        role.load(str(tmp_path))
+        servers.servers.append(role._server)
     servers._transports = [jobs.GatedTransport(server) for server in servers.servers]
     found = jobs.run(lambda part: copied(part.model), lambda: Model(3.0), jobs.sgd, num_workers=2, servers=servers)
     for state in found.results:
@@ -239,7 +241,7 @@ def test_a_tensor_of_another_type_or_shape_is_refused_by_name(make: type[Model],
         fleet.load_inference_model(str(tmp_path), make())
     job = jobs.make_part(make, jobs.sgd, jobs.strategy(), RoleInfo(SERVER, 0, 1, 0, ("127.0.0.1:1",))).job
     with pytest.raises(CheckpointError, match=text):
-        ServerRole(job, str(tmp_path))
+        ServerRole(job).load(str(tmp_path))
 
 
 class WithState(torch.nn.Linear):

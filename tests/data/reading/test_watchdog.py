@@ -15,7 +15,7 @@ import pytest
 from support.paths import ROOT
 
 NUM_FILES = 3
-SLEEP = 77_770  # seconds: a number by which only these are found
+SLEEP = 1_000_000 + os.getpid()  # seconds: a number by which only those of this process are found
 
 SCRIPT = f"""
 import sys, threading
