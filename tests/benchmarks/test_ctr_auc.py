@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+from support import processes
 from support.paths import ROOT
 from support.scripts.launching import clean_environment
 
@@ -63,9 +64,7 @@ def test_a_broken_rule_is_the_exit_status(
 @pytest.mark.timeout(300)  # eight processes start, one job after another
 def test_a_quick_run_holds_that_sync_is_local() -> None:
     command = [sys.executable, "-m", "benchmarks.ctr_auc", "--quick", "--json"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, cwd=ROOT, env=clean_environment()
-    )
+    done = processes.run(command, timeout=300, stderr=subprocess.PIPE, cwd=ROOT, env=clean_environment())
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["judged"] == ["sync"]
