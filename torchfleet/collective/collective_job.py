@@ -22,6 +22,13 @@ from torchfleet.role import RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 
+def use_execution(settings: DistributedStrategy) -> None:
+    """What the settings say about this process: its threads, and how cuDNN chooses."""
+    torch.backends.cudnn.benchmark = settings.cudnn_exhaustive_search
+    if settings.execution_strategy.num_threads:
+        torch.set_num_threads(settings.execution_strategy.num_threads)
+
+
 class CollectiveJob:
     """Model, optimizer and strategies of a rank. The ranks meet when the strategy is known."""
 
@@ -61,11 +68,8 @@ class CollectiveJob:
 
     def _begin(self) -> None:
         if self._world is None:
-            settings = self.settings
-            torch.backends.cudnn.benchmark = settings.cudnn_exhaustive_search
-            if settings.execution_strategy.num_threads:
-                torch.set_num_threads(settings.execution_strategy.num_threads)
-            self._world = World(self.info, settings)
+            use_execution(self.settings)
+            self._world = World(self.info, self.settings)
 
     @property
     def settings(self) -> DistributedStrategy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -45,6 +45,7 @@ class Engine:
         self.foresight = Foresight()
         self.num_lookups = 0
         self.num_samples = 0
+        self.agreed: Callable[[Iterable[Any]], Iterable[Any]] = lambda loader: loader  # batches that all workers have
 
     def use(self, source: Source) -> None:
         """Rows come from somewhere else from now on."""
@@ -52,7 +53,7 @@ class Engine:
 
     def prefetch(self, loader: Iterable[Item]) -> Iterator[Item]:
         """The loader's batches; while one is computed with, the rows of the next are on their way."""
-        iterator = iter(loader)
+        iterator = iter(self.agreed(loader))
         item = next(iterator, _END)
         batch = self._foresee(item)
         # A dataset's iterator says None if it would have to wait.
