@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -19,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from torchfleet.errors import FleetError
+from torchfleet.errors import FleetError, WorkerMissing
 from torchfleet.net.keys import is_private
 from torchfleet.role import RoleInfo
 
 Gather = Callable[[str, bytes], list[bytes]]  # (name, what this worker brings): what all workers brought
 
+_PAUSE = 0.2  # seconds before workers that are not back yet are asked for again
 _LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 
@@ -59,8 +61,7 @@ def _meet(info: RoleInfo, device: torch.device, timeout: float, gather: Gather) 
     if info.worker_index == 0:
         serving, port = _serve(host, timeout)
         own = Place(device.type, host, port, secrets.token_hex(16))
-    # Named by the restart: what a killed worker of an earlier start has brought is not for this one.
-    brought = gather(f"hybrid network, start {info.restart}", msgspec.json.encode(own))
+    brought = _gather_all(info, msgspec.json.encode(own), gather)
     places = [msgspec.json.decode(each, type=Place) for each in brought]
     if len(places) != info.num_workers:
         raise FleetError(
@@ -71,6 +72,19 @@ def _meet(info: RoleInfo, device: torch.device, timeout: float, gather: Gather) 
     _use_interface_of(host)
     store = serving or dist.TCPStore(places[0].host, places[0].port, None, False, timedelta(seconds=timeout))
     return dist.PrefixStore(places[0].token, store)
+
+
+def _gather_all(info: RoleInfo, own: bytes, gather: Gather) -> list[bytes]:
+    """What all brought. After a restart a worker may be early: of those that ended before, some are not back yet."""
+    deadline = time.monotonic() + info.start_timeout
+    while True:
+        try:
+            # Named by the restart: what a worker of an earlier start has brought is not for this one.
+            return gather(f"hybrid network, start {info.restart}", own)
+        except WorkerMissing:
+            if not info.restart or time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE)
 
 
 def _own_address(info: RoleInfo) -> str:

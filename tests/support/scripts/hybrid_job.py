@@ -1,0 +1,159 @@
+"""A hybrid job that tests start: it trains on batches made up from seeds, and writes down what every process did.
+
+Of a worker, to worker-N.npz: per step the rows that it looked up and what it pushed; the network before and after. Of a
+server, to server-N.npz: the workers in the order of their pushes, and all rows at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import torchfleet as fleet
+from torchfleet.net.wire import Command, decode
+from torchfleet.server.server import Server
+
+NUM_IDS, DIM, STEPS, BATCH = 30, 4, 6, 8
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = fleet.nn.SparseEmbedding(DIM, name="items")
+        self.tower = torch.nn.Sequential(torch.nn.Linear(2 * DIM, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.rows = self.items(ids)
+        return self.tower(self.rows.flatten(1)).squeeze(1)
+
+
+def batches(worker: int, num: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    made = []
+    for step in range(num):
+        rng = np.random.default_rng(1000 * worker + step)
+        ids, y = rng.integers(0, NUM_IDS, (BATCH, 2)), rng.normal(size=BATCH).astype(np.float32)
+        made.append((torch.from_numpy(ids), torch.from_numpy(y)))
+    return made
+
+
+def make_optimizer(kind: str, model: torch.nn.Module) -> torch.optim.Optimizer:
+    if kind == "rmsprop":
+        groups = [{"params": model.tower.parameters()}, {"params": model.items.parameters(), "row_rule": "adagrad"}]
+        return torch.optim.RMSprop(groups, lr=0.05)
+    made = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[kind]
+    return made(model.parameters(), lr=0.05)
+
+
+def main() -> None:
+    options = parse()
+    torch.manual_seed(0)
+    fleet.init()
+    model = fleet.distributed_model(Model())
+    settings = {"a_sync": True, "a_sync_configs": {"hybrid": True}, "sync_timeout": 60.0, **options.settings}
+    strategy = fleet.DistributedStrategy(**settings)
+    optimizer = fleet.distributed_optimizer(make_optimizer(options.optimizer, model), strategy)
+    if fleet.is_server():
+        serve(options)
+        return
+    fleet.init_worker(options.load)
+    if int(os.environ.get("FLEET_RESTART", "0")):
+        print(f"worker {fleet.worker_index()} starts again with {model.tower[0].weight.sum().item():.6f}", flush=True)
+    train(model, optimizer, options)
+    if options.save and fleet.is_first_worker():
+        fleet.save_persistables(options.save)
+    fleet.barrier_worker()
+    fleet.stop_worker()
+
+
+def train(model: Any, optimizer: Any, options: argparse.Namespace) -> None:
+    worker = fleet.worker_index()
+    notes: dict[str, Any] = {f"before.{name}": value for name, value in network(model).items()}
+    pushed = record_pushes()
+    for step, (ids, y) in enumerate(loop(options, batches(worker, options.steps + options.more * worker))):
+        loss = (model(ids) - y).square().mean()
+        notes[f"rows.{step}"] = model.rows.detach().float().numpy().copy()
+        loss.backward()
+        if worker == options.die and step == 2 and not int(os.environ.get("FLEET_RESTART", "0")):
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        optimizer.zero_grad()
+    fleet.flush()
+    notes.update({f"after.{name}": value for name, value in network(model).items()}, num_pushed=len(pushed))
+    for step, (keys, grads) in enumerate(pushed):
+        notes.update({f"keys.{step}": keys, f"grads.{step}": grads})
+    print(f"worker {worker} made {step + 1} steps, pushed {len(pushed)}", flush=True)
+    if options.out:
+        np.savez(Path(options.out) / f"worker-{worker}.npz", **notes)
+
+
+def loop(options: argparse.Namespace, made: list[Any]) -> Iterator[Any]:
+    return iter(made) if options.no_prefetch else fleet.prefetch(made)
+
+
+def network(model: Any) -> dict[str, Any]:
+    return {name: value.detach().numpy().copy() for name, value in model.tower.named_parameters()}
+
+
+def record_pushes() -> list[Any]:
+    """What is handed over from now on."""
+    from torchfleet import fleet as facade
+
+    communicator = facade._get_worker().communicator
+    step, pushed = communicator.step, []
+
+    def recording(gradients: Any) -> None:
+        keys, grads = gradients.sparse["items"]
+        pushed.append((keys.copy(), grads.copy()))
+        step(gradients)
+
+    communicator.step = recording  # type: ignore[method-assign]
+    return pushed
+
+
+def serve(options: argparse.Namespace) -> None:
+    order: list[int] = []
+    kept: list[Server] = []
+    handle = Server.handle
+
+    def recording(self: Server, peer: Any, frames: Any, role: Any) -> Any:
+        kept[:] = [self]
+        message = decode(frames)
+        if message.command == Command.PUSH:
+            order.append(message.worker)
+        return handle(self, peer, frames, role)
+
+    Server.handle = recording  # type: ignore[method-assign]
+    fleet.init_server(options.load)
+    fleet.run_server()
+    if options.out:
+        table = next(t for t in kept[0].state.tables.values() if t.spec.name == "items")
+        rows = table.pull(np.arange(NUM_IDS, dtype=np.uint64), False, None)
+        np.savez(Path(options.out) / f"server-{fleet.server_index()}.npz", order=order, rows=rows)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out")
+    parser.add_argument("--optimizer", default="adam")
+    parser.add_argument("--settings", type=json.loads, default={})
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--more", type=int, default=0, help="batches that worker 1 has more than worker 0")
+    parser.add_argument("--no_prefetch", action="store_true")
+    parser.add_argument("--die", type=int, default=-1, help="the worker that is killed at its third step, once")
+    parser.add_argument("--save")
+    parser.add_argument("--load")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    import without_compiler  # noqa: F401
+
+    main()
