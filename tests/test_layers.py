@@ -112,6 +112,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "net",
         "role",
         "strategy",
+        "background",
         "errors",
     },
     "options": {"strategy"},

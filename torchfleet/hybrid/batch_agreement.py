@@ -30,7 +30,7 @@ class Agreement:
         ahead = self._ask(next(source, _END))
         num_read = 0
         while True:
-            asked, ahead = ahead, None  # the batch is let go as soon as it is handed out
+            asked = ahead
             ahead = self._ask(_END if asked.batch is _END else next(source, _END))
             ended = asked.ended()
             if ended:

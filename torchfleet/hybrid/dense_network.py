@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +68,8 @@ class DenseNetwork:
         self._alone = self._together._called if parallel is None else parallel.module
         self.optimizer = self._job.distribute_optimizer(_without_rows(optimizer, plan))
         self._num_calls = 0  # in training, since the last step
-        model.forward = self._call  # type: ignore[method-assign]
+        self._hook: Any = None
+        model.forward = self._call
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """In training all workers call it together; for a prediction, each when it likes."""
@@ -121,8 +122,17 @@ class DenseNetwork:
                 "it begins), lower the learning rate, or clip the gradients."
             )
 
+    def on_backward(self, call: Callable[[], None]) -> None:
+        """Have `call` made in every backward pass, early in it."""
+        trained = [p for p in self._model.parameters() if p.requires_grad and not is_local(p)]
+        if trained:  # the last parameter is near the loss
+            register: Any = trained[-1].register_post_accumulate_grad_hook
+            self._hook = register(lambda _: call())
+
     def close(self) -> None:
         """The model is again what it was."""
+        if self._hook is not None:
+            self._hook.remove()
         if self._model.__dict__.get("forward") == self._call:
             del self._model.forward
 
@@ -132,8 +142,8 @@ def _mark_rows(model: torch.nn.Module, plan: Plan) -> None:
     for name, parameter in model.named_parameters():
         if is_local(parameter):
             raise ModelError(
-                f"'{name}' is cut over all ranks by its layer (MarginSoftmax), which cannot be used in hybrid mode: the "
-                "servers keep one network, alike on all workers. Use collective training, or another layer."
+                f"'{name}' is cut over all ranks by its layer (MarginSoftmax), which cannot be used in hybrid mode: "
+                "the servers keep one network, alike on all workers. Use collective training, or another layer."
             )
     for group in plan.sparse.values():
         for module in group.modules:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchfleet.collective.world import World
+from torchfleet.hybrid.attendance import Attendance
 from torchfleet.hybrid.batch_agreement import Agreement
 from torchfleet.hybrid.dense_network import DenseNetwork
 from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
@@ -37,8 +38,7 @@ class HybridWorker:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         self._is_ours = not dist.is_initialized()
-        if self._is_ours:
-            join_group(info, device, settings.sync_timeout, gather)
+        store = join_group(info, device, settings.sync_timeout, gather) if self._is_ours else None
         world = World(info, settings, device)
         self._model, self._client, self._is_first = model, client, info.worker_index == 0
         self._agreement = Agreement(world.rank, world.size, _flag_backend()) if world.size > 1 else None
@@ -47,6 +47,11 @@ class HybridWorker:
         self._kept = KeptNetwork(plan, self._network.optimizer, self._network.owns_state, seconds)
         self._kept.take(client)
         optimizer.join(self._network)
+        self._worker_timeout, self._attendance = info.worker_timeout, None
+        if store is not None:
+            timeout = settings.sync_timeout
+            self._attendance = Attendance(store, world.rank, world.size, timeout, self._is_one_lost)
+            self._network.on_backward(self._attendance.begin_step)
 
     def agreed(self, loader: Iterable[Any]) -> Iterable[Any]:
         """The batches of a loop: in training, for as long as all workers have some; each worker predicts alone."""
@@ -56,6 +61,8 @@ class HybridWorker:
 
     def step_made(self) -> None:
         """Now and then the servers get a copy of the network, for workers that start again."""
+        if self._attendance is not None:
+            self._attendance.end_step()
         if self._is_first:
             self._kept.put_if_due(self._client)
 
@@ -63,11 +70,23 @@ class HybridWorker:
         """The servers have the network as it is. On worker 0: all workers have the same."""
         self._kept.put(self._client)
 
+    def meet(self, what: str) -> None:
+        """All workers come to this place. Raises WorkerMissing if one waits in a step for this one."""
+        if self._attendance is not None:
+            self._attendance.meet(what)
+
     def close(self) -> None:
-        """Leave the other workers."""
+        """Leave the other workers, once all have come to the end."""
+        self.meet("fleet.stop_worker()")
+        if self._attendance is not None:
+            self._attendance.close()
         self._network.close()
         if self._is_ours and dist.is_initialized():
             dist.destroy_process_group()
+
+    def _is_one_lost(self) -> bool:
+        """Whether a worker has been silent for so long that the servers take it for lost."""
+        return any(worker["silent"] > 2 * self._worker_timeout for worker in self._client.stats()[0]["workers"])
 
 
 def _flag_backend() -> str | None:

@@ -1,7 +1,7 @@
 """The network of hybrid mode as the servers keep it: for saves, for other modes, and for workers that start again.
 
-Values always. The optimizer's state where the table's rule has the same: Adam's and AdamW's moments, Adagrad's sums, the
-momentum of SGD; so that training goes on in another mode as it would here, and back.
+Values always. The optimizer's state where the table's rule has the same: Adam's and AdamW's moments, Adagrad's sums,
+the momentum of SGD; so that training goes on in another mode as it would here, and back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where the workers of a hybrid job meet: worker 0 serves a store of torch.distributed, and the servers tell the others.
+"""Where the workers of a hybrid job meet: worker 0 serves a store of torch.distributed, and the servers tell where.
 
 The address travels as all else does between workers and servers: authenticated and encrypted where there are keys.
 What the workers then send each other does not (docs/security.md).
@@ -18,7 +18,7 @@ from datetime import timedelta
 import msgspec
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from torchfleet.errors import FleetError, WorkerMissing
 from torchfleet.net.keys import is_private
@@ -40,22 +40,22 @@ class Place(msgspec.Struct):
     token: str = ""  # in front of every key of the store: nobody else knows it
 
 
-def join_group(info: RoleInfo, device: torch.device, timeout: float, gather: Gather) -> None:
+def join_group(info: RoleInfo, device: torch.device, timeout: float, gather: Gather) -> Store | None:
     """Make the process group of all workers. All come here together.
 
-    FLEET_DIST_BACKEND names another backend than torch's usual one for the device.
+    Returns a store that they share beside it; None if this worker is alone. FLEET_DIST_BACKEND names another backend
+    than torch's usual one for the device.
     """
     backend = os.environ.get("FLEET_DIST_BACKEND") or ("nccl" if device.type == "cuda" else "gloo")
-    if info.num_workers == 1:
-        store: dist.Store = HashStore()
-    else:
-        store = _meet(info, device, timeout, gather)
+    store, shared = (HashStore(), None) if info.num_workers == 1 else _meet(info, device, timeout, gather)
     dist.init_process_group(
         backend, store=store, rank=info.worker_index, world_size=info.num_workers, timeout=timedelta(seconds=timeout)
     )
+    return shared
 
 
-def _meet(info: RoleInfo, device: torch.device, timeout: float, gather: Gather) -> dist.Store:
+def _meet(info: RoleInfo, device: torch.device, timeout: float, gather: Gather) -> tuple[Store, Store]:
+    """Two stores: for the process group, and one on a connection of its own."""
     host = _own_address(info)
     own, serving = Place(device.type), None
     if info.worker_index == 0:
@@ -70,8 +70,10 @@ def _meet(info: RoleInfo, device: torch.device, timeout: float, gather: Gather) 
         )
     _check_devices(places)
     _use_interface_of(host)
-    store = serving or dist.TCPStore(places[0].host, places[0].port, None, False, timedelta(seconds=timeout))
-    return dist.PrefixStore(places[0].token, store)
+    first, wait = places[0], timedelta(seconds=timeout)
+    store = serving or TCPStore(first.host, first.port, None, False, wait)
+    shared = TCPStore(first.host, first.port, None, False, wait)
+    return PrefixStore(first.token, store), PrefixStore(f"{first.token} shared", shared)
 
 
 def _gather_all(info: RoleInfo, own: bytes, gather: Gather) -> list[bytes]:
@@ -98,13 +100,13 @@ def _own_address(info: RoleInfo) -> str:
         return str(asking.getsockname()[0])
 
 
-def _serve(host: str, timeout: float) -> tuple[dist.Store, int]:
+def _serve(host: str, timeout: float) -> tuple[Store, int]:
     """A store that listens at this address alone, on a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, 0), family=family) as listening:
         port = int(listening.getsockname()[1])
         wait, fd = timedelta(seconds=timeout), listening.detach()
-        return dist.TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=fd), port
+        return TCPStore(host, port, None, True, wait, wait_for_workers=False, master_listen_fd=fd), port
 
 
 def _check_devices(places: list[Place]) -> None:

@@ -82,8 +82,14 @@ class WorkerRole:
     def barrier(self) -> None:
         if self._membership is not None:
             self._membership.check()
+        self.meet("fleet.barrier_worker()")
         # One name for all of them: a worker that was started again cannot know how many there have been.
         self.client.barrier("workers", self.info.num_workers, self.strategy.sync_timeout)
+
+    def meet(self, what: str) -> None:
+        """Before workers wait for each other at a server: in hybrid mode one of them may be held up in a step."""
+        if self._hybrid is not None:
+            self._hybrid.meet(what)
 
     def report(self, metrics: dict[str, float]) -> None:
         self._reported.update(metrics)

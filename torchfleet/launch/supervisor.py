@@ -168,7 +168,9 @@ class JobSupervisor:
         address = ""
         if process.task.role == "server":
             address = f" ({self._layout.servers[process.task.index]})"
-        display.report(f"[fleetrun] {process.task.name}{address} {_how(process)}; the job ends. Last lines of {process.log}:")
+        display.report(
+            f"[fleetrun] {process.task.name}{address} {_how(process)}; the job ends. Last lines of {process.log}:"
+        )
         if process.task.role == "worker" and process.num_restarts < self._job.max_restart:
             mode = process.status().get("mode", "a job that has not begun")
             display.report(f"[fleetrun] --max_restart acts in {', '.join(_FREE_MODES)} and {_TOGETHER}; this is {mode}")

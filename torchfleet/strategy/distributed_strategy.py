@@ -37,10 +37,10 @@ class DistributedStrategy(ServerFields, CollectiveFields):
     sync_timeout      seconds that a worker waits for the others in sync mode and at barriers (1800)
     sync_mean         sync mode: gradients count by the "samples" of each worker, or all "workers" alike ("samples")
 
-    Of a collective job (fleet.init(is_collective=True)), and of the network in hybrid mode: a switch for each strategy (amp, recompute, gradient_merge,
-    lars, lamb, dgc, localsgd, adaptive_localsgd, sharding, pipeline, tensor_parallel, fp16_allreduce,
-    use_hierarchical_allreduce, sync_batch_norm), each with its dictionary `<name>_configs`. docs/collective/README.md
-    tells which to choose.
+    Of a collective job (fleet.init(is_collective=True)), and of the network in hybrid mode: a switch for each strategy
+    (amp, recompute, gradient_merge, lars, lamb, dgc, localsgd, adaptive_localsgd, sharding, pipeline, tensor_parallel,
+    fp16_allreduce, use_hierarchical_allreduce, sync_batch_norm), each with its dictionary `<name>_configs`.
+    docs/collective/README.md tells which to choose.
     """
 
     def __init__(self, /, **fields: Any) -> None:

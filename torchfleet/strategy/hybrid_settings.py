@@ -13,7 +13,9 @@ def check_hybrid(settings: CollectiveFields) -> None:
     """Raise StrategyError for what cannot be had beside sparse tables."""
     for name in ("pipeline", "tensor_parallel"):
         if getattr(settings, name):
-            raise StrategyError(f"{name}=True and a_sync_configs['hybrid'] cannot be used together: {_WHOLE}. Leave one out.")
+            raise StrategyError(
+                f"{name}=True and a_sync_configs['hybrid'] cannot be used together: {_WHOLE}. Leave one of them out."
+            )
     if settings.sharding and settings.sharding_configs.stage > 1:
         raise StrategyError(
             f"sharding_configs['stage']={settings.sharding_configs.stage} and a_sync_configs['hybrid'] cannot be used "
@@ -28,6 +30,6 @@ def check_hybrid(settings: CollectiveFields) -> None:
     for name in _COMPILING:
         if getattr(settings.build_strategy, name):
             raise StrategyError(
-                f"build_strategy.{name} and a_sync_configs['hybrid'] cannot be used together: it compiles the model as a "
-                "whole, and lookups of rows cannot be compiled. Leave it out, or call torch.compile on the dense part."
+                f"build_strategy.{name} and a_sync_configs['hybrid'] cannot be used together: it compiles the model as "
+                "a whole, and lookups of rows cannot be compiled. Leave it out, or compile the dense part yourself."
             )

@@ -43,9 +43,7 @@ class AsyncConfigs(Configs, name="a_sync_configs"):
             )
         if self.hybrid and (self.k_steps or self.half_async):
             other = f"k_steps={self.k_steps}, geo training," if self.k_steps else "half_async"
-            raise StrategyError(
-                f"a_sync_configs: hybrid and {other} are different modes. Choose one of them."
-            )
+            raise StrategyError(f"a_sync_configs: hybrid and {other} are different modes. Choose one of them.")
         if self.heter_worker_device_guard != "cpu":
             raise StrategyError(
                 f"a_sync_configs['heter_worker_device_guard']={self.heter_worker_device_guard!r}: heter workers are "
