@@ -1,7 +1,8 @@
 """A hybrid job that tests start: it trains on batches made up from seeds, and writes down what every process did.
 
-Of a worker, to worker-N.npz: per step the rows that it looked up and what it pushed; the network before and after. Of a
-server, to server-N.npz: the workers in the order of their pushes, and all rows at the end.
+Of a worker, to worker-N.npz: per step the rows that it looked up; the network before and after. To push-N-R-P.npz: what
+it pushes as number P, before it does, after R restarts. Of the server, to server.npz: worker and client of every push in
+their order, and all rows at the end.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def main() -> None:
         serve(options)
         return
     fleet.init_worker(options.load)
-    if int(os.environ.get("FLEET_RESTART", "0")):
+    if num_restarts():
         print(f"worker {fleet.worker_index()} starts again with {model.tower[0].weight.sum().item():.6f}", flush=True)
     train(model, optimizer, options)
     if options.save and fleet.is_first_worker():
@@ -76,22 +77,19 @@ def main() -> None:
 def train(model: Any, optimizer: Any, options: argparse.Namespace) -> None:
     worker = fleet.worker_index()
     notes: dict[str, Any] = {f"before.{name}": value for name, value in network(model).items()}
-    pushed = record_pushes()
+    pushed = record_pushes(worker, options.out)
     for step, (ids, y) in enumerate(loop(options, batches(worker, options.steps + options.more * worker))):
         loss = (model(ids) - y).square().mean()
         notes[f"rows.{step}"] = model.rows.detach().float().numpy().copy()
         loss.backward()
-        if worker == options.die and step == 2 and not int(os.environ.get("FLEET_RESTART", "0")):
+        if worker == options.die and step == 2 and not num_restarts():
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.step()
         optimizer.zero_grad()
     fleet.flush()
-    notes.update({f"after.{name}": value for name, value in network(model).items()}, num_pushed=len(pushed))
-    for step, (keys, grads) in enumerate(pushed):
-        notes.update({f"keys.{step}": keys, f"grads.{step}": grads})
+    notes.update({f"after.{name}": value for name, value in network(model).items()})
     print(f"worker {worker} made {step + 1} steps, pushed {len(pushed)}", flush=True)
-    if options.out:
-        np.savez(Path(options.out) / f"worker-{worker}.npz", **notes)
+    np.savez(Path(options.out) / f"worker-{worker}.npz", **notes)
 
 
 def loop(options: argparse.Namespace, made: list[Any]) -> Iterator[Any]:
@@ -102,8 +100,12 @@ def network(model: Any) -> dict[str, Any]:
     return {name: value.detach().numpy().copy() for name, value in model.tower.named_parameters()}
 
 
-def record_pushes() -> list[Any]:
-    """What is handed over from now on."""
+def num_restarts() -> int:
+    return int(os.environ.get("FLEET_RESTART", "0"))
+
+
+def record_pushes(worker: int, folder: str) -> list[Path]:
+    """The files of what is handed over from now on."""
     from torchfleet import fleet as facade
 
     communicator = facade._get_worker().communicator
@@ -111,7 +113,8 @@ def record_pushes() -> list[Any]:
 
     def recording(gradients: Any) -> None:
         keys, grads = gradients.sparse["items"]
-        pushed.append((keys.copy(), grads.copy()))
+        pushed.append(Path(folder) / f"push-{worker}-{num_restarts()}-{len(pushed)}.npz")
+        np.savez(pushed[-1], keys=keys, grads=grads)
         step(gradients)
 
     communicator.step = recording  # type: ignore[method-assign]
@@ -119,7 +122,7 @@ def record_pushes() -> list[Any]:
 
 
 def serve(options: argparse.Namespace) -> None:
-    order: list[int] = []
+    order: list[tuple[int, int]] = []
     kept: list[Server] = []
     handle = Server.handle
 
@@ -127,21 +130,20 @@ def serve(options: argparse.Namespace) -> None:
         kept[:] = [self]
         message = decode(frames)
         if message.command == Command.PUSH:
-            order.append(message.worker)
+            order.append((message.worker, message.client))
         return handle(self, peer, frames, role)
 
     Server.handle = recording  # type: ignore[method-assign]
     fleet.init_server(options.load)
     fleet.run_server()
-    if options.out:
-        table = next(t for t in kept[0].state.tables.values() if t.spec.name == "items")
-        rows = table.pull(np.arange(NUM_IDS, dtype=np.uint64), False, None)
-        np.savez(Path(options.out) / f"server-{fleet.server_index()}.npz", order=order, rows=rows)
+    table = next(t for t in kept[0].state.tables.values() if t.spec.name == "items")
+    rows = table.pull(np.arange(NUM_IDS, dtype=np.uint64), False, None)
+    np.savez(Path(options.out) / "server.npz", order=np.array(order, np.uint64), rows=rows)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out")
+    parser.add_argument("--out", required=True, help="the folder to write to")
     parser.add_argument("--optimizer", default="adam")
     parser.add_argument("--settings", type=json.loads, default={})
     parser.add_argument("--steps", type=int, default=STEPS)
