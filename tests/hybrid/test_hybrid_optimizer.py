@@ -23,11 +23,13 @@ BATCHES = jobs.worker_batches(0, 6)
 
 
 @contextlib.contextmanager
-def hybrid(make_optimizer: jobs.MakeOptimizer, num_servers: int = 1, **settings: Any) -> Iterator[Part]:
+def hybrid(
+    make_optimizer: jobs.MakeOptimizer, num_servers: int = 1, make_model: jobs.MakeModel = Net, **settings: Any
+) -> Iterator[Part]:
     """A worker in this thread, with these settings beside the mode's."""
     shared = jobs.Servers(num_servers)
     strategy = DistributedStrategy(**{**HYBRID, **settings})
-    part = jobs.make_part(Net, make_optimizer, strategy, jobs.roles(1, num_servers)[0])
+    part = jobs.make_part(make_model, make_optimizer, strategy, jobs.roles(1, num_servers)[0])
     shared.make_tables(part.job)
     part.worker = jobs.Worker(part.job, shared)
     try:
@@ -174,6 +176,26 @@ def test_a_part_of_the_model_alone_is_no_training_and_says_so() -> None:
             part.optimizer.step()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_the_network_and_its_rows_on_a_gpu_equal_torch_with_ids_on_either_side(where: str) -> None:
+    rule = RULES["adam"]
+    with hybrid(jobs.fleet_optimizer("adam", **rule), make_model=lambda: Net().cuda()) as part:
+        for batch in BATCHES:
+            moved = {
+                name: value.cuda() if value.is_floating_point() else value.to(where) for name, value in batch.items()
+            }
+            part.step(moved)
+            part.worker.communicator.settle()
+        found = {name: value.cpu() for name, value in values(part).items()}
+    model = plain()
+    optimizers = jobs.plain_optimizers("adam", model, **rule)
+    for batch in BATCHES:
+        jobs.plain_step(model, optimizers, batch)
+    jobs.assert_equal_values(found, jobs.values_of(model), 1e-4)
+
+
 # Saving and loading
 
 
@@ -238,7 +260,7 @@ def test_what_cannot_be_had_beside_rows_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("other", [{"k_steps": 5}, {"half_async": True}])
 def test_two_modes_at_once_are_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(StrategyError, match="hybrid and .* are different modes. Choose one"):
+    with pytest.raises(StrategyError, match=r"hybrid and .* are different modes. Choose one"):
         DistributedStrategy(a_sync=True, a_sync_configs={"hybrid": True, **other})
 
 
@@ -253,7 +275,7 @@ def test_a_row_rule_that_is_not_known_is_named() -> None:
     def make(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": list(model.parameters()), "row_rule": "ftrl"}], lr=0.1)
 
-    with pytest.raises(ModelError, match="row_rule='ftrl'; expected one of sgd, adagrad, adam"):
+    with pytest.raises(ModelError, match=r"row_rule='ftrl'; expected one of sgd, adagrad, adam"):
         jobs.make_part(Net, make, DistributedStrategy(**HYBRID), jobs.roles(1, 1)[0])
 
 
@@ -261,5 +283,5 @@ def test_an_unknown_optimizer_without_a_row_rule_says_how_to_give_one() -> None:
     def make(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(model.parameters())
 
-    with pytest.raises(ModelError, match="RMSprop cannot run on servers.*'row_rule': 'adagrad'"):
+    with pytest.raises(ModelError, match=r"RMSprop cannot run on servers.*'row_rule': 'adagrad'"):
         jobs.make_part(Net, make, DistributedStrategy(**HYBRID), jobs.roles(1, 1)[0])

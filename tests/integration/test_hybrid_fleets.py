@@ -24,10 +24,16 @@ NUM_WORKERS = 2
 HYBRID = {"hybrid": True}
 
 
-def started(folder: Path, *options: str, launch: tuple[str, ...] = (), **settings: Any) -> Started:
+def started(
+    folder: Path,
+    *options: str,
+    launch: tuple[str, ...] = (),
+    environment: dict[str, str] | None = None,
+    **settings: Any,
+) -> Started:
     fleet = ("--server_num", "1", "--worker_num", str(NUM_WORKERS), *launch)
     arguments = ("--out", str(folder), "--settings", json.dumps(settings), *options)
-    return forked_fleetrun(folder / "log", *fleet, SCRIPT, *arguments)
+    return forked_fleetrun(folder / "log", *fleet, SCRIPT, *arguments, **(environment or {}))
 
 
 def notes(folder: Path) -> tuple[list[Any], Any]:
@@ -72,12 +78,14 @@ def trained_by_torch(workers: list[Any]) -> dict[str, torch.Tensor]:
     return {name: value.detach() for name, value in tower.named_parameters()}
 
 
-@pytest.mark.parametrize("settings", [{}, {"sharding": True}], ids=["plain", "sharding"])
+@pytest.mark.parametrize(
+    ("options", "settings"), [(["--parts"], {}), ([], {"sharding": True})], ids=["by parts", "sharding"]
+)
 def test_rows_equal_a_replay_of_the_pushes_and_the_network_equals_data_parallelism(
-    settings: dict[str, Any], tmp_path: Path
+    options: list[str], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """Worker 1 has two batches more than worker 0: both end after those that both have, and it says what is left."""
-    with started(tmp_path, "--more", "2", **settings) as job:
+    with started(tmp_path, "--more", "2", *options, **settings) as job:
         assert job.wait() == 0, job.output
     workers, server = notes(tmp_path)
     np.testing.assert_array_equal(server["rows"], replayed_rows(tmp_path, server["order"]))
@@ -87,6 +95,19 @@ def test_rows_equal_a_replay_of_the_pushes_and_the_network_equals_data_paralleli
             torch.testing.assert_close(torch.from_numpy(worker[f"after.{name}"]), value, rtol=1e-5, atol=1e-6)
     assert f"stops after {STEPS} batches, because worker 0 has no more; 2 batches are left unused" in log(tmp_path, 1)
     assert f"hybrid: {STEPS} steps, {STEPS * BATCH} samples" in job.output
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_networks_on_a_gpu_equal_data_parallelism(tmp_path: Path) -> None:
+    """Two workers share the GPU, which NCCL does not do: gloo carries their gradients."""
+    with started(tmp_path, "--device", "cuda", environment={"FLEET_DIST_BACKEND": "gloo"}) as job:
+        assert job.wait() == 0, job.output
+    workers, server = notes(tmp_path)
+    np.testing.assert_array_equal(server["rows"], replayed_rows(tmp_path, server["order"]))
+    for name, value in trained_by_torch(workers).items():
+        for worker in workers:
+            torch.testing.assert_close(torch.from_numpy(worker[f"after.{name}"]), value, rtol=1e-4, atol=1e-5)
 
 
 def test_a_worker_that_goes_on_alone_is_named_with_the_way_out(tmp_path: Path) -> None:

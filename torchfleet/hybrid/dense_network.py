@@ -15,6 +15,7 @@ import torch
 
 from torchfleet.collective.build import check_together
 from torchfleet.collective.collective_job import CollectiveJob, use_execution
+from torchfleet.collective.data_parallel import WrappedModel
 from torchfleet.collective.local_tensors import is_local
 from torchfleet.collective.strategy import Forward
 from torchfleet.collective.world import World, begun
@@ -24,6 +25,7 @@ from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.worker.lookup.plan import Plan
 
 _MOST_NAMES = 3
+_PARTS: Any = object()  # what the model is called with when its parts are going to be called by themselves
 
 
 class NetworkJob(CollectiveJob):
@@ -38,7 +40,11 @@ class NetworkJob(CollectiveJob):
         self._settings, self._world, self._forward = settings, world, forward
 
     def _forward_of(self, model: torch.nn.Module) -> Forward:
-        return self._forward
+        return self.innermost
+
+    def innermost(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward; nothing, if this is the announcement of calls of its parts."""
+        return () if args and args[0] is _PARTS else self._forward(*args, **kwargs)
 
     def _refuse_local_parameters(self, model: torch.nn.Module) -> None:
         """Those of rows are empty: no strategy need care."""
@@ -65,7 +71,8 @@ class DenseNetwork:
         if self._together.module is not model:
             raise ModelError("sync_batch_norm: the model is itself a batch norm; put it into a module")
         parallel = self._together._parallel
-        self._alone = self._together._called if parallel is None else parallel.module
+        self._alone: WrappedModel = self._together._called if parallel is None else parallel.module
+        self._is_wrapped = self._alone._wrapped_forward != self._job.innermost  # by a strategy: parts would go without
         self.optimizer = self._job.distribute_optimizer(_without_rows(optimizer, plan))
         self._num_calls = 0  # in training, since the last step
         self._hook: Any = None
@@ -77,6 +84,16 @@ class DenseNetwork:
             return self._alone(*args, **kwargs)
         self._num_calls += 1
         return self._together(*args, **kwargs)
+
+    def begin_parts(self) -> None:
+        """Rows are looked up for training. Outside of a call of the model: parts of it are called by themselves.
+
+        DistributedDataParallel learns of a backward pass to come in a call of its own.
+        """
+        if self._num_calls or self._is_wrapped:
+            return
+        self._num_calls += 1
+        self._together(_PARTS)
 
     @property
     def row_scale(self) -> float:
@@ -101,7 +118,8 @@ class DenseNetwork:
             raise FleetError(
                 "hybrid mode: optimizer.step() without a call of the whole model in training since the last one. "
                 "Gradients are exchanged in calls of model(...) with gradients, in training mode: call the model as a "
-                "whole, not its parts, and model.train() before; or use another mode."
+                "whole (its parts by themselves only if they look rows up, without amp or recompute), and "
+                "model.train() before."
             )
         self._num_calls = 0
         self.optimizer.step()

@@ -59,6 +59,10 @@ class HybridWorker:
             return loader
         return self._agreement.batches(loader)
 
+    def begin_lookup(self) -> None:
+        """Rows are looked up for training."""
+        self._network.begin_parts()
+
     def step_made(self) -> None:
         """Now and then the servers get a copy of the network, for workers that start again."""
         if self._attendance is not None:

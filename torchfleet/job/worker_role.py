@@ -240,7 +240,7 @@ class WorkerRole:
                 module.bind(self.engine)
         self.engine.follow(self.model)
         if self._hybrid is not None:
-            self.engine.agreed = self._hybrid.agreed
+            self.engine.agreed, self.engine.on_training = self._hybrid.agreed, self._hybrid.begin_lookup
         self._optimizer.bind(self.engine, self.communicator)
         self._optimizer.after_step = self._step_made
 

@@ -1,8 +1,8 @@
 """A hybrid job that tests start: it trains on batches made up from seeds, and writes down what every process did.
 
-Of a worker, to worker-N.npz: per step the rows that it looked up; the network before and after. To push-N-R-P.npz: what
-it pushes as number P, before it does, after R restarts. Of the server, to server.npz: worker and client of every push in
-their order, and all rows at the end.
+Of a worker, to worker-N.npz: per step the rows that it looked up; the network before and after. To push-N-R-P.npz:
+what it pushes as number P, before it does, after R restarts. Of the server, to server.npz: worker and client of every
+push in their order, and all rows at the end.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
     options = parse()
     torch.manual_seed(0)
     fleet.init()
-    model = fleet.distributed_model(Model())
+    model = fleet.distributed_model(Model().to(options.device))
     settings = {"a_sync": True, "a_sync_configs": {"hybrid": True}, "sync_timeout": 60.0, **options.settings}
     strategy = fleet.DistributedStrategy(**settings)
     optimizer = fleet.distributed_optimizer(make_optimizer(options.optimizer, model), strategy)
@@ -79,8 +79,9 @@ def train(model: Any, optimizer: Any, options: argparse.Namespace) -> None:
     notes: dict[str, Any] = {f"before.{name}": value for name, value in network(model).items()}
     pushed = record_pushes(worker, options.out)
     for step, (ids, y) in enumerate(loop(options, batches(worker, options.steps + options.more * worker))):
-        loss = (model(ids) - y).square().mean()
-        notes[f"rows.{step}"] = model.rows.detach().float().numpy().copy()
+        output = by_parts(model, ids) if options.parts else model(ids)
+        loss = (output - y.to(options.device)).square().mean()
+        notes[f"rows.{step}"] = model.rows.detach().cpu().numpy().copy()
         loss.backward()
         if worker == options.die and step == 2 and not num_restarts():
             os.kill(os.getpid(), signal.SIGKILL)
@@ -92,12 +93,18 @@ def train(model: Any, optimizer: Any, options: argparse.Namespace) -> None:
     np.savez(Path(options.out) / f"worker-{worker}.npz", **notes)
 
 
+def by_parts(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The same as a call of the model, in two calls of its modules."""
+    model.rows = model.items(ids)
+    return model.tower(model.rows.flatten(1)).squeeze(1)
+
+
 def loop(options: argparse.Namespace, made: list[Any]) -> Iterator[Any]:
     return iter(made) if options.no_prefetch else fleet.prefetch(made)
 
 
 def network(model: Any) -> dict[str, Any]:
-    return {name: value.detach().numpy().copy() for name, value in model.tower.named_parameters()}
+    return {name: value.detach().cpu().numpy().copy() for name, value in model.tower.named_parameters()}
 
 
 def num_restarts() -> int:
@@ -145,9 +152,11 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True, help="the folder to write to")
     parser.add_argument("--optimizer", default="adam")
+    parser.add_argument("--device", default="cpu", help="of the network")
     parser.add_argument("--settings", type=json.loads, default={})
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--more", type=int, default=0, help="batches that worker 1 has more than worker 0")
+    parser.add_argument("--parts", action="store_true", help="call the model's modules instead of the model")
     parser.add_argument("--no_prefetch", action="store_true")
     parser.add_argument("--die", type=int, default=-1, help="the worker that is killed at its third step, once")
     parser.add_argument("--save")
