@@ -123,8 +123,8 @@ def train(
     _check_threads(num_threads)
     if num_threads > 1 and not optimizer.communicator.takes_threads:
         raise FleetError(
-            f"thread={num_threads}: in sync mode a worker makes one step at a time. Use thread=1 and more workers, or "
-            "an asynchronous mode (strategy.a_sync=True)."
+            f"thread={num_threads}: in sync mode, and in hybrid mode, a worker makes one step at a time. Use thread=1 "
+            "and more workers, or another asynchronous mode (strategy.a_sync=True)."
         )
 
     optimizer.communicator.has_threads = num_threads > 1

@@ -2,7 +2,7 @@
 
 python examples/ctr_dnn/train.py                                                  local, one thread
 python examples/ctr_dnn/train.py --threads 2                                      local, two training threads
-fleetrun --server_num 2 --worker_num 2 examples/ctr_dnn/train.py --mode sync      also async, half_async, geo
+fleetrun --server_num 2 --worker_num 2 examples/ctr_dnn/train.py --mode sync      also async, half_async, geo, hybrid
 ... --save model                                                                  save after every epoch
 ... --init_model model                                                            go on from a saved model
 ... --reader pipe                                                                 read through `python reader.py`
@@ -131,9 +131,9 @@ def optimizer_of(model: torch.nn.Module, options: argparse.Namespace) -> torch.o
 
 def strategy_of(options: argparse.Namespace) -> fleet.DistributedStrategy:
     strategy = fleet.DistributedStrategy()
-    strategy.a_sync = options.mode in ("async", "half_async", "geo") or options.threads > 1
-    if options.mode == "half_async":
-        strategy.a_sync_configs = {"half_async": True}
+    strategy.a_sync = options.mode in ("async", "half_async", "geo", "hybrid") or options.threads > 1
+    if options.mode in ("half_async", "hybrid"):
+        strategy.a_sync_configs = {options.mode: True}
     elif options.mode == "geo":
         strategy.a_sync_configs = {"k_steps": options.k_steps}
     elif options.send_queue_size is not None:
@@ -146,7 +146,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--mode",
         default="local",
-        choices=["local", "sync", "async", "half_async", "geo"],
+        choices=["local", "sync", "async", "half_async", "geo", "hybrid"],
         help="when gradients travel; all but local need fleetrun with servers",
     )
     parser.add_argument("--data", default="ctr_data", help="the folder that prepare.py made")
@@ -181,8 +181,8 @@ def parse() -> argparse.Namespace:
         options.log_scale = options.reader == "fast"
     if options.send_queue_size is not None and options.mode != "async":
         parser.error("--send_queue_size is for --mode async")
-    if options.mode == "sync" and options.threads > 1:
-        parser.error("--threads: in sync mode a worker makes one step at a time")
+    if options.mode in ("sync", "hybrid") and options.threads > 1:
+        parser.error(f"--threads: in {options.mode} mode a worker makes one step at a time")
     if options.epochs < 1 or options.batch_size < 1:
         parser.error("--epochs and --batch_size must be at least 1")
     geo = options.mode == "geo"

@@ -2,7 +2,7 @@
 
 python examples/online/train.py                                                    local, on generated hours
 python examples/online/train.py --data clicks --model_dir model --hours 0          whatever comes, for ever
-fleetrun --server_num 2 --worker_num 2 examples/online/train.py --mode sync        also async, half_async
+fleetrun --server_num 2 --worker_num 2 examples/online/train.py --mode sync        also async, half_async, hybrid
 ... --count 2 --unseen_days 1                                                      ids come late, and go
 ... --plot auc.png                                                                 AUC and rows of every hour
 """
@@ -163,8 +163,8 @@ def policies_of(options: argparse.Namespace) -> dict[str, Any]:
 def strategy_of(options: argparse.Namespace) -> fleet.DistributedStrategy:
     strategy = fleet.DistributedStrategy()
     strategy.a_sync = options.mode != "sync"
-    if options.mode == "half_async":
-        strategy.a_sync_configs = {"half_async": True}
+    if options.mode in ("half_async", "hybrid"):
+        strategy.a_sync_configs = {options.mode: True}
     return strategy
 
 
@@ -172,7 +172,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--data", help="a folder of hourly parts, or its URL; without it they are generated")
     parser.add_argument("--model_dir", default="online_model", help="folder of the saved model")
-    parser.add_argument("--mode", default="sync", choices=["sync", "async", "half_async"], help="when gradients travel")
+    parser.add_argument("--mode", default="sync", choices=["sync", "async", "half_async", "hybrid"], help="when gradients travel")
     parser.add_argument("--batch_size", type=int, default=100, help="in sync mode: of all workers together")
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
     parser.add_argument("--dim", type=int, default=4, help="numbers per row of an embedding")

@@ -66,7 +66,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", default="async", choices=["sync", "half_async", "async", "geo"])
+    parser.add_argument("--mode", default="async", choices=["sync", "half_async", "async", "geo", "hybrid"])
     parser.add_argument("--k_steps", type=int, default=20, help="steps between two exchanges in geo mode")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch_size", type=int, default=256)
@@ -90,8 +90,8 @@ def strategy_of(options: argparse.Namespace) -> fleet.DistributedStrategy:
     strategy.a_sync = options.mode != "sync"
     if options.mode == "geo":
         strategy.a_sync_configs = {"k_steps": options.k_steps}
-    elif options.mode == "half_async":
-        strategy.a_sync_configs = {"half_async": True}
+    elif options.mode in ("half_async", "hybrid"):
+        strategy.a_sync_configs = {options.mode: True}
     return strategy
 
 

@@ -59,8 +59,8 @@ def main() -> None:
     strategy.a_sync = options.mode != "sync"
     if options.mode == "geo":
         strategy.a_sync_configs = {"k_steps": options.k_steps}
-    elif options.mode == "half_async":
-        strategy.a_sync_configs = {"half_async": True}
+    elif options.mode in ("half_async", "hybrid"):
+        strategy.a_sync_configs = {options.mode: True}
     model = fleet.distributed_model(WideDeep())
     if options.mode == "geo":
         inner: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=options.lr or 0.5)
@@ -110,7 +110,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument(
-        "--mode", default="async", choices=["sync", "half_async", "async", "geo"], help="when gradients travel"
+        "--mode", default="async", choices=["sync", "half_async", "async", "geo", "hybrid"], help="when gradients travel"
     )
     parser.add_argument("--k_steps", type=int, default=20, help="steps between two exchanges in geo mode")
     parser.add_argument("--epochs", type=int, default=2, help="passes over the data")

@@ -122,6 +122,8 @@ class TestFields:
         assert strategy.a_sync_configs == {
             "k_steps": 0,
             "half_async": False,
+            "hybrid": False,
+            "hybrid_keep_seconds": 10.0,
             "max_merge_var_num": 1,
             "send_queue_size": 3,
             "independent_recv_thread": False,
@@ -322,7 +324,7 @@ class TestRefusals:
 
 
 class TestContradictions:
-    @pytest.mark.parametrize(("key", "value"), [("k_steps", 20), ("half_async", True)])
+    @pytest.mark.parametrize(("key", "value"), [("k_steps", 20), ("half_async", True), ("hybrid", True)])
     def test_a_form_of_async_without_a_sync_names_both_and_the_way_out(self, key: str, value: Any) -> None:
         strategy = DistributedStrategy(a_sync_configs={key: value})
         with pytest.raises(StrategyError) as caught:
@@ -357,6 +359,7 @@ class TestContradictions:
         ({"a_sync": True}, "async"),
         ({"a_sync": True, "a_sync_configs": {"half_async": True}}, "half_async"),
         ({"a_sync": True, "a_sync_configs": {"k_steps": 1}}, "geo"),
+        ({"a_sync": True, "a_sync_configs": {"hybrid": True}}, "hybrid"),
         ({"a_sync": True, "a_sync_configs": {"k_steps": 0, "half_async": False}}, "async"),
     ],
 )

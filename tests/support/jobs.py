@@ -48,6 +48,7 @@ MODES: dict[str, dict[str, Any]] = {
     "half_async": {"a_sync": True, "a_sync_configs": {"half_async": True}},
     "async": {"a_sync": True},
     "geo": {"a_sync": True, "a_sync_configs": {"k_steps": 1}},
+    "hybrid": {"a_sync": True, "a_sync_configs": {"hybrid": True}},
 }
 
 Batch = dict[str, torch.Tensor]

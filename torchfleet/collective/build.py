@@ -88,11 +88,16 @@ _NOT_FROM_STAGE_2 = ("fp16_allreduce", "use_hierarchical_allreduce", "nccl_comm_
 
 
 def check(settings: DistributedStrategy) -> None:
-    """Contradictions, each an error that names both fields and the way out."""
+    """Contradictions of a collective job, each an error that names both fields and the way out."""
     if settings.a_sync:
         raise StrategyError("a_sync=True is a mode of parameter servers, and this job is collective: leave it out")
     if not settings.is_default("sync_mean"):
         raise StrategyError("sync_mean is a setting of parameter servers, and this job is collective: leave it out")
+    check_together(settings)
+
+
+def check_together(settings: DistributedStrategy) -> None:
+    """Strategies that exclude each other, and settings that would do nothing."""
     for (field, other), reason in INCOMPATIBLE.items():
         if _is_on(settings, field) and _is_on(settings, other):
             raise StrategyError(f"{field} and {other} cannot be used together: {reason}. Leave one of them out.")

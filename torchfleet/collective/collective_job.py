@@ -22,8 +22,18 @@ from torchfleet.role import RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 
+def use_execution(settings: DistributedStrategy) -> None:
+    """What the settings say about this process: its threads, and how cuDNN chooses."""
+    torch.backends.cudnn.benchmark = settings.cudnn_exhaustive_search
+    if settings.execution_strategy.num_threads:
+        torch.set_num_threads(settings.execution_strategy.num_threads)
+
+
 class CollectiveJob:
     """Model, optimizer and strategies of a rank. The ranks meet when the strategy is known."""
+
+    _kind = "collective training"
+    _beside_rows = False  # the model looks rows up that are not parameters
 
     def __init__(self, info: RoleInfo, settings: DistributedStrategy | None) -> None:
         self.info = begun.info = info
@@ -58,11 +68,8 @@ class CollectiveJob:
 
     def _begin(self) -> None:
         if self._world is None:
-            settings = self.settings
-            torch.backends.cudnn.benchmark = settings.cudnn_exhaustive_search
-            if settings.execution_strategy.num_threads:
-                torch.set_num_threads(settings.execution_strategy.num_threads)
-            self._world = World(self.info, settings)
+            use_execution(self.settings)
+            self._world = World(self.info, self.settings)
 
     @property
     def settings(self) -> DistributedStrategy:
@@ -83,7 +90,7 @@ class CollectiveJob:
         self.strategies = build(self.settings, self.world)
         self._refuse_local_parameters(model)
         model = self._convert(model)
-        forward: Forward = model.__call__
+        forward: Forward = self._forward_of(model)
         for strategy in self.strategies:
             forward = strategy.wrap_forward(forward)
         wrapped = WrappedModel(model, forward)
@@ -97,6 +104,10 @@ class CollectiveJob:
         if any(strategy.wants_loss for strategy in self.strategies):
             self.model.on_loss = self._note_loss
         return self.model
+
+    def _forward_of(self, model: torch.nn.Module) -> Forward:
+        """What the strategies' forwards are wrapped around."""
+        return model.__call__
 
     @property
     def _owns_gradients(self) -> bool:
@@ -125,7 +136,7 @@ class CollectiveJob:
         trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
         if self._owns_gradients or not is_wanted or all(is_local(parameter) for parameter in trained):
             return None
-        parallel = data_parallel(wrapped, self.settings, self.world)
+        parallel = data_parallel(wrapped, self.settings, self.world, self._beside_rows)
         for strategy in self.strategies:
             strategy.attach(parallel)
         return parallel
@@ -164,7 +175,7 @@ class CollectiveJob:
         """One line per strategy that is on, in the order they act."""
         world = self.world
         axes = ", ".join(f"{axis} {size}" for axis, size in world.degrees.items() if size > 1)
-        lines = [f"collective training on {world.size} rank{'s' * (world.size > 1)} ({world.device.type})"]
+        lines = [f"{self._kind} on {world.size} rank{'s' * (world.size > 1)} ({world.device.type})"]
         if axes:
             lines[0] += f": {axes}"
         for strategy in self.strategies:

@@ -35,6 +35,7 @@ class CollectiveOptimizer(AdoptedOptimizer):
         self._world, self.grad_norm = world, torch.zeros(())
         self._max_norm: float | None = None
         self._is_gathering = False
+        self.is_skipped = False  # the last step, because a strategy said so
         self.num_steps = 0
 
     @property
@@ -48,11 +49,12 @@ class CollectiveOptimizer(AdoptedOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = self._begin_step(closure)
         answers = [strategy.is_due() for strategy in self._strategies]
-        self._is_gathering = not all(answers)
+        self._is_gathering, self.is_skipped = not all(answers), False
         if self._is_gathering:
             return loss
         answers = [strategy.before_step() for strategy in self._strategies]
-        if all(answers):
+        self.is_skipped = not all(answers)
+        if not self.is_skipped:
             self._clip()
             self.inner.step()
         for strategy in reversed(self._strategies):
@@ -85,7 +87,7 @@ class CollectiveOptimizer(AdoptedOptimizer):
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
-                parameter.grad.detach_()
+                parameter.grad.requires_grad_(False)  # not detach_(): it may be a view of a bucket
                 parameter.grad.zero_()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

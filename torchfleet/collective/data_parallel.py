@@ -23,6 +23,7 @@ from torchfleet.collective.world import World
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 _ALONE_MB = 1e-6  # a bucket of about a byte: every gradient travels by itself
+_BESIDE_ROWS_MB = 1.0  # a network beside tables has a few megabytes
 _BROADCAST_BYTES = 32 << 20
 
 
@@ -38,16 +39,30 @@ class WrappedModel(torch.nn.Module):
         return self._wrapped_forward(*args, **kwargs)
 
 
-def data_parallel(wrapped: WrappedModel, settings: DistributedStrategy, world: World) -> DistributedDataParallel:
-    """All ranks start from rank 0's parameters. Parameters marked `fleet_local` are each rank's own."""
+def data_parallel(
+    wrapped: WrappedModel, settings: DistributedStrategy, world: World, beside_rows: bool = False
+) -> DistributedDataParallel:
+    """All ranks start from rank 0's parameters. Parameters marked `fleet_local` are each rank's own.
+
+    `beside_rows`: the model looks rows up. Its inputs stay where they are, as ids are read in host memory; buckets are
+    small, so that the first ones travel while the rest of a small network is computed; gradients lie in the buckets.
+    """
     own = [name for name, parameter in wrapped.named_parameters() if is_local(parameter)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(wrapped, own)  # type: ignore[no-untyped-call]
     return DistributedDataParallel(
         wrapped,
-        device_ids=[world.local_rank] if world.device.type == "cuda" else None,
-        bucket_cap_mb=settings.fuse_grad_size_in_MB if settings.fuse_all_reduce_ops else _ALONE_MB,
+        device_ids=[world.local_rank] if world.device.type == "cuda" and not beside_rows else None,
+        bucket_cap_mb=_bucket_mb(settings, beside_rows),
         find_unused_parameters=settings.find_unused_parameters,
+        gradient_as_bucket_view=beside_rows,
     )
+
+
+def _bucket_mb(settings: DistributedStrategy, beside_rows: bool) -> float:
+    if not settings.fuse_all_reduce_ops:
+        return _ALONE_MB
+    is_open = beside_rows and settings.is_default("fuse_grad_size_in_MB")
+    return _BESIDE_ROWS_MB if is_open else settings.fuse_grad_size_in_MB
 
 
 def broadcast(model: torch.nn.Module) -> None:

@@ -38,10 +38,11 @@ class Axis(NamedTuple):
 class World:
     """All ranks, laid out as a grid by the degrees of the strategy. `close` leaves the process group that it joined."""
 
-    def __init__(self, info: RoleInfo, strategy: DistributedStrategy) -> None:
+    def __init__(self, info: RoleInfo, strategy: DistributedStrategy, device: torch.device | None = None) -> None:
+        """`device`: where this rank computes; None: its GPU if there is one, else the CPU."""
         self.rank, self.size, self.local_rank = info.worker_index, info.num_workers, info.local_rank
         self.degrees = degrees(strategy, self.size)
-        self.device = _device(info.local_rank)
+        self.device = device or _device(info.local_rank)
         self._is_ours = not dist.is_initialized()
         if self._is_ours:
             self._join(info, strategy.sync_timeout)

@@ -8,6 +8,7 @@ import msgspec
 import torch
 
 from torchfleet.errors import FleetError, ModelError, StrategyError
+from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.role import RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.tables.rows.row_statistics import is_counted
@@ -58,14 +59,15 @@ class JobSetup:
             raise ModelError("fleet.distributed_optimizer was called before: a job has one optimizer")
         self.strategy = self.strategy or DistributedStrategy()
         self.strategy.freeze("fleet.distributed_optimizer")
-        plan = make_plan(self.model, optimizer, self.info.num_servers)
+        is_hybrid = self.strategy.mode == "hybrid"
+        plan = make_plan(self.model, optimizer, self.info.num_servers, steps_here=is_hybrid)
         _check_policies(plan, self.strategy.mode)
         if self.strategy.mode == "geo" and not isinstance(optimizer, torch.optim.SGD):
             raise StrategyError(
                 f"geo training (k_steps={self.strategy.a_sync_configs['k_steps']}) sums differences and works with SGD "
                 f"only, found {type(optimizer).__name__}. Use torch.optim.SGD, or k_steps=0 for async training."
             )
-        self.optimizer = DistributedOptimizer(optimizer, plan)
+        self.optimizer = HybridOptimizer(optimizer, plan) if is_hybrid else DistributedOptimizer(optimizer, plan)
         return self.optimizer
 
     def distribute_scheduler(self, scheduler: Any) -> Any:
@@ -99,6 +101,12 @@ def _check_policies(plan: Plan, mode: str) -> None:
     Nor do the servers of geo training update rows: they add differences, of which no worker sees the sum, so that
     bounds of weights could not hold.
     """
+    ruled = [name for name, group in plan.sparse.items() if group.spec.rule.name != "sgd"]
+    if ruled and mode == "geo":
+        raise StrategyError(
+            f"table '{ruled[0]}' has row_rule {plan.sparse[ruled[0]].spec.rule.name!r}, and geo training sums "
+            "differences and works with SGD only. Leave row_rule out, or use another mode."
+        )
     bounded = [name for name, group in plan.sparse.items() if group.spec.rule.has_bounds]
     if bounded and mode == "geo":
         raise StrategyError(

@@ -152,6 +152,7 @@ class ParameterServerJob(JobSetup):
             return self._server.gather(name, data, comm_world)
         if self._worker is None:
             raise FleetError("workers meet after fleet.init_worker(): call it there")
+        self._worker.meet(f"a gather of all workers ('{name}')")
         num_servers = self.info.num_servers if comm_world == "all" else 0
         with self._worker.workers() as all_workers:
             return all_workers.gather(meeting_name(name, comm_world, self.info), data, num_servers)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchfleet.checkpoint.manifest import Manifest
 from torchfleet.errors import FleetError, StrategyError
+from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.job.job_setup import JobSetup
 from torchfleet.job.worker_start import check_loaded, make_tables, wait_for_servers
 from torchfleet.monitor.status import StatusFile
@@ -31,9 +32,13 @@ from torchfleet.worker.model_saving import Kind, save_model, tell_of_replacing
 from torchfleet.worker.modes.asynchronous import Async
 from torchfleet.worker.modes.communicator import Communicator, HalfAsync, Sync
 from torchfleet.worker.modes.geo import Geo
+from torchfleet.worker.modes.hybrid import Hybrid
 from torchfleet.worker.modes.whole_tables import WholeTables
 from torchfleet.worker.peers import Workers
 from torchfleet.worker.schedule_watch import ScheduleWatch
+
+if TYPE_CHECKING:
+    from torchfleet.hybrid.hybrid_worker import HybridWorker
 
 LEFT = (
     "fleet.stop_worker() was called: this worker has left its servers, and the rows of the model are with them. Train "
@@ -63,6 +68,7 @@ class WorkerRole:
         if dirname is not None:
             check_loaded(self.client, dirname)
         make_tables(self.client, self._plan, self.info, self.strategy)
+        self._hybrid = self._hybrid_worker()
         self.communicator: Communicator = self._communicator()
         pushed = {name: group.spec.entry for name, group in self._plan.sparse.items() if is_pushed(group.spec)}
         modules = {name: group.modules for name, group in self._plan.sparse.items()}
@@ -76,8 +82,14 @@ class WorkerRole:
     def barrier(self) -> None:
         if self._membership is not None:
             self._membership.check()
+        self.meet("fleet.barrier_worker()")
         # One name for all of them: a worker that was started again cannot know how many there have been.
         self.client.barrier("workers", self.info.num_workers, self.strategy.sync_timeout)
+
+    def meet(self, what: str) -> None:
+        """Before workers wait for each other at a server: in hybrid mode one of them may be held up in a step."""
+        if self._hybrid is not None:
+            self._hybrid.meet(what)
 
     def report(self, metrics: dict[str, float]) -> None:
         self._reported.update(metrics)
@@ -118,6 +130,8 @@ class WorkerRole:
         if not self.info.restart:  # one that was started again does not know what it saved before
             known = {*self._saved_to, *(server["model"] for server in self.client.stats())}
             tell_of_replacing(dirname, kind, known)
+        if self._hybrid is not None:
+            self._hybrid.put_network()
         saved = save_model(self.client, self._plan, dirname, self.strategy.sync_timeout, kind, extra)
         self._saved_to.add(Storage(dirname).path)
         return saved
@@ -138,6 +152,8 @@ class WorkerRole:
     def stop(self) -> dict[str, Any]:
         """Everything under way reaches the servers, then they are told. Returns the last statistics."""
         self.communicator.stop()
+        if self._hybrid is not None:
+            self._hybrid.close()
         final = self.stats()
         self._left = True
         self._status.write(now=True)
@@ -195,8 +211,18 @@ class WorkerRole:
             return HalfAsync(self.client, plan, self._connect)
         if mode == "async":
             return Async(self.client, plan, self._connect, configs)
+        if mode == "hybrid":
+            return Hybrid(self.client, plan, self._connect, configs)
         step = self._optimizer.step_locally
         return Geo(self.client, plan, self._connect, configs.k_steps, self.info.num_workers, step)
+
+    def _hybrid_worker(self) -> HybridWorker | None:
+        if not isinstance(self._optimizer, HybridOptimizer):
+            return None
+        from torchfleet.hybrid.hybrid_worker import HybridWorker  # torch.distributed is for those who need it
+
+        with self.workers() as others:
+            return HybridWorker(self.model, self._optimizer, self.strategy, self.info, self.client, others.gather)
 
     def _samples(self) -> SampleCount | None:
         """For steps that are weighted by samples; one worker's gradient is the mean."""
@@ -213,11 +239,15 @@ class WorkerRole:
             for module in group.modules:
                 module.bind(self.engine)
         self.engine.follow(self.model)
+        if self._hybrid is not None:
+            self.engine.agreed, self.engine.on_training = self._hybrid.agreed, self._hybrid.begin_lookup
         self._optimizer.bind(self.engine, self.communicator)
         self._optimizer.after_step = self._step_made
 
     def _step_made(self) -> None:
         self._status.write()
+        if self._hybrid is not None:
+            self._hybrid.step_made()
         if self._schedules is not None:
             self._schedules.step_made()
 

@@ -50,7 +50,8 @@ def parser() -> argparse.ArgumentParser:
         "--max_restart",
         type=int,
         default=0,
-        help="start a failed worker again so often (async, half_async, geo); of a collective job, all ranks together",
+        help="start a failed worker again so often (async, half_async, geo); in hybrid mode, and in a collective job, "
+        "all of them together",
     )
     made.add_argument(
         "--max_job_restart",

@@ -66,10 +66,17 @@ class Process:
 
     def restart(self) -> None:
         """Start the task again; its log goes on."""
-        self.signal(signal.SIGKILL)  # what is left of its group
+        self.kill()  # what is left of its group
         self.num_restarts += 1
         self._sink.close()
         self._start("ab")
+
+    def kill(self) -> None:
+        """Its whole group has ended when this returns."""
+        self.signal(signal.SIGKILL)
+        self._process.wait()
+        if self._reader:
+            self._reader.join(timeout=2)
 
     @property
     def returncode(self) -> int | None:
@@ -103,10 +110,7 @@ class Process:
 
     def close(self) -> None:
         """Kill what is left of the process group, and close its files."""
-        self.signal(signal.SIGKILL)
-        self._process.wait()
-        if self._reader:
-            self._reader.join(timeout=2)
+        self.kill()
         self._sink.close()
         self.status_file.unlink(missing_ok=True)
 

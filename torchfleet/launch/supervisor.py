@@ -19,6 +19,7 @@ from torchfleet.worker.client.connection import Patience
 
 _TOO_LONG = 5.0  # seconds that servers may outlive the last worker, or workers a server, before the job has failed
 _FREE_MODES = ("async", "half_async", "geo")  # no worker waits for another: training goes on without one
+_TOGETHER = "hybrid"  # the mode whose workers start again together: none can go on without another
 
 
 class JobSupervisor:
@@ -51,9 +52,7 @@ class JobSupervisor:
             append = self._attempt > 0  # the logs of all attempts are kept
             self._processes.append(Process(task, self._job.command, self._log_dir, echo, append))
         while not self._signal:
-            failed = next(
-                (p for p in self._processes if p.returncode not in (None, 0) and p.task.name not in self._lost), None
-            )
+            failed = self._failed()
             if failed is not None and not self._go_on_without(failed, display):
                 self._report_failure(failed, display)
                 return 1
@@ -66,6 +65,11 @@ class JobSupervisor:
             time.sleep(0.1)
         display.report(f"[fleetrun] {signal.Signals(self._signal).name}: ending {len(self._processes)} processes")
         return 128 + self._signal
+
+    def _failed(self) -> Process | None:
+        """One that has failed. First one that was killed: others that needed it have failed because of it."""
+        ended = [p for p in self._processes if p.returncode not in (None, 0) and p.task.name not in self._lost]
+        return min(ended, key=lambda process: process.returncode or 0, default=None)
 
     def _odd_end(self, display: Display) -> int | None:
         """The exit status, if a server has ended that workers need, or servers are left that no worker will stop."""
@@ -116,6 +120,8 @@ class JobSupervisor:
     def _go_on_without(self, process: Process, display: Display) -> bool:
         """Whether the job goes on: a worker of a free mode is restarted (--max_restart), or given up if killed."""
         mode = process.status().get("mode")
+        if mode == _TOGETHER and process.task.role == "worker" and not self._job.max_job_restart:
+            return self._restart_workers(process, display)
         if process.task.role != "worker" or mode not in _FREE_MODES or self._job.max_job_restart:
             return False
         code = process.returncode or 0
@@ -130,6 +136,19 @@ class JobSupervisor:
         then = f"; {mode} training goes on without it" if rest else ""
         display.report(f"[fleetrun] {process.task.name} was killed by {_signal_name(-code)}{then}")
         return self._leave_for(process.task.index, display)
+
+    def _restart_workers(self, failed: Process, display: Display) -> bool:
+        """All workers start again, while the servers keep their rows. False if they may not, or one has left."""
+        workers = self._of("worker")
+        elsewhere = len(self._layout.workers) > len(workers)
+        if elsewhere or any(p.num_restarts >= self._job.max_restart or p.status().get("left") for p in workers):
+            return False
+        display.report(f"[fleetrun] {failed.task.name} {_how(failed)}; starting all workers again")
+        for worker in workers:  # all end before one begins: none may talk to one of before
+            worker.kill()
+        for worker in workers:
+            worker.restart()
+        return True
 
     def _leave_for(self, worker: int, display: Display) -> bool:
         """Leave the job in the name of a lost worker, so that the servers end with the last of the others."""
@@ -146,17 +165,23 @@ class JobSupervisor:
         return True
 
     def _report_failure(self, process: Process, display: Display) -> None:
-        code = process.returncode or 0
-        how = f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
         address = ""
         if process.task.role == "server":
             address = f" ({self._layout.servers[process.task.index]})"
-        display.report(f"[fleetrun] {process.task.name}{address} {how}; the job ends. Last lines of {process.log}:")
+        display.report(
+            f"[fleetrun] {process.task.name}{address} {_how(process)}; the job ends. Last lines of {process.log}:"
+        )
         if process.task.role == "worker" and process.num_restarts < self._job.max_restart:
             mode = process.status().get("mode", "a job that has not begun")
-            display.report(f"[fleetrun] --max_restart acts in {', '.join(_FREE_MODES)}; this is {mode}")
+            display.report(f"[fleetrun] --max_restart acts in {', '.join(_FREE_MODES)} and {_TOGETHER}; this is {mode}")
         for line in process.last_lines():
             display.report(f"    {line}")
+
+
+def _how(process: Process) -> str:
+    """How it ended, for a text."""
+    code = process.returncode or 0
+    return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
 
 
 def _signal_name(number: int) -> str:

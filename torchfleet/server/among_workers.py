@@ -37,6 +37,9 @@ def join(state: State, request: Request) -> Answer:
         )
     check_worker(state, request)
     state.presence.join(worker, body, request.arrived)
+    if body.restart and not body.again:
+        state.barriers.forget(worker)
+        state.gatherings.forget(worker)
     return []
 
 

@@ -15,9 +15,11 @@ from torchfleet.strategy.collective_fields import CONFIGS, FIELDS, OBJECTS, SWIT
 from torchfleet.strategy.configs import Configs
 from torchfleet.strategy.execution import ObjectFields
 from torchfleet.strategy.fields import fields_of
-from torchfleet.strategy.server_fields import ASYNC_ONLY, AsyncConfigs, ServerFields
+from torchfleet.strategy.hybrid_settings import check_hybrid
+from torchfleet.strategy.server_fields import ASYNC_ONLY, HYBRID_TOO, AsyncConfigs, ServerFields
 
 _COLLECTIVE = (*FIELDS, *(f"{name}_configs" for name in CONFIGS), *OBJECTS)
+_KEYS = fields_of(AsyncConfigs)
 _ORDER = (*fields_of(ServerFields), *_COLLECTIVE)  # of files and of what is printed: dictionaries come after switches
 
 
@@ -28,17 +30,17 @@ class DistributedStrategy(ServerFields, CollectiveFields):
     default. It is read by `strategy.amp_configs.incr_ratio` or `strategy.amp_configs["incr_ratio"]`.
 
     Of a parameter-server job:
-    a_sync            False: sync. True: async, or geo if a_sync_configs["k_steps"] > 0.
+    a_sync            False: sync. True: async; geo, half_async and hybrid by a_sync_configs.
     a_sync_configs    a dictionary; docs/modes/README.md explains each key.
     rpc_retry_times   how often a request without an answer is sent again (3)
     rpc_timeout       seconds until a server without an answer is given up and named (30)
     sync_timeout      seconds that a worker waits for the others in sync mode and at barriers (1800)
     sync_mean         sync mode: gradients count by the "samples" of each worker, or all "workers" alike ("samples")
 
-    Of a collective job (fleet.init(is_collective=True)): a switch for each strategy (amp, recompute, gradient_merge,
-    lars, lamb, dgc, localsgd, adaptive_localsgd, sharding, pipeline, tensor_parallel, fp16_allreduce,
-    use_hierarchical_allreduce, sync_batch_norm), each with its dictionary `<name>_configs`. docs/collective/README.md
-    tells which to choose.
+    Of a collective job (fleet.init(is_collective=True)), and of the network in hybrid mode: a switch for each strategy
+    (amp, recompute, gradient_merge, lars, lamb, dgc, localsgd, adaptive_localsgd, sharding, pipeline, tensor_parallel,
+    fp16_allreduce, use_hierarchical_allreduce, sync_batch_norm), each with its dictionary `<name>_configs`.
+    docs/collective/README.md tells which to choose.
     """
 
     def __init__(self, /, **fields: Any) -> None:
@@ -58,8 +60,8 @@ class DistributedStrategy(ServerFields, CollectiveFields):
                 rows.update(_flat(f"{name}_configs", getattr(self, f"{name}_configs", {})))
         for name, value in changed.items():
             rows.update(_flat(name, value) if isinstance(value, dict) else {name: value})
-        if not rows:
-            rows["mode"] = self.mode
+        if not rows or self.mode == "hybrid":
+            rows = {"mode": self.mode, **rows}
             hidden = {"a_sync_configs", *(["sync_mean"] if self.mode != "sync" else [])}
             rows.update({name: getattr(self, name) for name in fields_of(ServerFields) if name not in hidden})
             rows.update(_flat("a_sync_configs", self.a_sync_configs))
@@ -75,11 +77,13 @@ class DistributedStrategy(ServerFields, CollectiveFields):
 
     @property
     def mode(self) -> str:
-        """sync, half_async, async or geo."""
+        """sync, half_async, async, geo or hybrid."""
         if not self.a_sync:
             return "sync"
         if self.a_sync_configs.k_steps:
             return "geo"
+        if self.a_sync_configs.hybrid:
+            return "hybrid"
         return "half_async" if self.a_sync_configs.half_async else "async"
 
     def is_default(self, name: str) -> bool:
@@ -96,15 +100,18 @@ class DistributedStrategy(ServerFields, CollectiveFields):
 
     def freeze(self, user: str) -> None:
         """For a parameter-server job. Contradictions that depend on two fields are found here."""
-        for name in _COLLECTIVE:
+        if self.mode == "hybrid":
+            check_hybrid(self)
+        for name in _COLLECTIVE if self.mode != "hybrid" else ():
             if not self.is_default(name):
                 raise StrategyError(
                     f"{name} is a setting of collective training, and this job has parameter servers: use "
-                    f"fleet.init(is_collective=True), or leave {name} out."
+                    f"fleet.init(is_collective=True), or hybrid mode (a_sync=True, a_sync_configs={{'hybrid': True}}), "
+                    f"or leave {name} out."
                 )
         configs = self.a_sync_configs
         if not self.a_sync:
-            for name in ("k_steps", "half_async"):
+            for name in ("k_steps", "half_async", "hybrid"):
                 if configs[name]:
                     raise StrategyError(
                         f"a_sync_configs['{name}']={configs[name]} needs a_sync=True: it is a form of asynchronous "
@@ -115,12 +122,19 @@ class DistributedStrategy(ServerFields, CollectiveFields):
                 f"sync_mean={self.sync_mean!r} acts in sync mode only, where one update is made of all workers' "
                 f"gradients, and this strategy is {self.mode}. Leave sync_mean out, or set a_sync=False."
             )
+        if self.mode != "hybrid" and configs["hybrid_keep_seconds"] != _KEYS["hybrid_keep_seconds"].default:
+            raise StrategyError(
+                f"a_sync_configs['hybrid_keep_seconds']={configs['hybrid_keep_seconds']} acts in hybrid mode only, and "
+                f"this strategy is {self.mode}. Leave it out, or set 'hybrid': True."
+            )
         if self.mode != "async":
             for name in ASYNC_ONLY:
-                if configs[name] != fields_of(AsyncConfigs)[name].default:
+                if self.mode == "hybrid" and name in HYBRID_TOO:
+                    continue
+                if configs[name] != _KEYS[name].default:
                     raise StrategyError(
                         f"a_sync_configs['{name}']={configs[name]} acts in async mode only, and this strategy is "
-                        f"{self.mode}. Leave '{name}' out, or use a_sync=True without k_steps and half_async."
+                        f"{self.mode}. Leave '{name}' out, or use a_sync=True without k_steps, half_async and hybrid."
                     )
         self.lock(user)
 

@@ -18,11 +18,15 @@ ASYNC_ONLY = (
     "thread_pool_size",
     "send_wait_times",
 )
+# Those of them that act in hybrid mode too: its rows are sent as in async mode.
+HYBRID_TOO = ("max_merge_var_num", "send_queue_size", "thread_pool_size", "send_wait_times")
 
 
 class AsyncConfigs(Configs, name="a_sync_configs"):
     k_steps = Key(0, at_least=0)
     half_async = Key(False)
+    hybrid = Key(False)
+    hybrid_keep_seconds = Key(10.0, at_least=0.0)  # between two copies of the network on the servers
     max_merge_var_num = Key(1, at_least=1)
     send_queue_size = Key(2, at_least=1)  # Paddle: 16, which costs AUC and saves no time
     independent_recv_thread = Key(False)
@@ -37,6 +41,9 @@ class AsyncConfigs(Configs, name="a_sync_configs"):
             raise StrategyError(
                 "a_sync_configs: k_steps > 0 is geo training and half_async is another mode. Choose one of them."
             )
+        if self.hybrid and (self.k_steps or self.half_async):
+            other = f"k_steps={self.k_steps}, geo training," if self.k_steps else "half_async"
+            raise StrategyError(f"a_sync_configs: hybrid and {other} are different modes. Choose one of them.")
         if self.heter_worker_device_guard != "cpu":
             raise StrategyError(
                 f"a_sync_configs['heter_worker_device_guard']={self.heter_worker_device_guard!r}: heter workers are "

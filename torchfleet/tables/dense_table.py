@@ -50,18 +50,21 @@ class DenseTable:
         return self.size
 
     def check_pull(self, keys: Keys, create: bool) -> int:
-        """As Table.check_pull, for a range (start, stop)."""
-        if len(keys) != 2:
+        """As Table.check_pull, for a range (start, stop), or (start, stop, 1) for values and state."""
+        if len(keys) not in (2, 3):
             raise WireError(
                 f"expected a range (start, stop) for dense table '{self.spec.name}', found {len(keys)} numbers"
             )
         start, stop = int(keys[0]), int(keys[1])
         self.check_range(start, stop)
-        return 4 * (stop - start)
+        return 4 * (stop - start) * (1 if len(keys) == 2 else 1 + self.num_states)
 
     def pull(self, keys: Keys, create: bool, worker: int | None) -> Floats:
         """As Table.pull; nothing is ever missing here."""
-        return self.get(int(keys[0]), int(keys[1])).reshape(-1, 1)
+        start, stop = int(keys[0]), int(keys[1])
+        if len(keys) == 2:
+            return self.get(start, stop).reshape(-1, 1)
+        return np.concatenate([self._weights[None, start:stop], self._states[:, start:stop]]).reshape(-1, 1)
 
     def admit_waiting(self) -> None:
         """As Table.admit_waiting: nothing waits."""
@@ -76,18 +79,35 @@ class DenseTable:
         return np.array(self._weights[start:stop])
 
     def check_assign(self, keys: Keys, values: Floats) -> None:
-        """As Table.check_assign, for the element to start at."""
-        self._check_set(_start(keys), values)
+        """As Table.check_assign, for the element to start at; or for 0 and a number of steps, with all values and
+        the state that so many steps have left."""
+        if len(keys) == 2:
+            self._check_block(int(keys[0]), values)
+        else:
+            self._check_set(_start(keys), values)
 
     def assign(self, keys: Keys, values: Floats) -> None:
         """As Table.assign, from the given element on."""
-        self.set(_start(keys), values)
+        if len(keys) == 2:
+            self._check_block(int(keys[0]), values)
+            self.load(0, values.reshape(1 + self.num_states, self.size))
+            self.step, self.is_set = int(keys[1]), True
+        else:
+            self.set(_start(keys), values)
 
     def set(self, start: int, values: Floats) -> None:
         """Overwrite elements from `start` on; the optimizer's state stays."""
         self._check_set(start, values)
         self._weights[start : start + values.size] = values.reshape(-1)
         self.is_set = True
+
+    def _check_block(self, start: int, values: Floats) -> None:
+        if start or values.size != (1 + self.num_states) * self.size:
+            raise TableError(
+                f"dense table '{self.spec.name}' expects all {self.size:,} values with {self.num_states} numbers of "
+                f"state each, found {values.size:,} numbers from element {start:,} on"
+            )
+        self._check_finite(values)
 
     def _check_set(self, start: int, values: Floats) -> None:
         self.check_range(start, start + values.size)

@@ -25,7 +25,7 @@ class DistributedOptimizer(AdoptedOptimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         super().__init__(optimizer)
-        self.plan = plan
+        self.plan = self._pushed = plan
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
         self._unbound = "optimizer.step() before fleet.init_worker(): there are no servers to send gradients to"
@@ -115,19 +115,23 @@ class DistributedOptimizer(AdoptedOptimizer):
 
     def _gradients(self, dense: Mapping[int, torch.Tensor | None] | None = None) -> Gradients:
         """Everything since the last step; dense gradients by parameter, or from their .grad."""
-        engine, communicator = self._bound()
+        gradients = self._take_gradients(dense)
+        # Here in every mode: a thread that sends later, or a local step, would not know whose gradient it was.
+        check_finite(self._pushed, gradients, self.communicator.num_steps + 1)
+        return gradients
+
+    def _take_gradients(self, dense: Mapping[int, torch.Tensor | None] | None = None) -> Gradients:
+        """As `_gradients`, whether they are finite or not."""
+        engine, plan = self._bound()[0], self._pushed
         sparse, versions = engine.take_gradients()
-        for name, group in self.plan.sparse.items():  # a step counts for every table, also where no key was touched
+        for name, group in plan.sparse.items():  # a step counts for every table, also where no key was touched
             if name not in sparse:
                 width = group.spec.dim + NUM_PUSHED * is_pushed(group.spec)  # all workers push alike
                 sparse[name] = np.empty(0, np.uint64), np.empty((0, width), np.float32)
-        sparse = {name: sparse[name] for name in self.plan.sparse}
-        blocks = {group.spec.name: group.gradients(dense) for group in self.plan.dense}
+        sparse = {name: sparse[name] for name in plan.sparse}
+        blocks = {group.spec.name: group.gradients(dense) for group in plan.dense}
         known = {name: seen for name, seen in versions.items() if seen}
-        gradients = Gradients(sparse, known, blocks, self.plan.rates())
-        # Here in every mode: a thread that sends later, or a local step, would not know whose gradient it was.
-        check_finite(self.plan, gradients, communicator.num_steps + 1)
-        return gradients
+        return Gradients(sparse, known, blocks, plan.rates())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ModelError("add_param_group: the tables are made; add it before fleet.distributed_optimizer")

@@ -76,6 +76,12 @@ class Barriers:
         self._left.add(worker)
         return [(name, going) for name in list(self._meetings) if (going := self._open(name))]
 
+    def forget(self, worker: int) -> None:
+        """The worker's process of before has ended: it waits nowhere, and counts as there nowhere."""
+        for name, meeting in list(self._meetings.items()):
+            if meeting.waiting.pop(worker, None) is not None and not meeting.waiting:
+                del self._meetings[name]
+
     def expired(self, now: float, lost: Mapping[int, str] = NOBODY) -> list[tuple[Request, FleetError]]:
         """Everybody at a barrier whose time is up, or that waits for a worker of `lost`, with what to tell them."""
         return [(request, error) for _, request, error in self.expired_by_name(now, lost)]

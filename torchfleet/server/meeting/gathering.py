@@ -60,6 +60,11 @@ class Gatherings:
         """The worker is not waited for any more."""
         return [answer for name, going in self._barriers.leave_by_name(worker) for answer in self._close(name, going)]
 
+    def forget(self, worker: int) -> None:
+        """As Barriers.forget."""
+        self._barriers.forget(worker)
+        self._rounds = {place: known for place, known in self._rounds.items() if place[1] != worker}
+
     def expired(self, now: float, lost: Mapping[int, str] = NOBODY) -> list[tuple[Request, FleetError]]:
         """As Barriers.expired."""
         return self._give_up(self._barriers.expired_by_name(now, lost))

@@ -142,6 +142,28 @@ class Client(Requests):
         arrays = [[Array(spec.number, np.array([0, stop - start], np.uint64))] for start, stop in ranges]
         return self._ask(Command.PULL, arrays, finish=lambda replies: _joined(replies, 0))
 
+    def pull_block(self, table: str) -> tuple[Floats, int]:
+        """A dense table with its optimizer's state: a row of values, and one for each kind of state; and its steps."""
+        spec = self._tables.dense_spec(table)
+        num_rows = 1 + spec.num_states
+        ranges = [shard_range(spec.size, i, self.num_servers) for i in range(self.num_servers)]
+        arrays = [[Array(spec.number, np.array([0, stop - start, 1], np.uint64))] for start, stop in ranges]
+
+        def finish(replies: list[list[Array]]) -> tuple[Floats, int]:
+            blocks = [reply[0].data.reshape(num_rows, -1) for reply in replies]
+            return np.concatenate(blocks, axis=1), max(int(reply[-1].data[0, 0]) for reply in replies)
+
+        asked: Future[tuple[Floats, int]] = self._ask(Command.PULL, arrays, VERSIONS, finish=finish)
+        return asked.result()
+
+    def set_block(self, table: str, block: Floats, step: int) -> None:
+        """Overwrite a dense table: values and state, as `pull_block` gives them, after so many steps."""
+        number = self._tables.dense_spec(table).number
+        place = Array(number, np.array([0, step], np.uint64))
+        rows = [self._tables.shard_block(table, row) for row in block]
+        shards = [np.concatenate([row[server] for row in rows]) for server in range(self.num_servers)]
+        self._ask(Command.SET, [[place, Array(number, shard)] for shard in shards], once=True).result()
+
     def push_dense(self, table: str, grads: Floats, lr: float | None = None) -> Future[Dense]:
         """One update of a dense table."""
         return self.push_tables({table: grads}, {} if lr is None else {table: lr})

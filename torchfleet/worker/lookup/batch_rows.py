@@ -15,6 +15,7 @@ from torchfleet.kernels.rows import gather
 from torchfleet.tables.rows.row_statistics import NUM_PUSHED
 from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.lookup.bags import Bags
+from torchfleet.worker.lookup.device_copies import host_tensor, to_device, to_host
 from torchfleet.worker.lookup.foresight import Stamp
 
 Index = npt.NDArray[np.int32]
@@ -121,13 +122,13 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, rows: BatchRows, index: Index) -> torch.Tensor:
         ctx.rows, ctx.index = rows, index
-        out = np.empty((len(index), rows.dim), np.float32)
-        gather(rows.values.reshape(-1), rows.dim, 0, index, out)
-        return torch.from_numpy(out)
+        out = host_tensor((len(index), rows.dim), weight.device)
+        gather(rows.values.reshape(-1), rows.dim, 0, index, out.numpy())
+        return to_device(out, weight.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
-        ctx.rows.add(ctx.index, _as_array(grads[0]))
+        ctx.rows.add(ctx.index, to_host(grads[0]))
         return None, None, None
 
 
@@ -137,13 +138,15 @@ class PooledLookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, rows: BatchRows, index: Index, bags: Bags) -> torch.Tensor:
         ctx.rows, ctx.index, ctx.bags = rows, index, bags
-        out = np.empty(((len(bags.offsets) - 1) // bags.num_slots, bags.num_slots, rows.dim), np.float32)
-        lookup.pool(rows.values.reshape(-1), rows.dim, index, bags.offsets, bags.num_slots, bags.mean, out.reshape(-1))
-        return torch.from_numpy(out)
+        shape = ((len(bags.offsets) - 1) // bags.num_slots, bags.num_slots, rows.dim)
+        out = host_tensor(shape, weight.device)
+        pooled = out.numpy().reshape(-1)
+        lookup.pool(rows.values.reshape(-1), rows.dim, index, bags.offsets, bags.num_slots, bags.mean, pooled)
+        return to_device(out, weight.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None]:
-        ctx.rows.add_pooled(ctx.index, ctx.bags, _as_array(grads[0]))
+        ctx.rows.add_pooled(ctx.index, ctx.bags, to_host(grads[0]))
         return None, None, None, None
 
 
@@ -152,8 +155,3 @@ def with_padding(index: Index, is_real: npt.NDArray[np.bool_]) -> Index:
     out = np.full(len(is_real), -1, np.int32)
     out[is_real] = index
     return out
-
-
-def _as_array(tensor: torch.Tensor) -> Floats:
-    array: Floats = tensor.detach().cpu().contiguous().numpy()
-    return array

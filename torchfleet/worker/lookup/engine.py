@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -45,6 +45,8 @@ class Engine:
         self.foresight = Foresight()
         self.num_lookups = 0
         self.num_samples = 0
+        self.agreed: Callable[[Iterable[Any]], Iterable[Any]] = lambda loader: loader  # batches that all workers have
+        self.on_training: Callable[[], None] | None = None  # called before a lookup for training
 
     def use(self, source: Source) -> None:
         """Rows come from somewhere else from now on."""
@@ -52,7 +54,7 @@ class Engine:
 
     def prefetch(self, loader: Iterable[Item]) -> Iterator[Item]:
         """The loader's batches; while one is computed with, the rows of the next are on their way."""
-        iterator = iter(loader)
+        iterator = iter(self.agreed(loader))
         item = next(iterator, _END)
         batch = self._foresee(item)
         # A dataset's iterator says None if it would have to wait.
@@ -98,7 +100,7 @@ class Engine:
             num_samples = len(ids) if ids.dim() else 1
             self._note_shows(table, rows, index, np.arange(len(index) + 1), num_samples, by_slot=False)
         out: torch.Tensor = Lookup.apply(weight, rows, index)  # type: ignore[no-untyped-call]
-        return out.view(*ids.shape, rows.dim).to(ids.device)
+        return _beside(out.view(*ids.shape, rows.dim), weight, ids)
 
     def pooled(
         self,
@@ -115,7 +117,7 @@ class Engine:
             num_samples = (len(bags.offsets) - 1) // bags.num_slots
             self._note_shows(table, rows, index, bags.offsets, num_samples, by_slot=True)
         out: torch.Tensor = PooledLookup.apply(weight, rows, index, bags)  # type: ignore[no-untyped-call]
-        return out.to(slots[0].device)
+        return _beside(out, weight, slots[0])
 
     def take_gradients(self) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
         """Gradients of all lookups since the last call, summed per key, and how fresh their rows were.
@@ -182,6 +184,8 @@ class Engine:
             if ids.is_floating_point():
                 raise TypeError(f"table '{table}' expects integer ids, found {ids.dtype}")
         self.num_lookups += 1
+        if create and self.on_training is not None:
+            self.on_training()
         self._receive()
         known = self._own.known(table, slots, create)
         for rows in known if padding_idx is None else []:
@@ -239,6 +243,11 @@ class Engine:
     def _new_rows(self, table: str) -> BatchRows:
         pending = self._own.pending  # of the thread that looks up, whichever thread runs backward
         return BatchRows(self._embeddings[table][0].dim, lambda rows: pending.append((table, rows)))
+
+
+def _beside(out: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """A model on a GPU has its rows there, wherever the ids are; on the CPU, where the ids are."""
+    return out if weight.is_cuda else out.to(ids.device)
 
 
 _END: Any = object()

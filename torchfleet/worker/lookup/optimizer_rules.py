@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import torch
 
 from torchfleet.errors import ModelError
 from torchfleet.tables.settings.spec import Rule
 
+# With the other options of torch's optimizers of these names as they are by default.
+ROW_RULES = {
+    "sgd": Rule("sgd", 0.0),
+    "adagrad": Rule("adagrad", 0.0, eps=1e-10),
+    "adam": Rule("adam", 0.0, 1e-8, 0.9, 0.999),
+}
 _REFUSED = ("maximize", "amsgrad", "differentiable", "capturable")
 
 
@@ -37,8 +44,28 @@ def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
         return _adam_rule(optimizer, group, lr)
     raise ModelError(
         f"{type(optimizer).__name__} cannot run on servers. Supported: torch.optim.SGD, Adagrad, Adam, AdamW, "
-        "SparseAdam."
+        "SparseAdam. In hybrid mode the network may have any optimizer: give the embeddings a param group of their own "
+        "with 'row_rule': 'adagrad' (or sgd, adam)."
     )
+
+
+def row_rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
+    """The rule of a group's rows: the optimizer's own, or the one that the group names as its "row_rule"."""
+    name = group.get("row_rule")
+    if name is None:
+        return rule_of(optimizer, group)
+    if name not in ROW_RULES:
+        raise ModelError(f"a param group has row_rule={name!r}; expected one of {', '.join(ROW_RULES)}")
+    return msgspec.structs.replace(ROW_RULES[name], lr=float(group["lr"]))
+
+
+def kept_rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
+    """The rule of a table that keeps what an optimizer of torch does elsewhere: values alone, if servers do not have
+    that optimizer."""
+    try:
+        return rule_of(optimizer, group)
+    except ModelError:
+        return Rule("sgd", float(group["lr"]))
 
 
 def _adam_rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], lr: float) -> Rule:

@@ -15,7 +15,7 @@ from torchfleet.tables.settings.spec import Rule, TableSpec
 from torchfleet.worker.lookup.conversion import sparse_embeddings
 from torchfleet.worker.lookup.dense_group import BytesGroup, DenseGroup, FixedGroup, Kept
 from torchfleet.worker.lookup.embedding import SparseEmbedding
-from torchfleet.worker.lookup.optimizer_rules import rule_of, rule_text
+from torchfleet.worker.lookup.optimizer_rules import kept_rule_of, row_rule_of, rule_of, rule_text
 
 
 @dataclass
@@ -57,7 +57,8 @@ class Plan:
             if not group.group.get("params"):
                 continue
             kept = group.spec.rule  # the rate may change; bounds are the table's, not the optimizer's
-            now = msgspec.structs.replace(rule_of(optimizer, group.group), lr=kept.lr, low=kept.low, high=kept.high)
+            asked = (rule_of if group.spec.is_dense else row_rule_of)(optimizer, group.group)
+            now = msgspec.structs.replace(asked, lr=kept.lr, low=kept.low, high=kept.high)
             if now != kept:
                 raise ModelError(
                     f"an option of table '{group.spec.name}' was changed from {kept} to {now}: servers "
@@ -99,11 +100,17 @@ class Plan:
         return lines
 
 
-def make_plan(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_servers: int) -> Plan:
-    """The tables for this model and optimizer; an error where torch's meaning could not be kept."""
+def make_plan(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_servers: int, steps_here: bool = False
+) -> Plan:
+    """The tables for this model and optimizer; an error where torch's meaning could not be kept.
+
+    `steps_here`: dense parameters are stepped by the optimizer itself, which may then be any; their tables keep them.
+    """
     plan = Plan()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     embeddings = sparse_embeddings(model)
+    dense_rule = kept_rule_of if steps_here else rule_of
     owners = {id(module.weight): name for name, modules in embeddings.items() for module in modules}
     for number, group in enumerate(optimizer.param_groups):
         dense = []
@@ -123,7 +130,7 @@ def make_plan(model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_serv
             name = f"dense.{number}"
             while name in embeddings:  # a module's path may look like it
                 name += "'"
-            spec = TableSpec(name, "dense", size=size, rule=rule_of(optimizer, group), num_shards=num_servers)
+            spec = TableSpec(name, "dense", size=size, rule=dense_rule(optimizer, group), num_shards=num_servers)
             plan.dense.append(DenseGroup(spec, [names[id(p)] for p in dense], dense, group))
     for name in embeddings:
         if name not in plan.sparse and not any(module.weight.requires_grad for module in embeddings[name]):
@@ -190,7 +197,7 @@ def _add_sparse(
                 f"embeddings of table '{name}' are in two param groups: one table has one rule. Put them into one."
             )
         return
-    rule = rule_of(optimizer, group)
+    rule = row_rule_of(optimizer, group)
     for option in ("momentum", "weight_decay"):
         if getattr(rule, option):
             raise ModelError(

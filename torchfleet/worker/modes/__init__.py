@@ -1,1 +1,1 @@
-"""When gradients go to the servers: sync, half_async, async, geo."""
+"""When gradients go to the servers: sync, half_async, async, geo, hybrid."""

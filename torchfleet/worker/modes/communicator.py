@@ -4,6 +4,7 @@ sync        one update per step with the mean gradient of all workers' samples; 
 half_async  this worker's update, waited for; nobody waits for anybody else
 async       (asynchronous.py) gradients go into a queue, a thread sends them, training goes on
 geo         (geo.py, whole_tables.py) training on a local copy, differences exchanged now and then
+hybrid      (hybrid.py) as async for rows; the network is exchanged among the workers
 """
 
 from __future__ import annotations

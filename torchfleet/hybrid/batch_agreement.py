@@ -1,0 +1,76 @@
+"""Uneven data in hybrid mode: the workers agree, a batch ahead and beside training, whether all have another batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_END: Any = object()
+
+
+class Agreement:
+    """The workers' talk about who has batches left. It has a process group of its own: it is about other batches than
+    the gradients that travel at the same time."""
+
+    def __init__(self, rank: int, size: int, backend: str | None) -> None:
+        """All workers come here together. `backend`: None for the one of the default group."""
+        self._rank, self._size = rank, size
+        self._group = dist.new_group(backend=backend)
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The loader's batches, for as long as every worker has one. All workers iterate together.
+
+        A batch is asked about when the one before it is handed out, and the answer is waited for when it is asked
+        for: with a consumer that looks one batch ahead, a whole step lies in between.
+        """
+        source = iter(loader)
+        ahead = self._ask(next(source, _END))
+        num_read = 0
+        while True:
+            asked = ahead
+            ahead = self._ask(_END if asked.batch is _END else next(source, _END))
+            ended = asked.ended()
+            if ended:
+                break
+            yield asked.take()
+            num_read += 1
+        ahead.ended()  # all have asked: nothing is under way when the next loop begins
+        if asked.batch is not _END:
+            self._tell(loader, num_read, ended, 1 + (ahead.batch is not _END))
+
+    def _ask(self, batch: Any) -> Asked:
+        flags = torch.zeros(self._size, dtype=torch.uint8)
+        flags[self._rank] = batch is _END
+        return Asked(batch, flags, dist.all_reduce(flags, group=self._group, async_op=True))
+
+    def _tell(self, loader: Iterable[Any], num_read: int, ended: list[int], at_least: int) -> None:
+        try:
+            left = f"{len(loader) - num_read} batches are"  # type: ignore[arg-type]
+        except TypeError:  # a dataset or a generator, which does not know
+            left = f"at least {at_least} more batch{'es are' if at_least > 1 else ' is'}"
+        who = ", ".join(map(str, ended))
+        print(
+            f"fleet.prefetch: worker {self._rank} stops after {num_read} batches, because worker {who} has no more; "
+            f"{left} left unused",
+            flush=True,
+        )
+
+
+class Asked:
+    """A batch, or the end, and the question to all workers about it."""
+
+    def __init__(self, batch: Any, flags: torch.Tensor, work: Any) -> None:
+        self.batch, self._flags, self._work = batch, flags, work
+
+    def ended(self) -> list[int]:
+        """The workers that have no such batch. Waits for the slowest to have read so far."""
+        if self._work is not None:
+            self._work.wait()
+        return [int(worker) for worker in torch.nonzero(self._flags)]
+
+    def take(self) -> Any:
+        batch, self.batch = self.batch, None
+        return batch

@@ -1,0 +1,186 @@
+"""The dense network of a worker in hybrid mode: exchanged and stepped as in a collective job, beside rows that are not.
+
+The user's model stays the object that it is. Its `forward` becomes one that goes through the collective strategies
+and, in training, through DistributedDataParallel. The empty weights of sparse embeddings are each worker's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchfleet.collective.build import check_together
+from torchfleet.collective.collective_job import CollectiveJob, use_execution
+from torchfleet.collective.data_parallel import WrappedModel
+from torchfleet.collective.local_tensors import is_local
+from torchfleet.collective.strategy import Forward
+from torchfleet.collective.world import World, begun
+from torchfleet.errors import FleetError, ModelError, TableError
+from torchfleet.role import RoleInfo
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.worker.lookup.plan import Plan
+
+_MOST_NAMES = 3
+_PARTS: Any = object()  # what the model is called with when its parts are going to be called by themselves
+
+
+class NetworkJob(CollectiveJob):
+    """A collective job in which the model is called by its own name, and looks rows up."""
+
+    _kind = "hybrid training: the network"
+    _beside_rows = True
+
+    def __init__(self, info: RoleInfo, settings: DistributedStrategy, world: World, forward: Forward) -> None:
+        super().__init__(dataclasses.replace(info, status_file=None), None)
+        begun.info = None  # layers that are cut over ranks have no part in this
+        self._settings, self._world, self._forward = settings, world, forward
+
+    def _forward_of(self, model: torch.nn.Module) -> Forward:
+        return self.innermost
+
+    def innermost(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward; nothing, if this is the announcement of calls of its parts."""
+        return () if args and args[0] is _PARTS else self._forward(*args, **kwargs)
+
+    def _refuse_local_parameters(self, model: torch.nn.Module) -> None:
+        """Those of rows are empty: no strategy need care."""
+
+
+class DenseNetwork:
+    """Model and optimizer of this worker, once all workers have met. Every worker makes it at the same time."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: Plan,
+        settings: DistributedStrategy,
+        info: RoleInfo,
+        world: World,
+    ) -> None:
+        check_together(settings)
+        use_execution(settings)
+        self._model, self._names = model, {id(p): name for name, p in model.named_parameters()}
+        _mark_rows(model, plan)
+        self._job = NetworkJob(info, settings, world, model.forward)
+        self._together = self._job.distribute_model(model)
+        if self._together.module is not model:
+            raise ModelError("sync_batch_norm: the model is itself a batch norm; put it into a module")
+        parallel = self._together._parallel
+        self._alone: WrappedModel = self._together._called if parallel is None else parallel.module
+        self._is_wrapped = self._alone._wrapped_forward != self._job.innermost  # by a strategy: parts would go without
+        self.optimizer = self._job.distribute_optimizer(_without_rows(optimizer, plan))
+        self._num_calls = 0  # in training, since the last step
+        self._hook: Any = None
+        model.forward = self._call
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """In training all workers call it together; for a prediction, each when it likes."""
+        if not (torch.is_grad_enabled() and self._model.training):
+            return self._alone(*args, **kwargs)
+        self._num_calls += 1
+        return self._together(*args, **kwargs)
+
+    def begin_parts(self) -> None:
+        """Rows are looked up for training. Outside of a call of the model: parts of it are called by themselves.
+
+        DistributedDataParallel learns of a backward pass to come in a call of its own.
+        """
+        if self._num_calls or self._is_wrapped:
+            return
+        self._num_calls += 1
+        self._together(_PARTS)
+
+    @property
+    def row_scale(self) -> float:
+        """What gradients of rows must be divided by."""
+        scale = 1.0
+        for strategy in self._job.strategies:
+            scale *= strategy.row_scale()
+        return scale
+
+    def note_overflow(self) -> None:
+        """This worker's gradients of rows were not finite after the division."""
+        for strategy in self._job.strategies:
+            strategy.note_overflow()
+
+    def owns_state(self, parameter: torch.Tensor) -> bool:
+        """Whether this worker has the optimizer's state of a parameter."""
+        return all(strategy.owns_state(parameter) for strategy in self._job.strategies)
+
+    def step(self) -> bool:
+        """One step of the network, or of gathering for one. Returns whether the gradients of rows count too."""
+        if not self._num_calls:
+            raise FleetError(
+                "hybrid mode: optimizer.step() without a call of the whole model in training since the last one. "
+                "Gradients are exchanged in calls of model(...) with gradients, in training mode: call the model as a "
+                "whole (its parts by themselves only if they look rows up, without amp or recompute), and "
+                "model.train() before."
+            )
+        self._num_calls = 0
+        self.optimizer.step()
+        return not self.optimizer.is_skipped
+
+    def check_finite(self, step: int) -> None:
+        """Raise TableError with the parameters whose gradients have NaN or infinity: the same ones on all workers."""
+        named = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
+        if not named or bool(torch.isfinite(torch.stack(torch._foreach_norm([grad for _, grad in named]))).all()):
+            return
+        found = [self._names[id(p)] for p, grad in named if not bool(torch.isfinite(grad).all())]
+        if found:
+            more = f", and {len(found) - _MOST_NAMES:,} more" if len(found) > _MOST_NAMES else ""
+            names = ", ".join(f"parameter '{name}'" for name in found[:_MOST_NAMES])
+            raise TableError(
+                f"step {step}: NaN or infinity in the gradient of {names}{more}, of this worker or of another. Nothing "
+                "of this step was sent. Look for it in the loss (torch.autograd.set_detect_anomaly(True) says where "
+                "it begins), lower the learning rate, or clip the gradients."
+            )
+
+    def on_backward(self, call: Callable[[], None]) -> None:
+        """Have `call` made in every backward pass, early in it."""
+        trained = [p for p in self._model.parameters() if p.requires_grad and not is_local(p)]
+        if trained:  # the last parameter is near the loss
+            register: Any = trained[-1].register_post_accumulate_grad_hook
+            self._hook = register(lambda _: call())
+
+    def close(self) -> None:
+        """The model is again what it was."""
+        if self._hook is not None:
+            self._hook.remove()
+        if self._model.__dict__.get("forward") == self._call:
+            del self._model.forward
+
+
+def _mark_rows(model: torch.nn.Module, plan: Plan) -> None:
+    """The empty weights of embeddings are no part of what is exchanged."""
+    for name, parameter in model.named_parameters():
+        if is_local(parameter):
+            raise ModelError(
+                f"'{name}' is cut over all ranks by its layer (MarginSoftmax), which cannot be used in hybrid mode: "
+                "the servers keep one network, alike on all workers. Use collective training, or another layer."
+            )
+    for group in plan.sparse.values():
+        for module in group.modules:
+            module.weight.fleet_local = True  # type: ignore[attr-defined]
+
+
+def _without_rows(optimizer: torch.optim.Optimizer, plan: Plan) -> torch.optim.Optimizer:
+    """The user's optimizer for the network: the same group dictionaries, but for those that hold rows alone.
+
+    Schedulers change the rates of these dictionaries. A rule that asks something of every group (lars: momentum) asks
+    it of the network's.
+    """
+    rows = {id(module.weight) for group in plan.sparse.values() for module in group.modules}
+    own = copy.copy(optimizer)
+    own.param_groups = [g for g in optimizer.param_groups if not all(id(p) in rows for p in _params(g))]
+    own.state = optimizer.state
+    return own
+
+
+def _params(group: dict[str, Any]) -> Sequence[torch.Tensor]:
+    params: Sequence[torch.Tensor] = group["params"]
+    return params
