@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchfleet.cgroups import memory_limit
 from torchfleet.errors import TableError
-from torchfleet.tables.rows.cgroups import memory_limit
 from torchfleet.tables.settings.table_size import HOW_TO_SET, given_table_bytes
 
 HUGE_PAGE = 2 << 20
