@@ -2,6 +2,9 @@
 
 python -m benchmarks.sparse --json            1 server x 1 worker, 1 x 2, and one process, in turns; about two minutes
 python -m benchmarks.sparse --quick --json    smaller and shorter, to see that it works
+python -m benchmarks.sparse --grid 1x1,1x2,1x4,1x8,2x8,4x8 --json    servers x workers: a server under load
+
+The data is the same for every layout: `--num_batches` batches are dealt out to the workers, as the data of a job is.
 """
 
 from __future__ import annotations
@@ -19,15 +22,35 @@ from benchmarks.timing import log, report
 
 _WORKER = Path(__file__).with_name("sparse_worker.py")
 _SETTINGS = ("batch", "slots", "dim", "num_ids", "num_batches", "zipf", "seconds")
+_MANY = 8  # workers of the layout that is held against those with fewer
+
+Layout = tuple[int, int]  # servers, workers; no servers: one process
+Found = list[dict[str, Any]]  # what each worker measured
+
+
+def layouts(text: str) -> list[Layout]:
+    """1x2,2x8 as [(1, 2), (2, 8)]."""
+    try:
+        found = [
+            (int(servers), int(workers)) for servers, _, workers in (part.partition("x") for part in text.split(","))
+        ]
+    except ValueError:
+        found = []
+    if not found or min(min(layout) for layout in found) < 1:
+        raise argparse.ArgumentTypeError(f"expected servers x workers, such as 1x1,1x2,2x8; found {text!r}")
+    return found
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.sparse", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.sparse", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (("batch", 4096), ("slots", 26), ("dim", 16), ("num_ids", 10_000_000), ("num_batches", 40)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--zipf", type=float, default=1.15, help="exponent of the ids' distribution")
     parser.add_argument("--seconds", type=float, default=8.0, help="time of one run, after a first pass over the data")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--grid", type=layouts, help="servers x workers of every run, such as 1x1,1x8,4x8")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     chosen = parser.parse_args()
@@ -36,49 +59,81 @@ def options() -> argparse.Namespace:
     return chosen
 
 
-def run(chosen: argparse.Namespace, num_workers: int) -> list[dict[str, float]]:
-    """What each worker measured; num_workers 0: one process without servers."""
+def run(chosen: argparse.Namespace, layout: Layout) -> Found:
+    num_servers, num_workers = layout
     settings = [word for name in _SETTINGS for word in (f"--{name}", str(getattr(chosen, name)))]
     with tempfile.TemporaryDirectory() as log_dir:
         command = [sys.executable, str(_WORKER), *settings]
-        if num_workers:
-            roles = ["--server_num", "1", "--worker_num", str(num_workers), "--log_dir", log_dir]
+        if num_servers:
+            roles = ["--server_num", str(num_servers), "--worker_num", str(num_workers), "--log_dir", log_dir]
             command = [sys.executable, "-m", "torchfleet.launch", *roles, str(_WORKER), *settings]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
         logs = [path.read_text() for path in (Path(log_dir) / "latest").glob("workerlog.*")] or [done.stdout]
     found = [json.loads(line.partition("RESULT ")[2]) for log in logs for line in log.splitlines() if "RESULT " in line]
-    if done.returncode or len(found) != max(1, num_workers):
-        raise SystemExit(f"the run with {num_workers} workers failed:\n{done.stdout}\n{done.stderr}")
+    if done.returncode or len(found) != num_workers:
+        raise SystemExit(f"the run of {name_of(layout)} failed:\n{done.stdout}\n{done.stderr}")
     return found
 
 
-def main() -> None:
-    chosen = options()
-    runs: dict[int, list[list[dict[str, float]]]] = {0: [], 1: [], 2: []}
-    for turn in range(chosen.rounds):
-        for num_workers, found in runs.items():
-            found.append(run(chosen, num_workers))
-            total = sum(worker["samples_per_s"] for worker in found[-1])
-            name = f"1 x {num_workers}" if num_workers else "local"
-            log(f"  round {turn + 1}/{chosen.rounds}: {name}: {total:,.0f} samples/s")
-    speed = {
-        n: statistics.median(sum(w["samples_per_s"] for w in workers) for workers in found) for n, found in runs.items()
+def name_of(layout: Layout) -> str:
+    return f"{layout[0]}x{layout[1]}" if layout[0] else "local"
+
+
+def speed(found: Found) -> float:
+    """Samples per second of all workers together."""
+    return float(sum(worker["samples_per_s"] for worker in found))
+
+
+def summary(rounds: list[Found]) -> dict[str, Any]:
+    """Medians over rounds: speed, and of the mean worker its waits, its loss and the servers' busy share."""
+    means: dict[str, float] = {
+        name: statistics.median(statistics.fmean(worker[name] for worker in found) for found in rounds)
+        for name in ("pull_wait_ms", "push_wait_ms", "step_ms", "loss", "servers_busy")
+        if name in rounds[0][0]
     }
-    single = {name: statistics.median(found[0][name] for found in runs[1]) for name in runs[1][0][0]}
-    result: dict[str, Any] = {
-        "samples_per_s": speed[1],
-        "samples_per_s_two_workers": speed[2],
-        "local_samples_per_s": speed[0],
-        "ratio": speed[1] / speed[0],
+    return {"samples_per_s": statistics.median(map(speed, rounds)), **means}
+
+
+def load_ratio(speeds: dict[Layout, float]) -> float | None:
+    """The speed of one server with many workers over the best with fewer; None if the grid has not both."""
+    fewer = [speed for (servers, workers), speed in speeds.items() if servers == 1 and workers < _MANY]
+    many = speeds.get((1, _MANY))
+    return many / max(fewer) if many is not None and fewer else None
+
+
+def two_workers(runs: dict[Layout, list[Found]]) -> dict[str, Any]:
+    """The figures of a run without `--grid`."""
+    speeds = {layout: statistics.median(map(speed, rounds)) for layout, rounds in runs.items()}
+    single = summary(runs[1, 1])
+    return {
+        "samples_per_s": speeds[1, 1],
+        "samples_per_s_two_workers": speeds[1, 2],
+        "local_samples_per_s": speeds[0, 1],
+        "ratio": speeds[1, 1] / speeds[0, 1],
         "pull_ms": single["pull_wait_ms"],
         "push_ms": single["push_wait_ms"],
         "compute_ms": single["step_ms"] - single["pull_wait_ms"] - single["push_wait_ms"],
         "step_ms": single["step_ms"],
-        "unique_ids_per_batch": single["unique"],
-        "rounds": chosen.rounds,
-        **{name: getattr(chosen, name) for name in _SETTINGS},
+        "loss": single["loss"],
+        "servers_busy": single["servers_busy"],
     }
-    report(result, chosen.json)
+
+
+def main() -> None:
+    chosen = options()
+    runs: dict[Layout, list[Found]] = {layout: [] for layout in chosen.grid or [(0, 1), (1, 1), (1, 2)]}
+    for turn in range(chosen.rounds):
+        for layout, rounds in runs.items():
+            rounds.append(run(chosen, layout))
+            log(f"  round {turn + 1}/{chosen.rounds}: {name_of(layout)}: {speed(rounds[-1]):,.0f} samples/s")
+    if chosen.grid:
+        grid = {name_of(layout): summary(rounds) for layout, rounds in runs.items()}
+        speeds = {layout: grid[name_of(layout)]["samples_per_s"] for layout in runs}
+        result: dict[str, Any] = {"grid": grid, "server_load_ratio": load_ratio(speeds)}
+    else:
+        result = two_workers(runs)
+    result["unique_ids_per_batch"] = next(iter(runs.values()))[0][0]["unique"]
+    report({**result, "rounds": chosen.rounds, **{name: getattr(chosen, name) for name in _SETTINGS}}, chosen.json)
 
 
 if __name__ == "__main__":

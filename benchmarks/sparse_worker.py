@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import deque
 from collections.abc import Iterable
 from itertools import cycle, islice
 
@@ -29,17 +30,25 @@ class SummedIds(torch.nn.Module):
         return logits
 
 
-def batches(options: argparse.Namespace, seed: int) -> list[Batch]:
-    rng = np.random.default_rng(seed)
+def batches(options: argparse.Namespace, worker: int, num_workers: int) -> list[Batch]:
+    """This worker's share of the batches, which are the same ones however many workers there are."""
     cumulative = np.cumsum(1.0 / np.arange(1, options.num_ids + 1) ** options.zipf)
     names = np.random.default_rng(0).permutation(options.num_ids)  # the same hot ids on all workers
     offsets = torch.arange(0, options.batch * options.slots, options.slots)
     made = []
-    for _ in range(options.num_batches):
+    for number in range(worker, max(options.num_batches, num_workers), num_workers):
+        rng = np.random.default_rng(1 + number)
         ranks = np.searchsorted(cumulative, rng.random(options.batch * options.slots) * cumulative[-1])
-        label = torch.from_numpy(rng.integers(0, 2, options.batch).astype(np.float32))
+        label = torch.from_numpy(labels(names, ranks.reshape(options.batch, -1), rng))
         made.append((torch.from_numpy(names[ranks]), offsets, label))
     return made
+
+
+def labels(names: np.ndarray, ranks_BS: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """0 or 1, by chance and by what is hidden in the ids: a weight for each, drawn from its name."""
+    weights = np.sin(names[ranks_BS] * 0.7)
+    found: np.ndarray = (weights.mean(axis=1) * 4 + rng.normal(0, 0.5, len(ranks_BS)) > 0).astype(np.float32)
+    return found
 
 
 def main() -> None:
@@ -59,8 +68,10 @@ def main() -> None:
         fleet.init_server()
         fleet.run_server()
         return
-    data = batches(options, 1 + fleet.worker_index())
+    data = batches(options, fleet.worker_index(), fleet.worker_num())
     fleet.init_worker()
+
+    losses: deque[torch.Tensor] = deque(maxlen=len(data))  # of the last pass
 
     def train(loader: Iterable[Batch], until: float) -> int:
         steps = 0
@@ -69,6 +80,7 @@ def main() -> None:
             torch.autograd.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
+            losses.append(loss.detach())
             steps += 1
             if time.perf_counter() > until:
                 break
@@ -81,14 +93,19 @@ def main() -> None:
     steps = train(cycle(data), start + options.seconds)
     fleet.flush()
     seconds = time.perf_counter() - start
-    after = fleet.stats()["worker"]
+    stats = fleet.stats()
+    after = stats["worker"]
+    busy = [server["busy"] for server in stats["servers"] if server["busy"] is not None]
     waited = {
         name: (after[name] * after["steps"] - before[name] * before["steps"]) / steps
         for name in ("pull_wait_ms", "push_wait_ms")
     }
     unique = float(np.mean([len(np.unique(ids.numpy())) for ids, _, _ in data[:8]]))
     speed = {"samples_per_s": steps * options.batch / seconds, "step_ms": 1000 * seconds / steps}
-    result = {**speed, **waited, "unique": unique}
+    loss = float(torch.stack(list(losses)).mean())
+    result = {**speed, **waited, "unique": unique, "loss": loss}
+    if busy:
+        result["servers_busy"] = float(np.mean(busy))
     print("RESULT " + json.dumps(result), flush=True)
     fleet.stop_worker()
 

@@ -31,6 +31,7 @@ CORE = {
 # Room → the rooms below it that it may import. A new room is one line here, behind everything that it needs.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "cgroups": set(),
     "adoption": set(),
     "background": {"errors"},
     "kernels": set(),
@@ -41,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "net": {"errors"},
     # tables and their servers: no torch
     "tables/settings": {"kernels", "errors"},
-    "tables/rows": {"tables/settings", "kernels", "errors"},
+    "tables/rows": {"tables/settings", "kernels", "cgroups", "errors"},
     "tables/policies": {"tables/settings", "tables/rows", "kernels", "errors"},
     "tables": {"tables/settings", "tables/rows", "tables/policies", "kernels", "errors"},
     "checkpoint": {*TABLES, "storage", "errors"},
@@ -188,10 +189,21 @@ MAY_IMPORT: dict[str, set[str]] = {
         "net",
         "errors",
     },
-    "launch": {"tables/settings", "worker/client", "monitor", "net", "errors"},
+    "launch": {"tables/settings", "worker/client", "monitor", "net", "cgroups", "errors"},
     "__init__": set(),  # loads its names when they are first used
 }
-WITHOUT_TORCH = {"background", "checkpoint", "errors", "kernels", "monitor", "net", "server", "storage", "tables"}
+WITHOUT_TORCH = {
+    "background",
+    "cgroups",
+    "checkpoint",
+    "errors",
+    "kernels",
+    "monitor",
+    "net",
+    "server",
+    "storage",
+    "tables",
+}
 RUNS_FOREIGN_CODE = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
 
 

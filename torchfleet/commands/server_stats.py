@@ -8,6 +8,7 @@ import msgspec
 
 from torchfleet.commands.drawing import print_table
 from torchfleet.errors import FleetError, ServerUnreachable
+from torchfleet.monitor.bottleneck import bottleneck
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.probe import mechanism_at
 from torchfleet.worker.client.client import Client
@@ -68,7 +69,10 @@ def _print(endpoints: list[str], servers: list[dict[str, Any]]) -> None:
     for endpoint, server in zip(endpoints, servers, strict=True):
         counts = ", ".join(f"{server[name]:,} {name}" for name in ("requests", "errors", "clients"))
         workers = ", ".join(f"{line['worker']} ({line['place']})" for line in server["workers"]) or "none"
-        print(f"{endpoint}: up for {server['uptime']:,.0f} s, {counts}; workers: {workers}")
+        busy = "" if server["busy"] is None else f", computing {server['busy']:.0%} of the time"
+        print(f"{endpoint}: up for {server['uptime']:,.0f} s{busy}, {counts}; workers: {workers}")
+    if told := _bottleneck(servers):
+        print(told)
     lines = [
         [endpoint, name, table["kind"], *_sizes(table), table["bytes"], table["step"], _staleness(table["staleness"])]
         for endpoint, server in zip(endpoints, servers, strict=True)
@@ -76,6 +80,13 @@ def _print(endpoints: list[str], servers: list[dict[str, Any]]) -> None:
     ]
     headings = ["server", "table", "kind", "rows", "elements", "bytes", "updates", "staleness (updates: pushes)"]
     print_table(headings, lines, ("server", "table", "kind", headings[-1]))
+
+
+def _bottleneck(servers: list[dict[str, Any]]) -> str:
+    """What the job waits for, as all its servers together know it; each hears of all workers."""
+    busy = [server["busy"] for server in servers if server["busy"] is not None]
+    waits = [line["waiting"] for line in servers[0]["workers"] if line["waiting"] is not None]
+    return bottleneck(busy, waits, None)
 
 
 def _sizes(table: dict[str, Any]) -> tuple[object, object]:

@@ -107,6 +107,7 @@ class ServerRole:
         status = StatusFile(self._info.status_file, self._status)
 
         def is_over() -> bool:
+            self._server.state.load.look()
             status.write()
             return self._ended or self._server.is_stopping
 
@@ -149,7 +150,8 @@ class ServerRole:
     def _status(self) -> dict[str, Any]:
         state = self._server.state
         rows = {table.spec.name: table.num_rows for table in state.tables.values() if not table.spec.is_dense}
-        return {"role": "server", "requests": state.num_requests, "errors": state.num_errors, "rows": rows}
+        counts = {"requests": state.num_requests, "errors": state.num_errors}
+        return {"role": "server", **counts, "busy": state.load.busy, "rows": rows}
 
 
 def meeting_name(name: str, comm_world: str, info: RoleInfo) -> str:

@@ -11,6 +11,7 @@ from torchfleet.checkpoint.manifest import Manifest
 from torchfleet.errors import FleetError, StrategyError
 from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.job.job_setup import JobSetup
+from torchfleet.job.waiting_share import WaitingShare
 from torchfleet.job.worker_start import check_loaded, make_tables, wait_for_servers
 from torchfleet.monitor.status import StatusFile
 from torchfleet.net.keys import KeyFolder
@@ -64,12 +65,14 @@ class WorkerRole:
         self._saved_to: set[str] = set()
         self._passes: Counter[str] = Counter()  # over shared lists of files, by name
         wait_for_servers(self.client, self.info.start_timeout)
+        self._waiting: WaitingShare | None = None  # until training can begin
         self._membership = self._join()
         if dirname is not None:
             check_loaded(self.client, dirname)
         make_tables(self.client, self._plan, self.info, self.strategy)
         self._hybrid = self._hybrid_worker()
         self.communicator: Communicator = self._communicator()
+        self._waiting = WaitingShare(self._seconds_waited)
         pushed = {name: group.spec.entry for name, group in self._plan.sparse.items() if is_pushed(group.spec)}
         modules = {name: group.modules for name, group in self._plan.sparse.items()}
         self.engine = Engine(self.communicator, modules, pushed)
@@ -191,7 +194,15 @@ class WorkerRole:
         if self.info.is_local:
             return None
         info, strategy = self.info, self.strategy
-        return Membership(self._connect(), info.num_workers, info.restart, info.worker_timeout, strategy.sync_timeout)
+        timeouts = info.worker_timeout, strategy.sync_timeout
+        return Membership(self._connect(), info.num_workers, info.restart, *timeouts, self._waiting_share)
+
+    def _waiting_share(self) -> float | None:
+        return None if self._waiting is None else self._waiting()
+
+    def _seconds_waited(self) -> float:
+        stats = self.communicator.stats()
+        return float(stats["steps"] * (stats["pull_wait_ms"] + stats["push_wait_ms"]) / 1000)
 
     def _local_server(self, dirname: str | None, var_names: Sequence[str] | None) -> InProcess:
         server = Server(num_workers=1)
@@ -261,6 +272,7 @@ class WorkerRole:
             "steps_per_s": stats["steps"] / seconds,
             "samples_per_s": self.engine.num_samples / seconds,
             "queue": stats["queue"],
+            "waiting": self._waiting_share(),
             "left": self._left,
             **self._reported,
         }

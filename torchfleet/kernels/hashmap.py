@@ -34,12 +34,11 @@ OLD, NEW = 0, 1  # places in a map's `num_buckets`
 
 _U0, _U1, _U8, _LAST = np.uint64(0), np.uint64(1), np.uint64(BUCKET), np.uint64(BUCKET - 1)
 _S32 = np.uint64(32)
-_LINE = np.uint64(16)  # words in a cache line
 _LOW = np.uint64(0xFFFFFFFF)
 
 
 @inlined
-def _tag(key: np.uint64, salt: np.uint64) -> np.uint64:
+def tag_of(key: np.uint64, salt: np.uint64) -> np.uint64:
     return mix(key ^ salt) >> _S32
 
 
@@ -49,7 +48,7 @@ def key_at(words_RW: np.ndarray, row: np.uint64) -> np.uint64:
 
 
 @inlined
-def _home(tag: np.uint64, num_buckets: np.uint64) -> np.uint64:
+def home_of(tag: np.uint64, num_buckets: np.uint64) -> np.uint64:
     return (tag * num_buckets) >> _S32
 
 
@@ -64,7 +63,7 @@ def _match(slots: np.ndarray, at: np.uint64, tag: np.uint64) -> np.uint64:
 
 
 @inlined
-def _first_match(slots: np.ndarray, home: np.uint64, tag: np.uint64) -> np.uint64:
+def first_match(slots: np.ndarray, home: np.uint64, tag: np.uint64) -> np.uint64:
     at = home * _U8
     found = _match(slots, at, tag)
     while found == _U0 and slots[at + _LAST] != _U0:
@@ -86,8 +85,8 @@ def _vacancy(slots: np.ndarray, home: np.uint64) -> np.uint64:
 
 
 @kernel
-def _place(slots: np.ndarray, words_RW: np.ndarray, key: np.uint64, tag: np.uint64, home: np.uint64) -> np.uint64:
-    """The slot that holds `key`, else the empty slot where it belongs. The exact search behind `_first_match`."""
+def place_of(slots: np.ndarray, words_RW: np.ndarray, key: np.uint64, tag: np.uint64, home: np.uint64) -> np.uint64:
+    """The slot that holds `key`, else the empty slot where it belongs. The exact search behind `first_match`."""
     at = home * _U8
     while slots[at] != _U0 and ((slots[at] >> _S32) != tag or key_at(words_RW, (slots[at] & _LOW) - _U1) != key):
         at += _U1
@@ -98,9 +97,9 @@ def _place(slots: np.ndarray, words_RW: np.ndarray, key: np.uint64, tag: np.uint
 def _place_missing(
     slots: np.ndarray, words_RW: np.ndarray, key: np.uint64, tag: np.uint64, home: np.uint64
 ) -> np.uint64:
-    """`_place` for a key that is not there, unless it came earlier in the same batch."""
-    if _first_match(slots, home, tag) != _U0:
-        return _place(slots, words_RW, key, tag, home)
+    """`place_of` for a key that is not there, unless it came earlier in the same batch."""
+    if first_match(slots, home, tag) != _U0:
+        return place_of(slots, words_RW, key, tag, home)
     return _vacancy(slots, home)
 
 
@@ -109,75 +108,8 @@ def _fetch(slots: np.ndarray, keys_N: np.ndarray, salt: np.uint64, num_buckets: 
     """Bring the home buckets of these keys into the cache; what is returned must be used."""
     fetched = _U0
     for i in range(len(keys_N)):
-        fetched ^= slots[_home(_tag(keys_N[i], salt), num_buckets) * _U8]
+        fetched ^= slots[home_of(tag_of(keys_N[i], salt), num_buckets) * _U8]
     return fetched
-
-
-@kernel
-def find(
-    old: np.ndarray,
-    new: np.ndarray,
-    num_buckets: np.ndarray,
-    state: np.ndarray,
-    words_RW: np.ndarray,
-    keys_N: np.ndarray,
-    rows_N: np.ndarray,
-    num_words: int,
-) -> int:
-    """rows_N[i] = row of keys_N[i], or MISSING; returns how many are missing.
-
-    Per block of keys first all buckets, then the first `num_words` words of all rows are fetched by loops with
-    nothing else in them, so that the processor has as many cache misses under way as it can hold.
-    """
-    moved, salt = np.uint64(state[MOVED]), np.uint64(state[SALT])
-    num_old, num_new = num_buckets[OLD], num_buckets[NEW]
-    width = np.int64(words_RW.shape[1])
-    words = words_RW.reshape(-1)
-    num_missing, fetched = 0, np.uint64(0)
-    for start in range(0, len(keys_N), BLOCK):
-        stop = min(start + BLOCK, len(keys_N))
-        for i in range(start, stop):
-            rows_N[i] = np.int64(_home(_tag(keys_N[i], salt), num_new) * _U8)
-        for i in range(start, stop):
-            fetched ^= new[np.uint64(rows_N[i])]
-        for i in range(start, stop):
-            tag = _tag(keys_N[i], salt)
-            if _home(tag, num_old) < moved:
-                found = _first_match(new, np.uint64(rows_N[i]) // _U8, tag)
-            else:
-                found = _first_match(old, _home(tag, num_old), tag)
-            rows_N[i] = np.int64(found & _LOW) - 1
-        for i in range(start, stop):
-            row = np.uint64(max(rows_N[i], 0) * width)
-            for line in range(np.uint64(0), np.uint64(num_words - 1), _LINE):
-                fetched ^= np.uint64(words[row + line])
-            fetched ^= np.uint64(words[row + np.uint64(num_words - 1)])
-        for i in range(start, stop):
-            if rows_N[i] >= 0 and key_at(words_RW, np.uint64(rows_N[i])) != keys_N[i]:
-                rows_N[i] = _find_exactly(old, new, num_old, num_new, moved, salt, words_RW, keys_N[i])
-            num_missing += rows_N[i] < 0
-    state[FETCHED] = np.int64(fetched)  # a result that is stored is a fetch that is not optimised away
-    return num_missing
-
-
-@kernel
-def _find_exactly(
-    old: np.ndarray,
-    new: np.ndarray,
-    num_old: np.uint64,
-    num_new: np.uint64,
-    moved: np.uint64,
-    salt: np.uint64,
-    words_RW: np.ndarray,
-    key: np.uint64,
-) -> int:
-    """For the few keys that share their tag with another key of the map."""
-    tag = _tag(key, salt)
-    if _home(tag, num_old) < moved:
-        slot = new[_place(new, words_RW, key, tag, _home(tag, num_new))]
-    else:
-        slot = old[_place(old, words_RW, key, tag, _home(tag, num_old))]
-    return np.int64(slot & _LOW) - 1
 
 
 @kernel
@@ -206,13 +138,13 @@ def insert_missing(
         if rows_N[i] >= 0:
             continue
         key = keys_N[i]
-        tag = _tag(key, salt)
-        in_new = _home(tag, num_old) < moved
+        tag = tag_of(key, salt)
+        in_new = home_of(tag, num_old) < moved
         if in_new:
-            at = _place_missing(new, words_RW, key, tag, _home(tag, num_new))
+            at = _place_missing(new, words_RW, key, tag, home_of(tag, num_new))
             slot = new[at]
         else:
-            at = _place_missing(old, words_RW, key, tag, _home(tag, num_old))
+            at = _place_missing(old, words_RW, key, tag, home_of(tag, num_old))
             slot = old[at]
         if slot == _U0:
             if at + _U8 >= np.uint64(len(new) if in_new else len(old)):
@@ -259,8 +191,8 @@ def load(
         fetched ^= _fetch(new, keys_N[start:stop], salt, num_new)
         for i in range(start, stop):
             key = keys_N[i]
-            tag = _tag(key, salt)
-            at = _place_missing(new, words_RW, key, tag, _home(tag, num_new))
+            tag = tag_of(key, salt)
+            at = _place_missing(new, words_RW, key, tag, home_of(tag, num_new))
             if new[at] == _U0:
                 if at + _U8 >= np.uint64(len(new)):
                     return OVERFLOW
@@ -292,7 +224,7 @@ def _close_hole(slots: np.ndarray, at: np.uint64, num_buckets: np.uint64) -> Non
             return
         # A full bucket may have turned keys away: the nearest such key comes back, and its place is the next hole.
         candidate = (bucket + _U1) * _U8
-        while slots[candidate] != _U0 and _home(slots[candidate] >> _S32, num_buckets) > bucket:
+        while slots[candidate] != _U0 and home_of(slots[candidate] >> _S32, num_buckets) > bucket:
             candidate += _U1
         if slots[candidate] == _U0:
             return
@@ -319,14 +251,14 @@ def erase(
         if i % BLOCK == 0:
             fetched ^= _fetch(new, keys_N[i : i + BLOCK], salt, num_new)
         key = keys_N[i]
-        tag = _tag(key, salt)
-        if _home(tag, num_old) < moved:
-            at = _place(new, words_RW, key, tag, _home(tag, num_new))
+        tag = tag_of(key, salt)
+        if home_of(tag, num_old) < moved:
+            at = place_of(new, words_RW, key, tag, home_of(tag, num_new))
             slot = new[at]
             if slot != _U0:
                 _close_hole(new, at, num_new)
         else:
-            at = _place(old, words_RW, key, tag, _home(tag, num_old))
+            at = place_of(old, words_RW, key, tag, home_of(tag, num_old))
             slot = old[at]
             if slot != _U0:
                 _close_hole(old, at, num_old)
@@ -357,7 +289,7 @@ def migrate(old: np.ndarray, new: np.ndarray, num_buckets: np.ndarray, state: np
             slot = old[start + np.uint64(j)]
             if slot == _U0:
                 break
-            at = _vacancy(new, _home(slot >> _S32, num_new))
+            at = _vacancy(new, home_of(slot >> _S32, num_new))
             if at + _U8 >= np.uint64(len(new)):
                 return OVERFLOW
             new[at] = slot

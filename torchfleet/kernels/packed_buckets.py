@@ -27,6 +27,7 @@ from torchfleet.kernels.hashing import mix
 from torchfleet.kernels.hashmap import key_at
 from torchfleet.kernels.intrinsics import copy_words, leading_zeros, trailing_zeros
 from torchfleet.kernels.jit import inlined, kernel
+from torchfleet.kernels.rows import fetch_rows
 
 MISSING = -1
 OVERFLOW = -1  # the spare buckets are used up: with a salted hash this means a broken invariant, not bad luck
@@ -39,7 +40,6 @@ OLD, NEW = 0, 1  # places in a map's `num_buckets`
 _U0, _U1, _U2, _U3, _U7, _U8 = (np.uint64(number) for number in (0, 1, 2, 3, 7, 8))
 _PLACES = np.uint64(BUCKET)
 _S32, _S56, _U71 = np.uint64(32), np.uint64(56), np.uint64(71)
-_LINE = np.uint64(16)  # words in a cache line
 _LOW, _BYTE = np.uint64(0xFFFFFFFF), np.uint64(0xFF)
 _ONES, _SEVENS = np.uint64(0x0101010101010101), np.uint64(0x7F7F7F7F7F7F7F7F)
 
@@ -134,19 +134,6 @@ def _fetch(tags: np.ndarray, keys_N: np.ndarray, num_buckets: np.ndarray, state:
     return fetched
 
 
-@inlined
-def _fetch_rows(words_RW: np.ndarray, rows_N: np.ndarray, num_words: int) -> np.uint64:
-    """Bring the first `num_words` words of these rows into the cache; what is returned must be used."""
-    words, width = words_RW.reshape(-1), np.int64(words_RW.shape[1])
-    fetched = _U0
-    for i in range(len(rows_N)):
-        row = np.uint64(max(rows_N[i], 0) * width)
-        for line in range(np.uint64(0), np.uint64(num_words - 1), _LINE):
-            fetched ^= np.uint64(words[row + line])
-        fetched ^= np.uint64(words[row + np.uint64(num_words - 1)])
-    return fetched
-
-
 @kernel
 def find(
     tags: np.ndarray,
@@ -178,7 +165,7 @@ def find(
                 bucket += _U1
                 place = _candidate(tags, bucket, pattern)
             rows_N[i] = place
-        fetched ^= _fetch_rows(words_RW, rows_N[start:stop], num_words)
+        fetched ^= fetch_rows(words_RW.reshape(-1), words_RW.shape[1], rows_N[start:stop], num_words)
         for i in range(start, stop):
             if rows_N[i] >= 0 and key_at(words_RW, np.uint64(rows_N[i])) != keys_N[i]:
                 hashed = hash_of(keys_N[i], salt)  # another key of the same tag

@@ -3,6 +3,9 @@
 A store is one flat float32 array of rows of `width` words: `offset` words for the key (2, or 0 where the row number
 is the key), the value (`dim`), then the rule's state (0, dim or 2 dim). `rows_N` are row numbers, all different in
 the functions that write. `low` and `high` bound the value after an update (-inf, inf: no bounds).
+
+The rules take rows in blocks, and fetch all of a block before they change the first of it. What they return says
+nothing: it keeps those loads from being optimised away.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from torchfleet.kernels.intrinsics import copy_words
 from torchfleet.kernels.jit import inlined, kernel
 
 _EXPONENT = np.uint32(0x7F800000)
+_U0, _U1, _U6, _U63 = np.uint64(0), np.uint64(1), np.uint64(6), np.uint64(63)
+_LINE = np.uint64(16)  # words in a cache line
+BLOCK = 32  # rows that are fetched together, before the first of them is updated
 
 
 @kernel
@@ -22,6 +28,35 @@ def all_finite(bits_N: np.ndarray) -> bool:
     for i in range(len(bits_N)):
         largest = max(largest, bits_N[i] & _EXPONENT)
     return largest != _EXPONENT
+
+
+@kernel
+def all_distinct(rows_N: np.ndarray, bits: np.ndarray) -> bool:
+    """No row twice. `bits` has one for each row, all 0, as they are left."""
+    repeated = _U0
+    for i in range(len(rows_N)):
+        row = np.uint64(rows_N[i])
+        bit = _U1 << (row & _U63)
+        repeated |= bits[row >> _U6] & bit
+        bits[row >> _U6] |= bit
+    for i in range(len(rows_N)):
+        bits[np.uint64(rows_N[i]) >> _U6] = _U0
+    return repeated == _U0
+
+
+@inlined
+def fetch_rows(words: np.ndarray, width: int, rows_N: np.ndarray, num_words: int) -> np.uint64:
+    """Bring the first `num_words` words of these rows into the cache; what is returned must be used.
+
+    A missing row (negative) counts as the first.
+    """
+    fetched = _U0
+    for i in range(len(rows_N)):
+        row = np.uint64(max(rows_N[i], 0) * width)
+        for line in range(_U0, np.uint64(num_words - 1), _LINE):
+            fetched ^= np.uint64(words[row + line])
+        fetched ^= np.uint64(words[row + np.uint64(num_words - 1)])
+    return fetched
 
 
 @kernel
@@ -61,16 +96,21 @@ def sgd(
     lr: float,
     low: float,
     high: float,
-) -> None:
+) -> np.uint64:
     """w ← w - lr g"""
     dim = np.uint64(grads_ND.shape[1])
-    grads = grads_ND.reshape(-1)
+    grads, bits = grads_ND.reshape(-1), store.view(np.uint32)
     rate, low, high = np.float32(lr), np.float32(low), np.float32(high)
-    for i in range(len(rows_N)):
-        w, at = np.uint64(rows_N[i] * width + offset), np.uint64(i) * dim
-        for d in range(dim):
-            store[w + d] -= rate * grads[at + d]
-        _bound(store, w, dim, low, high)
+    num_words, fetched = offset + np.int64(dim), _U0
+    for start in range(0, len(rows_N), BLOCK):
+        stop = min(start + BLOCK, len(rows_N))
+        fetched ^= fetch_rows(bits, width, rows_N[start:stop], num_words)
+        for i in range(start, stop):
+            w, at = np.uint64(rows_N[i] * width + offset), np.uint64(i) * dim
+            for d in range(dim):
+                store[w + d] -= rate * grads[at + d]
+            _bound(store, w, dim, low, high)
+    return fetched
 
 
 @kernel
@@ -84,20 +124,25 @@ def adagrad(
     eps: float,
     low: float,
     high: float,
-) -> None:
+) -> np.uint64:
     """s ← s + g²;  w ← w - lr g / (√s + eps)"""
     dim = np.uint64(grads_ND.shape[1])
-    grads = grads_ND.reshape(-1)
+    grads, bits = grads_ND.reshape(-1), store.view(np.uint32)
     rate, eps, low, high = np.float32(lr), np.float32(eps), np.float32(low), np.float32(high)
-    for i in range(len(rows_N)):
-        w, at = np.uint64(rows_N[i] * width + offset), np.uint64(i) * dim
-        s = w + dim
-        for d in range(dim):
-            g = grads[at + d]
-            total = store[s + d] + g * g
-            store[s + d] = total
-            store[w + d] -= rate * (g / (np.sqrt(total) + eps))
-        _bound(store, w, dim, low, high)
+    num_words, fetched = offset + 2 * np.int64(dim), _U0
+    for start in range(0, len(rows_N), BLOCK):
+        stop = min(start + BLOCK, len(rows_N))
+        fetched ^= fetch_rows(bits, width, rows_N[start:stop], num_words)
+        for i in range(start, stop):
+            w, at = np.uint64(rows_N[i] * width + offset), np.uint64(i) * dim
+            s = w + dim
+            for d in range(dim):
+                g = grads[at + d]
+                total = store[s + d] + g * g
+                store[s + d] = total
+                store[w + d] -= rate * (g / (np.sqrt(total) + eps))
+            _bound(store, w, dim, low, high)
+    return fetched
 
 
 @kernel
@@ -114,23 +159,28 @@ def adam(
     step: int,
     low: float,
     high: float,
-) -> None:
+) -> np.uint64:
     """m ← m + (1 - β1)(g - m);  v ← v + (1 - β2)(g² - v);  w ← w - lr √(1 - β2^t) / (1 - β1^t) · m / (√v + eps)
 
     Only the given rows move, t counts the table's updates: the formula of torch.optim.SparseAdam.
     """
     dim = np.uint64(grads_ND.shape[1])
-    grads = grads_ND.reshape(-1)
+    grads, bits = grads_ND.reshape(-1), store.view(np.uint32)
     rate = np.float32(lr * np.sqrt(1.0 - beta2**step) / (1.0 - beta1**step))
     one_less1, one_less2, eps = np.float32(1.0 - beta1), np.float32(1.0 - beta2), np.float32(eps)
     low, high = np.float32(low), np.float32(high)
-    for i in range(len(rows_N)):
-        w, at = np.uint64(rows_N[i] * width + offset), np.uint64(i) * dim
-        m, v = w + dim, w + dim + dim
-        for d in range(dim):
-            g = grads[at + d]
-            mean = store[m + d] + (g - store[m + d]) * one_less1
-            square = store[v + d] + (g * g - store[v + d]) * one_less2
-            store[m + d], store[v + d] = mean, square
-            store[w + d] -= rate * (mean / (np.sqrt(square) + eps))
-        _bound(store, w, dim, low, high)
+    num_words, fetched = offset + 3 * np.int64(dim), _U0
+    for start in range(0, len(rows_N), BLOCK):
+        stop = min(start + BLOCK, len(rows_N))
+        fetched ^= fetch_rows(bits, width, rows_N[start:stop], num_words)
+        for i in range(start, stop):
+            w, at = np.uint64(rows_N[i] * width + offset), np.uint64(i) * dim
+            m, v = w + dim, w + dim + dim
+            for d in range(dim):
+                g = grads[at + d]
+                mean = store[m + d] + (g - store[m + d]) * one_less1
+                square = store[v + d] + (g * g - store[v + d]) * one_less2
+                store[m + d], store[v + d] = mean, square
+                store[w + d] -= rate * (mean / (np.sqrt(square) + eps))
+            _bound(store, w, dim, low, high)
+    return fetched

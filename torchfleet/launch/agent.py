@@ -146,7 +146,7 @@ class Agent(LocalElasticAgent):
         result = cast(RunResult, super()._monitor_workers(worker_group))
         if result.state == WorkerState.SUCCEEDED:
             self._echo(is_last=True)
-            self._display.show_line(self._ranks)
+            self._display.show_end(self._ranks)
         return result
 
     def _fail(self, rank: Rank) -> None:

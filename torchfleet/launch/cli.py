@@ -18,6 +18,7 @@ _NOT_YET = ("heter_worker_num", "cluster")
 
 _EXAMPLES = """examples:
   fleetrun --server_num 2 --worker_num 2 train.py --epochs 3        all on this machine
+  fleetrun --server_num auto --worker_num 8 train.py                as many servers as there are cores to spare
   fleetrun --keygen keys                                            keys for machines that others can reach
   fleetrun --servers a:7000,b:7000 --workers c:0,d:0 --key_dir keys train.py   the same line on machines a, b, c and d
   fleetrun --nproc_per_node 2 train.py                              a collective job: two ranks on this machine
@@ -37,7 +38,12 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # a script's own --work is not our --worker_num
     )
-    made.add_argument("--server_num", type=int, help="servers on this machine (default: 1)")
+    made.add_argument(
+        "--server_num",
+        type=_count_or_auto,
+        metavar="N|auto",
+        help="servers on this machine (default: 1); auto: one for each core that the workers leave",
+    )
     made.add_argument("--worker_num", type=int, help="workers on this machine (default: 1)")
     for launcher in LAUNCHERS.values():
         launcher.add_options(made)
@@ -70,6 +76,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("script", nargs="?", help="the training script")
     made.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return made
+
+
+def _count_or_auto(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, or auto; found {text!r}") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

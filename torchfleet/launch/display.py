@@ -7,11 +7,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
+from torchfleet.cgroups import usable_cores
 from torchfleet.launch.processes import Process
+from torchfleet.monitor.job_load import JobLoad
 from torchfleet.monitor.status import KNOWN
 
 _PERIOD = 5.0  # seconds between plain lines
@@ -27,6 +30,7 @@ class Display:
             self._live = Live(console=self._console, refresh_per_second=4, transient=True)
             self._live.start()
         self._next = time.monotonic() + _PERIOD
+        self._load = JobLoad(usable_cores())
 
     def report(self, line: str) -> None:
         if self._live:
@@ -35,15 +39,23 @@ class Display:
             print(line, flush=True)
 
     def show(self, processes: Sequence[Process]) -> None:
+        running = {(p.task.role, p.task.index): p.status() for p in processes if p.returncode is None}
+        told = self._load.look(running)
         if self._live:
-            self._live.update(_table(processes))
+            self._live.update(Group(_table(processes), Text(told)))
         elif time.monotonic() >= self._next:
-            self.show_line(processes)
+            self._show_line(processes, told)
 
-    def show_line(self, processes: Sequence[Process]) -> None:
-        """A plain line now, whatever the period: how a job ended stays readable after the table is gone."""
+    def show_end(self, processes: Sequence[Process]) -> None:
+        """How the job ended, which stays readable after the table is gone, and what it waited for on the whole."""
+        told = self._load.whole()
+        self._show_line(processes, f"on the whole: {told}" if told else "")
+
+    def _show_line(self, processes: Sequence[Process], told: str) -> None:
         self._next = time.monotonic() + _PERIOD
         self.report("[fleetrun] " + "; ".join(_line(process) for process in processes))
+        if told:
+            self.report(f"[fleetrun] {told}")
 
     def close(self) -> None:
         if self._live:
@@ -70,9 +82,14 @@ def _metrics(status: dict[str, Any]) -> str:
     return "".join(f", {name} {value:.4f}" for name, value in status.items() if name not in KNOWN)
 
 
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{share:.0%}"
+
+
 def _table(processes: Sequence[Process]) -> Table:
     table = Table()
-    for heading in ("role", "state", "steps", "steps/s", "samples/s", "queue", "metrics", "rows"):
+    loads = ("waits", "busy") if any(process.task.role == "server" for process in processes) else ()
+    for heading in ("role", "state", "steps", "steps/s", "samples/s", "queue", *loads, "metrics", "rows"):
         table.add_column(heading, justify="left" if heading in ("role", "state", "metrics", "rows") else "right")
     for process in processes:
         status = process.status()
@@ -84,6 +101,7 @@ def _table(processes: Sequence[Process]) -> Table:
             f"{status['steps_per_s']:.1f}" if "steps_per_s" in status else "",
             f"{status['samples_per_s']:,.0f}" if "samples_per_s" in status else "",
             str(status.get("queue", "")),
+            *([_share(status.get("waiting")), _share(status.get("busy"))] if loads else []),
             _metrics(status).removeprefix(", "),
             rows,
         )

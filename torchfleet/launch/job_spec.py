@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from torchfleet.errors import RoleError
 
@@ -17,7 +18,7 @@ class JobSpec:
 
     command: tuple[str, ...]  # the same for every process; the environment gives each its role
     log_dir: Path  # as the user gave it; every run has a folder of its own below it: `make_run_dir`
-    num_servers: int | None = None  # None: the user gave no number
+    num_servers: int | Literal["auto"] | None = None  # None: the user gave no number
     num_workers: int | None = None
     max_restart: int = 0  # restarts of a failed worker; in a collective job, of all ranks together
     max_job_restart: int = 0  # restarts of the whole job

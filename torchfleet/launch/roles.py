@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torchfleet.cgroups import usable_cores
 from torchfleet.errors import RoleError
 from torchfleet.launch.job_spec import Task
 
@@ -45,10 +46,10 @@ def several_machines(servers: Sequence[str], workers: Sequence[str]) -> JobLayou
     return JobLayout(tuple(servers), tuple(workers), local_servers, local_workers)
 
 
-def tasks(layout: JobLayout, num_workers: int, base: dict[str, str]) -> list[Task]:
+def tasks(layout: JobLayout, num_workers: int, base: dict[str, str], num_kept: int = 0) -> list[Task]:
     """The processes to start on this machine, servers first; `base` is part of the environment of each.
 
-    The cores are divided among the workers of the machine, unless OMP_NUM_THREADS is set.
+    The cores, but for `num_kept`, are divided among the workers of the machine, unless OMP_NUM_THREADS is set.
     """
     common = {
         **base,
@@ -58,7 +59,7 @@ def tasks(layout: JobLayout, num_workers: int, base: dict[str, str]) -> list[Tas
     }
     common["FLEET_WORKER_ENDPOINTS"] = ",".join(_numbered(layout.workers))
     threads = os.environ.get("OMP_NUM_THREADS") or str(
-        max(1, (os.cpu_count() or 1) // max(1, len(layout.local_workers)))
+        worker_threads(usable_cores(), len(layout.local_workers), num_kept)
     )
     started = [
         Task("server", i, {**common, "FLEET_ROLE": "SERVER", "FLEET_SERVER_INDEX": str(i), "OMP_NUM_THREADS": "1"})
@@ -69,6 +70,45 @@ def tasks(layout: JobLayout, num_workers: int, base: dict[str, str]) -> list[Tas
         for i in layout.local_workers
     ]
     return started
+
+
+def given_threads(environment: Mapping[str, str] = os.environ) -> int | None:
+    """Threads of a worker, if the user has set OMP_NUM_THREADS. Raises RoleError if that is no number."""
+    text = environment.get("OMP_NUM_THREADS")
+    if not text:
+        return None
+    first = text.split(",")[0]  # one number for each level of nested parallelism
+    if not (first.isascii() and first.isdigit() and int(first) > 0):
+        raise RoleError(f"OMP_NUM_THREADS must be a number above 0, found {text!r}")
+    return int(first)
+
+
+def spare_servers(num_cores: int, num_workers: int, num_threads: int | None) -> tuple[int, str]:
+    """How many servers `--server_num auto` starts beside so many workers of this machine, and why.
+
+    One for each core that the workers leave, at least one. More servers than workers help nobody: each worker's
+    request is one message to every server.
+    """
+    threads = num_threads or 1
+    num_left = num_cores - num_workers * threads
+    num_servers = max(1, min(num_left, num_workers))
+    left = f"{_num(num_workers, 'worker')} of {_num(threads, 'thread')} leave {max(0, num_left)} of {num_cores} cores"
+    if num_left < 1:
+        why = f"{left}, and a job needs a server"
+    elif num_left > num_workers:
+        why = f"{left}, and more servers than workers help nobody"
+    else:
+        why = f"{left}, and a server uses one"
+    return num_servers, f"--server_num auto: {_num(num_servers, 'server')}. {why}."
+
+
+def worker_threads(num_cores: int, num_workers: int, num_servers: int) -> int:
+    """Threads for each worker of this machine, if so many cores are kept for servers."""
+    return max(1, (num_cores - num_servers) // max(1, num_workers))
+
+
+def _num(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def free_ports(num: int) -> list[int]:

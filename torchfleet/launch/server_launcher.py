@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 
+from torchfleet.cgroups import usable_cores
 from torchfleet.errors import RoleError
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
-from torchfleet.launch.roles import JobLayout, one_machine, several_machines, tasks
+from torchfleet.launch.roles import JobLayout, given_threads, one_machine, several_machines, spare_servers, tasks
 from torchfleet.launch.supervisor import JobSupervisor
 from torchfleet.net.keys import is_private
 from torchfleet.tables.settings.table_size import VARIABLE, parse_bytes
@@ -17,8 +19,13 @@ class ServerLauncher:
 
     def add_options(self, parser: argparse.ArgumentParser) -> None:
         group = parser.add_argument_group("jobs with parameter servers")
-        group.add_argument("--servers", help="host:port of every server of the job, separated by commas")
-        group.add_argument("--workers", help="host:port of every worker (port 0: any); worker 0 is the first")
+        group.add_argument(
+            "--servers",
+            help="host:port of every server of the job, separated by commas; host:7000*4: ports 7000 to 7003 of it",
+        )
+        group.add_argument(
+            "--workers", help="host:port of every worker (port 0: any; host:0*4: four); worker 0 is the first"
+        )
         group.add_argument(
             "--max_table_bytes",
             metavar="SIZE",
@@ -29,19 +36,19 @@ class ServerLauncher:
         return True
 
     def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
-        _, local_tasks = _plan(job, options)
-        return [
-            line
-            for task in local_tasks
-            for line in describe_task(task, job.command, f"log: {job.latest / task.log_name}")
-        ]
+        job, reasons = _with_servers(job)
+        _, local_tasks = _plan(job, options, bool(reasons))
+        lines = (describe_task(task, job.command, f"log: {job.latest / task.log_name}") for task in local_tasks)
+        return [*reasons, *(line for described in lines for line in described)]
 
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
+        job, reasons = _with_servers(job)
         _plan(job, options)  # mistakes are found before a folder is made
         code, run_dir = 0, job.make_run_dir()
-        print(f"[fleetrun] logs in {run_dir}", flush=True)
+        for line in (f"logs in {run_dir}", *reasons):
+            print(f"[fleetrun] {line}", flush=True)
         for attempt in range(job.max_job_restart + 1):
-            layout, local_tasks = _plan(job, options)  # free ports are found anew for every attempt
+            layout, local_tasks = _plan(job, options, bool(reasons))  # free ports are found anew for every attempt
             supervisor = JobSupervisor(job, layout, local_tasks, run_dir, attempt)
             code = supervisor.run()
             if code != 1 or supervisor.is_finished:
@@ -51,12 +58,25 @@ class ServerLauncher:
         return code
 
 
-def _plan(job: JobSpec, options: argparse.Namespace) -> tuple[JobLayout, list[Task]]:
-    """Where all servers and workers are, and the processes to start on this machine."""
+def _with_servers(job: JobSpec) -> tuple[JobSpec, list[str]]:
+    """The job with the number of servers that `--server_num auto` stands for, and why that many; else as it is."""
+    if job.num_servers != "auto":
+        return job, []
+    num_workers = 1 if job.num_workers is None else job.num_workers
+    num_servers, why = spare_servers(usable_cores(), num_workers, given_threads())
+    return dataclasses.replace(job, num_servers=num_servers), [why]
+
+
+def _plan(job: JobSpec, options: argparse.Namespace, keeps_cores: bool = False) -> tuple[JobLayout, list[Task]]:
+    """Where all servers and workers are, and the processes to start on this machine.
+
+    `keeps_cores`: the workers' threads leave a core to every server.
+    """
     layout, num_workers = _layout(job, options.servers, options.workers)
     if not job.insecure and not job.key_dir:
         _refuse_open_servers(layout)
-    return layout, tasks(layout, num_workers, {**job.environment, **_limits(options.max_table_bytes)})
+    base = {**job.environment, **_limits(options.max_table_bytes)}
+    return layout, tasks(layout, num_workers, base, len(layout.local_servers) if keeps_cores else 0)
 
 
 def _limits(max_table_bytes: str | None) -> dict[str, str]:
@@ -79,6 +99,7 @@ def _layout(job: JobSpec, servers: str | None, workers: str | None) -> tuple[Job
             raise RoleError("a job on several machines needs both lists, --servers and --workers")
         addresses = _addresses("--servers", servers), _addresses("--workers", workers)
         return several_machines(*addresses), len(addresses[1])
+    assert job.num_servers != "auto"
     num_servers = 1 if job.num_servers is None else job.num_servers
     num_workers = 1 if job.num_workers is None else job.num_workers
     if num_servers < 1 or num_workers < 1:
@@ -87,17 +108,29 @@ def _layout(job: JobSpec, servers: str | None, workers: str | None) -> tuple[Job
 
 
 def _addresses(option: str, text: str) -> list[str]:
-    addresses = [address.strip() for address in text.split(",") if address.strip()]
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        least = 1 if option == "--servers" else 0  # workers must know a server's port; a worker needs none
-        if not (host and port.isascii() and port.isdigit() and least <= int(port) < 1 << 16):
-            raise RoleError(f"{option} expects host:port, separated by commas; found {address!r}")
+    written = [address.strip() for address in text.split(",") if address.strip()]
+    addresses = [each for address in written for each in _expanded(option, address)]
     if not addresses:
         raise RoleError(f"{option} lists no address, found {text!r}")
     if option == "--servers" and len(set(addresses)) != len(addresses):
         raise RoleError(f"{option}: an address appears twice in {text!r}")
     return addresses
+
+
+def _expanded(option: str, address: str) -> list[str]:
+    """host:port, or host:port*N: N ports from this one on; of workers without a port (0), N workers."""
+    place, star, count = address.partition("*")
+    host, _, port = place.rpartition(":")
+    least = 1 if option == "--servers" else 0  # workers must know a server's port; a worker needs none
+    numbers = [port, count] if star else [port]
+    if not host or not all(number.isascii() and number.isdigit() for number in numbers) or int(port) < least:
+        raise RoleError(
+            f"{option} expects host:port, or host:port*N for N of them, separated by commas; found {address!r}"
+        )
+    first, num = int(port), int(count or 1) if star else 1
+    if num < 1 or first + (num - 1) * bool(first) >= 1 << 16:
+        raise RoleError(f"{option} expects host:port with ports below {1 << 16:,}, and at least one; found {address!r}")
+    return [f"{host}:{first + i * bool(first)}" for i in range(num)] if star else [place]
 
 
 def _refuse_open_servers(layout: JobLayout) -> None:

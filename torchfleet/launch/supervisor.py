@@ -111,7 +111,7 @@ class JobSupervisor:
             display.report(f"[fleetrun] no worker is left; the job ends. Logs in {self._log_dir}")
             return 1
         self.is_finished = True
-        display.show_line(self._processes)
+        display.show_end(self._processes)
         for name in self._lost:
             display.report(f"[fleetrun] {name} was lost on the way; the others finished without it")
         display.report(f"[fleetrun] finished; logs in {self._log_dir}")

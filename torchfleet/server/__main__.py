@@ -61,8 +61,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"torchfleet server: {error}", file=sys.stderr)
         return 2
     print(f"listening on {listener.endpoint}", flush=True)
+
+    def is_over() -> bool:
+        server.state.load.look()
+        return ended or server.is_stopping
+
     try:
-        listener.serve(server, lambda: ended or server.is_stopping)
+        listener.serve(server, is_over)
     finally:
         listener.close()
     if server.desertion:

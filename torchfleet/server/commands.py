@@ -58,6 +58,7 @@ def stats(state: State, request: Request) -> Answer:
         "model": state.model,
         "requests": state.num_requests,
         "errors": state.num_errors,
+        "busy": state.load.busy,
         "clients": len(state.sessions),
         "workers": state.presence.describe(request.arrived),
         "uptime": time.monotonic() - state.started,

@@ -1,10 +1,11 @@
-"""Compile every kernel, or load it from numba's cache, before the first request comes."""
+"""What would make first requests slow is done before they come: kernels are compiled or loaded, memory is kept."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from torchfleet.tables.dense_table import DenseTable
+from torchfleet.tables.rows.memory import keep_freed_memory
 from torchfleet.tables.rows.row_statistics import NUM_PUSHED
 from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.tables.settings.spec import RULES, Initializer, Rule, TableSpec
@@ -14,7 +15,8 @@ _BYTES = 1 << 20
 
 
 def warm_up() -> None:
-    """Use every rule and kind of table once, on a few rows."""
+    """Use every rule and kind of table once, on a few rows. The buffers of messages stay with the process."""
+    keep_freed_memory()
     keys = np.array([1, 2, 1], np.uint64)
     for rule in map(Rule, RULES):
         _warm_rows(TableSpec("warm", dim=2, rule=rule, initializer=Initializer("normal", 0.0, 1.0)), keys)
@@ -29,7 +31,9 @@ def _warm_rows(spec: TableSpec, keys: np.ndarray[tuple[int], np.dtype[np.uint64]
     table.pull(keys)
     table.push(keys, grads)
     table.assign(keys, grads)
-    table.pull(np.arange(1000, dtype=np.uint64))  # grows, so that carrying over is compiled too
+    many = np.arange(1000, dtype=np.uint64)
+    table.pull(many)  # grows, so that carrying over is compiled too
+    table.push(many, np.ones((1000, spec.dim), np.float32))
     table.erase(keys)
     table.begin_save(is_committed=False)
     table.push(keys, grads)

@@ -10,7 +10,7 @@ import numpy as np
 from torchfleet.kernels import rows
 from torchfleet.kernels.merge import segment_sum, sum_by_key, unique
 from torchfleet.tables import eviction
-from torchfleet.tables.rows.keymap import Keys, Rows
+from torchfleet.tables.rows.keymap import KeyMap, Keys, Rows
 from torchfleet.tables.rows.row_statistics import NUM_PUSHED, Columns, is_pushed
 from torchfleet.tables.rowstore import CHUNK, RowStore, check_block
 from torchfleet.tables.rules import learning_rate
@@ -50,10 +50,26 @@ class SparseTable(RowStore):
             at = self.appear(keys, worker if self.admission is not None else None)
             rows.gather(self.index.store, *self._layout, at, out)
             return out
+        if isinstance(self.index, KeyMap) and self._capacity is None:
+            self._read(self.index, keys, create, out)
+            return out
         for start in range(0, len(keys), CHUNK):
             at = self._locate(keys[start : start + CHUNK], create, self.spec.dim)
             rows.gather(self.index.store, *self._layout, at, out[start : start + CHUNK])
         return out
+
+    def _read(self, index: KeyMap, keys: Keys, create: bool, out: Floats) -> None:
+        """`pull` where no row has to make room for another: one search for all keys, then rows for the missing."""
+        at = np.empty(len(keys), np.int64)
+        num_missing = index.read(keys, at, out)
+        if not create:
+            return
+        for start in range(0, len(keys) if num_missing else 0, CHUNK):
+            some = slice(start, start + CHUNK)
+            if at[some].min() < 0:
+                self._insert(keys[some], at[some], True)
+                rows.gather(index.store, *self._layout, at[some], out[some])
+        index.recent.note(keys, at)
 
     def appear(self, keys: Keys, worker: int | None = None) -> Rows:
         """Keys were looked up for training: admitted or counted, created, seen. Returns their rows, -1 for none."""
@@ -102,6 +118,11 @@ class SparseTable(RowStore):
         self.step += 1
         rule = self.spec.rule
         row_rule, rate = rule.row_rule, learning_rate(rule, lr, self.step)
+        pulled = self.index.recent.take(keys) if isinstance(self.index, KeyMap) else None
+        if pulled is not None:
+            row_rule.apply_to_rows(rule, self.index.store, self._layout, pulled, grads, rate, self.step)
+            self._mark(pulled)
+            return
         keys, grads = self._take_pushed(keys, grads) if grads.shape[1] > self.spec.dim else sum_by_key(keys, grads)
         for start in range(0, len(keys), CHUNK):
             at = self._locate(keys[start : start + CHUNK], self.admission is None, self._row_words)

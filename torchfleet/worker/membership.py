@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 
 from torchfleet.background import BackgroundThreads
 from torchfleet.errors import ServerRestarted, ServerUnreachable
@@ -24,9 +25,18 @@ class Membership:
     A process that ends without `close` says so to the servers: those who wait for it learn it within seconds.
     """
 
-    def __init__(self, client: Client, num_workers: int, restart: int, timeout: float, sync_timeout: float) -> None:
-        """Owns `client` from now on. Raises RoleError if a server refuses this worker."""
-        self._client, self._timeout = client, timeout
+    def __init__(
+        self,
+        client: Client,
+        num_workers: int,
+        restart: int,
+        timeout: float,
+        sync_timeout: float,
+        waiting: Callable[[], float | None],
+    ) -> None:
+        """Owns `client` from now on. `waiting`: for what share of its time this worker waits for servers; called from
+        another thread. Raises RoleError if a server refuses this worker."""
+        self._client, self._timeout, self._waiting = client, timeout, waiting
         self._body = {
             "process": _PROCESS,
             "host": socket.gethostname(),
@@ -71,4 +81,4 @@ class Membership:
     def _tell(self, timeout: float, ended: bool = False) -> None:
         # The training thread finds out by itself that a server is gone, and says so.
         with contextlib.suppress(ServerUnreachable, ServerRestarted):
-            self._client.join({**self._body, "again": True, "ended": ended}, timeout)
+            self._client.join({**self._body, "again": True, "ended": ended, "waiting": self._waiting()}, timeout)

@@ -85,11 +85,13 @@ def test_the_machines_memory_is_that_of_the_system():
 
 
 def grow(num_rows: int, step: int):
-    """A table of dim 8 with Adagrad, so rows of 8 + 64 bytes; yields it at each `step` new rows."""
+    """A table of dim 8 with Adagrad, so rows of 8 + 64 bytes, in training; yields it at each `step` new rows."""
     rule, first = Rule("adagrad"), Initializer("uniform", -0.01, 0.01)
     table = SparseTable(TableSpec("t", dim=8, rule=rule, initializer=first), 1 << 32)
     for start in range(0, num_rows, step):
-        table.pull(np.arange(start, start + step, dtype=np.uint64))
+        keys = np.arange(start, start + step, dtype=np.uint64)
+        table.pull(keys)
+        table.push(keys, np.zeros((step, 8), np.float32))
         yield table
 
 

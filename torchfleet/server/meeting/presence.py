@@ -26,6 +26,7 @@ class JoinBody(msgspec.Struct, forbid_unknown_fields=True):
     restart: int = 0  # how often its launcher has started it again
     again: bool = False  # a sign of life of a worker that has joined before
     ended: bool = False  # its process ends without having left
+    waiting: float | None = None  # share of its time that it waits for servers; None: not known yet
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class Presence:
         if not body.again:
             self._members[worker] = Member(body, now)
         elif known is not None:  # one that has left is not brought back by a late copy
-            known.heard, known.is_noted = now, False
+            known.heard, known.is_noted, known.body = now, False, body
             known.ended = (known.ended or now) if body.ended else None
 
     def leave(self, worker: int) -> None:
@@ -110,9 +111,14 @@ class Presence:
         return min((member.body.sync_timeout for member in self._members.values()), default=None)
 
     def describe(self, now: float) -> list[dict[str, object]]:
-        """For statistics: each worker's number, place, and seconds since it was last heard of."""
+        """For statistics: each worker's number, place, seconds since it was last heard of, and how much it waits."""
         return [
-            {"worker": worker, "place": member.place, "silent": max(0.0, now - member.heard)}
+            {
+                "worker": worker,
+                "place": member.place,
+                "silent": max(0.0, now - member.heard),
+                "waiting": member.body.waiting,
+            }
             for worker, member in sorted(self._members.items())
         ]
 

@@ -16,6 +16,7 @@ from torchfleet.server.meeting.gathering import Gatherings
 from torchfleet.server.meeting.mail import Mail
 from torchfleet.server.meeting.presence import Presence
 from torchfleet.server.state.changes import Changes
+from torchfleet.server.state.loop_load import LoopLoad
 from torchfleet.server.state.schedule import Schedule
 from torchfleet.server.state.sessions import Sessions
 from torchfleet.tables.kinds import make_table
@@ -80,6 +81,7 @@ class State:
     long_work: deque[Iterator[bool]] = field(default_factory=deque)  # done in slices between requests
     sync_step: dict[int, Request] = field(default_factory=dict)  # this step's pushes so far, by worker
     finished: list[tuple[Request, Answer | FleetError]] = field(default_factory=list)
+    load: LoopLoad = field(default_factory=LoopLoad)  # only a server with a loop is looked at
     num_requests: int = 0
     num_errors: int = 0
     is_stopping: bool = False

@@ -1,4 +1,4 @@
-"""A growing map from keys to rows of one store: the numba kernels of kernels/hashmap.py and the memory they use."""
+"""A growing map from keys to rows of one store: kernels/hashmap.py and key_search.py, and the memory they use."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.errors import TableError
-from torchfleet.kernels import hashmap
+from torchfleet.kernels import hashmap, key_search
 from torchfleet.kernels.hashmap import BUCKET, MOVED, NEW, NEXT_ROW, NUM_FREE, NUM_KEYS, OLD, OVERFLOW, SALT
 from torchfleet.tables.rows.memory import Memory
+from torchfleet.tables.rows.recent_pulls import RecentPulls
 from torchfleet.tables.settings.table_size import HOW_TO_SET
 
 Keys = npt.NDArray[np.uint64]
@@ -27,7 +28,8 @@ KEY_WORDS = 2
 
 
 class KeyMap:
-    """Rows of `num_words` float32 words behind their key; any 64-bit key. Keys per call: at most a few thousand."""
+    """Rows of `num_words` float32 words behind their key; any 64-bit key. Keys per call: at most a few thousand, but
+    for `read`."""
 
     offset = KEY_WORDS
 
@@ -43,6 +45,7 @@ class KeyMap:
         words = self.store.view(np.uint32)[: self.max_rows * self.width]
         self._words: npt.NDArray[np.uint32] = words.reshape(self.max_rows, self.width)
         self._free_rows: npt.NDArray[np.uint32] = Memory(4 * self.max_rows).array(np.uint32)
+        self.recent = RecentPulls(self.max_rows)
         self._state = np.zeros(hashmap.FETCHED + 1, np.int64)
         self._state[SALT] = np.frombuffer(os.urandom(8), np.int64)[0]
         self._num_buckets = np.ones(2, np.uint64)
@@ -61,11 +64,12 @@ class KeyMap:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in use: slots, rows up to the highest ever used, and the list of free rows."""
+        """Bytes in use: slots, rows up to the highest ever used, the list of free rows, and recent pulls."""
         old, new = (memory.held_bytes for memory in self._slots_memory)
         if self._migrating:  # in the order of the hash: pages behind the last bucket carried over are untouched
             new = new * int(self._state[MOVED]) * BUCKET // self._slots[OLD].size
-        return old + new + 4 * self.width * int(self._state[NEXT_ROW]) + 4 * int(self._state[NUM_FREE])
+        rows = 4 * self.width * int(self._state[NEXT_ROW]) + 4 * int(self._state[NUM_FREE])
+        return old + new + rows + self.recent.num_bytes
 
     @property
     def num_free_rows(self) -> int:
@@ -83,7 +87,11 @@ class KeyMap:
     def find(self, keys: Keys, rows: Rows, num_words: int) -> int:
         """rows[i] = row of keys[i], or -1; returns the number of missing keys. The first `num_words` words behind
         the key are brought into the cache for whoever reads or writes them next."""
-        return int(hashmap.find(*self._arrays(), keys, rows, KEY_WORDS + num_words))
+        return int(key_search.find(*self._arrays(), keys, rows, KEY_WORDS + num_words))
+
+    def read(self, keys: Keys, rows: Rows, out: npt.NDArray[np.float32]) -> int:
+        """As `find`, and out[i] = the first words behind the key of rows[i]; zeros where there is none."""
+        return int(key_search.read(*self._arrays(), keys, rows, KEY_WORDS, out.view(np.uint32)))
 
     def insert_missing(self, keys: Keys, rows: Rows) -> Rows:
         """Give rows to the keys that `find` missed. Returns the places in `keys` of those that are new.
@@ -109,6 +117,7 @@ class KeyMap:
 
     def erase(self, keys: Keys) -> int:
         """Take keys out; returns how many of them were there. Their rows are reused before new ones are made."""
+        self.recent.forget()
         return int(hashmap.erase(*self._arrays(), self._free_rows, keys))
 
     def alive(self, rows: Rows) -> tuple[Keys, Rows]:

@@ -1,4 +1,4 @@
-"""tables/rows/cgroups: the memory limit of a container, in made-up trees of both versions, and for real."""
+"""The limits of a container, in made-up trees of both versions, and for real."""
 
 from __future__ import annotations
 
@@ -9,23 +9,45 @@ from pathlib import Path
 
 import pytest
 
+from torchfleet.cgroups import cpu_limit, memory_limit
 from torchfleet.tables.rows import memory
-from torchfleet.tables.rows.cgroups import memory_limit
 from torchfleet.tables.rows.memory import physical_bytes
 
 V1_NONE = "9223372036854771712"  # what version 1 has where there is no limit
 GB = 1 << 30
 
 
-def tree(folder: Path, membership: str, files: dict[str, str]) -> int | None:
-    """The limit in a made-up /sys/fs/cgroup with these files, for a process with this /proc/self/cgroup."""
+def made_up(folder: Path, membership: str, files: dict[str, str]) -> tuple[Path, Path]:
+    """A /sys/fs/cgroup with these files, and a /proc/self/cgroup."""
     for name, text in files.items():
         path = folder / "cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text + "\n")
     own = folder / "own"
     own.write_text(membership)
-    return memory_limit(folder / "cgroup", own)
+    return folder / "cgroup", own
+
+
+def tree(folder: Path, membership: str, files: dict[str, str]) -> int | None:
+    """The memory limit of a process in such a tree."""
+    return memory_limit(*made_up(folder, membership, files))
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "cores"),
+    [
+        ("0::/a/b\n", {"cpu.max": "max 100000", "a/cpu.max": "350000 100000", "a/b/cpu.max": "400000 100000"}, 3.5),
+        ("0::/\n", {"cpu.max": "max 100000"}, None),
+        ("5:cpu,cpuacct:/d\n", {"cpu/d/cpu.cfs_quota_us": "100000", "cpu/d/cpu.cfs_period_us": "50000"}, 2.0),
+        ("5:cpu,cpuacct:/d\n", {"cpu/d/cpu.cfs_quota_us": "-1", "cpu/d/cpu.cfs_period_us": "50000"}, None),
+        ("5:cpu,cpuacct:/d\n", {}, None),
+    ],
+    ids=["version 2", "version 2, no limit", "version 1", "version 1, no limit", "no files"],
+)
+def test_the_smallest_limit_of_processor_time_counts(
+    tmp_path: Path, membership: str, files: dict[str, str], cores: float | None
+) -> None:
+    assert cpu_limit(*made_up(tmp_path, membership, files)) == cores
 
 
 def test_the_smallest_limit_on_the_way_up_counts_in_version_2(tmp_path: Path) -> None:

@@ -1,0 +1,73 @@
+"""The memory and the cores that this process may use: limits of a container, a batch system or systemd, by cgroups."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path, PurePosixPath
+
+_ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def memory_limit(root: Path = _ROOT, own: Path = _OWN) -> int | None:
+    """The smallest limit of this process's groups and of all above them, in bytes; None if there is none.
+
+    Version 1 has a huge number where there is no limit.
+    """
+    texts = [
+        text for path in _files(root, own, "memory", "memory.limit_in_bytes", "memory.max") if (text := _read(path))
+    ]
+    return min((int(text) for text in texts if text != "max"), default=None)
+
+
+def cpu_limit(root: Path = _ROOT, own: Path = _OWN) -> float | None:
+    """The processor time per second that this process's groups and all above them may use; None if there is no limit.
+
+    Version 1 has -1 where there is no limit.
+    """
+    limits = []
+    for path in _files(root, own, "cpu", "cpu.cfs_quota_us", "cpu.max"):
+        quota, _, period = (_read(path) or "max").partition(" ")
+        period = period or _read(path.with_name("cpu.cfs_period_us")) or "100000"
+        if quota not in ("max", "-1"):
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)
+
+
+def usable_cores() -> int:
+    """Cores that this process and its children may run on: those of its affinity, or fewer if its container says so."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = cpu_limit()
+    return max(1, allowed if limit is None else min(allowed, math.floor(limit)))
+
+
+def _files(root: Path, own: Path, controller: str, file1: str, file2: str) -> list[Path]:
+    """Where limits may stand: `file1` of version 1 and `file2` of version 2, from the process's group upwards.
+
+    Inside a container the root is often the container's own group, while `own` still names the host's path: so what
+    does not exist on the way up is skipped by whoever reads.
+    """
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:  # not Linux, or no cgroups
+        return []
+    found = []
+    for line in lines:
+        number, controllers, group = line.split(":", 2)
+        if controller in controllers.split(","):
+            found += _upwards(root / controller, group, file1)
+        elif number == "0":  # version 2; beside version 1 it is mounted at `unified`
+            found += _upwards(root, group, file2) + _upwards(root / "unified", group, file2)
+    return found
+
+
+def _upwards(mount: Path, group: str, file: str) -> list[Path]:
+    parts = [part for part in PurePosixPath(group).parts if part not in ("/", "..")]
+    return [mount.joinpath(*parts[:end], file) for end in range(len(parts), -1, -1)]
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:  # no such group here, or its limit is hidden from this process
+        return None

@@ -1,0 +1,67 @@
+"""What a job with servers waits for, in one sentence: its servers, its workers, the network or the machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+FULL = 0.9  # a server whose loop computes for this share of the time has no more to give
+MUCH = 0.2  # workers that wait for this share of their steps would gain a quarter without
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The cores that a job's processes share, and how many processes there are."""
+
+    num_cores: int
+    num_processes: int
+
+    @property
+    def num_free(self) -> int:
+        return max(0, self.num_cores - self.num_processes)
+
+
+def bottleneck(busy: Sequence[float], waits: Sequence[float], machine: Machine | None, is_sync: bool = False) -> str:
+    """`busy`: per server the share of time that its loop computes; `waits`: per worker the share of time that it waits
+    for a pull or a push. Empty if either is not known.
+
+    `machine`: where more servers would run; None: not known.
+    """
+    if not busy or not waits:
+        return ""
+    load, wait = sum(busy) / len(busy), sum(waits) / len(waits)
+    told = f"servers compute {load:.0%} of the time, workers wait {wait:.0%} of it"
+    if max(busy) >= FULL and wait >= MUCH:
+        return f"servers are full: {_advice(num_more_servers(busy, wait), machine)} ({told})"
+    if wait < MUCH:
+        also = ", though servers are full too" if max(busy) >= FULL else ""
+        return f"workers are what the job waits for: more of them would help{also} ({told})"
+    if machine is not None and machine.num_processes > machine.num_cores:
+        return f"the machine is full: {machine.num_processes} processes on {_cores(machine.num_cores)} ({told})"
+    if is_sync:
+        return f"workers wait for the slowest of them, or for the network: sync steps are made together ({told})"
+    return f"the network is what the job waits for, or how fast messages are made and taken apart ({told})"
+
+
+def num_more_servers(busy: Sequence[float], wait: float) -> int:
+    """How many more servers would let workers run that now wait for the share `wait` of their time.
+
+    If nobody waited, 1 / (1 - wait) times as many requests would come, each with the same work. That work is divided
+    among servers of which none is full.
+    """
+    work = sum(busy) / max(0.05, 1.0 - wait)
+    return max(1, math.ceil(work / FULL - 1e-9) - len(busy))
+
+
+def _advice(num_more: int, machine: Machine | None) -> str:
+    help_ = f"{num_more} more would help"
+    if machine is None or machine.num_free >= num_more:
+        return help_
+    if not machine.num_free:
+        return f"{help_}, but no core of this machine is free for one: add a machine"
+    return f"{help_}, and this machine has {_cores(machine.num_free)} free"
+
+
+def _cores(num: int) -> str:
+    return "1 core" if num == 1 else f"{num} cores"
