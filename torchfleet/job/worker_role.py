@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchfleet.checkpoint.manifest import Manifest
@@ -29,7 +29,8 @@ from torchfleet.worker.lookup.sources import NoRows
 from torchfleet.worker.membership import Membership
 from torchfleet.worker.model_saving import Kind, save_model, tell_of_replacing
 from torchfleet.worker.modes.asynchronous import Async
-from torchfleet.worker.modes.communicator import Communicator, HalfAsync, Sync
+from torchfleet.worker.modes.bounded import Bounded
+from torchfleet.worker.modes.communicator import Communicator, Gathering, HalfAsync, Sync
 from torchfleet.worker.modes.geo import Geo
 from torchfleet.worker.modes.whole_tables import WholeTables
 from torchfleet.worker.peers import Workers
@@ -76,8 +77,16 @@ class WorkerRole:
     def barrier(self) -> None:
         if self._membership is not None:
             self._membership.check()
+        self.communicator.rest()
         # One name for all of them: a worker that was started again cannot know how many there have been.
         self.client.barrier("workers", self.info.num_workers, self.strategy.sync_timeout)
+
+    def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The loader's batches, with rows of the next on their way, and with a fresh network also where parts of the
+        model are called by themselves."""
+        for item in self.engine.prefetch(loader):
+            self.communicator.freshen()
+            yield item
 
     def report(self, metrics: dict[str, float]) -> None:
         self._reported.update(metrics)
@@ -85,6 +94,7 @@ class WorkerRole:
 
     def workers(self) -> Workers:
         """All workers, for things they do among themselves."""
+        self.communicator.rest()
         return Workers(
             self._connect(), self.info.worker_index, self.info.num_workers, self.strategy.sync_timeout, self._passes
         )
@@ -188,15 +198,27 @@ class WorkerRole:
     def _communicator(self) -> Communicator:
         plan, configs, mode = self._plan, self.strategy.a_sync_configs, self.strategy.mode
         if mode == "sync":
-            # The servers end a step at sync_timeout and say who is missing; silent ones are given up.
-            patience = self.strategy.sync_timeout + self.strategy.rpc_timeout
-            return Sync(self.client, plan, self._connect, patience, self._samples())
+            return Sync(self.client, plan, self._connect, self._patience, self._samples())
         if mode == "half_async":
-            return HalfAsync(self.client, plan, self._connect)
+            return HalfAsync(self.client, plan, self._connect, self._gathering())
+        if mode == "async" and configs.max_staleness:
+            return Bounded(
+                self.client, plan, self._connect, configs.max_staleness, self.info.num_workers, self._patience
+            )
         if mode == "async":
-            return Async(self.client, plan, self._connect, configs)
+            return Async(self.client, plan, self._connect, configs, self._gathering())
         step = self._optimizer.step_locally
         return Geo(self.client, plan, self._connect, configs.k_steps, self.info.num_workers, step)
+
+    @property
+    def _patience(self) -> float:
+        """Seconds for waits of workers for each other: the servers end them at sync_timeout and say who is missing;
+        silent ones are given up."""
+        return self.strategy.sync_timeout + self.strategy.rpc_timeout
+
+    def _gathering(self) -> Gathering | None:
+        configs = self.strategy.a_sync_configs
+        return Gathering(configs.gather, configs.gather_max_age, self._samples()) if configs.gather > 1 else None
 
     def _samples(self) -> SampleCount | None:
         """For steps that are weighted by samples; one worker's gradient is the mean."""
@@ -213,6 +235,7 @@ class WorkerRole:
             for module in group.modules:
                 module.bind(self.engine)
         self.engine.follow(self.model)
+        self.model.register_forward_pre_hook(lambda _, args: self.communicator.freshen())
         self._optimizer.bind(self.engine, self.communicator)
         self._optimizer.after_step = self._step_made
 

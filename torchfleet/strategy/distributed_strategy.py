@@ -15,7 +15,7 @@ from torchfleet.strategy.collective_fields import CONFIGS, FIELDS, OBJECTS, SWIT
 from torchfleet.strategy.configs import Configs
 from torchfleet.strategy.execution import ObjectFields
 from torchfleet.strategy.fields import fields_of
-from torchfleet.strategy.server_fields import ASYNC_ONLY, AsyncConfigs, ServerFields
+from torchfleet.strategy.server_fields import ASYNC_ONLY, GATHERED, AsyncConfigs, ServerFields
 
 _COLLECTIVE = (*FIELDS, *(f"{name}_configs" for name in CONFIGS), *OBJECTS)
 _ORDER = (*fields_of(ServerFields), *_COLLECTIVE)  # of files and of what is printed: dictionaries come after switches
@@ -33,7 +33,8 @@ class DistributedStrategy(ServerFields, CollectiveFields):
     rpc_retry_times   how often a request without an answer is sent again (3)
     rpc_timeout       seconds until a server without an answer is given up and named (30)
     sync_timeout      seconds that a worker waits for the others in sync mode and at barriers (1800)
-    sync_mean         sync mode: gradients count by the "samples" of each worker, or all "workers" alike ("samples")
+    sync_mean         where updates are means (sync mode, gather): gradients count by the "samples" of each worker, or
+                      all "workers" alike ("samples")
 
     Of a collective job (fleet.init(is_collective=True)): a switch for each strategy (amp, recompute, gradient_merge,
     lars, lamb, dgc, localsgd, adaptive_localsgd, sharding, pipeline, tensor_parallel, fp16_allreduce,
@@ -60,7 +61,8 @@ class DistributedStrategy(ServerFields, CollectiveFields):
             rows.update(_flat(name, value) if isinstance(value, dict) else {name: value})
         if not rows:
             rows["mode"] = self.mode
-            hidden = {"a_sync_configs", *(["sync_mean"] if self.mode != "sync" else [])}
+            has_mean = self.mode == "sync" or self.a_sync_configs.gather > 1
+            hidden = {"a_sync_configs", *([] if has_mean else ["sync_mean"])}
             rows.update({name: getattr(self, name) for name in fields_of(ServerFields) if name not in hidden})
             rows.update(_flat("a_sync_configs", self.a_sync_configs))
         width = max(len(name) for name in rows)
@@ -110,11 +112,18 @@ class DistributedStrategy(ServerFields, CollectiveFields):
                         f"a_sync_configs['{name}']={configs[name]} needs a_sync=True: it is a form of asynchronous "
                         f"training. Set a_sync=True, or leave '{name}' out for synchronous training."
                     )
-        if self.mode != "sync" and not self.is_default("sync_mean"):
+        if self.mode != "sync" and configs.gather < 2 and not self.is_default("sync_mean"):
             raise StrategyError(
-                f"sync_mean={self.sync_mean!r} acts in sync mode only, where one update is made of all workers' "
-                f"gradients, and this strategy is {self.mode}. Leave sync_mean out, or set a_sync=False."
+                f"sync_mean={self.sync_mean!r} acts where one update is made of several pushes, in sync mode and with "
+                f"a_sync_configs['gather'], and this strategy is {self.mode}. Leave sync_mean out, or set a_sync=False."
             )
+        if self.mode not in ("async", "half_async"):
+            for name in GATHERED:
+                if configs[name] != fields_of(AsyncConfigs)[name].default:
+                    raise StrategyError(
+                        f"a_sync_configs['{name}']={configs[name]} acts in async and half_async mode, and this "
+                        f"strategy is {self.mode}. Leave '{name}' out, or use a_sync=True, alone or with half_async."
+                    )
         if self.mode != "async":
             for name in ASYNC_ONLY:
                 if configs[name] != fields_of(AsyncConfigs)[name].default:
