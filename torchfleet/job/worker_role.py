@@ -11,6 +11,7 @@ from torchfleet.checkpoint.manifest import Manifest
 from torchfleet.errors import FleetError, StrategyError
 from torchfleet.job.job_setup import JobSetup
 from torchfleet.job.worker_start import check_loaded, make_tables, wait_for_servers
+from torchfleet.monitor.freshness import ages_by_kind
 from torchfleet.monitor.status import StatusFile
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.transport import InProcess
@@ -167,7 +168,10 @@ class WorkerRole:
             "lookups": self.engine.num_lookups,
             "unforeseen_lookups": self.engine.foresight.num_unforeseen,
         }
-        return {"mode": self.strategy.mode, "worker": worker, "servers": self.client.stats()}
+        servers = self.client.stats()
+        ages = ages_by_kind(table for server in servers for table in server["tables"].values())
+        dropped = sum(server["dropped"] for server in servers)
+        return {"mode": self.strategy.mode, "worker": worker, "servers": servers, **ages, "dropped": dropped}
 
     def _connect(self) -> Client:
         patience = Patience(self.strategy.rpc_timeout, self.strategy.rpc_retry_times)

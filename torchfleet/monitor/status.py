@@ -11,7 +11,10 @@ from typing import Any
 
 _PERIOD = 0.5  # seconds between two writes
 # Fields that torchfleet itself reports. Every other field of a worker's status is a metric of the script.
-KNOWN = ("role", "mode", "steps", "steps_per_s", "samples_per_s", "queue", "requests", "errors", "rows", "left")
+KNOWN = (
+    *("role", "mode", "steps", "steps_per_s", "samples_per_s", "queue", "requests", "errors", "rows", "left"),
+    *("staleness_dense", "staleness_sparse", "dropped"),
+)
 
 
 class StatusFile:
