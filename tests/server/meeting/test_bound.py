@@ -62,12 +62,18 @@ class Job:
 @given(
     st.integers(1, 5),
     st.integers(0, 4),
-    st.lists(st.tuples(st.sampled_from(["begin", "push", "push", "push", "release", "leave"]), st.integers(0, 4))),
+    st.lists(
+        st.tuples(st.sampled_from(["push"] * 6 + ["begin", "begin", "release", "leave"]), st.integers(0, 4)),
+        min_size=20,
+        max_size=60,
+    ),
 )
 def test_no_push_is_older_than_the_bound_and_nobody_waits_in_a_circle(
     num_workers: int, slack: int, events: list[tuple[str, int]]
 ) -> None:
     job = Job(max(1, num_workers - 1 + slack))
+    for worker in range(num_workers):
+        job.begin(worker)
     for event, worker in events:
         getattr(job, event)(worker % num_workers)
     for _ in range(num_workers):  # everybody who computes comes to its push: then all that waited have gone on

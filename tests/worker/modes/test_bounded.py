@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -66,23 +65,30 @@ def test_one_worker_with_max_staleness_equals_torch(num_servers: int) -> None:
 
 
 def test_no_network_is_older_than_max_staleness_however_slow_a_worker_is() -> None:
-    """Worker 2 takes long for each step. The others are ahead of it, but not further than they may; barriers and uneven
-    numbers of steps lead to no wait without end."""
-    bound, num_steps = 4, (12, 9, 3)
+    """Worker 2 goes on when the others are held, or have made all their steps. Barriers and uneven numbers of steps lead
+    to no wait without end."""
+    bound, num_steps, servers = 4, (12, 9, 3), Servers(2, 3)
+    ended: set[tuple[int, int]] = set()
+
+    def others_stand_still(epoch: int) -> bool:
+        held = {request.message.worker for request in servers.servers[0].state.bound.waiting()}
+        return held | {worker for worker, of in ended if of == epoch} >= {0, 1}
 
     def body(part: Part) -> None:
         for epoch in range(2):
             for batch in part.prefetch(jobs.worker_batches(10 * epoch + part.index, num_steps[part.index])):
                 loss = jobs.loss_of(part.model, batch)
-                time.sleep(0.03 if part.index == 2 else 0)
+                if part.index == 2:
+                    wait_until(lambda epoch=epoch: others_stand_still(epoch), "the others are held, or at their end")
                 loss.backward()
                 part.optimizer.step()
                 part.optimizer.zero_grad()
+            ended.add((part.index, epoch))
             part.barrier()
         part.flush()
 
     done = jobs.run(
-        body, Net, fleet_optimizer("sgd", lr=0.01), mode="async", num_workers=3, num_servers=2, max_staleness=bound
+        body, Net, fleet_optimizer("sgd", lr=0.01), mode="async", num_workers=3, servers=servers, max_staleness=bound
     )
     for server in range(2):
         ages = done.servers.staleness("dense.0", server)

@@ -63,7 +63,6 @@ class Async(Communicator):
         return super().pull(keys, create)
 
     def freshen(self) -> None:
-        self._threads.check()
         self._take_dense()
         super().freshen()
 

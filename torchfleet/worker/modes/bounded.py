@@ -46,10 +46,11 @@ class Bounded(Communicator):
         self._names = [group.spec.name for group in plan.dense]
         self._under_way: Future[Dense] | None = None
         self._is_counted = False  # the servers count on this worker's next push
+        self._is_over = False
 
     def freshen(self) -> None:
         self._take()
-        if not self._is_counted and torch.is_grad_enabled():
+        if not self._is_counted and not self._is_over and torch.is_grad_enabled():
             self._write(self._client.pull_dense_tables(self._names, is_bounded=True).result())
             self._is_counted = True
         super().freshen()
@@ -77,6 +78,10 @@ class Bounded(Communicator):
         self.rest()
         super().flush()
         self._write(self._pull_dense(self._client))
+
+    def stop(self) -> None:
+        super().stop()
+        self._is_over = True
 
     def _take(self) -> None:
         """Wait for the reply of the last push, and write the network that it brings."""
