@@ -123,14 +123,15 @@ def train(
     _check_threads(num_threads)
     if num_threads > 1 and not optimizer.communicator.takes_threads:
         raise FleetError(
-            f"thread={num_threads}: in sync mode, and in hybrid mode, a worker makes one step at a time. Use thread=1 "
-            "and more workers, or another asynchronous mode (strategy.a_sync=True)."
+            f"thread={num_threads}: in sync and hybrid mode, and with max_staleness, a worker makes one step at a "
+            "time. Use thread=1 and more workers, or another mode: async, half_async or geo."
         )
 
     optimizer.communicator.has_threads = num_threads > 1
 
     def run(batches: Iterator[Batch]) -> None:
         for batch in engine.prefetch(batches):
+            optimizer.communicator.freshen()  # also where parts of the model are called by themselves
             values = step(batch)
             loss = _loss(values)
             if num_threads > 1:

@@ -136,8 +136,8 @@ def strategy_of(options: argparse.Namespace) -> fleet.DistributedStrategy:
         strategy.a_sync_configs = {options.mode: True}
     elif options.mode == "geo":
         strategy.a_sync_configs = {"k_steps": options.k_steps}
-    elif options.send_queue_size is not None:
-        strategy.a_sync_configs = {"send_queue_size": options.send_queue_size}
+    given = {name: getattr(options, name) for name in ("send_queue_size", "gather", "max_staleness")}
+    strategy.a_sync_configs |= {name: value for name, value in given.items() if value is not None}
     return strategy
 
 
@@ -164,6 +164,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--embedding_lr", type=float, help="(default: 2e-4 for Adam, 5 for geo's SGD)")
     parser.add_argument("--k_steps", type=int, default=20, help="steps between two exchanges in geo mode")
     parser.add_argument("--send_queue_size", type=int, help="steps that may wait to be sent in async mode (default: 2)")
+    parser.add_argument("--gather", type=int, help="pushes whose mean is one update, in async and half_async mode")
+    parser.add_argument("--max_staleness", type=int, help="updates that the network may be old in async mode")
     parser.add_argument(
         "--log_scale",
         action=argparse.BooleanOptionalAction,
@@ -181,6 +183,10 @@ def parse() -> argparse.Namespace:
         options.log_scale = options.reader == "fast"
     if options.send_queue_size is not None and options.mode != "async":
         parser.error("--send_queue_size is for --mode async")
+    if options.max_staleness is not None and options.mode != "async":
+        parser.error("--max_staleness is for --mode async")
+    if options.gather is not None and options.mode not in ("async", "half_async"):
+        parser.error("--gather is for --mode async and half_async")
     if options.mode in ("sync", "hybrid") and options.threads > 1:
         parser.error(f"--threads: in {options.mode} mode a worker makes one step at a time")
     if options.epochs < 1 or options.batch_size < 1:

@@ -130,6 +130,9 @@ class TestFields:
             "min_send_grad_num_before_recv": 1,
             "thread_pool_size": 1,
             "send_wait_times": 1,
+            "max_staleness": 0,
+            "gather": 1,
+            "gather_max_age": 4,
             "launch_barrier": True,
             "heter_worker_device_guard": "cpu",
         }

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from torchfleet.monitor.freshness import advice, summed
 from torchfleet.role import RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.worker.lookup.plan import Plan
@@ -47,21 +48,24 @@ def tables(plan: Plan, info: RoleInfo, servers: list[dict[str, Any]]) -> str:
 
 
 def summary(stats: dict[str, Any]) -> str:
-    """The end of training in a few lines: updates and staleness of each table, over all servers."""
+    """The end of training in a few lines: how old the network and the rows of each table were, over all servers."""
     worker = stats["worker"]
     lines = [
         f"{stats['mode']}: {worker['steps']:,} steps, {worker['samples']:,} samples on this worker, "
         f"{worker['unforeseen_lookups']:,} of {worker['lookups']:,} lookups unforeseen"
     ]
-    ages: dict[str, dict[int, int]] = {}
-    for server in stats["servers"]:
-        for name, table in server["tables"].items():
-            for age, count in table["staleness"].items():
-                ages.setdefault(name, {})[age] = ages.get(name, {}).get(age, 0) + count
-    for name, counts in ages.items():
-        text = ", ".join(f"{age}: {count:,}" for age, count in sorted(counts.items()))
-        lines.append(f"staleness of '{name}' (updates between a batch's pull and its push: pushes): {text}")
-    return "\n".join(lines)
+    names = dict.fromkeys(name for server in stats["servers"] for name in server["tables"])
+    for name in names:
+        tables = [server["tables"][name] for server in stats["servers"] if name in server["tables"]]
+        counts = summed(table["staleness"] for table in tables)
+        if not counts:
+            continue
+        what = "the network" if tables[0]["kind"] == "dense" else "rows"
+        text = ", ".join(f"{age}: {count:,}" for age, count in counts.items())
+        lines.append(f"staleness of '{name}' ({what}; updates between pull and push: pushes): {text}")
+    if stats["dropped"]:
+        lines.append(f"{stats['dropped']:,} gradients of the network were too old and dropped, counted on each server")
+    return "\n".join([*lines, *filter(None, [advice(stats["staleness_dense"])])])
 
 
 def _text(table: Table) -> str:

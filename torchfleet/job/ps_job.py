@@ -135,7 +135,7 @@ class ParameterServerJob(JobSetup):
         self.worker.barrier()
 
     def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
-        return self.worker.engine.prefetch(loader)
+        return self.worker.prefetch(loader)
 
     def gather(self, name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
         """What everyone in `comm_world` brought, in their order; in one local process also before init_worker."""

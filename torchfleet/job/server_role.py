@@ -13,6 +13,7 @@ from torchfleet.background import BackgroundThreads
 from torchfleet.errors import FleetError
 from torchfleet.job.job_setup import JobSetup
 from torchfleet.job.worker_start import wait_for_servers
+from torchfleet.monitor.freshness import ages_by_kind
 from torchfleet.monitor.status import StatusFile
 from torchfleet.net.addresses import listen
 from torchfleet.net.keys import KeyFolder
@@ -150,8 +151,9 @@ class ServerRole:
     def _status(self) -> dict[str, Any]:
         state = self._server.state
         rows = {table.spec.name: table.num_rows for table in state.tables.values() if not table.spec.is_dense}
-        counts = {"requests": state.num_requests, "errors": state.num_errors}
-        return {"role": "server", **counts, "busy": state.load.busy, "rows": rows}
+        counts = {"requests": state.num_requests, "errors": state.num_errors, "dropped": state.num_dropped}
+        tables = ({"kind": table.spec.kind, "staleness": table.staleness.counts()} for table in state.tables.values())
+        return {"role": "server", **counts, "busy": state.load.busy, "rows": rows, **ages_by_kind(tables)}
 
 
 def meeting_name(name: str, comm_world: str, info: RoleInfo) -> str:

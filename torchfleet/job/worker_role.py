@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchfleet.checkpoint.manifest import Manifest
@@ -13,6 +13,7 @@ from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.job.job_setup import JobSetup
 from torchfleet.job.waiting_share import WaitingShare
 from torchfleet.job.worker_start import check_loaded, make_tables, wait_for_servers
+from torchfleet.monitor.freshness import ages_by_kind
 from torchfleet.monitor.status import StatusFile
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.transport import InProcess
@@ -31,7 +32,8 @@ from torchfleet.worker.lookup.sources import NoRows
 from torchfleet.worker.membership import Membership
 from torchfleet.worker.model_saving import Kind, save_model, tell_of_replacing
 from torchfleet.worker.modes.asynchronous import Async
-from torchfleet.worker.modes.communicator import Communicator, HalfAsync, Sync
+from torchfleet.worker.modes.bounded import Bounded
+from torchfleet.worker.modes.communicator import Communicator, Gathering, HalfAsync, Sync
 from torchfleet.worker.modes.geo import Geo
 from torchfleet.worker.modes.hybrid import Hybrid
 from torchfleet.worker.modes.whole_tables import WholeTables
@@ -86,6 +88,7 @@ class WorkerRole:
         if self._membership is not None:
             self._membership.check()
         self.meet("fleet.barrier_worker()")
+        self.communicator.rest()
         # One name for all of them: a worker that was started again cannot know how many there have been.
         self.client.barrier("workers", self.info.num_workers, self.strategy.sync_timeout)
 
@@ -94,12 +97,20 @@ class WorkerRole:
         if self._hybrid is not None:
             self._hybrid.meet(what)
 
+    def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """The loader's batches, with rows of the next on their way, and with a fresh network also where parts of the
+        model are called by themselves."""
+        for item in self.engine.prefetch(loader):
+            self.communicator.freshen()
+            yield item
+
     def report(self, metrics: dict[str, float]) -> None:
         self._reported.update(metrics)
         self._status.write()
 
     def workers(self) -> Workers:
         """All workers, for things they do among themselves."""
+        self.communicator.rest()
         return Workers(
             self._connect(), self.info.worker_index, self.info.num_workers, self.strategy.sync_timeout, self._passes
         )
@@ -176,7 +187,10 @@ class WorkerRole:
             "lookups": self.engine.num_lookups,
             "unforeseen_lookups": self.engine.foresight.num_unforeseen,
         }
-        return {"mode": self.strategy.mode, "worker": worker, "servers": self.client.stats()}
+        servers = self.client.stats()
+        ages = ages_by_kind(table for server in servers for table in server["tables"].values())
+        dropped = sum(server.get("dropped", 0) for server in servers)  # a server of before does not say
+        return {"mode": self.strategy.mode, "worker": worker, "servers": servers, **ages, "dropped": dropped}
 
     def _connect(self) -> Client:
         patience = Patience(self.strategy.rpc_timeout, self.strategy.rpc_retry_times)
@@ -215,13 +229,15 @@ class WorkerRole:
     def _communicator(self) -> Communicator:
         plan, configs, mode = self._plan, self.strategy.a_sync_configs, self.strategy.mode
         if mode == "sync":
-            # The servers end a step at sync_timeout and say who is missing; silent ones are given up.
-            patience = self.strategy.sync_timeout + self.strategy.rpc_timeout
-            return Sync(self.client, plan, self._connect, patience, self._samples())
+            return Sync(self.client, plan, self._connect, self._patience, self._samples())
         if mode == "half_async":
-            return HalfAsync(self.client, plan, self._connect)
+            return HalfAsync(self.client, plan, self._connect, self._gathering())
+        if mode == "async" and configs.max_staleness:
+            return Bounded(
+                self.client, plan, self._connect, configs.max_staleness, self.info.num_workers, self._patience
+            )
         if mode == "async":
-            return Async(self.client, plan, self._connect, configs)
+            return Async(self.client, plan, self._connect, configs, self._gathering())
         if mode == "hybrid":
             return Hybrid(self.client, plan, self._connect, configs)
         step = self._optimizer.step_locally
@@ -234,6 +250,16 @@ class WorkerRole:
 
         with self.workers() as others:
             return HybridWorker(self.model, self._optimizer, self.strategy, self.info, self.client, others.gather)
+
+    @property
+    def _patience(self) -> float:
+        """Seconds for waits of workers for each other: the servers end them at sync_timeout and say who is missing;
+        silent ones are given up."""
+        return self.strategy.sync_timeout + self.strategy.rpc_timeout
+
+    def _gathering(self) -> Gathering | None:
+        configs = self.strategy.a_sync_configs
+        return Gathering(configs.gather, configs.gather_max_age, self._samples()) if configs.gather > 1 else None
 
     def _samples(self) -> SampleCount | None:
         """For steps that are weighted by samples; one worker's gradient is the mean."""
@@ -250,6 +276,7 @@ class WorkerRole:
             for module in group.modules:
                 module.bind(self.engine)
         self.engine.follow(self.model)
+        self.model.register_forward_pre_hook(lambda _, args: self.communicator.freshen())
         if self._hybrid is not None:
             self.engine.agreed, self.engine.on_training = self._hybrid.agreed, self._hybrid.begin_lookup
         self._optimizer.bind(self.engine, self.communicator)

@@ -12,6 +12,7 @@ from torchfleet.launch.display import Display
 from torchfleet.launch.job_spec import JobSpec, Task
 from torchfleet.launch.processes import Process, end_all
 from torchfleet.launch.roles import JobLayout
+from torchfleet.monitor.freshness import advice, summed
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.wire import Role
 from torchfleet.worker.client.client import Client
@@ -114,6 +115,9 @@ class JobSupervisor:
         display.show_end(self._processes)
         for name in self._lost:
             display.report(f"[fleetrun] {name} was lost on the way; the others finished without it")
+        old = advice(summed(process.status().get("staleness_dense", {}) for process in self._of("server")))
+        if old:
+            display.report(f"[fleetrun] {old}")
         display.report(f"[fleetrun] finished; logs in {self._log_dir}")
         return 1 if self._lost else 0
 

@@ -69,11 +69,15 @@ class Role(IntEnum):
 
 OK, ERROR = 0, 1  # the status of a reply
 NO_CREATE = 1  # flag of PULL: missing keys read as zeros and take no row
-VERSIONS = 2  # flag of PULL: the reply ends with the number of updates that each section's table has seen
+VERSIONS = 2  # flag of PULL, and of PUSH with DENSE_BACK: the reply ends with the number of updates that each table in
+# it has seen
 SYNC = 4  # flag of PUSH: one update with the mean of all workers' gradients, answered when it has been made; of PULL:
 # it is part of such a step, and keys that it makes known get their rows when that ends
 DENSE_BACK = 8  # flag of PUSH: the reply holds the dense sections' new values
 DELTA = 16  # flag of PUSH: differences to be added, instead of gradients
+GATHER = 32  # flag of PUSH: one update with the mean of so many pushes, whoever they come from; answered at once
+BOUNDED = 64  # flag of PUSH: waits while it would make what another worker computes with too old; of PULL: this worker
+# computes with these dense values, and its push comes next
 
 
 @dataclass(slots=True)

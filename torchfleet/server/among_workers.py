@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from torchfleet.errors import RoleError, WireError
+from torchfleet.errors import RoleError, WireError, WorkerMissing
 from torchfleet.net.request import Request
 from torchfleet.net.wire import Array, pack, unpack
 from torchfleet.server.arrays import MAX_WORKERS, check_worker, only
+from torchfleet.server.kept_pushes import apply_gathered, apply_waiting
 from torchfleet.server.meeting.file_lists import FilesBody
 from torchfleet.server.meeting.gathering import GatherBody
 from torchfleet.server.meeting.mail import SendBody, TakeBody
@@ -40,6 +41,8 @@ def join(state: State, request: Request) -> Answer:
     if body.restart and not body.again:
         state.barriers.forget(worker)
         state.gatherings.forget(worker)
+    if not body.again:  # a new process, perhaps in the place of one that was killed
+        _forget(state, worker)
     return []
 
 
@@ -94,6 +97,8 @@ def files(state: State, request: Request) -> Answer:
 def leave(state: State, request: Request) -> Answer:
     """The worker has done its work: nobody waits for it any more, and after the last one the server ends."""
     check_worker(state, request)
+    apply_gathered(state)
+    _forget(state, request.message.worker)
     for going in state.barriers.leave(request.message.worker):
         state.finish(going, [])
     for going, reply in state.gatherings.leave(request.message.worker):
@@ -104,6 +109,14 @@ def leave(state: State, request: Request) -> Answer:
     if state.num_workers and len(state.barriers.left) >= state.num_workers:
         state.is_stopping = True
     return []
+
+
+def _forget(state: State, worker: int) -> None:
+    """Whatever the worker was computing is not going to come."""
+    held = state.bound.leave(worker)
+    if held is not None:
+        state.finish(held, WorkerMissing(f"worker {worker} has left, or was started again, while its push waited"))
+    apply_waiting(state)
 
 
 def _bodies(request: Request, at_least: int) -> list[Array]:

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from torchfleet.errors import WireError
 from torchfleet.net.request import Request
-from torchfleet.net.wire import Array
+from torchfleet.net.wire import BOUNDED, GATHER, Array
 from torchfleet.server.sections import Section
 from torchfleet.server.state.state import State
 from torchfleet.tables.table import Table
@@ -69,7 +69,10 @@ def push_sections(state: State, request: Request) -> Iterator[Section]:
     rates = request.message.arrays[0].data
     if rates.dtype != np.float64 or rates.shape[1] not in (1, 2, 3):
         raise WireError(f"expected learning rates, 1 to 3 columns of float64, found {rates.shape} of {rates.dtype}")
-    sections = list(pairs(state, request.message.arrays[1:]))
+    has_settings = bool(request.message.flags & (GATHER | BOUNDED))  # then the last array is not one of gradients
+    if has_settings and len(request.message.arrays) < 2:
+        raise WireError("expected the settings of this push behind the gradients, found no array")
+    sections = list(pairs(state, request.message.arrays[1 : -1 if has_settings else None]))
     if len(rates) != len(sections):
         raise WireError(f"{len(rates)} learning rates for {len(sections)} sections")
     for rate, (table, keys, grads) in zip(rates, sections, strict=True):

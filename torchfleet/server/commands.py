@@ -17,8 +17,9 @@ import numpy as np
 from torchfleet.errors import FleetError, TableError, WireError
 from torchfleet.net.request import Request
 from torchfleet.net.wire import (
+    BOUNDED,
     DELTA,
-    DENSE_BACK,
+    GATHER,
     MAX_FRAME,
     NO_CREATE,
     SYNC,
@@ -38,9 +39,10 @@ from torchfleet.server.arrays import (
     pairs,
     push_sections,
 )
+from torchfleet.server.kept_pushes import answer, apply_gathered, bounded_push, gather_push
 from torchfleet.server.long_work import in_slices, inspect, set_clock, shrink_tables
 from torchfleet.server.state.state import Answer, State
-from torchfleet.server.sync_step import keep_for_step, new_dense_values
+from torchfleet.server.sync_step import keep_for_step
 from torchfleet.server.table_saving import SaveBody, save_in_slices
 from torchfleet.tables.settings.spec import TableSpec
 
@@ -59,6 +61,8 @@ def stats(state: State, request: Request) -> Answer:
         "requests": state.num_requests,
         "errors": state.num_errors,
         "busy": state.load.busy,
+        "gathered": len(state.gathered),
+        "dropped": state.num_dropped,
         "clients": len(state.sessions),
         "workers": state.presence.describe(request.arrived),
         "uptime": time.monotonic() - state.started,
@@ -92,6 +96,9 @@ def _pull(state: State, request: Request, create: bool) -> Answer:
     num_bytes = sum(table.check_pull(keys, create) for table, keys in sections)
     if num_bytes > MAX_FRAME:
         raise TableError(f"a reply of {num_bytes:,} bytes is too large for one message: ask for at most {MAX_FRAME:,}")
+    if request.message.flags & BOUNDED:
+        check_worker(state, request)
+        state.bound.begin(request.message.worker)
     reply = [Array(table.spec.number, table.pull(keys, create, worker)) for table, keys in sections]
     if request.message.flags & VERSIONS:
         reply.append(Array(0, np.array([[table.step] for table, _ in sections], np.uint64).reshape(-1, 1)))
@@ -104,16 +111,22 @@ def push(state: State, request: Request) -> Answer | None:
     sections = list(push_sections(state, request))
     for section in sections:
         section.check()
+    if (flags & (SYNC | DELTA | GATHER | BOUNDED)).bit_count() > 1:
+        raise WireError(f"flags {flags}: a push is one of a step of all workers, differences, gathered or bounded")
     if flags & SYNC:
         keep_for_step(state, request)
         return None
+    if flags & BOUNDED:
+        return bounded_push(state, request, sections)
+    if flags & GATHER:
+        return gather_push(state, request, sections)
     for section in sections:
         if flags & DELTA:
             section.add()
             state.changes.note(section.table.spec.number, section.keys, request.message.worker)
         else:
             section.apply()
-    return new_dense_values(sections) if flags & DENSE_BACK else []
+    return answer(request, sections)
 
 
 def pull_changed(state: State, request: Request) -> Answer:
@@ -170,6 +183,7 @@ def save(state: State, request: Request) -> Answer | FleetError | None:
     body = unpack(only(request), SaveBody)
     if not re.fullmatch(r"save-[0-9]{1,18}", body.folder):
         raise WireError(f"expected a folder save-NUMBER, found {body.folder!r}")
+    apply_gathered(state)  # its pushes were acknowledged: they belong to the model
     return in_slices(state, request, body.token, lambda long: save_in_slices(state, long, body))
 
 

@@ -28,10 +28,20 @@ class Section:
 
     def apply(self) -> None:
         """After `check`, and with nothing done to the table in between."""
-        if self.version is not None:
-            seen = min(max(self.version, 0.0), float(self.table.step))
-            self.table.staleness.note(self.table.step - int(seen))
+        self.note_age()
         self.table.update(self.keys, self.grads, self.rate)
+
+    @property
+    def age(self) -> int | None:
+        """Updates of the table since the values were pulled that the gradients come from; None: not known."""
+        if self.version is None:
+            return None
+        return int(self.table.step - min(max(self.version, 0.0), float(self.table.step)))
+
+    def note_age(self) -> None:
+        """Count its age in the table's statistics."""
+        if self.age is not None:
+            self.table.staleness.note(self.age)
 
     def add(self) -> None:
         """As `apply`, for differences instead of gradients."""

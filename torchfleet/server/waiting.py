@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from torchfleet.errors import FleetError, WorkerMissing
 from torchfleet.net.request import Request
+from torchfleet.server.kept_pushes import apply_waiting
 from torchfleet.server.state.state import State
 
 _STEP = "optimizer.step()"
@@ -14,7 +15,15 @@ _STEP = "optimizer.step()"
 def end_hopeless_waits(state: State, now: float) -> None:
     """Answer everybody whose time is up, who waits for a worker that is lost, or who waits in a circle."""
     lost = state.presence.lost(now)
-    ended = (*state.barriers.expired(now, lost), *state.gatherings.expired(now, lost), *_expired_step(state, now, lost))
+    for worker in lost:
+        state.bound.release(worker)
+    apply_waiting(state)
+    ended = (
+        *state.barriers.expired(now, lost),
+        *state.gatherings.expired(now, lost),
+        *_expired_step(state, now, lost),
+        *_expired_bound(state, now),
+    )
     for request, error in ended or _circle(state):
         state.finish(request, error)
 
@@ -37,6 +46,18 @@ def _expired_step(state: State, now: float, lost: Mapping[int, str]) -> list[tup
         return []
     state.sync_step = {}
     return [(request, WorkerMissing(text)) for request in waiting.values()]
+
+
+def _expired_bound(state: State, now: float) -> list[tuple[Request, FleetError]]:
+    waiting, timeout = state.bound.waiting(), state.presence.sync_timeout()
+    if timeout is None or not waiting or now < min(request.arrived for request in waiting) + timeout:
+        return []
+    names = ", ".join(map(str, state.bound.slow()))
+    error = WorkerMissing(
+        f"after {timeout:g} s {_STEP} still waits for worker {names}, which max_staleness={state.bound.limit} lets "
+        "nobody leave further behind. Look at its log; if it is only slow, give a longer sync_timeout."
+    )
+    return [(request, error) for request in state.bound.end_waits()]
 
 
 def _circle(state: State) -> list[tuple[Request, FleetError]]:

@@ -16,7 +16,7 @@ from torchfleet.strategy.configs import Configs
 from torchfleet.strategy.execution import ObjectFields
 from torchfleet.strategy.fields import fields_of
 from torchfleet.strategy.hybrid_settings import check_hybrid
-from torchfleet.strategy.server_fields import ASYNC_ONLY, HYBRID_TOO, AsyncConfigs, ServerFields
+from torchfleet.strategy.server_fields import ACTS_IN, AsyncConfigs, ServerFields
 
 _COLLECTIVE = (*FIELDS, *(f"{name}_configs" for name in CONFIGS), *OBJECTS)
 _KEYS = fields_of(AsyncConfigs)
@@ -35,7 +35,8 @@ class DistributedStrategy(ServerFields, CollectiveFields):
     rpc_retry_times   how often a request without an answer is sent again (3)
     rpc_timeout       seconds until a server without an answer is given up and named (30)
     sync_timeout      seconds that a worker waits for the others in sync mode and at barriers (1800)
-    sync_mean         sync mode: gradients count by the "samples" of each worker, or all "workers" alike ("samples")
+    sync_mean         where updates are means (sync mode, gather): gradients count by the "samples" of each worker, or
+                      all "workers" alike ("samples")
 
     Of a collective job (fleet.init(is_collective=True)), and of the network in hybrid mode: a switch for each strategy
     (amp, recompute, gradient_merge, lars, lamb, dgc, localsgd, adaptive_localsgd, sharding, pipeline, tensor_parallel,
@@ -62,7 +63,8 @@ class DistributedStrategy(ServerFields, CollectiveFields):
             rows.update(_flat(name, value) if isinstance(value, dict) else {name: value})
         if not rows or self.mode == "hybrid":
             rows = {"mode": self.mode, **rows}
-            hidden = {"a_sync_configs", *(["sync_mean"] if self.mode != "sync" else [])}
+            has_mean = self.mode == "sync" or self.a_sync_configs.gather > 1
+            hidden = {"a_sync_configs", *([] if has_mean else ["sync_mean"])}
             rows.update({name: getattr(self, name) for name in fields_of(ServerFields) if name not in hidden})
             rows.update(_flat("a_sync_configs", self.a_sync_configs))
         width = max(len(name) for name in rows)
@@ -109,34 +111,29 @@ class DistributedStrategy(ServerFields, CollectiveFields):
                     f"fleet.init(is_collective=True), or hybrid mode (a_sync=True, a_sync_configs={{'hybrid': True}}), "
                     f"or leave {name} out."
                 )
-        configs = self.a_sync_configs
-        if not self.a_sync:
-            for name in ("k_steps", "half_async", "hybrid"):
-                if configs[name]:
-                    raise StrategyError(
-                        f"a_sync_configs['{name}']={configs[name]} needs a_sync=True: it is a form of asynchronous "
-                        f"training. Set a_sync=True, or leave '{name}' out for synchronous training."
-                    )
-        if self.mode != "sync" and not self.is_default("sync_mean"):
-            raise StrategyError(
-                f"sync_mean={self.sync_mean!r} acts in sync mode only, where one update is made of all workers' "
-                f"gradients, and this strategy is {self.mode}. Leave sync_mean out, or set a_sync=False."
-            )
-        if self.mode != "hybrid" and configs["hybrid_keep_seconds"] != _KEYS["hybrid_keep_seconds"].default:
-            raise StrategyError(
-                f"a_sync_configs['hybrid_keep_seconds']={configs['hybrid_keep_seconds']} acts in hybrid mode only, and "
-                f"this strategy is {self.mode}. Leave it out, or set 'hybrid': True."
-            )
-        if self.mode != "async":
-            for name in ASYNC_ONLY:
-                if self.mode == "hybrid" and name in HYBRID_TOO:
-                    continue
-                if configs[name] != _KEYS[name].default:
-                    raise StrategyError(
-                        f"a_sync_configs['{name}']={configs[name]} acts in async mode only, and this strategy is "
-                        f"{self.mode}. Leave '{name}' out, or use a_sync=True without k_steps, half_async and hybrid."
-                    )
+        self._check_mode()
         self.lock(user)
+
+    def _check_mode(self) -> None:
+        """Raise StrategyError for settings of another mode."""
+        configs = self.a_sync_configs
+        for name in ("k_steps", "half_async", "hybrid"):
+            if configs[name] and not self.a_sync:
+                raise StrategyError(
+                    f"a_sync_configs['{name}']={configs[name]} needs a_sync=True: it is a form of asynchronous "
+                    f"training. Set a_sync=True, or leave '{name}' out for synchronous training."
+                )
+        if self.mode != "sync" and configs.gather < 2 and not self.is_default("sync_mean"):
+            raise StrategyError(
+                f"sync_mean={self.sync_mean!r} acts where one update is made of several pushes, in sync mode and with "
+                f"a_sync_configs['gather'], and this strategy is {self.mode}. Leave sync_mean out, or set a_sync=False."
+            )
+        for name, modes in ACTS_IN.items():
+            if self.mode not in modes and configs[name] != _KEYS[name].default:
+                raise StrategyError(
+                    f"a_sync_configs['{name}']={configs[name]} acts in {' and '.join(modes)} mode only, and this "
+                    f"strategy is {self.mode}. Leave '{name}' out, or choose another mode (docs/modes/README.md)."
+                )
 
     def save_to_yaml(self, path: str | Path) -> None:
         """Write the settings that differ from the defaults."""

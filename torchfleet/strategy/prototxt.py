@@ -26,12 +26,12 @@ from torchfleet.strategy.paddle_fields import ABSENT, DIFFERENT, LEFT, RENAMED, 
 from torchfleet.strategy.server_fields import AsyncConfigs
 from torchfleet.strategy.textformat import Message, Word, parse
 
-_OWN_KEYS = ("half_async", "hybrid", "hybrid_keep_seconds")
+_OWN_KEYS = ("half_async", "hybrid", "hybrid_keep_seconds", "max_staleness", "gather", "gather_max_age")
 _KNOWN: dict[str, Mapping[str, Key[Any]]] = {
     "": FIELDS,
     **{f"{name}_configs": keys for name, keys in CONFIGS.items()},
     **OBJECTS,
-    # Paddle has no half_async and no hybrid mode.
+    # Keys that Paddle does not have.
     "a_sync_configs": {name: key for name, key in fields_of(AsyncConfigs).items() if name not in _OWN_KEYS},
 }
 _MESSAGES = {name for name in (*_KNOWN, *ABSENT, *WITHOUT_SWITCH) if name}

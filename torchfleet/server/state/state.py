@@ -11,6 +11,7 @@ from torchfleet.errors import CheckpointError, FleetError, TableError
 from torchfleet.net.request import Request
 from torchfleet.net.wire import Array
 from torchfleet.server.meeting.barrier import Barriers
+from torchfleet.server.meeting.bound import Bound
 from torchfleet.server.meeting.file_lists import FileLists
 from torchfleet.server.meeting.gathering import Gatherings
 from torchfleet.server.meeting.mail import Mail
@@ -80,6 +81,9 @@ class State:
     schedule: Schedule = field(default_factory=Schedule)
     long_work: deque[Iterator[bool]] = field(default_factory=deque)  # done in slices between requests
     sync_step: dict[int, Request] = field(default_factory=dict)  # this step's pushes so far, by worker
+    gathered: list[Request] = field(default_factory=list)  # pushes that wait for others to be one update with them
+    num_dropped: int = 0  # pushes whose gradients of the network were too old
+    bound: Bound = field(default_factory=Bound)
     finished: list[tuple[Request, Answer | FleetError]] = field(default_factory=list)
     load: LoopLoad = field(default_factory=LoopLoad)  # only a server with a loop is looked at
     num_requests: int = 0

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from torchfleet.errors import TableError
 from torchfleet.net.transport import Channel
-from torchfleet.net.wire import DENSE_BACK, NO_CREATE, SYNC, VERSIONS, Array, Command, pack
+from torchfleet.net.wire import BOUNDED, DENSE_BACK, NO_CREATE, SYNC, VERSIONS, Array, Command, pack
 from torchfleet.tables.rows.row_statistics import is_counted
 from torchfleet.tables.settings.spec import TableSpec, shard_range
 from torchfleet.worker.client.future import Changed, Dense, Future, Pulled
@@ -82,10 +82,12 @@ class Client(Requests):
         flags: int = 0,
         timeout: float | None = None,
         num_samples: float | None = None,
+        settings: Sequence[int] = (),
     ) -> Future[Dense]:
         """One update of several tables in one message per server: (keys, rows) for a sparse, a block for a dense one.
 
-        `num_samples`: how many the gradients come from, by which a step of all workers weights them.
+        `num_samples`: how many the gradients come from, by which a mean weights them. `settings`: the numbers that the
+        flags GATHER and BOUNDED need.
         An error of a push that nobody waits for is raised by the next push or by `flush`. The result holds the dense
         tables' new values if the flag DENSE_BACK asked for them, and is empty if that reply had to be repeated.
         """
@@ -103,12 +105,13 @@ class Client(Requests):
         for name, block in grads.items():
             for server, pair in enumerate(self._tables.shard_gradients(name, block)):
                 arrays[server].extend(pair)
+        if settings:
+            for message in arrays:
+                message.append(Array(0, np.array(settings, np.uint64)))
         dense = [name for name, block in grads.items() if not isinstance(block, tuple)]
 
         def finish(replies: list[list[Array]]) -> Dense:
-            if not flags & DENSE_BACK or any(len(reply) != len(dense) for reply in replies):
-                return {}
-            return {name: _joined(replies, i) for i, name in enumerate(dense)}
+            return _dense(dense, replies) if flags & DENSE_BACK else Dense()
 
         future = self._ask(Command.PUSH, arrays, flags, once=True, timeout=timeout, finish=finish)
         self._unawaited.append(future)
@@ -138,8 +141,7 @@ class Client(Requests):
     def pull_dense(self, table: str) -> Future[Floats]:
         """The whole block of a dense table."""
         spec = self._tables.dense_spec(table)
-        ranges = [shard_range(spec.size, i, self.num_servers) for i in range(self.num_servers)]
-        arrays = [[Array(spec.number, np.array([0, stop - start], np.uint64))] for start, stop in ranges]
+        arrays = [[self._whole(spec, server)] for server in range(self.num_servers)]
         return self._ask(Command.PULL, arrays, finish=lambda replies: _joined(replies, 0))
 
     def pull_block(self, table: str) -> tuple[Floats, int]:
@@ -163,6 +165,20 @@ class Client(Requests):
         rows = [self._tables.shard_block(table, row) for row in block]
         shards = [np.concatenate([row[server] for row in rows]) for server in range(self.num_servers)]
         self._ask(Command.SET, [[place, Array(number, shard)] for shard in shards], once=True).result()
+    def pull_dense_tables(self, tables: Sequence[str], is_bounded: bool = False) -> Future[Dense]:
+        """Several whole dense tables with their versions, in one message per server.
+
+        `is_bounded`: this worker is going to push gradients of them, and no other one may get too far ahead of it.
+        """
+        specs = [self._tables.dense_spec(name) for name in tables]
+        arrays = [[self._whole(spec, server) for spec in specs] for server in range(self.num_servers)]
+        flags = VERSIONS | (BOUNDED if is_bounded else 0)
+        return self._ask(Command.PULL, arrays, flags, finish=lambda replies: _dense(tables, replies))
+
+    def _whole(self, spec: TableSpec, server: int) -> Array:
+        """What asks a server for its whole shard of a dense table."""
+        start, stop = shard_range(spec.size, server, self.num_servers)
+        return Array(spec.number, np.array([0, stop - start], np.uint64))
 
     def push_dense(self, table: str, grads: Floats, lr: float | None = None) -> Future[Dense]:
         """One update of a dense table."""
@@ -200,6 +216,19 @@ class Client(Requests):
         oldest = self._unawaited.popleft()
         if not oldest.is_awaited:
             oldest.result()
+
+
+def _dense(tables: Sequence[str], replies: list[list[Array]]) -> Dense:
+    """Dense tables from the servers' shards, and their versions, if those come behind them; nothing if a server sent
+    no values: it has answered a repeat."""
+    num = len(tables)
+    if any(len(reply) < num for reply in replies):
+        return Dense()
+    versions: dict[str, list[float]] = {}
+    if all(len(reply) == num + 1 for reply in replies):
+        seen = [reply[num].data.reshape(-1) for reply in replies]
+        versions = {name: [float(numbers[i]) for numbers in seen] for i, name in enumerate(tables)}
+    return Dense({name: _joined(replies, i) for i, name in enumerate(tables)}, versions)
 
 
 def _joined(replies: list[list[Array]], index: int) -> Floats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -15,7 +15,15 @@ from torchfleet.worker.client.shard import Floats, Keys
 Result = TypeVar("Result")
 Other = TypeVar("Other")
 
-Dense = dict[str, Floats]
+
+class Dense(dict[str, Floats]):
+    """Whole dense tables by name; `versions`: per server how many updates each had seen, where that is known."""
+
+    def __init__(
+        self, blocks: Mapping[str, Floats] | None = None, versions: dict[str, list[float]] | None = None
+    ) -> None:
+        super().__init__(blocks or {})
+        self.versions = versions or {}
 
 
 @dataclass(slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torchfleet.errors import FleetError
@@ -23,6 +24,19 @@ class PullAhead(Protocol):
     """A pull that is under way."""
 
     def result(self) -> Pulled: ...
+
+
+class TimedPull:
+    """A pull whose waiting time is noted."""
+
+    def __init__(self, pull: PullAhead, note: Callable[[float], None]) -> None:
+        self._pull, self._note = pull, note
+
+    def result(self) -> Pulled:
+        start = time.perf_counter()
+        pulled = self._pull.result()
+        self._note(time.perf_counter() - start)
+        return pulled
 
 
 class Source(Protocol):

@@ -12,25 +12,32 @@ import numpy as np
 
 from torchfleet.background import BackgroundThreads, Work
 from torchfleet.kernels.merge import sum_by_key
-from torchfleet.net.wire import DENSE_BACK
 from torchfleet.strategy.server_fields import AsyncConfigs
 from torchfleet.tables.rows.row_statistics import is_pushed
 from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.future import Dense
+from torchfleet.worker.client.future import Dense, Future
 from torchfleet.worker.lookup.plan import Plan
 from torchfleet.worker.lookup.sources import PullAhead
-from torchfleet.worker.modes.communicator import Communicator, Gradients
+from torchfleet.worker.modes.communicator import Communicator, Gathering, Gradients
 
 _LOOK = 0.001  # seconds between two looks into an empty queue
 
 
 class Async(Communicator):
-    """Senders and receiver have clients of their own; what they bring back is written between two steps."""
+    """Senders have clients of their own. Dense values are asked for at the end of a step, and awaited where the model
+    is called next: what lies between hides the wait, and they are not older than that."""
 
     pulls_ahead = True
 
-    def __init__(self, client: Client, plan: Plan, connect: Callable[[], Client], configs: AsyncConfigs) -> None:
-        super().__init__(client, plan, connect)
+    def __init__(
+        self,
+        client: Client,
+        plan: Plan,
+        connect: Callable[[], Client],
+        configs: AsyncConfigs,
+        gathering: Gathering | None = None,
+    ) -> None:
+        super().__init__(client, plan, connect, gathering)
         self._configs = configs
         self._wide = {name for name, group in plan.sparse.items() if is_pushed(group.spec)}
         self._queue: queue.Queue[tuple[int, Gradients]] = queue.Queue(configs.send_queue_size)
@@ -39,7 +46,7 @@ class Async(Communicator):
         self._ending = threading.Event()
         self._receive_now = threading.Event()
         self._lock = threading.Lock()
-        self._fresh: Dense = {}
+        self._fresh = Dense()  # that the receiver has brought
         self._num_sent = self._num_merged = 0
         loops = [self._send_loop] * configs.thread_pool_size
         if configs.independent_recv_thread:
@@ -55,10 +62,12 @@ class Async(Communicator):
         self._threads.check()
         return super().pull(keys, create)
 
+    def freshen(self) -> None:
+        self._take_dense()
+        super().freshen()
+
     def _push(self, gradients: Gradients) -> None:
-        with self._lock:
-            fresh, self._fresh = self._fresh, {}
-        self._write(fresh)
+        self._take_dense()  # if the model was not called as a whole
         with self._lock:
             self._num_given += 1
             number = self._num_given
@@ -67,25 +76,50 @@ class Async(Communicator):
             self._threads.check()
             try:
                 self._queue.put((number, gradients), timeout=0.1)
+                break
             except queue.Full:
                 continue
-            return
+        if not self._configs.independent_recv_thread and number % self._configs.min_send_grad_num_before_recv == 0:
+            self._ask_dense()
+
+    def _ask_dense(self) -> None:
+        names = [group.spec.name for group in self._plan.dense]
+        if names:
+            self._own.under_way = self._client.pull_dense_tables(names)
+
+    def _take_dense(self) -> None:
+        """Write what this thread has asked for, waiting for it, or what the receiver has brought."""
+        start = time.perf_counter()
+        with self._lock:
+            values, self._fresh = self._fresh, Dense()
+        under_way: Future[Dense] | None = getattr(self._own, "under_way", None)
+        if under_way is not None:
+            self._own.under_way = None
+            values = under_way.result()
+        if values:
+            self._write(values)
+            self._seconds["dense"] += time.perf_counter() - start
 
     def settle(self) -> None:
         last = self._num_given
-        while True:
+        while self._has_open(last):
             self._threads.check()
-            with self._lock:
-                if not self._open or min(self._open) > last:
-                    return
             time.sleep(_LOOK)
+        self._threads.check()
+        super().settle()
 
     def flush(self) -> None:
         self.settle()
+        self._own.under_way = None  # it is older
         values = self._pull_dense(self._client)
         with self._lock:
-            self._fresh = {}
+            self._fresh = Dense()
         self._write(values)
+
+    def _has_open(self, last: int) -> bool:
+        """Whether a step up to number `last` has not been applied."""
+        with self._lock:
+            return bool(self._open) and min(self._open) <= last
 
     def stop(self) -> None:
         try:
@@ -108,12 +142,8 @@ class Async(Communicator):
                 self._num_sent += 1
                 self._num_merged += len(taken) - 1
                 refresh = self._num_sent % self._configs.min_send_grad_num_before_recv == 0
-            here = refresh and not self._configs.independent_recv_thread
-            future = client.push_tables(merged.sections(), merged.rates, merged.versions, DENSE_BACK if here else 0)
-            values = future.result()
-            if here and values:
-                self._keep(values)
-            elif refresh:
+            self._submit(client, merged, 0).result()
+            if refresh:
                 self._receive_now.set()
             with self._lock:
                 self._open.difference_update(number for number, _ in taken)
@@ -124,7 +154,9 @@ class Async(Communicator):
         while not self._ending.is_set():
             if self._receive_now.wait(0.1) and not self._ending.is_set():
                 self._receive_now.clear()
-                self._keep(self._pull_dense(client))
+                values = self._pull_dense(client)
+                with self._lock:
+                    self._fresh = values
 
     def _take(self) -> list[tuple[int, Gradients]]:
         """The next gradients, and more of them if they come within `send_wait_times` looks."""
@@ -142,10 +174,6 @@ class Async(Communicator):
                     break
                 time.sleep(_LOOK)
         return taken
-
-    def _keep(self, values: Dense) -> None:
-        with self._lock:
-            self._fresh = values
 
     def _with_client(self, loop: Callable[[Client], None]) -> Work:
         def run() -> None:
@@ -168,4 +196,4 @@ def merge(gradients: list[Gradients], wide: Collection[str] = ()) -> Gradients:
         keys, rows = (np.concatenate(arrays) for arrays in zip(*(g.sparse[table] for g in gradients), strict=True))
         sparse[table] = (keys, rows) if table in wide else sum_by_key(keys, rows)
     dense = {table: np.stack([g.dense[table] for g in gradients]).sum(axis=0) for table in first.dense}
-    return Gradients(sparse, first.versions, dense, gradients[-1].rates)
+    return Gradients(sparse, first.versions, dense, gradients[-1].rates)  # never gathered: num_samples has no use

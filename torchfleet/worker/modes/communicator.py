@@ -3,6 +3,7 @@
 sync        one update per step with the mean gradient of all workers' samples; everybody waits for it
 half_async  this worker's update, waited for; nobody waits for anybody else
 async       (asynchronous.py) gradients go into a queue, a thread sends them, training goes on
+            (bounded.py) with max_staleness: who is too far ahead waits
 geo         (geo.py, whole_tables.py) training on a local copy, differences exchanged now and then
 hybrid      (hybrid.py) as async for rows; the network is exchanged among the workers
 """
@@ -17,13 +18,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchfleet.net.wire import DENSE_BACK, SYNC
+from torchfleet.net.wire import DENSE_BACK, GATHER, SYNC, VERSIONS
 from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.future import Dense
+from torchfleet.worker.client.future import Dense, Future
 from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.lookup.plan import Plan
 from torchfleet.worker.lookup.sample_count import SampleCount
-from torchfleet.worker.lookup.sources import PullAhead
+from torchfleet.worker.lookup.sources import PullAhead, TimedPull
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class Gradients:
     versions: dict[str, list[float]]
     dense: dict[str, Floats]
     rates: dict[str, float]
+    num_samples: float | None = None  # what they count for in a mean; None: as much as others
 
     def sections(self) -> Mapping[str, tuple[Keys, Floats] | Floats]:
         return {**self.dense, **self.sparse}
@@ -41,6 +43,20 @@ class Gradients:
     def is_nothing(self) -> bool:
         """Whether no sample had a part in it."""
         return not any(len(keys) for keys, _ in self.sparse.values()) and not any(b.any() for b in self.dense.values())
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Updates with the mean of `num` pushes, in which gradients of the network older than `max_age` updates have no
+    part. `samples`: what they are weighted by; None: they count alike."""
+
+    num: int
+    max_age: int
+    samples: SampleCount | None = None
+
+    @property
+    def settings(self) -> tuple[int, int]:
+        return self.num, self.max_age
 
 
 class Communicator(ABC):
@@ -53,13 +69,18 @@ class Communicator(ABC):
     takes_threads = True  # several threads of a worker may train at once
     alone: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # held by a thread that hands over a step
 
-    def __init__(self, client: Client, plan: Plan, connect: Callable[[], Client]) -> None:
+    def __init__(
+        self, client: Client, plan: Plan, connect: Callable[[], Client], gathering: Gathering | None = None
+    ) -> None:
+        self._gathering = gathering
+        self._samples = gathering.samples if gathering else None
         self._main_client, self._plan, self._connect = client, plan, connect
         self._main_thread = threading.get_ident()
         self._own = threading.local()
         self._count = threading.Lock()
-        self._seconds = {"pull": 0.0, "push": 0.0}
+        self._seconds = {"pull": 0.0, "push": 0.0, "dense": 0.0}
         self._num_steps = 0
+        self._versions: dict[str, list[float]] = {}  # of the dense values in the model, as far as they are known
 
     @property
     def _client(self) -> Client:
@@ -82,15 +103,28 @@ class Communicator(ABC):
             self._own.client.close()
             del self._own.client
 
-    def settle(self) -> None:  # noqa: B027  (most modes wait for every push as it is made)
+    def freshen(self) -> None:
+        """The model is about to be called by this thread: give it the newest dense values that were asked for."""
+        self._own.versions = self._versions
+
+    def rest(self) -> None:
+        """This worker is going to wait for others, and hands over nothing meanwhile."""
+        if self._gathering and threading.get_ident() == self._main_thread:
+            self.settle()
+
+    def settle(self) -> None:
         """Return when everything that `step` has been given so far has been applied."""
+        if self._gathering:
+            self._client.push_tables({}, flags=GATHER, settings=self._gathering.settings).result()
 
     def end_threads(self) -> None:
         """Several threads have trained, and are over."""
         self.has_threads = False
 
-    def drop_gradients(self) -> None:  # noqa: B027  (most modes know nothing of gradients that are not handed over)
+    def drop_gradients(self) -> None:
         """What was computed since the last step is not going to be handed over."""
+        if self._samples is not None:
+            self._samples.reset()
 
     def start(self) -> None:  # noqa: B027  (most modes have nothing beside training)
         """Begin whatever runs beside training."""
@@ -107,12 +141,20 @@ class Communicator(ABC):
         start = time.perf_counter()
         with self._count:
             self._num_steps += 1
+        # Those of the thread's last call of the model; another thread may have written newer values since.
+        gradients.versions.update(getattr(self._own, "versions", None) or self._versions)
+        self._own.versions = None
+        if self._samples is not None and not self.has_threads:  # it counts for all threads together
+            gradients.num_samples = self._samples.take(gradients.is_nothing)
         self._push(gradients)
         self._seconds["push"] += time.perf_counter() - start
 
     def flush(self) -> None:
         """Return when everything given to `step` has reached the tables."""
         self._client.flush()
+        if self._gathering:
+            self.settle()
+            self._write(self._pull_dense(self._client))
 
     def refresh(self) -> None:
         """Flush, and take the dense parameters as the servers have them now: other workers may have gone on."""
@@ -132,12 +174,27 @@ class Communicator(ABC):
     @abstractmethod
     def _push(self, gradients: Gradients) -> None: ...
 
+    def _submit(self, client: Client, gradients: Gradients, flags: int, timeout: float | None = None) -> Future[Dense]:
+        """A push on its way, to be gathered with others where that is asked for."""
+        return client.push_tables(
+            gradients.sections(),
+            gradients.rates,
+            gradients.versions,
+            flags | (GATHER if self._gathering else 0),
+            timeout,
+            gradients.num_samples,
+            self._gathering.settings if self._gathering else (),
+        )
+
     def _pull_dense(self, client: Client) -> Dense:
-        """All dense tables; asked for together, then awaited."""
-        under_way = {group.spec.name: client.pull_dense(group.spec.name) for group in self._plan.dense}
-        return {name: values.result() for name, values in under_way.items()}
+        """All dense tables, and how many updates each has seen."""
+        names = [group.spec.name for group in self._plan.dense]
+        return client.pull_dense_tables(names).result() if names else Dense()
 
     def _write(self, values: Dense) -> None:
+        if self.has_threads and _is_older(values.versions, self._versions):
+            return  # another thread's reply came in before this one
+        self._versions = values.versions
         for group in self._plan.dense:
             if group.spec.name in values:
                 group.write(values[group.spec.name], unnoticed=self.has_threads)
@@ -146,41 +203,24 @@ class Communicator(ABC):
         self._seconds["pull"] += seconds
 
 
-class TimedPull:
-    """A pull whose waiting time is noted."""
-
-    def __init__(self, pull: PullAhead, note: Callable[[float], None]) -> None:
-        self._pull, self._note = pull, note
-
-    def result(self) -> Any:
-        start = time.perf_counter()
-        pulled = self._pull.result()
-        self._note(time.perf_counter() - start)
-        return pulled
+def _is_older(versions: Mapping[str, list[float]], others: Mapping[str, list[float]]) -> bool:
+    return sum(map(sum, versions.values())) < sum(map(sum, others.values()))
 
 
 class HalfAsync(Communicator):
-    """The push is applied, and this worker's dense parameters are the server's, before training goes on."""
+    """The push is applied, and this worker's dense parameters are the server's, before training goes on.
 
-    _flags = DENSE_BACK
+    Where updates are gathered, the reply comes when the push is kept.
+    """
+
+    _flags = DENSE_BACK | VERSIONS
     _timeout: float | None = None
 
     def _push(self, gradients: Gradients) -> None:
-        values = self._client.push_tables(
-            gradients.sections(),
-            gradients.rates,
-            gradients.versions,
-            self._flags,
-            self._timeout,
-            self._num_samples(gradients),
-        ).result()
+        values = self._submit(self._client, gradients, self._flags, self._timeout).result()
         if not values:  # the reply had to be repeated, and a repeat brings no values
             values = self._pull_dense(self._client)
         self._write(values)
-
-    def _num_samples(self, gradients: Gradients) -> float | None:
-        """What these gradients count for beside those of other workers; None: alike."""
-        return None
 
     def end_threads(self) -> None:
         super().end_threads()
@@ -206,10 +246,3 @@ class Sync(HalfAsync):
         """`samples`: what the workers' gradients are weighted by; None: they count alike."""
         super().__init__(client, plan, connect)
         self._timeout, self._samples = timeout, samples
-
-    def drop_gradients(self) -> None:
-        if self._samples is not None:
-            self._samples.reset()
-
-    def _num_samples(self, gradients: Gradients) -> float | None:
-        return None if self._samples is None else self._samples.take(gradients.is_nothing)

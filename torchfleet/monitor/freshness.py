@@ -1,0 +1,50 @@
+"""How old the values were that gradients come from, over all servers, and what that does to a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+Ages = dict[int, int]  # pushes by age; from 16 on, an age k stands for k to 2k - 1
+
+OLD_NETWORK = 4  # updates: an older network begins to cost quality
+
+
+def ages_by_kind(tables: Iterable[Mapping[str, Any]]) -> dict[str, Ages]:
+    """From statistics of tables, of any number of servers: pushes by age, of dense tables and of those with rows."""
+    found: dict[str, Ages] = {"staleness_dense": {}, "staleness_sparse": {}}
+    for table in tables:
+        name = "staleness_dense" if table["kind"] == "dense" else "staleness_sparse"
+        found[name] = summed([found[name], table["staleness"]])
+    return found
+
+
+def summed(histograms: Iterable[Mapping[Any, int]]) -> Ages:
+    """One histogram of several; those from JSON have texts as keys."""
+    total: Ages = {}
+    for ages in histograms:
+        for age, num in ages.items():
+            total[int(age)] = total.get(int(age), 0) + num
+    return dict(sorted(total.items()))
+
+
+def median(ages: Ages) -> int | None:
+    """The age that half of the pushes do not exceed; None without pushes."""
+    half, seen = sum(ages.values()) / 2, 0
+    for age, num in sorted(ages.items()):
+        seen += num
+        if seen >= half:
+            return age
+    return None
+
+
+def advice(dense_ages: Ages) -> str:
+    """What to do about a network that is too old; empty if it is not."""
+    age = median(dense_ages)
+    if age is None or age <= OLD_NETWORK:
+        return ""
+    return (
+        f"half of the gradients come from a network that was {age} updates old or older. Above {OLD_NETWORK} that can "
+        "cost quality: the network learns slower or not at all, where rows of that age do no harm. Use hybrid: "
+        "a_sync_configs={'hybrid': True}; or fewer workers, gather, or max_staleness (docs/modes/async.md)."
+    )
