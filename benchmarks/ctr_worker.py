@@ -1,22 +1,31 @@
-"""One role of benchmarks.ctr: CTR-DNN trained for a while and timed; or, as `tower`, its network alone."""
+"""One worker or server of benchmarks.ctr: CTR-DNN trained for a while, in turns with its network alone, and timed."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import resource
+import statistics
 import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
 import torch
 
 import torchfleet as fleet
-from examples.ctr_dnn.model import CTRDNN, loss_of, slots
+from benchmarks.ctr_sections import Sections, thread_seconds
+from examples.ctr_dnn.model import CTRDNN, SLOTS, loss_of, slots
+
+BLOCK = 25  # steps of one kind in a row
+FIRST = 3  # of them are not counted: the one before left nothing in the caches
+KINDS = ("fleet", "network", "bare", "sections")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["train", "tower"])
     parser.add_argument("--batch", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--files", nargs="*", default=[])
@@ -24,28 +33,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    found = tower(options) if options.what == "tower" else train(options)
+    found = train(options)
     if found:
         print(f"RESULT {json.dumps(found)}", flush=True)
-
-
-def tower(options: argparse.Namespace) -> dict[str, float]:
-    """Forward and backward of the bare network; `input`: with the gradient that embeddings would need."""
-    network = CTRDNN().tower
-    values, labels = torch.randn(options.batch, 273), {"label": torch.randint(0, 2, (options.batch, 1))}
-    rates = {}
-    for name in ("bare", "input"):
-        values.requires_grad_(name == "input")
-        times = []
-        end = time.perf_counter() + options.seconds / 2
-        while time.perf_counter() < end:
-            start = time.perf_counter()
-            loss_of(network(values), labels).backward()  # type: ignore[no-untyped-call]
-            network.zero_grad()
-            values.grad = None
-            times.append(time.perf_counter() - start)
-        rates[name] = options.batch * (len(times) - 3) / sum(times[3:])
-    return rates
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
@@ -62,36 +52,133 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     data.init(options.batch, use_var=slots(), data_format=fleet.CriteoFormat(log_scale=True), drop_last=True)
     data.set_filelist(fleet.util.get_file_shard(options.files))
     data.load_into_memory()
-    times: list[float] = []
-    deadline = float("inf")
-    while time.perf_counter() < deadline:
-        data.local_shuffle()
-        last = time.perf_counter()
-        for batch in fleet.prefetch(data):
-            loss_of(model(batch), batch).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-            now = time.perf_counter()
-            times.append(now - last)
-            last = now
-            if now > deadline:
-                break
-        if deadline == float("inf"):  # the first pass made all rows
-            fleet.barrier_worker()
-            times, deadline = [], time.perf_counter() + options.seconds
+    run = Run(model, optimizer)
+    for batch in fleet.prefetch(data):  # the first pass makes all rows
+        run.step(batch)
+    fleet.barrier_worker()
+    run.go(data, options.seconds)
     fleet.flush()
     stats = fleet.stats()["worker"]
     fleet.barrier_worker()
-    found = {
-        "samples_per_s": options.batch * len(times) / sum(times),
-        "p50_step_ms": 1000 * float(np.percentile(times, 50)),
-        "p99_step_ms": 1000 * float(np.percentile(times, 99)),
-        "pull_wait_ms": stats["pull_wait_ms"],
-        "push_wait_ms": stats["push_wait_ms"],
-        "auc": test_auc(model, options.test),
-    }
+    waits = {name: stats[name] for name in ("pull_wait_ms", "push_wait_ms")}
+    found = {**run.result(options.batch), **waits, "auc": test_auc(model, options.test)}
     fleet.stop_worker()
     return found
+
+
+class Run:
+    """Blocks of steps in turns: the fleet's; the network's on rows that are there; the fleet's again, in sections."""
+
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._wall: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        self._own: dict[str, list[float]] = {kind: [] for kind in KINDS}  # processor time of the training thread
+        self._faults: Counter[str] = Counter()
+        self._all: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}  # and of all threads, by block
+        self._sections = Sections()
+        self._losses: list[float] = []
+        self._batch: Any = None
+
+    def step(self, batch: Any) -> torch.Tensor:
+        loss = loss_of(self._model(batch), batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._batch = batch
+        return loss
+
+    def go(self, data: Any, seconds: float) -> None:
+        """Passes over the data until the time is over."""
+        deadline, kinds, is_over = time.perf_counter() + seconds, cycle(KINDS), False
+        while not is_over:
+            data.local_shuffle()
+            batches = fleet.prefetch(data)
+            for kind in kinds:
+                before, num_faults = Counter(thread_seconds()), page_faults()
+                if not self._block(kind, batches):
+                    break
+                self._faults[kind] += page_faults() - num_faults
+                fleet.flush()  # the senders' work is this block's, and leaves the next one alone
+                self._all[kind].update({name: now - before[name] for name, now in thread_seconds().items()})
+                is_over = time.perf_counter() > deadline and kind == KINDS[-1]  # each kind has had its turn
+                if is_over:
+                    break
+
+    def _block(self, kind: str, batches: Iterator[Any]) -> bool:
+        """False at the end of the pass."""
+        if kind == "fleet":
+            return self._steps(kind, batches)
+        if kind == "sections":
+            with self._sections.timed():
+                return self._steps(kind, batches)
+        compute = self._network(with_input=kind == "network")
+        for number in range(BLOCK):
+            start = time.perf_counter(), time.thread_time()
+            compute()
+            self._note(kind, number, *start)
+        return True
+
+    def _steps(self, kind: str, batches: Iterator[Any]) -> bool:
+        number, start = 0, (time.perf_counter(), time.thread_time())
+        for batch in islice(batches, BLOCK):
+            loss = self.step(batch)
+            self._note(kind, number, *start)
+            number, start = number + 1, (time.perf_counter(), time.thread_time())
+        if number:
+            self._losses.append(loss.item())
+        return number == BLOCK
+
+    def _note(self, kind: str, number: int, wall: float, own: float) -> None:
+        if number >= FIRST:
+            self._wall[kind].append(time.perf_counter() - wall)
+            self._own[kind].append(time.thread_time() - own)
+
+    def _network(self, with_input: bool) -> Callable[[], None]:
+        """Forward and backward of the tower, on the last batch; `with_input`: to the gradient that rows need."""
+        batch, tower = self._batch, self._model.tower
+        with torch.no_grad():
+            embedded = self._model.embedding([batch[name] for name in SLOTS]).flatten(1)
+        embedded.requires_grad_(with_input)
+
+        def compute() -> None:
+            logits = tower(torch.cat([embedded, batch["dense_input"]], dim=1))
+            loss_of(logits, batch).backward()  # type: ignore[no-untyped-call]
+            tower.zero_grad()
+            embedded.grad = None
+
+        return compute
+
+    def result(self, batch: int) -> dict[str, Any]:
+        """Medians of a step in milliseconds, and what it is made of."""
+        wall, own = ({kind: 1000 * statistics.median(times[kind]) for kind in KINDS} for times in (self._wall, self._own))
+        spent = {name: self._per_step("fleet", seconds) for name, seconds in self._all["fleet"].items()}
+        return {
+            "samples_per_s": batch * len(self._wall["fleet"]) / sum(self._wall["fleet"]),
+            "step_ms": wall["fleet"],
+            "network_ms": wall["network"],
+            "bare_network_ms": wall["bare"],
+            "network_ratio": wall["network"] / wall["fleet"],
+            "bare_network_ratio": wall["bare"] / wall["fleet"],
+            "p99_step_ms": 1000 * float(np.percentile(self._wall["fleet"], 99)),
+            "step_cpu_ms": own["fleet"],
+            "network_cpu_ms": own["network"],
+            "network_cpu_ratio": own["network"] / own["fleet"],
+            "sections_step_ms": wall["sections"],
+            **{f"cpu_{name}_ms": value for name, value in spent.items()},
+            **{f"own_{part}_ms": self._per_step("sections", s) for part, s in self._sections.own.most_common()},
+            **{f"own_{part}_cpu_ms": self._per_step("sections", s) for part, s in self._sections.own_cpu.most_common()},
+            **{f"beside_{part}_ms": self._per_step("sections", s) for part, s in self._sections.others.most_common()},
+            **{f"faults_{kind}": self._per_step(kind, num / 1000) for kind, num in self._faults.items()},
+            "loss": statistics.mean(self._losses[-8:]),
+        }
+
+    def _per_step(self, kind: str, seconds: float) -> float:
+        num = len(self._wall[kind]) / (BLOCK - FIRST) * BLOCK
+        return 1000 * seconds / num
+
+
+def page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
 
 def test_auc(model: torch.nn.Module, files: list[str]) -> float:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+# Hooks of all optimizers of the process: torch.optim.optimizer.register_optimizer_step_pre_hook and ..._post_hook.
+_GLOBAL_HOOKS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 
 class AdoptedOptimizer(torch.optim.Optimizer):
@@ -24,6 +29,20 @@ class AdoptedOptimizer(torch.optim.Optimizer):
         self._patch_step_function()  # what torch does for its own classes when they are made: hooks are called
         self._user = user
         self.after_step: Callable[[], None] = lambda: None  # called at the end of every step
+
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:  # type: ignore[override]
+        """torch wraps every `step` with this. Where nobody looks on, by a hook or a profiler, the step is called as it
+        is: a mark for a profiler takes longer than all of our own work on the step."""
+        watched = torch.optim.Optimizer.profile_hook_step(func)
+
+        @wraps(func)
+        def step(self: AdoptedOptimizer, *args: Any, **kwargs: Any) -> Any:
+            hooks = (*_GLOBAL_HOOKS, self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks)
+            is_watched = any(hooks) or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+            return (watched if is_watched else func)(self, *args, **kwargs)
+
+        return step
 
     def _begin_step(self, closure: Callable[[], Any] | None) -> Any:
         """The closure's loss, None without one. A scheduler that was made before sees that a step was made."""

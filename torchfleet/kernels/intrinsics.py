@@ -33,6 +33,44 @@ def copy_words(typing_context: Any, to: Any, to_at: Any, source: Any, source_at:
 
 
 @intrinsic
+def add_words(typing_context: Any, to: Any, to_at: Any, source: Any, source_at: Any, num_words: Any) -> Any:
+    """to[to_at + i] += source[source_at + i] for i below `num_words`: float32 numbers of two arrays that do not overlap.
+
+    In vectors of four, two and one: the loop that it stands for is vectorised only behind a check of the overlap, at
+    every row, and takes half as long again for a row of ten.
+    """
+    signature = types.void(to, to_at, source, source_at, num_words)
+    integer, number = ir.IntType(64), ir.FloatType()
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def as_int(place: int) -> Any:
+            return context.cast(builder, args[place], signature.args[place], types.intp)
+
+        def pointer(place: int) -> Any:
+            data = context.make_array(signature.args[place])(context, builder, args[place]).data
+            return builder.gep(data, [as_int(place + 1)])
+
+        pointers, num = (pointer(0), pointer(2)), as_int(4)
+
+        def add(at: Any, lanes: int) -> None:
+            kind = ir.VectorType(number, lanes) if lanes > 1 else number
+            places = [builder.bitcast(builder.gep(start, [at]), kind.as_pointer()) for start in pointers]
+            sum_so_far, more = (builder.load(place) for place in places)
+            sum_so_far.align = more.align = 4
+            builder.store(builder.fadd(sum_so_far, more), places[0]).align = 4
+
+        fours = builder.and_(num, integer(-4))
+        with cgutils.for_range_slice(builder, integer(0), fours, integer(4)) as (at, _):
+            add(at, 4)
+        for lanes, at in ((2, fours), (1, builder.and_(num, integer(-2)))):
+            with builder.if_then(builder.icmp_unsigned("!=", builder.and_(num, integer(lanes)), integer(0))):
+                add(at, lanes)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
 def load_word(typing_context: Any, source: Any, at: Any) -> Any:
     """Eight bytes from place `at` of a flat array of bytes on, whatever their alignment, as a little-endian number."""
     signature = types.uint64(source, at)

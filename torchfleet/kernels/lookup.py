@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchfleet.kernels.intrinsics import copy_words
-from torchfleet.kernels.jit import kernel
+from torchfleet.kernels.intrinsics import add_words, copy_words
+from torchfleet.kernels.jit import inlined, kernel
 from torchfleet.kernels.merge import place_of
 
 ABSENT = -1
@@ -36,13 +36,25 @@ def add_rows(grads: np.ndarray, dim: int, index_N: np.ndarray, sums: np.ndarray,
         if u < 0:
             continue
         to, source = np.uint64(u) * size, np.uint64(i) * size
-        if touched_U[u]:
-            for d in range(size):
-                sums[to + d] += grads[source + d]
-        else:
-            touched_U[u] = True
-            for d in range(size):
-                sums[to + d] = grads[source + d]
+        _add(sums, to, grads, source, size, touched_U, u)
+
+
+@inlined
+def _add(
+    sums: np.ndarray,
+    to: np.uint64,
+    grads: np.ndarray,
+    source: np.uint64,
+    size: np.uint64,
+    touched_U: np.ndarray,
+    u: np.int32,
+) -> None:
+    """The first gradient of row u is its sum: sums are not zeroed before."""
+    if touched_U[u]:
+        add_words(sums, to, grads, source, size)
+    else:
+        touched_U[u] = True
+        copy_words(sums, to, grads, source, size)
 
 
 @kernel
@@ -89,6 +101,7 @@ def pool(
 def unpool(
     grads: np.ndarray,
     dim: int,
+    stride: int,
     index_N: np.ndarray,
     offsets_B1: np.ndarray,
     num_slots: int,
@@ -96,14 +109,17 @@ def unpool(
     sums: np.ndarray,
     touched_U: np.ndarray,
 ) -> None:
-    """The gradient of `pool`: each row of a bag gets the bag's gradient, divided by its length for a mean."""
-    size, stride = np.uint64(dim), np.uint64(dim * num_slots)
+    """The gradient of `pool`: each row of a bag gets the bag's gradient, divided by its length for a mean.
+
+    stride: how far it is in grads from one sample's first number to the next one's.
+    """
+    size, stride = np.uint64(dim), np.uint64(stride)
     num_samples = (len(offsets_B1) - 1) // num_slots
     for slot in range(num_slots):
         source = np.uint64(slot) * size
         for b in range(slot * num_samples, (slot + 1) * num_samples):
             share = np.float32(1.0)
-            if mean:
+            if mean and offsets_B1[b + 1] > offsets_B1[b] + 1:
                 num = 0
                 for i in range(offsets_B1[b], offsets_B1[b + 1]):
                     num += index_N[i] >= 0
@@ -113,7 +129,9 @@ def unpool(
                 if u < 0:
                     continue
                 to = np.uint64(u) * size
-                if touched_U[u]:
+                if share == np.float32(1.0):
+                    _add(sums, to, grads, source, size, touched_U, u)
+                elif touched_U[u]:
                     for d in range(size):
                         sums[to + d] += share * grads[source + d]
                 else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ def split_slots(slots: list[Any], mean: bool) -> tuple[list[torch.Tensor], Bags]
     if isinstance(first, torch.Tensor) and first.dim() == 2 and all(_is_like(slot, first) for slot in slots):
         total, width = len(slots) * first.numel(), max(1, first.size(1))
         if total:
-            return slots, Bags(np.arange(0, total + 1, width), len(slots), mean)
+            return slots, Bags(_even_offsets(total, width), len(slots), mean)
     pairs = [_bags(slot) for slot in slots]
     sizes = [len(starts) for _, starts in pairs]
     if not sizes or len(set(sizes)) > 1:
@@ -32,6 +33,14 @@ def split_slots(slots: list[Any], mean: bool) -> tuple[list[torch.Tensor], Bags]
     ends = np.cumsum([0, *(ids.numel() for ids, _ in pairs)])
     starts = [starts + before for (_, starts), before in zip(pairs, ends[:-1], strict=True)]
     return [ids for ids, _ in pairs], Bags(np.concatenate([*starts, ends[-1:]]), len(pairs), mean)
+
+
+@lru_cache(maxsize=16)
+def _even_offsets(total: int, width: int) -> np.ndarray[Any, Any]:
+    """Those of bags of one size: batches are alike, and a batch's are as long as its ids. Read only."""
+    offsets = np.arange(0, total + 1, width)
+    offsets.flags.writeable = False
+    return offsets
 
 
 def _is_like(slot: Any, first: torch.Tensor) -> bool:

@@ -103,10 +103,11 @@ class BatchRows:
     def add(self, index: Index, grads: Floats) -> None:
         lookup.add_rows(grads.reshape(-1), self.dim, index, self._sums(), self._touched)
 
-    def add_pooled(self, index: Index, bags: Bags, grads: Floats) -> None:
-        lookup.unpool(
-            grads.reshape(-1), self.dim, index, bags.offsets, bags.num_slots, bags.mean, self._sums(), self._touched
-        )
+    def add_pooled(self, index: Index, bags: Bags, grads: torch.Tensor) -> None:
+        """`grads`: shape (samples, slots, dim)."""
+        flat, stride = _by_sample(grads)
+        offsets, num_slots, mean = bags
+        lookup.unpool(flat, self.dim, stride, index, offsets, num_slots, mean, self._sums(), self._touched)
 
     def _sums(self) -> Floats:
         if self._grads is None:
@@ -146,7 +147,7 @@ class PooledLookup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None]:
-        ctx.rows.add_pooled(ctx.index, ctx.bags, to_host(grads[0]))
+        ctx.rows.add_pooled(ctx.index, ctx.bags, grads[0])
         return None, None, None, None
 
 
@@ -155,3 +156,17 @@ def with_padding(index: Index, is_real: npt.NDArray[np.bool_]) -> Index:
     out = np.full(len(is_real), -1, np.int32)
     out[is_real] = index
     return out
+
+
+def _by_sample(grads: torch.Tensor) -> tuple[Floats, int]:
+    """(the numbers in a row, how far it is from one sample to the next) of a tensor of shape (samples, slots, dim).
+
+    Not copied where each sample's numbers lie side by side, as they do if the model put others behind them.
+    """
+    grads = grads.detach()
+    num_samples, num_slots, dim = grads.shape
+    size, (stride, *inner) = num_slots * dim, grads.stride()
+    if grads.device.type != "cpu" or not grads.numel() or inner != [dim, 1] or stride < size:
+        return to_host(grads).reshape(-1), size
+    flat: Floats = grads.as_strided(((num_samples - 1) * stride + size,), (1,)).numpy()
+    return flat, stride

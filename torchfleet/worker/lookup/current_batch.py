@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ import torch
 from torchfleet.kernels.merge import sum_by_key
 from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.lookup.batch_rows import BatchRows
-from torchfleet.worker.lookup.foresight import Stamp, stamp_of
+from torchfleet.worker.lookup.foresight import Stamp, stamp_of, tensors_of
 from torchfleet.worker.lookup.sources import PullAhead
 
 
@@ -29,24 +30,42 @@ class Batch:
     """
 
     def __init__(self, tensors: dict[str, torch.Tensor], foreseen: dict[str, BatchRows]) -> None:
-        self.tensors, self.foreseen = tensors, foreseen
+        self._tensors, self.foreseen = tensors, foreseen
         self.rows: dict[tuple[str, bool], BatchRows] = {}  # by table and whether they were pulled for training
         self.under_way: list[tuple[bool, PullAhead]] = []
         self.is_entered = False  # the model was called with it: another call is another batch
         self.is_open = False  # the model is being called with it
         self.has_grad = False  # it was called with gradients
-        self._pointers = {tensor.untyped_storage().data_ptr() for tensor in tensors.values()}
+        self._own = set(map(id, tensors.values()))
+        self._pointers: set[int] = set()
         self._served: set[tuple[str, Stamp]] = set()
+        self._inputs: Any = None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By their place in the batch, and in the model's call with it."""
+        if self._inputs is not None:
+            self._tensors.update(tensors_of(self._inputs, "call"))
+            self._inputs = None
+        return self._tensors
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether this is a tensor of the batch, or a view of one."""
+        if id(tensor) in self._own:
+            return True
+        if not self._pointers:
+            self._pointers = {own.untyped_storage().data_ptr() for own in self._tensors.values()}
         return tensor.untyped_storage().data_ptr() in self._pointers
 
-    def open(self, tensors: dict[str, torch.Tensor]) -> None:
-        """The model's call with these tensors begins."""
-        self.tensors.update(tensors)
+    def open(self, inputs: Any) -> None:
+        """The model's call with these inputs begins."""
+        self._inputs = inputs  # gone through when somebody asks: few models do at every call
         self.is_entered = self.is_open = True
         self.has_grad = torch.is_grad_enabled()
+
+    def close(self) -> None:
+        """The model's call has ended."""
+        self.rows, self.foreseen, self.under_way, self.is_open = {}, {}, [], False
 
     def receive(self) -> None:
         """Wait for the pulls under way, and take their rows in."""
@@ -90,7 +109,7 @@ class Thread(threading.local):
         for (table, create), rows in batch.rows.items():
             if create:
                 self._keep_for_step(table, rows)
-        batch.rows, batch.foreseen, batch.under_way, batch.is_open = {}, {}, [], False
+        batch.close()
 
     def gradients(self, wide: Collection[str]) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
         """By table: (keys, gradients summed per key) of what is pending, and how fresh the rows were.

@@ -42,13 +42,11 @@ class DenseGroup:
 
     def write(self, values: Floats, unnoticed: bool = False) -> None:
         """`unnoticed`: by autograd, which else refuses a backward pass that is under way in another thread."""
-        block = torch.from_numpy(np.ascontiguousarray(values, np.float32))
+        block = torch.from_numpy(np.ascontiguousarray(values, np.float32).reshape(-1))
+        targets = [parameter.data if unnoticed else parameter for parameter in self.parameters]
+        parts = block.split([target.numel() for target in targets])
         with torch.no_grad():
-            start = 0
-            for parameter in self.parameters:
-                target = parameter.data if unnoticed else parameter
-                target.copy_(block[start : start + parameter.numel()].view_as(parameter))
-                start += parameter.numel()
+            torch._foreach_copy_(targets, [part.view_as(to) for part, to in zip(parts, targets, strict=True)])
 
 
 class Kept(Sequence[torch.Tensor]):
@@ -140,5 +138,11 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(parts: list[torch.Tensor]) -> Floats:
-    flat: Floats = torch.cat([part.detach().reshape(-1) for part in parts]).cpu().numpy()
+    rows = [part.detach().reshape(-1) for part in parts]
+    if not all(part.is_cpu for part in rows):
+        moved: Floats = torch.cat(rows).cpu().numpy()
+        return moved
+    # Into memory of numpy's, which stays with the process: torch may give its own back, page by page, at every step.
+    flat = np.empty(sum(map(len, rows)), np.float32)
+    torch.cat(rows, out=torch.from_numpy(flat))
     return flat

@@ -67,7 +67,7 @@ class Engine:
                 current = self._own.batch = batch
                 yield item
                 if current is not None and not current.is_entered:  # else its call has counted
-                    self._count_samples(item, current.tensors)
+                    self._count_samples(item)
                 if following is None:  # nothing to look ahead to while the last one was in use
                     following = next(iterator, _END)
                     next_batch = self._foresee(following)
@@ -84,12 +84,12 @@ class Engine:
 
     def enter(self, inputs: Any) -> None:
         """The model is called with these inputs: a new batch, unless prefetch brought it."""
-        tensors = dict(tensors_of(inputs, "call"))
-        self._count_samples(inputs, tensors)
+        self._count_samples(inputs)
         current = self._own.batch
-        if current is None or current.is_entered or not any(current.holds(tensor) for tensor in tensors.values()):
+        if current is None or current.is_entered or not any(current.holds(tensor) for _, tensor in tensors_of(inputs)):
+            tensors = dict(tensors_of(inputs, "call"))
             current = self._own.batch = Batch(tensors, self._expect(tensors))
-        current.open(tensors)
+        current.open(inputs)
 
     def lookup(
         self, table: str, weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | None, create: bool
@@ -142,8 +142,8 @@ class Engine:
         )
         rows.note_shows(index, np.asarray(offsets, np.int64), by_slot, shows, clicks)
 
-    def _count_samples(self, inputs: Any, tensors: dict[str, torch.Tensor]) -> None:
-        num = num_samples(inputs, tensors.values())
+    def _count_samples(self, inputs: Any) -> None:
+        num = num_samples(inputs)
         with self._count:  # several threads count
             self.num_samples += num
 

@@ -7,9 +7,9 @@ collected before the model runs, and pulled in one message per server.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,11 +61,20 @@ def _extent(tensor: torch.Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
 
 
+class Way(NamedTuple):
+    """From a place in the batch to a table."""
+
+    place: str
+    table: str
+    view: View
+    padding_idx: int | None
+
+
 @dataclass
 class Foresight:
-    """What has been learned: place in the batch → tables and views; and how often it did not help."""
+    """What has been learned: ways from a batch to tables; and how often it did not help."""
 
-    ways: dict[str, set[tuple[str, View, int | None]]] = field(default_factory=dict)
+    ways: tuple[Way, ...] = ()  # replaced and never changed: other threads may be going through it
     num_unforeseen: int = 0
 
     def learn(
@@ -83,19 +92,19 @@ class Foresight:
             # Slots of a batch may share their memory: a whole tensor of it is a better guess than a window on another.
             views.sort(key=lambda found: found[1].sizes is not None)
             if views:
-                self.ways.setdefault(views[0][0], set()).add((table, views[0][1], padding_idx))
+                way = Way(views[0][0], table, views[0][1], padding_idx)
+                self.ways = self.ways if way in self.ways else (*self.ways, way)
 
     def keys(self, batch: Mapping[str, torch.Tensor]) -> dict[str, tuple[Keys, Stamp | None]]:
         """All ids that this batch is going to ask for, by table; with their stamp if nothing is left out."""
         found: dict[str, list[tuple[torch.Tensor, int | None]]] = {}
-        for place, ways in list(self.ways.items()):  # other threads may be teaching meanwhile
+        for place, table, view, padding_idx in self.ways:
             tensor = batch.get(place)
             if tensor is None or tensor.is_floating_point():
                 continue
-            for table, view, padding_idx in tuple(ways):
-                ids = view.on(tensor)
-                if ids is not None:
-                    found.setdefault(table, []).append((ids, padding_idx))
+            ids = view.on(tensor)
+            if ids is not None:
+                found.setdefault(table, []).append((ids, padding_idx))
         return {table: _without_padding(slots) for table, slots in found.items()}
 
 
@@ -118,14 +127,13 @@ def keys_of(slots: Sequence[torch.Tensor]) -> Keys:
 
 def stamp_of(slots: Sequence[torch.Tensor]) -> Stamp:
     """Ids with one stamp, while one of the tensors is still held, are the same: torch counts changes in place."""
-    stamps = [(ids.data_ptr(), tuple(ids.shape), tuple(ids.stride()), ids._version) for ids in slots]
-    return stamps[0] if len(stamps) == 1 else tuple(stamps)
+    return tuple([(ids.data_ptr(), ids.shape, ids.stride(), ids._version) for ids in slots])
 
 
-def num_samples(inputs: Any, found: Iterable[torch.Tensor]) -> int:
+def num_samples(inputs: Any) -> int:
     """How many samples a model is called with: what a batch or slot says of itself, or the first tensor's length."""
     told = told_samples(inputs)
-    return next((len(tensor) for tensor in found if tensor.dim()), 0) if told is None else told
+    return next((len(tensor) for _, tensor in tensors_of(inputs) if tensor.dim()), 0) if told is None else told
 
 
 def told_samples(inputs: Any) -> int | None:

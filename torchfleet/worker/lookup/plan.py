@@ -34,6 +34,7 @@ class Plan:
     dense: list[DenseGroup] = field(default_factory=list)
     sparse: dict[str, SparseGroup] = field(default_factory=dict)
     fixed: list[DenseGroup] = field(default_factory=list)  # parameters and buffers that are not trained
+    _checked: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)  # options that the table has, by table
 
     @property
     def specs(self) -> list[TableSpec]:
@@ -54,7 +55,8 @@ class Plan:
         """Raise ModelError if an option other than the learning rate has changed: the tables keep theirs."""
         groups: list[DenseGroup | SparseGroup] = [*self.dense, *self.sparse.values()]
         for group in groups:
-            if not group.group.get("params"):
+            options = _options(group.group)
+            if not group.group.get("params") or self._checked.get(group.spec.name) == options:
                 continue
             kept = group.spec.rule  # the rate may change; bounds are the table's, not the optimizer's
             asked = (rule_of if group.spec.is_dense else row_rule_of)(optimizer, group.group)
@@ -64,6 +66,7 @@ class Plan:
                     f"an option of table '{group.spec.name}' was changed from {kept} to {now}: servers "
                     "follow changes of lr only. (OneCycleLR and CyclicLR: cycle_momentum=False.)"
                 )
+            self._checked[group.spec.name] = options
 
     def describe(self) -> list[tuple[str, ...]]:
         """Rows of (table, kind, shape, rule, initializer, entry, parameters)."""
@@ -98,6 +101,12 @@ class Plan:
                 )
             )
         return lines
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Those of a param group that may not change, as they are now: some can be changed in place."""
+    fixed = {name: value for name, value in group.items() if name not in ("params", "lr")}
+    return {name: tuple(map(float, value)) if name == "betas" else value for name, value in fixed.items()}
 
 
 def make_plan(
