@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from torchfleet.errors import FleetError
 from torchfleet.simulate.actors import NEVER
@@ -21,6 +22,8 @@ from torchfleet.simulate.packets import (
     Packet,
     Turn,
 )
+
+Result = TypeVar("Result")
 
 _HEADER_BYTES = 100  # of a message on the network, beside its frames
 _STUCK_SECONDS = 60.0  # of virtual time in which no worker computes, and none will
@@ -62,6 +65,10 @@ class Member:
     def answer(self, packet: Packet) -> None:
         self._answers.append(packet)
         self._find_next()
+
+    def meet(self) -> None:
+        """The process is there, and waits for its first turn. Raises LineClosed."""
+        self._line.receive()
 
     def run(self, until: float) -> Turn:
         """Let the process go on; nothing that is not yet known reaches it before `until`. Raises LineClosed."""
@@ -113,7 +120,9 @@ class Coordinator:
 
     def run(self) -> None:
         """Until all processes have ended. Raises ProcessFailed for one that fails, FleetError for a deadlock."""
-        live = [member for member in self.members if not member.ended]
+        live = list(self.members)
+        for member in live:
+            self._asking(member, member.meet)
         while live:
             member = min(live, key=lambda one: one.next_at)
             others = min((one.next_at for one in live if one is not member), default=NEVER)
@@ -126,14 +135,18 @@ class Coordinator:
                 live.remove(member)
 
     def _take_turn(self, member: Member, until: float) -> None:
-        try:
-            turn = member.run(until)
-        except LineClosed:
-            raise ProcessFailed(member.part, f"{member.part.name} was killed") from None
+        turn = self._asking(member, lambda: member.run(until))
         for packet in turn.packets:
             self._route(member, packet)
         if member.ended and member.code:
             raise ProcessFailed(member.part, f"{member.part.name} ended with exit status {member.code}")
+
+    @staticmethod
+    def _asking(member: Member, ask: Callable[[], Result]) -> Result:
+        try:
+            return ask()
+        except LineClosed:
+            raise ProcessFailed(member.part, f"{member.part.name} was killed") from None
 
     def _route(self, sender: Member, packet: Packet) -> None:
         to = packet.to[0]
