@@ -29,6 +29,7 @@ from torchfleet.simulate.actors import Schedule
 from torchfleet.simulate.conditions import Job, Part
 from torchfleet.simulate.packets import Line
 from torchfleet.simulate.step_watch import StepWatch
+from torchfleet.simulate.virtual_ranks import BACKEND, VARIABLE, VirtualRanks
 from torchfleet.simulate.virtual_sockets import VirtualNetwork
 from torchfleet.simulate.virtual_threads import end_threads, install
 
@@ -90,7 +91,9 @@ def _live(job: Job, number: int, line: Line, epoch: float) -> int:
     addresses = {f"tcp://{address}": index for index, address in enumerate(job.servers)}
     TRANSPORTS["tcp"] = VirtualNetwork(schedule, addresses, conditions.request_seconds)
     if part.role == "worker":
-        StepWatch(schedule, (conditions.step_seconds or 0.0) * factor).install()
+        watch = StepWatch(schedule, (conditions.step_seconds or 0.0) * factor)
+        watch.install()
+        VirtualRanks(schedule, watch.note_reduce).install(part.index, job.num_workers)
     schedule.go_on()
     code = _run(job.script, job.arguments)
     end_threads()
@@ -115,7 +118,7 @@ def _begin_process(part: Part) -> None:
         stream_object.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # for one that is stuck in real time
     os.environ.clear()
-    os.environ.update(part.environment)
+    os.environ.update(part.environment, **{VARIABLE: BACKEND})
 
 
 def _seed(seed: int) -> None:

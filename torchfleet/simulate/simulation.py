@@ -17,7 +17,7 @@ from torchfleet.simulate.conditions import Job
 from torchfleet.simulate.coordinator import Coordinator, Member, ProcessFailed
 from torchfleet.simulate.forecast import Forecast
 from torchfleet.simulate.forks import Child, fork, prepare
-from torchfleet.simulate.packets import Packet
+from torchfleet.simulate.meeting_place import MeetingPlace
 
 _PERIOD = 5.0  # seconds between two lines about how far it is
 _LOOK = 0.2  # seconds between two looks at the log that is shown
@@ -64,7 +64,7 @@ class Simulation:
             self._children.append(fork(self._job, number, epoch))
         link = self._job.conditions.link
         members = [Member(child.part, i, child.line, link) for i, child in enumerate(self._children)]
-        self.coordinator = Coordinator(members, link, _no_service, self.forecast.note, self._look)
+        self.coordinator = Coordinator(members, link, MeetingPlace(link).serve, self.forecast.note, self._look)
         self._started = time.monotonic()
         self._next_line = self._started + _PERIOD
         try:
@@ -120,7 +120,3 @@ class Simulation:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise Interrupted(number)
-
-
-def _no_service(packet: Packet) -> Iterator[Packet]:
-    yield from ()

@@ -48,7 +48,7 @@ class StepWatch:
     def __init__(self, schedule: Schedule, step_seconds: float) -> None:
         self._schedule, self._step_seconds = schedule, step_seconds
         self._is_broken = True  # what comes before the first step is no step
-        self.reduce_seconds = 0.0  # that the training thread has waited for other ranks
+        self._reduce_seconds = 0.0  # that the worker has waited for other ranks
 
     def install(self) -> None:
         """From now on steps are reported."""
@@ -75,12 +75,15 @@ class StepWatch:
     def break_off(self, *arguments: Any) -> None:
         self._is_broken = True
 
+    def note_reduce(self, seconds: float) -> None:
+        self._reduce_seconds += seconds
+
     def note(self, role: WorkerRole, result: Any) -> None:
         self._schedule.pause()
         waited = role.communicator.stats()
         pull, push = (waited[f"{name}_wait_ms"] * waited["steps"] / 1000 for name in ("pull", "push"))
         now = self._schedule.current.time
-        record = StepRecord(now, self._is_broken, role.engine.num_samples, pull, push, self.reduce_seconds)
+        record = StepRecord(now, self._is_broken, role.engine.num_samples, pull, push, self._reduce_seconds)
         self._is_broken = False
         self._schedule.post((STEPS, STEP), 0, [record.encode()], hops=NEVER)
         self._schedule.go_on()
