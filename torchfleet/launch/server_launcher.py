@@ -56,10 +56,10 @@ def _plan(job: JobSpec, options: argparse.Namespace) -> tuple[JobLayout, list[Ta
     layout, num_workers = _layout(job, options.servers, options.workers)
     if not job.insecure and not job.key_dir:
         _refuse_open_servers(layout)
-    return layout, tasks(layout, num_workers, {**job.environment, **_limits(options.max_table_bytes)})
+    return layout, tasks(layout, num_workers, {**job.environment, **limits(options.max_table_bytes)})
 
 
-def _limits(max_table_bytes: str | None) -> dict[str, str]:
+def limits(max_table_bytes: str | None) -> dict[str, str]:
     """The variable by which servers, and workers with tables of their own, learn how large a table may be."""
     if max_table_bytes is None:
         return {}

@@ -27,6 +27,7 @@ Result = TypeVar("Result")
 
 _HEADER_BYTES = 100  # of a message on the network, beside its frames
 _STUCK_SECONDS = 60.0  # of virtual time in which no worker computes, and none will
+_PERIOD = 0.01  # seconds of virtual time between two notes of how busy a process was
 _IDLE_SHARE = 0.01  # of its time that a worker takes for nothing but signs of life, at most
 
 
@@ -41,8 +42,8 @@ class ProcessFailed(FleetError):
 class Member:
     """A process of the job, as the coordinator sees it."""
 
-    def __init__(self, part: Part, number: int, line: Line, link: Link) -> None:
-        self.part, self.number, self._line, self._link = part, number, line, link
+    def __init__(self, part: Part, line: Line, link: Link) -> None:
+        self.part, self._line, self._link = part, line, link
         self._out, self._in = Port(link), Port(link)
         self._arriving: list[tuple[float, int, Packet]] = []  # by when their first byte is here
         self._answers: list[Packet] = []  # of the coordinator
@@ -52,6 +53,7 @@ class Member:
         self.ended = False
         self.is_stuck = False
         self.busy = 0.0
+        self.history: list[tuple[float, float]] = [(0.0, 0.0)]  # now and then, its time and how busy it was
         self.code = 0
 
     def leave_port(self, packet: Packet) -> float:
@@ -81,6 +83,8 @@ class Member:
         self._line.send(Turn(GRANT, until, packets=packets))
         turn = self._line.receive()
         self._own_next, self.is_stuck, self.busy = turn.time, turn.is_stuck, turn.busy
+        if self.next_at < NEVER and self.next_at - self.history[-1][0] > _PERIOD:
+            self.history.append((self.next_at, turn.busy))
         if turn.kind == ENDED:
             self.ended, self.code, self._own_next = True, turn.code, NEVER
             self._arriving.clear()

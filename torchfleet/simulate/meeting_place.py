@@ -72,7 +72,7 @@ class MeetingPlace:
         self._waiting: list[tuple[Question, Packet]] = []
 
     def serve(self, request: Packet) -> Iterator[Packet]:
-        """The answers that this request makes ready. Raises FleetError if the ranks of a group contradict each other."""
+        """The answers that this request makes ready. Raises FleetError if ranks of a group contradict each other."""
         first = bytes(request.frames[0])
         if request.to[1]:
             yield from self._ask(msgspec.msgpack.decode(first, type=Question), request)
@@ -86,8 +86,8 @@ class MeetingPlace:
             if visit.differs_from(other):
                 raise FleetError(
                     f"group {visit.group}, operation {visit.number}: rank {other.rank} calls {other.operation} "
-                    f"{other.reduction}, rank {visit.rank} {visit.operation} {visit.reduction}. All ranks must make the "
-                    "same calls in the same order."
+                    f"{other.reduction}, rank {visit.rank} {visit.operation} {visit.reduction}. All ranks must make "
+                    "the same calls in the same order."
                 )
         meeting.visits[visit.rank] = visit, request
         if len(meeting.visits) < visit.size:
@@ -139,26 +139,19 @@ class MeetingPlace:
 
 def combine(visit: Visit, brought: Sequence[Tensors]) -> Sequence[Tensors]:
     """By rank, the tensors that an operation gives it, of those that each rank brought."""
-    size, everything = visit.size, [tensor for tensors in brought for tensor in tensors]
-    nothing: Tensors = []
-    if visit.operation == "all_reduce":
-        return [[_reduced(visit, same) for same in zip(*brought, strict=True)]] * size
-    if visit.operation == "reduce":
-        reduced = [_reduced(visit, same) for same in zip(*brought, strict=True)]
-        return [reduced if rank == visit.root else nothing for rank in range(size)]
-    if visit.operation == "reduce_scatter":
+    size, operation = visit.size, visit.operation
+    if operation in ("all_reduce", "reduce"):
+        everything = [_reduced(visit, same) for same in zip(*brought, strict=True)]
+    else:
+        everything = [tensor for tensors in brought for tensor in tensors]  # of a broadcast, what its root brought
+    if operation == "reduce_scatter":
         return [[_reduced(visit, [tensors[rank] for tensors in brought])] for rank in range(size)]
-    if visit.operation == "broadcast":
-        return [brought[visit.root]] * size
-    if visit.operation == "scatter":
-        return [[brought[visit.root][rank]] for rank in range(size)]
-    if visit.operation == "all_gather":
-        return [everything] * size
-    if visit.operation == "gather":
-        return [everything if rank == visit.root else nothing for rank in range(size)]
-    if visit.operation == "all_to_all":
+    if operation == "all_to_all":
         return [[tensors[rank] for tensors in brought] for rank in range(size)]
-    return [nothing] * size  # a barrier
+    if operation == "scatter":
+        return [[everything[rank]] for rank in range(size)]
+    is_for_root = operation in ("reduce", "gather")
+    return [everything if not is_for_root or rank == visit.root else [] for rank in range(size)]
 
 
 def _reduced(visit: Visit, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

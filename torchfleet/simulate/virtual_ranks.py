@@ -21,6 +21,7 @@ BACKEND = "sim"
 VARIABLE = "FLEET_DIST_BACKEND"  # by which a job learns which backend it is to use
 _FIRST_BOX = 1 << 20  # above the mailboxes of channels
 _boxes = itertools.count(_FIRST_BOX)
+_torch: Any = dist  # its stubs know neither all names nor that these classes may be derived from
 
 
 class VirtualRanks:
@@ -39,10 +40,8 @@ class VirtualRanks:
             options = {"rank": rank, "world_size": size, **{k: v for k, v in options.items() if v not in (-1, None)}}
             really_init(BACKEND, **{**options, "store": options.get("store") or self.store()})
 
-        torch_distributed: Any = dist
-        torch_distributed.init_process_group = init_process_group
-        torch_distributed.distributed_c10d.init_process_group = init_process_group
-        torch_distributed.TCPStore = lambda *arguments, **named: self.store()
+        _torch.init_process_group = _torch.distributed_c10d.init_process_group = init_process_group
+        _torch.TCPStore = lambda *arguments, **named: self.store()
 
     def store(self) -> VirtualStore:
         self._stores.append(VirtualStore(self._schedule))
@@ -52,7 +51,7 @@ class VirtualRanks:
         return VirtualGroup(self._schedule, options.group_rank, options.group_size, options.group_id, self._waited)
 
 
-class VirtualWork(dist._Work):
+class VirtualWork(_torch._Work):  # type: ignore[misc]
     """An operation under way. Whoever waits for it writes what it brings."""
 
     def __init__(
@@ -87,6 +86,9 @@ class VirtualWork(dist._Work):
         self._schedule.go_on()
         return True
 
+    def _finish(self) -> None:
+        self.wait()
+
     def is_completed(self) -> bool:
         return self._is_done
 
@@ -100,18 +102,16 @@ class VirtualWork(dist._Work):
         """Within a backward pass, one that is done when the pass is: DistributedDataParallel waits for it behind that,
         where no other thread could run. Elsewhere one that is done."""
         if not self._is_done and torch._C._current_graph_task_id() != -1:
-            torch.autograd.Variable._execution_engine.queue_callback(self.wait)
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         else:
             self.wait()
         return self._future
 
 
-class VirtualGroup(dist.ProcessGroup):
-    """The ranks of a group, of which this process is one. Its operations meet those of the others at the coordinator."""
+class VirtualGroup(_torch.ProcessGroup):  # type: ignore[misc]
+    """A group of ranks, of which this process is one. Its operations meet those of the others at the coordinator."""
 
-    def __init__(
-        self, schedule: Schedule, rank: int, size: int, name: str, waited: Callable[[float], None]
-    ) -> None:
+    def __init__(self, schedule: Schedule, rank: int, size: int, name: str, waited: Callable[[float], None]) -> None:
         super().__init__(rank, size)
         self._schedule, self._own_rank, self._num_ranks, self._waited = schedule, rank, size, waited
         self._own_name, self._num_operations = name, 0
@@ -155,8 +155,9 @@ class VirtualGroup(dist.ProcessGroup):
         return self._meet("all_to_all", _flat(inputs), _flat(outputs))
 
     def all_to_all_single(self, output: Any, given: Any, to: Any, of: Any, opts: Any = None) -> VirtualWork:
-        pieces = (list(x.split(cut) if cut else x.chunk(self._num_ranks)) for x, cut in ((given, of), (output, to)))
-        return self._meet("all_to_all", *pieces)
+        inputs = given.split(of) if of else given.chunk(self._num_ranks)
+        outputs = output.split(to) if to else output.chunk(self._num_ranks)
+        return self._meet("all_to_all", list(inputs), list(outputs))
 
     def barrier(self, opts: Any = None) -> VirtualWork:
         return self._meet("barrier", [], [])
@@ -164,16 +165,12 @@ class VirtualGroup(dist.ProcessGroup):
     # The names that older versions of torch call.
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
 
-    def _meet(
-        self, operation: str, inputs: Any, outputs: Any, reduction: str = "", root: int = 0
-    ) -> VirtualWork:
+    def _meet(self, operation: str, inputs: Any, outputs: Any, reduction: str = "", root: int = 0) -> VirtualWork:
         schedule, name = self._schedule, self._own_name
         schedule.reach()
         mailbox = Mailbox(schedule, next(_boxes), f"the other ranks of {name}, operation {self._num_operations}")
         dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in inputs]
-        visit = Visit(
-            name, self._num_operations, operation, self._own_rank, self._num_ranks, dtypes, reduction, root
-        )
+        visit = Visit(name, self._num_operations, operation, self._own_rank, self._num_ranks, dtypes, reduction, root)
         self._num_operations += 1
         frames = [msgspec.msgpack.encode(visit), *(_bytes(tensor) for tensor in inputs)]
         schedule.spend(message_seconds(len(frames), sum(len(frame) for frame in frames)))
@@ -184,7 +181,7 @@ class VirtualGroup(dist.ProcessGroup):
         return work
 
 
-class VirtualStore(dist.Store):
+class VirtualStore(_torch.Store):  # type: ignore[misc]
     """Keys that all simulated processes share."""
 
     def __init__(self, schedule: Schedule) -> None:
