@@ -8,6 +8,7 @@ from typing import Protocol
 from torchfleet.launch.job_spec import JobSpec
 from torchfleet.launch.rank_launcher import RankLauncher
 from torchfleet.launch.server_launcher import ServerLauncher
+from torchfleet.launch.simulation_launcher import SimulationLauncher
 
 
 class Launcher(Protocol):
@@ -40,6 +41,7 @@ class Launcher(Protocol):
 LAUNCHERS: dict[str, Launcher] = {
     "servers": ServerLauncher(),
     "ranks": RankLauncher(),
+    "simulation": SimulationLauncher(),
 }
 
 

@@ -21,7 +21,7 @@ _GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 _TIE_TO_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 
 # The launcher may itself run as a process of a job. Its processes must not inherit that role.
-_ROLES = {
+ROLES = {
     "FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_INDEX", "FLEET_SERVER_INDEX", "FLEET_WORKER_ENDPOINTS",
     "TRAINING_ROLE", "PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID",
     "PADDLE_TRAINER_ENDPOINTS",
@@ -47,7 +47,7 @@ class Process:
 
     def _start(self, mode: str) -> None:
         self.status_file.unlink(missing_ok=True)
-        around = {name: value for name, value in os.environ.items() if name not in _ROLES}
+        around = {name: value for name, value in os.environ.items() if name not in ROLES}
         environment = {**around, **self.task.environment, "FLEET_STATUS_FILE": str(self.status_file)}
         if self.num_restarts:
             environment["FLEET_RESTART"] = str(self.num_restarts)

@@ -75,11 +75,11 @@ def _plan(job: JobSpec, options: argparse.Namespace, keeps_cores: bool = False) 
     layout, num_workers = _layout(job, options.servers, options.workers)
     if not job.insecure and not job.key_dir:
         _refuse_open_servers(layout)
-    base = {**job.environment, **_limits(options.max_table_bytes)}
+    base = {**job.environment, **limits(options.max_table_bytes)}
     return layout, tasks(layout, num_workers, base, len(layout.local_servers) if keeps_cores else 0)
 
 
-def _limits(max_table_bytes: str | None) -> dict[str, str]:
+def limits(max_table_bytes: str | None) -> dict[str, str]:
     """The variable by which servers, and workers with tables of their own, learn how large a table may be."""
     if max_table_bytes is None:
         return {}

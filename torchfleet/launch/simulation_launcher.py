@@ -1,0 +1,118 @@
+"""The launcher of simulated jobs: servers and workers in virtual time, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+from torchfleet.errors import RoleError
+from torchfleet.launch.job_spec import JobSpec, Task, describe_task
+from torchfleet.launch.processes import ROLES
+from torchfleet.launch.roles import JobLayout, tasks
+from torchfleet.launch.server_launcher import limits
+from torchfleet.simulate.conditions import Conditions, Job, Part, parse_straggler
+from torchfleet.simulate.links import Link, parse_link
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_OWN = ("link", "straggler", "step_ms", "compute_scale", "simulation_seed", "throughput_only")
+_OTHERS = (
+    "servers", "workers", "nproc_per_node", "gpus", "nnodes", "master", "rank", "ips", "max_restart",
+    "max_job_restart", "insecure",
+)  # fmt: skip
+_FIRST_PORT = 10_000  # of addresses that nobody listens on
+_WITHOUT = {*ROLES, "FLEET_KEY_DIR", "FLEET_INSECURE"}  # messages travel inside this machine
+
+
+class SimulationLauncher:
+    """Takes a job with --simulate. The contracts of its methods: launchers.py."""
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument_group("simulation: a job with servers in virtual time, on this machine").add_argument
+        add("--simulate", action="store_true", help="run the script as it would run on as many machines")
+        add("--link", metavar="RATE[,LATENCY]", help="a machine's link: 25Gbit,20us (default: 10Gbit,50us)")
+        add("--straggler", metavar="SHARExFACTOR", help="slow workers: 0.05x3 makes 5 %% of them 3 times slower")
+        add("--compute_scale", type=float, help="a worker's seconds per second of this machine (default: 1)")
+        add("--step_ms", type=float, help="what a worker computes for a step, instead of measuring it")
+        add("--simulation_seed", type=int, help="of who is slow, and of random and numpy (default: 0)")
+        add("--throughput_only", action="store_true", help="no training: a model of queues, for thousands of workers")
+
+    def takes(self, options: argparse.Namespace) -> bool:
+        if not options.simulate:
+            given = [f"--{name}" for name in _OWN if getattr(options, name) not in (None, False)]
+            if given:
+                raise RoleError(f"{', '.join(given)} describe a simulation: add --simulate")
+            return False
+        others = [f"--{name}" for name in _OTHERS if getattr(options, name) not in (None, 0, False)]
+        if options.key_dir and options.key_dir != os.environ.get("FLEET_KEY_DIR"):
+            others.append("--key_dir")
+        if others:
+            raise RoleError(
+                f"--simulate runs a job with servers on this machine alone, given by --server_num and --worker_num: "
+                f"leave {', '.join(others)} out"
+            )
+        return True
+
+    def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
+        _conditions(options)
+        _, planned = _plan(job, options)
+        return [
+            line for task in planned for line in describe_task(task, job.command, f"log: {job.latest / task.log_name}")
+        ]
+
+    def run(self, job: JobSpec, options: argparse.Namespace) -> int:
+        conditions = _conditions(options)
+        layout, planned = _plan(job, options)
+        if options.throughput_only:
+            from torchfleet.simulate.throughput import forecast_throughput  # imports torch, as the line below
+
+            return forecast_throughput(job, layout, conditions)
+        from torchfleet.simulate.simulation import Simulation
+
+        run_dir = job.make_run_dir()
+        print(f"[fleetrun] simulating {len(planned)} processes in virtual time; logs in {run_dir}", flush=True)
+        simulated = _job(options, layout, planned, conditions, run_dir)
+        return Simulation(simulated, run_dir, lambda line: print(line, flush=True)).run()
+
+
+def _job(
+    options: argparse.Namespace, layout: JobLayout, planned: list[Task], conditions: Conditions, run_dir: Path
+) -> Job:
+    around = {name: value for name, value in os.environ.items() if name not in _WITHOUT}
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    parts = [
+        Part(task.role, task.index, {**around, **task.environment, **one_thread}, run_dir / task.log_name)
+        for task in planned
+    ]
+    return Job(options.script, options.arguments, parts, layout.servers, conditions)
+
+
+def _conditions(options: argparse.Namespace) -> Conditions:
+    for name in ("compute_scale", "step_ms"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise RoleError(f"--{name} must be a number above 0, found {value:g}")
+    if options.step_ms is not None and options.compute_scale is not None:
+        raise RoleError("--step_ms gives the time of a step, --compute_scale scales what is measured: use one of them")
+    share, factor = parse_straggler(options.straggler) if options.straggler else (0.0, 1.0)
+    return Conditions(
+        link=parse_link(options.link) if options.link else Link(),
+        compute_scale=options.compute_scale or 1.0,
+        step_seconds=options.step_ms / 1000 if options.step_ms else None,
+        slow_share=share,
+        slow_factor=factor,
+        seed=options.simulation_seed or 0,
+    )
+
+
+def _plan(job: JobSpec, options: argparse.Namespace) -> tuple[JobLayout, list[Task]]:
+    """Addresses that stand for machines, and the processes."""
+    num_servers = 1 if job.num_servers is None else job.num_servers
+    num_workers = 1 if job.num_workers is None else job.num_workers
+    if num_servers < 1 or num_workers < 1:
+        raise RoleError(f"--server_num and --worker_num must be at least 1, found {num_servers} and {num_workers}")
+    servers = tuple(f"127.0.0.1:{_FIRST_PORT + i}" for i in range(num_servers))
+    layout = JobLayout(servers, ("127.0.0.1:0",) * num_workers, tuple(range(num_servers)), tuple(range(num_workers)))
+    return layout, tasks(layout, num_workers, limits(options.max_table_bytes))

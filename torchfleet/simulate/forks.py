@@ -1,0 +1,146 @@
+"""The processes of a simulated job: forked from one that has imported everything, so that many fit into memory."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import gc
+import os
+import random
+import runpy
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import torchfleet.fleet
+import torchfleet.metrics
+import torchfleet.util  # noqa: F401  (imported once, for all)
+from torchfleet.net.addresses import TRANSPORTS
+from torchfleet.server.warm import warm_up
+from torchfleet.simulate.actors import Schedule
+from torchfleet.simulate.conditions import Job, Part
+from torchfleet.simulate.packets import Line
+from torchfleet.simulate.step_watch import StepWatch
+from torchfleet.simulate.virtual_ranks import BACKEND, VARIABLE, VirtualRanks
+from torchfleet.simulate.virtual_sockets import VirtualNetwork
+from torchfleet.simulate.virtual_threads import end_threads, install
+
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_LINE_BYTES = 1 << 22
+
+
+@dataclass
+class Child:
+    """A forked process, and the coordinator's end of its line."""
+
+    part: Part
+    pid: int
+    line: Line
+    connection: socket.socket
+
+
+def prepare() -> None:
+    """Import and compile what all processes need. No thread and no backward pass: they would not survive a fork."""
+    torch.set_num_threads(1)
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports more than one would think
+    warm_up()
+    gc.collect()
+    gc.freeze()  # pages that nobody touches stay shared
+
+
+def fork(job: Job, number: int, epoch: float) -> Child:
+    """Start process `number` of the job. It waits for its first turn."""
+    part = job.parts[number]
+    ours, theirs = socket.socketpair()
+    for end in (ours, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LINE_BYTES)
+    pid = os.fork()
+    if not pid:
+        ours.close()
+        code = 1
+        try:
+            code = _live(job, number, Line(theirs), epoch)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    theirs.close()
+    return Child(part, pid, Line(ours), ours)
+
+
+def _live(job: Job, number: int, line: Line, epoch: float) -> int:
+    """All that a forked process does; returns its exit status."""
+    part, conditions = job.parts[number], job.conditions
+    _begin_process(part)
+    _seed(conditions.seed * 100_003 + number)
+    factor = conditions.factor(part.role, part.index, job.num_workers)
+    is_measured = conditions.step_seconds is None
+    scale = conditions.compute_scale * factor if is_measured else 0.0
+    schedule = Schedule(line, number, conditions.link.latency, scale)
+    schedule.reach()  # the first turn
+    install(schedule, epoch)
+    addresses = {f"tcp://{address}": index for index, address in enumerate(job.servers)}
+    TRANSPORTS["tcp"] = VirtualNetwork(schedule, addresses, conditions.request_seconds)
+    if part.role == "worker":
+        watch = StepWatch(schedule, (conditions.step_seconds or 0.0) * factor)
+        watch.install()
+        VirtualRanks(schedule, watch.note_reduce).install(part.index, job.num_workers)
+    schedule.go_on()
+    code = _run(job.script, job.arguments)
+    end_threads()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    schedule.end(code)
+    return code
+
+
+def _begin_process(part: Part) -> None:
+    """As a process of its own: session, signals, streams, environment."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    log = os.open(part.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for opened, stream in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(opened, stream)
+    for stream_object in (sys.stdout, sys.stderr):
+        stream_object.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # for one that is stuck in real time
+    os.environ.clear()
+    os.environ.update(part.environment, **{VARIABLE: BACKEND})
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+def _run(script: str, arguments: Sequence[str]) -> int:
+    """Run the script as a process of its own would; returns its exit status."""
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).absolute().parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, int) or end.code is None:
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != str(Path(script)):
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace or error.__traceback__), trace or error.__traceback__)
+        return 1
+    return 0
