@@ -72,8 +72,8 @@ class WorkerRole:
         if dirname is not None:
             check_loaded(self.client, dirname)
         make_tables(self.client, self._plan, self.info, self.strategy)
-        self._hybrid = self._hybrid_worker()
         self.communicator: Communicator = self._communicator()
+        self._hybrid = self._hybrid_worker()
         self._waiting = WaitingShare(self._seconds_waited)
         pushed = {name: group.spec.entry for name, group in self._plan.sparse.items() if is_pushed(group.spec)}
         modules = {name: group.modules for name, group in self._plan.sparse.items()}
