@@ -56,9 +56,12 @@ def plain() -> Net:
     return Net()
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_one_worker_equals_torch(rule: str) -> None:
-    with hybrid(jobs.fleet_optimizer(rule, **RULES[rule]), num_servers=2) as part:
+RECOMPUTE = {"recompute": True, "recompute_configs": {"checkpoints": ["items", "hidden"]}}
+
+
+@pytest.mark.parametrize(("rule", "settings"), [*((rule, {}) for rule in RULES), ("adam", RECOMPUTE)])
+def test_one_worker_equals_torch(rule: str, settings: dict[str, Any]) -> None:
+    with hybrid(jobs.fleet_optimizer(rule, **RULES[rule]), num_servers=2, **settings) as part:
         train(part, BATCHES)
         found = values(part)
     model = plain()
