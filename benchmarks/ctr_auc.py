@@ -30,7 +30,7 @@ from examples.ctr_dnn.model import SLOTS, slots
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "examples" / "ctr_dnn" / "train.py"
 PREPARE = SCRIPT.with_name("prepare.py")
-MODES = ["local", "sync", "async", "half_async", "geo"]
+MODES = ["local", "sync", "async", "half_async", "geo", "hybrid"]
 SYNC_APART = 5e-4  # sums in another order, magnified by some thousand steps; 3e-6 after 340
 ASYNC_BELOW = 2e-3  # in the mean of the seeds
 LEAST_SEEDS = 3  # seeds of local training alone are up to 0.005 apart: fewer tell nothing

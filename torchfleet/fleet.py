@@ -282,7 +282,7 @@ replica = whole_tables  # its name in earlier versions
 
 
 def mode() -> str:
-    """sync, half_async, async or geo; or collective."""
+    """sync, half_async, async, geo or hybrid; or collective."""
     return _any_job(NO_WORKER).mode
 
 

@@ -172,7 +172,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("--data", help="a folder of hourly parts, or its URL; without it they are generated")
     parser.add_argument("--model_dir", default="online_model", help="folder of the saved model")
-    parser.add_argument("--mode", default="sync", choices=["sync", "async", "half_async", "hybrid"], help="when gradients travel")
+    modes = ["sync", "async", "half_async", "hybrid"]
+    parser.add_argument("--mode", default="sync", choices=modes, help="when gradients travel")
     parser.add_argument("--batch_size", type=int, default=100, help="in sync mode: of all workers together")
     parser.add_argument("--lr", type=float, default=0.1, help="learning rate")
     parser.add_argument("--dim", type=int, default=4, help="numbers per row of an embedding")

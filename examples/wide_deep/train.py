@@ -109,9 +109,8 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    parser.add_argument(
-        "--mode", default="async", choices=["sync", "half_async", "async", "geo", "hybrid"], help="when gradients travel"
-    )
+    modes = ["sync", "half_async", "async", "geo", "hybrid"]
+    parser.add_argument("--mode", default="async", choices=modes, help="when gradients travel")
     parser.add_argument("--k_steps", type=int, default=20, help="steps between two exchanges in geo mode")
     parser.add_argument("--epochs", type=int, default=2, help="passes over the data")
     parser.add_argument("--batch_size", type=int, default=512, help="samples of a step")

@@ -56,9 +56,12 @@ def plain() -> Net:
     return Net()
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_one_worker_equals_torch(rule: str) -> None:
-    with hybrid(jobs.fleet_optimizer(rule, **RULES[rule]), num_servers=2) as part:
+RECOMPUTE = {"recompute": True, "recompute_configs": {"checkpoints": ["items", "hidden"]}}
+
+
+@pytest.mark.parametrize(("rule", "settings"), [*((rule, {}) for rule in RULES), ("adam", RECOMPUTE)])
+def test_one_worker_equals_torch(rule: str, settings: dict[str, Any]) -> None:
+    with hybrid(jobs.fleet_optimizer(rule, **RULES[rule]), num_servers=2, **settings) as part:
         train(part, BATCHES)
         found = values(part)
     model = plain()
@@ -169,9 +172,11 @@ def test_nothing_of_a_step_with_nan_is_sent_and_the_parameter_is_named() -> None
         jobs.assert_equal_values(values(part), before)
 
 
-def test_a_part_of_the_model_alone_is_no_training_and_says_so() -> None:
-    with hybrid(jobs.sgd) as part:
-        part.model.out(torch.ones(1, 6)).sum().backward()
+@pytest.mark.parametrize("settings", [{}, {"find_unused_parameters": True}, {"amp": True}])
+def test_parts_of_the_model_by_themselves_that_would_not_be_exchanged_are_an_error(settings: dict[str, Any]) -> None:
+    with hybrid(jobs.sgd, **settings) as part:
+        rows = part.model.items(torch.tensor([1, 2])).sum() if settings else 0.0
+        (part.model.out(torch.ones(1, 6)).sum() + rows).backward()
         with pytest.raises(FleetError, match="call the model as a whole"):
             part.optimizer.step()
 

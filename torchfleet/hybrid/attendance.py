@@ -18,6 +18,7 @@ from torchfleet.errors import WorkerMissing
 
 _PATIENCE = 5.0  # seconds in a step before a worker says that it waits
 _LOOK = 1.0  # seconds between two looks at the others
+_FAREWELL = 30.0  # seconds that worker 0 stays for workers that may be lost
 _PAUSE = 0.01  # seconds between two looks whether all have come
 
 
@@ -64,8 +65,16 @@ class Attendance:
             time.sleep(_PAUSE)
 
     def close(self) -> None:
+        """After the last meeting. Worker 0, whose process serves the store, stays until the others need it no more."""
         self._over.set()
         self._thread.join()
+        keys = [f"left {worker}" for worker in range(1, self._size)]
+        if self._rank:
+            self._set(keys[self._rank - 1], "")
+            return
+        deadline = time.monotonic() + _FAREWELL
+        while not self._has(keys) and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
 
     def _raise_if_awaited(self, what: str) -> None:
         for worker in range(self._size):

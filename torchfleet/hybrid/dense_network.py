@@ -72,7 +72,9 @@ class DenseNetwork:
             raise ModelError("sync_batch_norm: the model is itself a batch norm; put it into a module")
         parallel = self._together._parallel
         self._alone: WrappedModel = self._together._called if parallel is None else parallel.module
-        self._is_wrapped = self._alone._wrapped_forward != self._job.innermost  # by a strategy: parts would go without
+        # A strategy around the forward, or a look at what it leads to, is not for parts of the model.
+        is_wrapped = self._alone._wrapped_forward != self._job.innermost
+        self._takes_parts = not is_wrapped and not settings.find_unused_parameters
         self.optimizer = self._job.distribute_optimizer(_without_rows(optimizer, plan))
         self._num_calls = 0  # in training, since the last step
         self._hook: Any = None
@@ -90,7 +92,7 @@ class DenseNetwork:
 
         DistributedDataParallel learns of a backward pass to come in a call of its own.
         """
-        if self._num_calls or self._is_wrapped:
+        if self._num_calls or not self._takes_parts:
             return
         self._num_calls += 1
         self._together(_PARTS)
@@ -118,8 +120,8 @@ class DenseNetwork:
             raise FleetError(
                 "hybrid mode: optimizer.step() without a call of the whole model in training since the last one. "
                 "Gradients are exchanged in calls of model(...) with gradients, in training mode: call the model as a "
-                "whole (its parts by themselves only if they look rows up, without amp or recompute), and "
-                "model.train() before."
+                "whole (its parts by themselves only if they look rows up, without amp and find_unused_parameters), "
+                "and model.train() before."
             )
         self._num_calls = 0
         self.optimizer.step()

@@ -35,7 +35,8 @@ class KeptNetwork:
         seconds: float,
     ) -> None:
         """`owns_state`: whether this worker has the state of a parameter. `seconds`: between two copies."""
-        self._groups, self._optimizer, self._owns_state = plan.dense, optimizer, owns_state
+        self._groups, self._fixed, self._optimizer = plan.dense, plan.fixed, optimizer
+        self._owns_state = owns_state
         self._seconds, self._next = seconds, time.monotonic() + seconds
         self._num_before = 0  # steps that the tables had seen when this job took them
 
@@ -44,14 +45,16 @@ class KeptNetwork:
         for group in self._groups:
             block, step = client.pull_block(group.spec.name)
             self._num_before = max(self._num_before, step)
-            if step and group.spec.num_states and self._has_all_state(group):
+            if step and group.spec.num_states:
                 self._write_state(group, block[1:], step)
 
     def put(self, client: Client) -> None:
-        """Values, and state where it is the table's: applied when this returns."""
+        """Values, and state where it is the table's, and buffers: applied when this returns."""
         start = time.monotonic()
         for group in self._groups:
             client.set_block(group.spec.name, *self._block(group))
+        for group in self._fixed:
+            client.set_dense(group.spec.name, group.values())
         now = time.monotonic()
         self._next = now + (max(self._seconds, (now - start) / _SHARE) if self._seconds else 0.0)
 
@@ -86,6 +89,8 @@ class KeptNetwork:
 
     def _write_state(self, group: DenseGroup, states: Floats, step: int) -> None:
         for place, parameter in zip(group.layout(), group.parameters, strict=True):
+            if not self._owns_state(parameter):
+                continue
             state: dict[str, Any] = {}
             if group.spec.rule.name != "sgd":
                 on_device = group.group.get("fused") or group.group.get("capturable")

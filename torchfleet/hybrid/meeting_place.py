@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
-from torchfleet.errors import FleetError, WorkerMissing
+from torchfleet.errors import FleetError, RoleError, WorkerMissing
 from torchfleet.net.keys import is_private
 from torchfleet.role import RoleInfo
 
@@ -57,6 +57,12 @@ def join_group(info: RoleInfo, device: torch.device, timeout: float, gather: Gat
 def _meet(info: RoleInfo, device: torch.device, timeout: float, gather: Gather) -> tuple[Store, Store]:
     """Two stores: for the process group, and one on a connection of its own."""
     host = _own_address(info)
+    if host != _LOOPBACK and not info.insecure:
+        raise RoleError(
+            "hybrid mode on several machines: the workers exchange the network by torch.distributed, which neither "
+            "encrypts nor authenticates. Say --insecure (FLEET_INSECURE=1) if this network is your own; keys still "
+            "guard the servers."
+        )
     own, serving = Place(device.type), None
     if info.worker_index == 0:
         serving, port = _serve(host, timeout)

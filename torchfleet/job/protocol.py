@@ -23,7 +23,7 @@ class Job(Protocol):
 
     @property
     def mode(self) -> str:
-        """sync, half_async, async or geo; or collective."""
+        """sync, half_async, async, geo or hybrid; or collective."""
         ...
 
     @property

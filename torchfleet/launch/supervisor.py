@@ -177,7 +177,10 @@ class JobSupervisor:
         )
         if process.task.role == "worker" and process.num_restarts < self._job.max_restart:
             mode = process.status().get("mode", "a job that has not begun")
-            display.report(f"[fleetrun] --max_restart acts in {', '.join(_FREE_MODES)} and {_TOGETHER}; this is {mode}")
+            text = f"acts in {', '.join(_FREE_MODES)} and {_TOGETHER}; this is {mode}"
+            if mode == _TOGETHER:
+                text = f"acts in {mode} mode on one machine, and as long as no worker has left"
+            display.report(f"[fleetrun] --max_restart {text}")
         for line in process.last_lines():
             display.report(f"    {line}")
 

@@ -77,6 +77,16 @@ class TestBarriers:
         barriers.arrive("a", request(1), 2, 10, now=0)
         assert barriers.arrive("b", request(0), 2, 10, now=0) == []
 
+    def test_one_whose_process_is_a_new_one_is_waited_for_again(self) -> None:
+        barriers = Barriers()
+        barriers.arrive("b", request(0), 2, 10, now=0)
+        barriers.arrive("alone", request(0), 2, 10, now=0)
+        barriers.forget(0)
+        assert list(barriers.waiting()) == []
+        other, again = request(1), request(0, call=2)
+        assert barriers.arrive("b", other, 2, 10, now=1) == []
+        assert barriers.arrive("b", again, 2, 10, now=2) == [other, again]
+
     def test_the_time_out_names_who_is_missing_to_everybody_who_waits(self) -> None:
         barriers = Barriers()
         barriers.leave(3)
