@@ -262,8 +262,9 @@ class WorkerRole:
         return Gathering(configs.gather, configs.gather_max_age, self._samples()) if configs.gather > 1 else None
 
     def _samples(self) -> SampleCount | None:
-        """For steps that are weighted by samples; one worker's gradient is the mean."""
-        is_weighted = self.strategy.sync_mean == "samples" and self.info.num_workers > 1
+        """For means that are weighted by samples; in sync mode one worker's gradient is the mean."""
+        has_mean = self.info.num_workers > 1 or self.strategy.a_sync_configs.gather > 1
+        is_weighted = self.strategy.sync_mean == "samples" and has_mean
         return SampleCount(self.model, self.info.worker_index) if is_weighted else None
 
     def _watch(self, wrapped: Sequence[Any]) -> ScheduleWatch | None:

@@ -122,7 +122,7 @@ def test_every_mode_with_rows_on_servers_pulls_and_pushes_once(mode: str, prefet
         num_pulls = 5  # steps 3 to 7
         if mode == "async":
             num_pulls -= 2 * prefetch  # at step 3 the rows of steps 3 and 4 were under way already
-            num_pulls += 1  # the flush at the end brings the dense parameters
+            num_pulls += 5 + 1  # each step, and the flush at the end, ask for the dense parameters
         part.flush()
         assert [b - a for a, b in zip(before[0], servers.counts("PULL"), strict=True)] == [num_pulls] * 2
         assert [b - a for a, b in zip(before[1], servers.counts("PUSH"), strict=True)] == [5, 5]

@@ -11,7 +11,10 @@ from support import jobs
 from support.jobs import TABLES, Net, Part, Servers, assert_equal_values, fleet_optimizer, one_worker, wait_until
 from test_communicator import RULES, STEPS, TOLERANCE, plain, train
 
+import torchfleet as fleet
 from torchfleet.errors import FleetError, StrategyError
+from torchfleet.training import Report
+from torchfleet.training import train as train_on
 
 
 class Tower(torch.nn.Module):
@@ -65,8 +68,8 @@ def test_one_worker_with_max_staleness_equals_torch(num_servers: int) -> None:
 
 
 def test_no_network_is_older_than_max_staleness_however_slow_a_worker_is() -> None:
-    """Worker 2 goes on when the others are held, or have made all their steps. Barriers and uneven numbers of steps lead
-    to no wait without end."""
+    """Worker 2 goes on when the others are held, or have made all their steps. Barriers and uneven numbers of steps
+    lead to no wait without end."""
     bound, num_steps, servers = 4, (12, 9, 3), Servers(2, 3)
     ended: set[tuple[int, int]] = set()
 
@@ -103,9 +106,12 @@ def test_fewer_than_the_number_of_workers_cannot_be_kept() -> None:
         jobs.run(train, Net, jobs.sgd, mode="async", num_workers=3, max_staleness=1)
 
 
-def test_several_threads_of_a_worker_have_no_bound() -> None:
+def test_several_threads_of_a_worker_are_refused() -> None:
     with one_worker(make_tower(), mode="async", max_staleness=2) as part:
-        assert not part.worker.communicator.takes_threads
+        report = Report("train", None, 0, None)
+        data = fleet.InMemoryDataset()
+        with pytest.raises(FleetError, match=r"thread=2.*max_staleness"):
+            train_on(lambda batch: {}, data, part.optimizer, part.worker.engine, 2, report)
 
 
 # Gathered updates
