@@ -4,13 +4,15 @@ python -m benchmarks.sparse --json            1 server x 1 worker, 1 x 2, and on
 python -m benchmarks.sparse --quick --json    smaller and shorter, to see that it works
 python -m benchmarks.sparse --grid 1x1,1x2,1x4,1x8,2x8,4x8 --json    servers x workers: a server under load
 
-The data is the same for every layout: `--num_batches` batches are dealt out to the workers, as the data of a job is.
+With --grid the data is the same for every layout: `--num_batches` batches are dealt out to the workers, as the data of
+a job is. Each worker then has one thread, unless OMP_NUM_THREADS is set.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -67,7 +69,9 @@ def run(chosen: argparse.Namespace, layout: Layout) -> Found:
         if num_servers:
             roles = ["--server_num", str(num_servers), "--worker_num", str(num_workers), "--log_dir", log_dir]
             command = [sys.executable, "-m", "torchfleet.launch", *roles, str(_WORKER), *settings]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        threads = {"OMP_NUM_THREADS": "1"} if chosen.grid else {}  # more than cores, and they would take the servers'
+        environment = {**threads, **os.environ}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
         logs = [path.read_text() for path in (Path(log_dir) / "latest").glob("workerlog.*")] or [done.stdout]
     found = [json.loads(line.partition("RESULT ")[2]) for log in logs for line in log.splitlines() if "RESULT " in line]
     if done.returncode or len(found) != num_workers:

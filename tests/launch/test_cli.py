@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 from support.scripts.launching import STAND_IN, TINY, clean_environment, fleetrun, run_dir
 
-from torchfleet.launch import cli, display, roles
+from torchfleet.launch import cli, display, roles, server_launcher
 from torchfleet.launch.job_spec import Task
 from torchfleet.launch.processes import script_command
 from torchfleet.launch.roles import free_ports
@@ -55,7 +55,9 @@ class TestRefusedCommandLines:
             (("--server_num", "0"), "--server_num and --worker_num must be at least 1, found 0 and 1"),
             (("--worker_num", "0"), "must be at least 1, found 1 and 0"),
             (("--server_num", "-2"), "must be at least 1, found -2"),
-            (("--server_num", "two"), "--server_num: invalid int value: 'two'"),
+            (("--server_num", "two"), "--server_num: expected a number, or auto; found 'two'"),
+            (("--server_num", "auto", "--worker_num", "0"), "must be at least 1, found 1 and 0"),
+            (("--server_num", "auto", *LISTS), "use one"),
             (("--server_num", "1", *LISTS), "use one"),
             (("--worker_num", "1", "--servers", "127.0.0.1:7000"), "use one"),
             (LISTS[:2], "--servers and --workers"),
@@ -95,8 +97,19 @@ class TestRefusedCommandLines:
 
     @pytest.mark.parametrize(
         "servers",
-        ["127.0.0.1:70000", "127.0.0.1:²", "127.0.0.1:0", ",", "127.0.0.1:7000,127.0.0.1:7000"],
-        ids=["port too large", "not a number", "no port", "no server", "twice"],
+        [
+            "127.0.0.1:70000",
+            "127.0.0.1:²",
+            "127.0.0.1:0",
+            ",",
+            "127.0.0.1:7000,127.0.0.1:7000",
+            "127.0.0.1:7000*2,127.0.0.1:7001",
+            "127.0.0.1:7000*",
+            "127.0.0.1:7000*0",
+            "127.0.0.1:7000*-1",
+            "127.0.0.1:65535*2",
+            "127.0.0.1:0*4",
+        ],
     )
     def test_servers_that_no_worker_could_find_are_refused_before_anything_starts(
         self, capsys: pytest.CaptureFixture[str], script: str, servers: str
@@ -174,6 +187,26 @@ class TestDryRun:
         told = capsys.readouterr().out
         assert f"{script} --worker_num 7 -x --help" in told
         assert "FLEET_NUM_WORKERS=1" in told
+
+    def test_the_number_of_servers_is_chosen_by_the_cores_and_said(
+        self, capsys: pytest.CaptureFixture[str], script: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        for module in (roles, server_launcher):
+            monkeypatch.setattr(module, "usable_cores", lambda: 16)
+        assert status_of("--server_num", "auto", "--worker_num", "4", "--dry_run", script) == 0
+        told = capsys.readouterr().out
+        assert told.startswith("--server_num auto: 4 servers. 4 workers of 1 thread leave 12 of 16 cores")
+        assert re.findall(r"^(\w+) \d:", told, flags=re.MULTILINE) == ["server"] * 4 + ["worker"] * 4
+        assert re.findall(r"OMP_NUM_THREADS=(\d+)", told) == ["1"] * 4 + ["3"] * 4  # a core is left to every server
+
+    def test_a_star_is_as_many_ports_or_workers(self, capsys: pytest.CaptureFixture[str], script: str) -> None:
+        lists = ("--servers", "127.0.0.1:7000*3,127.0.0.1:7009", "--workers", "127.0.0.1:0*2")
+        assert status_of("--dry_run", *lists, script) == 0
+        told = capsys.readouterr().out
+        servers = ",".join(f"127.0.0.1:{port}" for port in (7000, 7001, 7002, 7009))
+        assert f"FLEET_SERVER_ENDPOINTS={servers}\n" in told
+        assert "FLEET_NUM_WORKERS=2\n" in told
 
     def test_addresses_of_this_machine_are_one_machine(self, capsys: pytest.CaptureFixture[str], script: str) -> None:
         servers = "127.0.0.1:7000,localhost:7001"
@@ -274,9 +307,10 @@ TRAINING = {
     "steps_per_s": 40.5,
     "samples_per_s": 20736.0,
     "queue": 3,
+    "waiting": 0.61,
     "loss": 0.45678,
 }
-SERVING = {"role": "server", "requests": 9, "errors": 0, "rows": {"words": 12345}}
+SERVING = {"role": "server", "requests": 9, "errors": 0, "busy": 0.97, "rows": {"words": 12345}}
 
 
 class TestDisplay:
@@ -297,25 +331,30 @@ class TestDisplay:
         server = " ".join(rows["server 0"])
         assert "running" in server
         assert "words 12,345" in server
+        assert " 97% " in server
         worker = " ".join(rows["worker 0"])
-        for part in ("running", "1,200", "40.5", "20,736", " 3 ", "loss 0.4568"):
+        for part in ("running", "1,200", "40.5", "20,736", " 3 ", " 61% ", "loss 0.4568"):
             assert part in worker
         states = [rows[f"worker {i}"][1].strip() for i in range(4)]
         assert states == ["running", "starting", "done", "ended with -9"]
 
-    def test_without_a_terminal_it_prints_a_line_now_and_then(
+    def test_without_a_terminal_it_prints_lines_now_and_then_with_what_the_job_waits_for(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         now = [100.0]
+        monkeypatch.setattr(display, "usable_cores", lambda: 4)
         monkeypatch.setattr(time, "monotonic", lambda: now[0])
         shown = display.Display()
         for _ in range(120):  # twelve seconds
             shown.show([FakeProcess("server", 0, SERVING), FakeProcess("worker", 0, TRAINING)])  # type: ignore[list-item]
             now[0] += 0.1
+        shown.show_end([FakeProcess("server", 0, SERVING, 0), FakeProcess("worker", 0, TRAINING, 0)])  # type: ignore[list-item]
         shown.close()
         lines = capsys.readouterr().out.splitlines()
         line = "server 0: running, 12,345 rows; worker 0: running, step 1,200, 20,736 samples/s, loss 0.4568"
-        assert lines == [f"[fleetrun] {line}"] * 2
+        full = "servers are full: 2 more would help (servers compute 97% of the time, workers wait 61% of it)"
+        assert lines[:4] == [f"[fleetrun] {line}", f"[fleetrun] {full}"] * 2
+        assert lines[4:] == [f"[fleetrun] {line.replace('running', 'done')}", f"[fleetrun] on the whole: {full}"]
 
     def test_lines_are_printed_as_they_are(self, capsys: pytest.CaptureFixture[str]) -> None:
         shown = display.Display()

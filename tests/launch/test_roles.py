@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
 from collections.abc import Callable
@@ -12,7 +11,16 @@ from support.scripts.launching import TINY, Started
 
 from torchfleet.errors import RoleError
 from torchfleet.launch import roles
-from torchfleet.launch.roles import JobLayout, free_ports, one_machine, own_addresses, several_machines, tasks
+from torchfleet.launch.roles import (
+    JobLayout,
+    free_ports,
+    given_threads,
+    one_machine,
+    own_addresses,
+    several_machines,
+    spare_servers,
+    tasks,
+)
 from torchfleet.role import PaddleCloudRoleMaker
 
 SetAddresses = Callable[..., None]
@@ -107,7 +115,7 @@ class TestTasks:
 
     def test_threads_are_dealt_out_among_the_workers_of_a_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.setattr(os, "cpu_count", lambda: 8)
+        monkeypatch.setattr(roles, "usable_cores", lambda: 8)
         threads = {task.name: task.environment["OMP_NUM_THREADS"] for task in tasks(one_machine(1, 2), 2, {})}
         assert threads == {"server 0": "1", "worker 0": "4", "worker 1": "4"}
 
@@ -117,7 +125,7 @@ class TestTasks:
 
     def test_more_workers_than_cores_get_one_thread_each(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-        monkeypatch.setattr(os, "cpu_count", lambda: 2)
+        monkeypatch.setattr(roles, "usable_cores", lambda: 2)
         assert tasks(one_machine(1, 5), 5, {})[-1].environment["OMP_NUM_THREADS"] == "1"
 
 
@@ -139,3 +147,30 @@ def test_a_worker_started_by_hand_says_which_variable_is_missing() -> None:
     last = worker.output.strip().splitlines()[-1]
     assert "FLEET_SERVER_ENDPOINTS" in last
     assert "fleetrun" in last
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "threads", "servers", "why"),
+    [
+        (16, 8, None, 8, "8 workers of 1 thread leave 8 of 16 cores, and a server uses one"),
+        (16, 12, None, 4, "12 workers of 1 thread leave 4 of 16 cores"),
+        (16, 4, None, 4, "leave 12 of 16 cores, and more servers than workers help nobody"),
+        (16, 4, 3, 4, "4 workers of 3 threads leave 4 of 16 cores, and a server uses one"),
+        (16, 8, 4, 1, "8 workers of 4 threads leave 0 of 16 cores, and a job needs a server"),
+        (2, 2, None, 1, "leave 0 of 2 cores, and a job needs a server"),
+        (1, 1, None, 1, "1 worker of 1 thread leave 0 of 1 cores"),
+    ],
+)
+def test_servers_get_the_cores_that_workers_leave(
+    cores: int, workers: int, threads: int | None, servers: int, why: str
+) -> None:
+    chosen, told = spare_servers(cores, workers, threads)
+    assert chosen == servers
+    assert told.startswith(f"--server_num auto: {servers} server")
+    assert why in told
+
+
+def test_a_number_of_threads_that_is_none_is_an_error() -> None:
+    assert (given_threads({}), given_threads({"OMP_NUM_THREADS": "4,2"})) == (None, 4)
+    with pytest.raises(RoleError, match=r"OMP_NUM_THREADS must be a number above 0, found 'many'"):
+        given_threads({"OMP_NUM_THREADS": "many"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import zmq
 from support.fleets import WAIT, keys_of
 
+from torchfleet.commands.server_stats import show_stats
 from torchfleet.errors import FleetError, ServerUnreachable
 from torchfleet.net.wire import Command, Message, Role, encode
 from torchfleet.server.__main__ import parse
@@ -197,6 +199,27 @@ class TestEnd:
             pytest.raises(ServerUnreachable, match=server.endpoint),
         ):
             client.ping()
+
+
+def test_it_tells_for_what_share_of_the_time_it_computes(capsys: pytest.CaptureFixture[str]) -> None:
+    with ServerProcess() as server, closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
+        client.create_table(TableSpec("t", dim=16, rule=Rule("adam")))
+        client.join(
+            {"process": 1, "host": "h", "pid": 1, "num_workers": 1, "timeout": 60.0, "sync_timeout": 60.0}
+            | {"waiting": 0.7}
+        )
+        time.sleep(2.1)  # two periods, of which the second is quiet from end to end
+        idle = client.stats()[0]["busy"]
+        until = time.monotonic() + 2.2
+        while time.monotonic() < until:
+            for pulled in [client.pull("t", range(20_000)) for _ in range(4)]:
+                pulled.result()
+        busy = client.stats()[0]["busy"]
+        show_stats(server.endpoint, None, as_json=False)
+    assert 0 <= idle < 0.1 < busy <= 1
+    told = capsys.readouterr().out
+    assert re.search(r"up for \d+ s, computing \d+% of the time", told)
+    assert re.search(r"servers compute \d+% of the time, workers wait 70% of it", told)
 
 
 class TestBounds:

@@ -51,25 +51,25 @@ class SparseTable(RowStore):
             rows.gather(self.index.store, *self._layout, at, out)
             return out
         if isinstance(self.index, KeyMap) and self._capacity is None:
-            self._read(self.index, keys, create, out)
+            at = self._read(self.index, keys, create, out)
+            if create and worker is None:  # the workers of a sync step push together, as one
+                self.index.recent.note(keys, at)
             return out
         for start in range(0, len(keys), CHUNK):
             at = self._locate(keys[start : start + CHUNK], create, self.spec.dim)
             rows.gather(self.index.store, *self._layout, at, out[start : start + CHUNK])
         return out
 
-    def _read(self, index: KeyMap, keys: Keys, create: bool, out: Floats) -> None:
+    def _read(self, index: KeyMap, keys: Keys, create: bool, out: Floats) -> Rows:
         """`pull` where no row has to make room for another: one search for all keys, then rows for the missing."""
         at = np.empty(len(keys), np.int64)
         num_missing = index.read(keys, at, out)
-        if not create:
-            return
-        for start in range(0, len(keys) if num_missing else 0, CHUNK):
+        for start in range(0, len(keys) if num_missing and create else 0, CHUNK):
             some = slice(start, start + CHUNK)
             if at[some].min() < 0:
                 self._insert(keys[some], at[some], True)
                 rows.gather(index.store, *self._layout, at[some], out[some])
-        index.recent.note(keys, at)
+        return at
 
     def appear(self, keys: Keys, worker: int | None = None) -> Rows:
         """Keys were looked up for training: admitted or counted, created, seen. Returns their rows, -1 for none."""
