@@ -107,6 +107,14 @@ def arguments() -> argparse.Namespace:
     how.add_argument("--decay_words", type=float, help="... after every so many words; default: an epoch")
     how.add_argument("--threads", type=int, help="default: all cores in one process, one per worker under fleetrun")
     how.add_argument("--k_steps", type=int, help="geo: steps between exchanges; default 30 of 10,000 words, or 400")
+    how.add_argument(
+        "--copies",
+        choices=("machine", "worker"),
+        help="geo: tables that the workers of a machine train together (default), or a copy for every worker",
+    )
+    how.add_argument(
+        "--share", type=float, help="geo: which part of a difference is sent; default: by its row's changes"
+    )
     how.add_argument("--batch_size", type=int, help="pairs of a step (torch); default 1000")
     how.add_argument("--seed", type=int, default=0, help="of first values and of the order of samples")
     out = parser.add_argument_group("what for")
@@ -135,6 +143,7 @@ def choose(options: argparse.Namespace) -> None:
     refuse_idle_options(options)
     options.threads = options.threads or ((os.cpu_count() or 1) if is_alone and options.engine == "kernel" else 1)
     options.k_steps = options.k_steps or (30 if options.engine == "kernel" else 400)
+    options.copies = options.copies or "machine"
     options.batch_size = options.batch_size or 1000
     options.shared_negatives = options.shared_negatives or 32
     options.decay_rate = options.decay_rate or 0.5
@@ -170,7 +179,8 @@ def refuse_idle_options(options: argparse.Namespace) -> None:
     idle = {
         "--engine torch (its own threads: OMP_NUM_THREADS)": (options.engine == "torch", ["threads"]),
         "--engine kernel": (options.engine == "kernel", ["batch_size"]),
-        f"--mode {options.mode}": (options.mode != "geo", ["k_steps"]),
+        f"--mode {options.mode}": (options.mode != "geo", ["k_steps", "copies", "share"]),
+        f"--engine {options.engine}": (options.engine == "torch", ["copies", "share"]),
         "--schedule linear": (options.schedule == "linear", ["decay_rate", "decay_words"]),
         "--reader pipe": (options.reader == "pipe", ["sample", "shared_negatives", "train_unknown"]),
     }
@@ -187,6 +197,8 @@ def refuse_idle_options(options: argparse.Namespace) -> None:
     for name in ("rate", "decay_rate", "decay_words"):
         if getattr(options, name) is not None and not 0 < getattr(options, name) < float("inf"):
             raise FleetError(f"--{name} must be above 0, found {getattr(options, name)}")
+    if options.share is not None and not 0 < options.share <= 1:
+        raise FleetError(f"--share must be above 0 and at most 1, found {options.share}")
     if options.sample is not None and not 0 <= options.sample < 1:
         raise FleetError(f"--sample must be from 0 (leave no word out) up to 1, found {options.sample}")
     if options.restrict < 0:

@@ -9,6 +9,7 @@ worker 0's first values do not reach everybody cannot pass.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import queue
 import subprocess
@@ -147,11 +148,10 @@ class Worker(WorkerRole):
         self._servers = servers
         super().__init__(job)
 
-    def _connect(self) -> Client:
+    def _connect(self, worker: int | None = None) -> Client:
         role = Role.FIRST_WORKER if self.info.worker_index == 0 else Role.WORKER
-        client = Client(
-            self._servers.connect(), worker=self.info.worker_index, role=role, patience=Patience(SECONDS, 2)
-        )
+        number = self.info.worker_index if worker is None else worker
+        client = Client(self._servers.connect(), worker=number, role=role, patience=Patience(SECONDS, 2))
         for spec in self._plan.specs:
             client.attach(spec)
         return client
@@ -559,3 +559,8 @@ def assert_equal_values(
         scale = max(0.1, value.abs().max().item())
         assert found[name].shape == value.shape, name
         assert error <= tolerance * scale, f"{name} is off by {error:.3g}, at a scale of {scale:.3g}"
+
+
+def restarted(info: RoleInfo) -> RoleInfo:
+    """As fleetrun starts a worker the second time."""
+    return dataclasses.replace(info, restart=1)

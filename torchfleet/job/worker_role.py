@@ -31,7 +31,8 @@ from torchfleet.worker.model_saving import Kind, save_model, tell_of_replacing
 from torchfleet.worker.modes.asynchronous import Async
 from torchfleet.worker.modes.communicator import Communicator, HalfAsync, Sync
 from torchfleet.worker.modes.geo import Geo
-from torchfleet.worker.modes.whole_tables import WholeTables
+from torchfleet.worker.modes.table_copy import Sharing, TableCopy, common_copy, on_this_machine
+from torchfleet.worker.modes.whole_tables import WholeTables, table_sizes
 from torchfleet.worker.peers import Workers
 from torchfleet.worker.schedule_watch import ScheduleWatch
 
@@ -89,7 +90,7 @@ class WorkerRole:
             self._connect(), self.info.worker_index, self.info.num_workers, self.strategy.sync_timeout, self._passes
         )
 
-    def whole_tables(self, share: float | None) -> WholeTables:
+    def whole_tables(self, share: float | None, shared: bool = False) -> WholeTables:
         """From now on this worker trains on whole copies of the tables, in the place of what its mode does."""
         if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
             raise FleetError(
@@ -103,14 +104,26 @@ class WorkerRole:
                 "DistributedStrategy(a_sync=True, a_sync_configs={'k_steps': N}), or train through the model"
             )
         k_steps = self.strategy.a_sync_configs.k_steps if not self.info.is_local else 0
-        share = share or 1.0 / self.info.num_workers
-        tables = WholeTables(self.client, self._plan, self._connect, k_steps, share)
+        copy = self._table_copy(shared)
+        first = copy.sharing.workers[0]  # to the servers all workers of a copy are one
+        tables = WholeTables(
+            self.client, self._plan, lambda: self._connect(first), copy, k_steps, share, self.strategy.sync_timeout
+        )
         self.communicator.stop()
         self.communicator = tables
         self.engine.use(tables)
         self._optimizer.bind(self.engine, tables)
         tables.start()
         return tables
+
+    def _table_copy(self, shared: bool) -> TableCopy:
+        """A worker that was started again has a copy of its own: nobody else comes to meet it."""
+        worker, sizes, num_servers = self.info.worker_index, table_sizes(self._plan), self.client.num_servers
+        if shared and not self.info.is_local and not self.info.restart:
+            with self.workers() as workers:
+                sharing = on_this_machine(workers.gather, worker)
+                return common_copy(sizes, num_servers, sharing, workers.gather)
+        return TableCopy(sizes, num_servers, Sharing((worker,), worker, self.info.num_workers))
 
     def save(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None = None) -> Manifest:
         """Save the model as it is with the servers, this worker's gradients included."""
@@ -159,10 +172,12 @@ class WorkerRole:
         }
         return {"mode": self.strategy.mode, "worker": worker, "servers": self.client.stats()}
 
-    def _connect(self) -> Client:
+    def _connect(self, worker: int | None = None) -> Client:
+        """`worker`: another one for whom this one speaks."""
         patience = Patience(self.strategy.rpc_timeout, self.strategy.rpc_retry_times)
         role = Role.FIRST_WORKER if self.info.worker_index == 0 else Role.WORKER
-        options: dict[str, Any] = {"worker": self.info.worker_index, "role": role, "patience": patience}
+        number = self.info.worker_index if worker is None else worker
+        options: dict[str, Any] = {"worker": number, "role": role, "patience": patience}
         if self._local is not None:
             client = Client([self._local.connect()], names=["the local server"], **options)
         else:
