@@ -141,6 +141,7 @@ def choose(options: argparse.Namespace) -> None:
     if options.engine == "kernel" and (not is_fused or options.reader == "pipe"):
         raise FleetError("--engine kernel is for --mode local and geo, with --reader fast: use --engine torch")
     refuse_idle_options(options)
+    refuse_wrong_numbers(options)
     options.threads = options.threads or ((os.cpu_count() or 1) if is_alone and options.engine == "kernel" else 1)
     options.k_steps = options.k_steps or (30 if options.engine == "kernel" else 400)
     options.copies = options.copies or "machine"
@@ -180,7 +181,7 @@ def refuse_idle_options(options: argparse.Namespace) -> None:
         "--engine torch (its own threads: OMP_NUM_THREADS)": (options.engine == "torch", ["threads"]),
         "--engine kernel": (options.engine == "kernel", ["batch_size"]),
         f"--mode {options.mode}": (options.mode != "geo", ["k_steps", "copies", "share"]),
-        f"--engine {options.engine}": (options.engine == "torch", ["copies", "share"]),
+        "--engine torch": (options.engine == "torch", ["copies", "share"]),
         "--schedule linear": (options.schedule == "linear", ["decay_rate", "decay_words"]),
         "--reader pipe": (options.reader == "pipe", ["sample", "shared_negatives", "train_unknown"]),
     }
@@ -188,6 +189,9 @@ def refuse_idle_options(options: argparse.Namespace) -> None:
         for name in names:
             if is_idle and getattr(options, name) not in (None, False):
                 raise FleetError(f"--{name} has no effect with {with_what}: leave it out")
+
+
+def refuse_wrong_numbers(options: argparse.Namespace) -> None:
     for name in ("dim", "window", "negatives", "epochs", "min_count"):
         if getattr(options, name) < 1:
             raise FleetError(f"--{name} must be at least 1, found {getattr(options, name)}")
