@@ -9,7 +9,6 @@ worker 0's first values do not reach everybody cannot pass.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import queue
 import subprocess
@@ -559,8 +558,3 @@ def assert_equal_values(
         scale = max(0.1, value.abs().max().item())
         assert found[name].shape == value.shape, name
         assert error <= tolerance * scale, f"{name} is off by {error:.3g}, at a scale of {scale:.3g}"
-
-
-def restarted(info: RoleInfo) -> RoleInfo:
-    """As fleetrun starts a worker the second time."""
-    return dataclasses.replace(info, restart=1)

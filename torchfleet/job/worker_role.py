@@ -31,7 +31,7 @@ from torchfleet.worker.model_saving import Kind, save_model, tell_of_replacing
 from torchfleet.worker.modes.asynchronous import Async
 from torchfleet.worker.modes.communicator import Communicator, HalfAsync, Sync
 from torchfleet.worker.modes.geo import Geo
-from torchfleet.worker.modes.table_copy import Sharing, TableCopy, common_copy, on_this_machine
+from torchfleet.worker.modes.table_copy import STARTED_AGAIN, TableCopy, alone, common_copy, on_this_machine
 from torchfleet.worker.modes.whole_tables import WholeTables, table_sizes
 from torchfleet.worker.peers import Workers
 from torchfleet.worker.schedule_watch import ScheduleWatch
@@ -117,13 +117,13 @@ class WorkerRole:
         return tables
 
     def _table_copy(self, shared: bool) -> TableCopy:
-        """A worker that was started again has a copy of its own: nobody else comes to meet it."""
-        worker, sizes, num_servers = self.info.worker_index, table_sizes(self._plan), self.client.num_servers
-        if shared and not self.info.is_local and not self.info.restart:
-            with self.workers() as workers:
-                sharing = on_this_machine(workers.gather, worker)
-                return common_copy(sizes, num_servers, sharing, workers.gather)
-        return TableCopy(sizes, num_servers, Sharing((worker,), worker, self.info.num_workers))
+        info, sizes, num_servers = self.info, table_sizes(self._plan), self.client.num_servers
+        if not shared or info.num_workers == 1:
+            return TableCopy(sizes, num_servers, alone(info.worker_index, info.num_workers))
+        if info.restart:
+            raise FleetError(STARTED_AGAIN)
+        with self.workers() as workers:
+            return common_copy(sizes, num_servers, on_this_machine(workers.gather, info.worker_index), workers.gather)
 
     def save(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None = None) -> Manifest:
         """Save the model as it is with the servers, this worker's gradients included."""

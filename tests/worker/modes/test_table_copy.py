@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -124,15 +125,13 @@ def test_the_workers_of_a_copy_exchange_it_in_turn() -> None:
     assert results[2] == [0] + [1] * 6 + [2] * 5
 
 
-def test_a_worker_that_was_started_again_has_a_copy_of_its_own() -> None:
-    """Nobody comes to meet it: it does not wait for them."""
-
+def test_a_worker_that_was_started_again_is_refused_instead_of_waiting_for_nobody() -> None:
     def body(part: Part) -> None:
-        part.barrier()
         if part.index == 1:
-            part.worker.info = jobs.restarted(part.worker.info)
-            tables = part.worker.whole_tables(None, shared=True)
-            assert tables.values["a"][0, 0] == 0.5
+            part.worker.info = dataclasses.replace(part.worker.info, restart=1)
+            with pytest.raises(FleetError, match=r"started again.*use shared=False"):
+                part.worker.whole_tables(None, shared=True)
+            assert part.worker.whole_tables(None).values["a"][0, 0] == 0.5
         part.barrier()
 
     run(body, num_workers=2, num_servers=1)

@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,10 @@ from torchfleet.errors import FleetError
 from torchfleet.kernels.vector_instructions import padded
 from torchfleet.tables.rows.memory import HUGE_PAGE, Memory
 
+STARTED_AGAIN = (
+    "fleet.whole_tables(shared=True): this worker was started again, and nobody comes to meet it a second time. Start "
+    "the job again; or use shared=False, where a worker that is started again has a copy of its own."
+)
 _BOOT = "/proc/sys/kernel/random/boot_id"
 _ALIGNED = 64  # bytes: vector instructions load whole cache lines
 _PAUSE = 0.001  # seconds before another look whether the lock is free
@@ -44,6 +49,11 @@ class Sharing:
     @property
     def position(self) -> int:
         return self.workers.index(self.worker)
+
+
+def alone(worker: int, num_workers: int) -> Sharing:
+    """Every worker has its own copy."""
+    return Sharing((worker,), worker, num_workers)
 
 
 def on_this_machine(gather: Gather, worker: int) -> Sharing:
@@ -109,7 +119,7 @@ class TableCopy:
 
 
 def common_copy(sizes: Sizes, num_servers: int, sharing: Sharing, gather: Gather) -> TableCopy:
-    """The copy of all `sharing.workers`. All workers of the job meet here a second time."""
+    """The copy of all `sharing.workers`. All workers of the job meet here."""
     first, file = sharing.workers[0], -1
     if sharing.worker == first:
         file = os.memfd_create("whole tables")
@@ -118,6 +128,7 @@ def common_copy(sizes: Sizes, num_servers: int, sharing: Sharing, gather: Gather
     if sharing.worker != first:
         _, pid, number = next(data.decode().split() for data in brought if int(data.split()[0]) == first)
         file = _opened(f"/proc/{pid}/fd/{number}", first)
+    gather("whole tables are open", b"")  # the first worker may end before others train
     return TableCopy(sizes, num_servers, sharing, file)
 
 
@@ -149,7 +160,7 @@ def _room(shape: tuple[int, ...], dtype: npt.DTypeLike) -> int:
 
 def _carved(
     memory: npt.NDArray[np.uint8], shapes: Iterator[tuple[tuple[int, ...], npt.DTypeLike]]
-) -> Iterator[npt.NDArray]:
+) -> Iterator[npt.NDArray[Any]]:
     at = 0
     for shape, dtype in shapes:
         size = math.prod(shape) * np.dtype(dtype).itemsize

@@ -93,7 +93,8 @@ class WholeTables(Communicator):
                 self._is_over = True
                 self._changed.notify_all()
             self._thread.join(timeout=10)
-            self._copy.close()
+            if not self._thread.is_alive():
+                self._copy.close()
 
     def stats(self) -> dict[str, Any]:
         sent = {"exchanges": self._num_exchanges, "rows_sent": self._num_rows_sent}
