@@ -106,7 +106,11 @@ def arguments() -> argparse.Namespace:
     how.add_argument("--decay_rate", type=float, help="staircase: times this (default 0.5) ...")
     how.add_argument("--decay_words", type=float, help="... after every so many words; default: an epoch")
     how.add_argument("--threads", type=int, help="default: all cores in one process, one per worker under fleetrun")
-    how.add_argument("--k_steps", type=int, help="geo: steps between exchanges; default 30 of 10,000 words, or 400")
+    how.add_argument(
+        "--k_steps",
+        type=int,
+        help="geo: steps between exchanges; default 30 of 10,000 words (60 / --copies worker), or 400",
+    )
     how.add_argument(
         "--copies",
         choices=("machine", "worker"),
@@ -143,8 +147,9 @@ def choose(options: argparse.Namespace) -> None:
     refuse_idle_options(options)
     refuse_wrong_numbers(options)
     options.threads = options.threads or ((os.cpu_count() or 1) if is_alone and options.engine == "kernel" else 1)
-    options.k_steps = options.k_steps or (30 if options.engine == "kernel" else 400)
     options.copies = options.copies or "machine"
+    num_copies = fleet.worker_num() if options.copies == "worker" else 1
+    options.k_steps = options.k_steps or (60 // max(2, num_copies) if options.engine == "kernel" else 400)
     options.batch_size = options.batch_size or 1000
     options.shared_negatives = options.shared_negatives or 32
     options.decay_rate = options.decay_rate or 0.5

@@ -2,8 +2,8 @@
 
 The formulas are those of geo.py. Training counts the changes of every row. A thread beside training sends the
 differences of rows that have changed often with every exchange, those of all rows now and then, and adds what the
-others have sent. Rows that all workers change all the time are those that drift apart, and they are few: sending these
-alone makes it cheap to exchange often. Nothing waits for anything: of two changes of a number at the same moment, by
+others have sent. Rows that both of two copies change all the time are those that drift apart, and they are few: sending
+these alone makes it cheap to exchange often. With more copies every changed row goes with every exchange. Nothing waits for anything: of two changes of a number at the same moment, by
 training and by what the others have sent, one may be lost, as among training threads themselves.
 """
 
@@ -28,6 +28,7 @@ from torchfleet.worker.modes.table_copy import Counts, TableCopy
 _ROWS_AT_ONCE = 1 << 13  # in one message: small enough that a server's other clients need not wait long
 _REST = np.float32(1e-3)  # what `share` leaves over counts as a change only if it is more
 _HOT = 16  # a row that has been changed so often goes with every exchange, others with every 16th
+_FEW = 2  # copies; with more of them, a row that waits to be hot has gone apart on all of them (docs/log.md)
 
 
 class WholeTables(Communicator):
@@ -54,6 +55,7 @@ class WholeTables(Communicator):
         # The workers of a copy exchange it in turn: together every k_steps steps of each of them.
         self._steps_between = k_steps * len(copy.sharing.workers)
         self._last_step = -k_steps * copy.sharing.position  # with which an exchange began
+        self._hot = _HOT if copy.sharing.num_copies <= _FEW else 1
         self._changed = threading.Condition()
         self._num_wanted, self._num_done = 1, 0  # exchanges; the first fills the arrays
         self._wants_every_row = self._wants_whole = self._is_over = False
@@ -164,7 +166,7 @@ class WholeTables(Communicator):
             every_row = self._wants_every_row or self._num_exchanges % _HOT == 0
             whole = self._wants_whole
             self._wants_every_row = self._wants_whole = False
-            return whole, 1 if every_row else _HOT
+            return whole, 1 if every_row else self._hot
 
     def _finish(self, number: int) -> None:
         with self._changed:
