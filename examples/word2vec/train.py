@@ -106,19 +106,13 @@ def arguments() -> argparse.Namespace:
     how.add_argument("--decay_rate", type=float, help="staircase: times this (default 0.5) ...")
     how.add_argument("--decay_words", type=float, help="... after every so many words; default: an epoch")
     how.add_argument("--threads", type=int, help="default: all cores in one process, one per worker under fleetrun")
-    how.add_argument(
-        "--k_steps",
-        type=int,
-        help="geo: steps between exchanges; default 30 of 10,000 words (60 / --copies worker), or 400",
-    )
+    how.add_argument("--k_steps", type=int, help="geo: steps between exchanges; default 30 (60 / copies), torch: 400")
     how.add_argument(
         "--copies",
         choices=("machine", "worker"),
         help="geo: tables that the workers of a machine train together (default), or a copy for every worker",
     )
-    how.add_argument(
-        "--share", type=float, help="geo: which part of a difference is sent; default: by its row's changes"
-    )
+    how.add_argument("--share", type=float, help="geo: the part of a difference that is sent; default: by its changes")
     how.add_argument("--batch_size", type=int, help="pairs of a step (torch); default 1000")
     how.add_argument("--seed", type=int, default=0, help="of first values and of the order of samples")
     out = parser.add_argument_group("what for")

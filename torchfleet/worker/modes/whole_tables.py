@@ -3,8 +3,9 @@
 The formulas are those of geo.py. Training counts the changes of every row. A thread beside training sends the
 differences of rows that have changed often with every exchange, those of all rows now and then, and adds what the
 others have sent. Rows that both of two copies change all the time are those that drift apart, and they are few: sending
-these alone makes it cheap to exchange often. With more copies every changed row goes with every exchange. Nothing waits for anything: of two changes of a number at the same moment, by
-training and by what the others have sent, one may be lost, as among training threads themselves.
+these alone makes it cheap to exchange often. With more copies every changed row goes with every exchange. Training
+waits for nothing: of two changes of a number at the same moment, by training and by what the others have sent, one may
+be lost, as among training threads themselves.
 """
 
 from __future__ import annotations
