@@ -269,13 +269,15 @@ def begin_prediction(model: torch.nn.Module, dirname: str | None, var_names: lis
     _get_job().begin_prediction(model, dirname, var_names)
 
 
-def whole_tables(share: float | None = None) -> WholeTables:
-    """Whole copies of the tables in this process, as arrays to be trained in place: docs/modes/geo.md.
+def whole_tables(share: float | None = None, shared: bool = False) -> WholeTables:
+    """Whole copies of the tables, as arrays to be trained in place: docs/modes/geo.md.
 
     In one process, or in geo training: then differences are exchanged every k_steps calls of `step_done`. `share` is
-    the part of a difference that an exchange sends; 1 / workers unless given.
+    the part of a difference that an exchange sends; unless given, it goes by how often a row was changed. With
+    `shared` the workers of one machine train one copy together (Linux; elsewhere each has its own). All workers must
+    then call this, and wait for each other here.
     """
-    return _get_worker().whole_tables(share)
+    return _get_worker().whole_tables(share, shared)
 
 
 replica = whole_tables  # its name in earlier versions

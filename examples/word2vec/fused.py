@@ -19,8 +19,9 @@ def train_fused(
     vocabulary: Vocabulary, corpus: Corpus, files: Sequence[str], schedule: Schedule, options: argparse.Namespace
 ) -> np.ndarray:
     """The words' vectors, all workers' progress in them."""
-    # Two workers' differences may be sent whole; more of them, summed up, would go too far (docs/word2vec.md).
-    replica = fleet.replica(share=min(1.0, 2.0 / fleet.worker_num()))
+    # Two copies' differences may be sent whole; those of more, summed up, would go too far (docs/word2vec.md).
+    share = options.share or (1.0 if fleet.worker_num() <= 2 else None)
+    replica = fleet.whole_tables(share, shared=options.copies == "machine")
     line = Progress("training")
     trainer = Trainer(
         replica,

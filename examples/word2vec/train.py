@@ -106,7 +106,13 @@ def arguments() -> argparse.Namespace:
     how.add_argument("--decay_rate", type=float, help="staircase: times this (default 0.5) ...")
     how.add_argument("--decay_words", type=float, help="... after every so many words; default: an epoch")
     how.add_argument("--threads", type=int, help="default: all cores in one process, one per worker under fleetrun")
-    how.add_argument("--k_steps", type=int, help="geo: steps between exchanges; default 30 of 10,000 words, or 400")
+    how.add_argument("--k_steps", type=int, help="geo: steps between exchanges; default 30 (60 / copies), torch: 400")
+    how.add_argument(
+        "--copies",
+        choices=("machine", "worker"),
+        help="geo: tables that the workers of a machine train together (default), or a copy for every worker",
+    )
+    how.add_argument("--share", type=float, help="geo: the part of a difference that is sent; default: by its changes")
     how.add_argument("--batch_size", type=int, help="pairs of a step (torch); default 1000")
     how.add_argument("--seed", type=int, default=0, help="of first values and of the order of samples")
     out = parser.add_argument_group("what for")
@@ -133,8 +139,11 @@ def choose(options: argparse.Namespace) -> None:
     if options.engine == "kernel" and (not is_fused or options.reader == "pipe"):
         raise FleetError("--engine kernel is for --mode local and geo, with --reader fast: use --engine torch")
     refuse_idle_options(options)
+    refuse_wrong_numbers(options)
     options.threads = options.threads or ((os.cpu_count() or 1) if is_alone and options.engine == "kernel" else 1)
-    options.k_steps = options.k_steps or (30 if options.engine == "kernel" else 400)
+    options.copies = options.copies or "machine"
+    num_copies = fleet.worker_num() if options.copies == "worker" else 1
+    options.k_steps = options.k_steps or (60 // max(2, num_copies) if options.engine == "kernel" else 400)
     options.batch_size = options.batch_size or 1000
     options.shared_negatives = options.shared_negatives or 32
     options.decay_rate = options.decay_rate or 0.5
@@ -170,7 +179,8 @@ def refuse_idle_options(options: argparse.Namespace) -> None:
     idle = {
         "--engine torch (its own threads: OMP_NUM_THREADS)": (options.engine == "torch", ["threads"]),
         "--engine kernel": (options.engine == "kernel", ["batch_size"]),
-        f"--mode {options.mode}": (options.mode != "geo", ["k_steps"]),
+        f"--mode {options.mode}": (options.mode != "geo", ["k_steps", "copies", "share"]),
+        "--engine torch": (options.engine == "torch", ["copies", "share"]),
         "--schedule linear": (options.schedule == "linear", ["decay_rate", "decay_words"]),
         "--reader pipe": (options.reader == "pipe", ["sample", "shared_negatives", "train_unknown"]),
     }
@@ -178,6 +188,9 @@ def refuse_idle_options(options: argparse.Namespace) -> None:
         for name in names:
             if is_idle and getattr(options, name) not in (None, False):
                 raise FleetError(f"--{name} has no effect with {with_what}: leave it out")
+
+
+def refuse_wrong_numbers(options: argparse.Namespace) -> None:
     for name in ("dim", "window", "negatives", "epochs", "min_count"):
         if getattr(options, name) < 1:
             raise FleetError(f"--{name} must be at least 1, found {getattr(options, name)}")
@@ -187,6 +200,8 @@ def refuse_idle_options(options: argparse.Namespace) -> None:
     for name in ("rate", "decay_rate", "decay_words"):
         if getattr(options, name) is not None and not 0 < getattr(options, name) < float("inf"):
             raise FleetError(f"--{name} must be above 0, found {getattr(options, name)}")
+    if options.share is not None and not 0 < options.share <= 1:
+        raise FleetError(f"--share must be above 0 and at most 1, found {options.share}")
     if options.sample is not None and not 0 <= options.sample < 1:
         raise FleetError(f"--sample must be from 0 (leave no word out) up to 1, found {options.sample}")
     if options.restrict < 0:

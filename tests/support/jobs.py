@@ -148,11 +148,10 @@ class Worker(WorkerRole):
         self._servers = servers
         super().__init__(job)
 
-    def _connect(self) -> Client:
+    def _connect(self, worker: int | None = None) -> Client:
         role = Role.FIRST_WORKER if self.info.worker_index == 0 else Role.WORKER
-        client = Client(
-            self._servers.connect(), worker=self.info.worker_index, role=role, patience=Patience(SECONDS, 2)
-        )
+        number = self.info.worker_index if worker is None else worker
+        client = Client(self._servers.connect(), worker=number, role=role, patience=Patience(SECONDS, 2))
         for spec in self._plan.specs:
             client.attach(spec)
         return client

@@ -36,7 +36,8 @@ from torchfleet.worker.modes.bounded import Bounded
 from torchfleet.worker.modes.communicator import Communicator, Gathering, HalfAsync, Sync
 from torchfleet.worker.modes.geo import Geo
 from torchfleet.worker.modes.hybrid import Hybrid
-from torchfleet.worker.modes.whole_tables import WholeTables
+from torchfleet.worker.modes.table_copy import STARTED_AGAIN, TableCopy, alone, common_copy, on_this_machine
+from torchfleet.worker.modes.whole_tables import WholeTables, table_sizes
 from torchfleet.worker.peers import Workers
 from torchfleet.worker.schedule_watch import ScheduleWatch
 
@@ -115,7 +116,7 @@ class WorkerRole:
             self._connect(), self.info.worker_index, self.info.num_workers, self.strategy.sync_timeout, self._passes
         )
 
-    def whole_tables(self, share: float | None) -> WholeTables:
+    def whole_tables(self, share: float | None, shared: bool = False) -> WholeTables:
         """From now on this worker trains on whole copies of the tables, in the place of what its mode does."""
         if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
             raise FleetError(
@@ -129,14 +130,26 @@ class WorkerRole:
                 "DistributedStrategy(a_sync=True, a_sync_configs={'k_steps': N}), or train through the model"
             )
         k_steps = self.strategy.a_sync_configs.k_steps if not self.info.is_local else 0
-        share = share or 1.0 / self.info.num_workers
-        tables = WholeTables(self.client, self._plan, self._connect, k_steps, share)
+        copy = self._table_copy(shared)
+        first = copy.sharing.workers[0]  # to the servers all workers of a copy are one
+        tables = WholeTables(
+            self.client, self._plan, lambda: self._connect(first), copy, k_steps, share, self.strategy.sync_timeout
+        )
         self.communicator.stop()
         self.communicator = tables
         self.engine.use(tables)
         self._optimizer.bind(self.engine, tables)
         tables.start()
         return tables
+
+    def _table_copy(self, shared: bool) -> TableCopy:
+        info, sizes, num_servers = self.info, table_sizes(self._plan), self.client.num_servers
+        if not shared or info.num_workers == 1:
+            return TableCopy(sizes, num_servers, alone(info.worker_index, info.num_workers))
+        if info.restart:
+            raise FleetError(STARTED_AGAIN)
+        with self.workers() as workers:
+            return common_copy(sizes, num_servers, on_this_machine(workers.gather, info.worker_index), workers.gather)
 
     def save(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None = None) -> Manifest:
         """Save the model as it is with the servers, this worker's gradients included."""
@@ -192,10 +205,12 @@ class WorkerRole:
         dropped = sum(server.get("dropped", 0) for server in servers)  # a server of before does not say
         return {"mode": self.strategy.mode, "worker": worker, "servers": servers, **ages, "dropped": dropped}
 
-    def _connect(self) -> Client:
+    def _connect(self, worker: int | None = None) -> Client:
+        """`worker`: another one for whom this one speaks."""
         patience = Patience(self.strategy.rpc_timeout, self.strategy.rpc_retry_times)
         role = Role.FIRST_WORKER if self.info.worker_index == 0 else Role.WORKER
-        options: dict[str, Any] = {"worker": self.info.worker_index, "role": role, "patience": patience}
+        number = self.info.worker_index if worker is None else worker
+        options: dict[str, Any] = {"worker": number, "role": role, "patience": patience}
         if self._local is not None:
             client = Client([self._local.connect()], names=["the local server"], **options)
         else:

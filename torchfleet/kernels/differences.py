@@ -6,9 +6,13 @@ may be training on values_VW at the same time: a row's numbers are each read onc
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from torchfleet.kernels.jit import kernel
+
+CHANGES_TO_ARRIVE = 10.0  # measured on word vectors: docs/log.md
 
 
 @kernel
@@ -16,7 +20,7 @@ def take_differences(
     values_VW: np.ndarray,
     base_VD: np.ndarray,
     rows_N: np.ndarray,
-    share: np.float32,
+    share_N: np.ndarray,
     rest: np.float32,
     changes_V: np.ndarray,
     out_ND: np.ndarray,
@@ -26,12 +30,25 @@ def take_differences(
         row, largest = rows_N[i], np.float32(0)
         for d in range(out_ND.shape[1]):
             difference = values_VW[row, d] - base_VD[row, d]
-            sent = difference * share
+            sent = difference * share_N[i]
             out_ND[i, d] = sent
             base_VD[row, d] += sent
             largest = max(largest, abs(difference - sent))
         if largest > rest:
             changes_V[row] += 1
+
+
+@kernel
+def share_by_count(counts_N: np.ndarray, num_copies: int, out_N: np.ndarray) -> None:
+    """out = (1 - r^W) / (W (1 - r)) with r = exp(-n / 10), for a row that each of W copies has changed n times.
+
+    In n changes a row goes 1 - r of its way. W copies one after the other would go 1 - r^W of it; side by side they go
+    W (1 - r) if all is added up. For rows that are rarely changed that is the same: their differences count whole. Rows
+    that are often changed arrive on each copy: of these the mean is taken.
+    """
+    for i in range(len(counts_N)):
+        way = -max(1, counts_N[i]) / CHANGES_TO_ARRIVE
+        out_N[i] = math.expm1(num_copies * way) / (num_copies * math.expm1(way))
 
 
 @kernel

@@ -29,7 +29,7 @@ from support.lossy import Faults, Network
 import torchfleet as fleet
 from torchfleet.errors import FleetError, ModelError, ServerUnreachable, StrategyError, TableError
 from torchfleet.job.worker_role import WorkerRole
-from torchfleet.kernels.differences import fold_in, take_differences
+from torchfleet.kernels.differences import fold_in, share_by_count, take_differences
 from torchfleet.kernels.vector_instructions import padded
 from torchfleet.net.wire import DELTA, Array, Command
 from torchfleet.role import WORKER, RoleInfo
@@ -157,8 +157,7 @@ def no_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dim", [1, 3, 16, 100])
-@pytest.mark.parametrize("share", [1.0, 0.5, 1 / 3, 0.07])
-def test_differences_are_taken_as_the_formula_says(dim: int, share: float) -> None:
+def test_differences_are_taken_as_the_formula_says(dim: int) -> None:
     """out = (x - b) · share; b += out; more than `rest` left counts as a change. To the bit, in float32."""
     rng = np.random.default_rng(dim)
     width = dim if dim == 1 else padded(dim)
@@ -166,16 +165,16 @@ def test_differences_are_taken_as_the_formula_says(dim: int, share: float) -> No
     base = values[:, :dim] + rng.choice([0, 1e-4, 1e-3, 0.1], (50, 1)).astype(np.float32)
     rows = rng.permutation(50)[:30]
     changes = rng.integers(0, 5, 50).astype(np.uint32)
-    rest, part = np.float32(1e-3), np.float32(share)
+    rest, shares = np.float32(1e-3), rng.choice([1.0, 0.5, 1 / 3, 0.07], 30).astype(np.float32)
 
     difference = values[rows, :dim] - base[rows]
-    sent = difference * part
+    sent = difference * shares[:, None]
     expected_base, expected_changes, before = base.copy(), changes.copy(), values.copy()
     expected_base[rows] += sent
     expected_changes[rows] += (np.abs(difference - sent).max(axis=1) > rest).astype(np.uint32)
 
     out = np.full((30, dim), np.nan, np.float32)
-    take_differences(values, base, rows, part, rest, changes, out)
+    take_differences(values, base, rows, shares, rest, changes, out)
     np.testing.assert_array_equal(out, sent)
     np.testing.assert_array_equal(base, expected_base)
     np.testing.assert_array_equal(changes, expected_changes)
@@ -185,11 +184,30 @@ def test_differences_are_taken_as_the_formula_says(dim: int, share: float) -> No
 def test_no_rows_make_no_differences() -> None:
     values, base, changes = np.ones((3, 16), np.float32), np.zeros((3, 2), np.float32), np.zeros(3, np.uint32)
     none = np.empty(0, np.int64)
-    take_differences(values, base, none, np.float32(1), np.float32(0), changes, np.empty((0, 2), np.float32))
+    no_shares = np.empty(0, np.float32)
+    take_differences(values, base, none, no_shares, np.float32(0), changes, np.empty((0, 2), np.float32))
     fold_in(values, base, none, np.empty((0, 2), np.float32))
     assert (values == 1).all()
     assert not base.any()
     assert not changes.any()
+
+
+def share_of(num_changes: Any, num_copies: int) -> Any:
+    """Copies that each go 1 - r of a way are given the weight with which their sum goes 1 - r^copies of it."""
+    r = np.exp(-np.maximum(num_changes, 1) / 10)
+    return (1 - r**num_copies) / (num_copies * (1 - r))
+
+
+@pytest.mark.parametrize("num_copies", [1, 2, 8, 1000])
+def test_shares_by_count_are_those_of_the_formula(num_copies: int) -> None:
+    counts = np.array([0, 1, 2, 16, 1000, 2**32 - 1], np.uint32)
+    found = np.empty(len(counts), np.float32)
+    share_by_count(counts, num_copies, found)
+    np.testing.assert_allclose(found, share_of(counts.astype(float), num_copies), rtol=1e-6)
+    assert (np.diff(found) <= 0).all()
+    assert found[-1] == np.float32(1 / num_copies)
+    if num_copies == 1:
+        assert (found == 1).all(), "one copy sends all that it has learned"
 
 
 @pytest.mark.parametrize("dim", [1, 3, 16, 100])
@@ -450,14 +468,18 @@ def test_finish_sends_all_while_an_exchange_is_under_way() -> None:
         assert_same(held(part), own(copy))
 
 
-def test_the_share_is_one_part_of_the_workers_unless_given() -> None:
+def test_the_share_goes_by_the_changes_of_a_row_unless_given() -> None:
+    counts = np.array([1, 5, 1000])
+
     def body(part: Part) -> None:
         copy = part.worker.whole_tables(None)
         part.barrier()
         if part.index == 0:
-            add(copy, "a", [1], 1.0)
+            for row, count in enumerate(counts):
+                add(copy, "a", [row], 1.0, count)
             copy.flush()
-            assert (held(part)["a"][1] == FIRST + 0.25).all()
+            expected = FIRST + share_of(counts, 4)
+            np.testing.assert_allclose(held(part)["a"][:3], np.tile(expected, (DIM_A, 1)).T, rtol=1e-6)
         part.barrier()
 
     jobs.run(body, Tables, jobs.sgd, mode="geo", num_workers=4, num_servers=2, k_steps=5)

@@ -2,9 +2,10 @@
 
 The formulas are those of geo.py. Training counts the changes of every row. A thread beside training sends the
 differences of rows that have changed often with every exchange, those of all rows now and then, and adds what the
-others have sent. Rows that all workers change all the time are those that drift apart, and they are few: sending these
-alone makes it cheap to exchange often. Nothing waits for anything: of two changes of a number at the same moment, by
-training and by what the others have sent, one may be lost, as among training threads themselves.
+others have sent. Rows that both of two copies change all the time are those that drift apart, and they are few: sending
+these alone makes it cheap to exchange often. With more copies every changed row goes with every exchange. Training
+waits for nothing: of two changes of a number at the same moment, by training and by what the others have sent, one may
+be lost, as among training threads themselves.
 """
 
 from __future__ import annotations
@@ -14,24 +15,21 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from torchfleet.background import BackgroundThreads
 from torchfleet.errors import FleetError, ModelError
-from torchfleet.kernels.differences import fold_in, take_differences
-from torchfleet.kernels.vector_instructions import padded
+from torchfleet.kernels.differences import fold_in, share_by_count, take_differences
 from torchfleet.net.wire import DELTA
-from torchfleet.tables.rows.memory import Memory
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.shard import Floats
 from torchfleet.worker.lookup.plan import Plan
 from torchfleet.worker.modes.communicator import Communicator, Gradients
+from torchfleet.worker.modes.table_copy import Counts, TableCopy
 
 _ROWS_AT_ONCE = 1 << 13  # in one message: small enough that a server's other clients need not wait long
 _REST = np.float32(1e-3)  # what `share` leaves over counts as a change only if it is more
 _HOT = 16  # a row that has been changed so often goes with every exchange, others with every 16th
-
-Counts = npt.NDArray[np.uint32]
+_FEW = 2  # copies; with more of them, a row that waits to be hot has gone apart on all of them (docs/log.md)
 
 
 class WholeTables(Communicator):
@@ -39,20 +37,29 @@ class WholeTables(Communicator):
 
     takes_threads = False
 
-    def __init__(self, client: Client, plan: Plan, connect: Callable[[], Client], k_steps: int, share: float) -> None:
+    def __init__(
+        self,
+        client: Client,
+        plan: Plan,
+        connect: Callable[[], Client],
+        copy: TableCopy,
+        k_steps: int,
+        share: float | None,
+        patience: float,
+    ) -> None:
+        """`connect` gives clients that speak for all workers of the copy. `share`: None for a share by count.
+        `patience`: seconds that another worker of the copy may take for its exchange."""
         super().__init__(client, plan, connect)
-        self._sizes = _declared_sizes(plan)
-        self._k_steps, self._share = k_steps, share
-        self.values: dict[str, Floats] = {}
-        self.changes: dict[str, Counts] = {}
-        self._base: dict[str, Floats] = {}
-        for name, (num_rows, dim) in self._sizes.items():
-            self.values[name] = _array(num_rows, dim if dim == 1 else padded(dim))
-            self._base[name], self.changes[name] = _array(num_rows, dim), np.zeros(num_rows, np.uint32)
+        self._sizes = table_sizes(plan)
+        self._copy, self._share, self._patience = copy, share, patience
+        self.values, self.changes, self._base = copy.values, copy.changes, copy.base
+        # The workers of a copy exchange it in turn: together every k_steps steps of each of them.
+        self._steps_between = k_steps * len(copy.sharing.workers)
+        self._last_step = -k_steps * copy.sharing.position  # with which an exchange began
+        self._hot = _HOT if copy.sharing.num_copies <= _FEW else 1
         self._changed = threading.Condition()
         self._num_wanted, self._num_done = 1, 0  # exchanges; the first fills the arrays
         self._wants_every_row = self._wants_whole = self._is_over = False
-        self._last_step = 0  # with which an exchange began
         self._num_exchanges = self._num_rows_sent = 0
         self._thread = BackgroundThreads([self._carry], "the exchange with the servers failed", on_end=self._wake)
 
@@ -67,7 +74,7 @@ class WholeTables(Communicator):
             self._check()
             self._num_steps += 1
             is_idle = self._num_wanted == self._num_done
-            if is_idle and 0 < self._k_steps <= self._num_steps - self._last_step:
+            if is_idle and 0 < self._steps_between <= self._num_steps - self._last_step:
                 self._last_step = self._num_steps
                 self._want()
 
@@ -89,6 +96,8 @@ class WholeTables(Communicator):
                 self._is_over = True
                 self._changed.notify_all()
             self._thread.join(timeout=10)
+            if not self._thread.is_alive():
+                self._copy.close()
 
     def stats(self) -> dict[str, Any]:
         sent = {"exchanges": self._num_exchanges, "rows_sent": self._num_rows_sent}
@@ -132,12 +141,16 @@ class WholeTables(Communicator):
     def _carry(self) -> None:
         """The thread beside training."""
         with self._connect() as client:
-            received = self._take_in(client, [0] * client.num_servers)
-            self._fill(client)
+            with self._copy.alone(self._patience):
+                if not self._copy.received.any():  # the first worker of the copy
+                    received = self._take_in(client)
+                    self._fill(client)
+                    self._copy.received[:] = received
             self._finish(1)
             while (wanted := self._next()) is not None:
-                self._send(client, *self._how())
-                received = self._take_in(client, received)
+                with self._copy.alone(self._patience):
+                    self._send(client, *self._how())
+                    self._copy.received[:] = self._take_in(client)
                 self._num_exchanges += 1
                 self._finish(wanted)
 
@@ -148,13 +161,13 @@ class WholeTables(Communicator):
                 self._changed.wait()
             return None if self._num_wanted == self._num_done else self._num_wanted  # who waits is served first
 
-    def _how(self) -> tuple[bool, int, np.float32]:
-        """(whether all differences go, how often else a row must have been changed, what part of one is sent)."""
+    def _how(self) -> tuple[bool, int]:
+        """(whether all differences go, and go whole; how often else a row must have been changed)."""
         with self._changed:
             every_row = self._wants_every_row or self._num_exchanges % _HOT == 0
             whole = self._wants_whole
             self._wants_every_row = self._wants_whole = False
-            return whole, 1 if every_row else _HOT, np.float32(1.0 if whole else self._share)
+            return whole, 1 if every_row else self._hot
 
     def _finish(self, number: int) -> None:
         with self._changed:
@@ -168,24 +181,33 @@ class WholeTables(Communicator):
                 rows = client.pull(name, np.arange(start, stop, dtype=np.uint64)).result()
                 self.values[name][start:stop, :dim] = self._base[name][start:stop] = rows
 
-    def _send(self, client: Client, whole: bool, least: int, share: np.float32) -> None:
+    def _send(self, client: Client, whole: bool, least: int) -> None:
         for name, (_, dim) in self._sizes.items():
             counts = self.changes[name].copy()  # others count on meanwhile
             is_due = counts >= least
             if whole:  # what earlier exchanges have left over may not be counted
                 is_due |= (self.values[name][:, :dim] != self._base[name]).any(axis=1)
             rows = np.flatnonzero(is_due)
+            shares = self._shares(counts[rows], 1.0 if whole else self._share)
             self.changes[name][rows] = 0  # before the values are read: what changes later is counted again
             for start in range(0, len(rows), _ROWS_AT_ONCE):
                 some = rows[start : start + _ROWS_AT_ONCE]
                 deltas = np.empty((len(some), dim), np.float32)
-                take_differences(self.values[name], self._base[name], some, share, _REST, self.changes[name], deltas)
+                part = shares[start : start + _ROWS_AT_ONCE]
+                take_differences(self.values[name], self._base[name], some, part, _REST, self.changes[name], deltas)
                 client.push_tables({name: (some.astype(np.uint64), deltas)}, flags=DELTA)
             self._num_rows_sent += len(rows)
         client.flush()
 
-    def _take_in(self, client: Client, received: list[int]) -> list[int]:
-        is_all = False
+    def _shares(self, counts: Counts, share: float | None) -> Floats:
+        """What part of its difference is sent of each row, which has been changed so often."""
+        shares = np.full(len(counts), share if share is not None else 1.0, np.float32)
+        if share is None:
+            share_by_count(counts, self._copy.sharing.num_copies, shares)
+        return shares
+
+    def _take_in(self, client: Client) -> list[int]:
+        received, is_all = [int(number) for number in self._copy.received], False
         while not is_all:
             changed = client.pull_changed(list(self._sizes), received).result()
             received, is_all = changed.numbers, changed.is_all
@@ -195,13 +217,8 @@ class WholeTables(Communicator):
         return received
 
 
-def _array(num_rows: int, width: int) -> Floats:
-    """Zeros, on huge pages: half of the time to fetch a row is that to find its page."""
-    array: Floats = Memory(4 * num_rows * width).array(np.float32)[: num_rows * width].reshape(num_rows, width)
-    return array
-
-
-def _declared_sizes(plan: Plan) -> dict[str, tuple[int, int]]:
+def table_sizes(plan: Plan) -> dict[str, tuple[int, int]]:
+    """By table: rows and dim, as the model declares them. Raises ModelError if it has more than such tables."""
     if plan.dense:
         raise ModelError(
             "fleet.whole_tables() is for models of tables only; this one has dense parameters: "
