@@ -40,7 +40,8 @@ def gradients(num_slots: int, arrange: Callable[[torch.Tensor], torch.Tensor], c
         out.register_hook(torch.Tensor.clone)
     (arrange(out) ** 3).sum().backward()
     found = rows.gradients()
-    assert found is not None and np.array_equal(found[0], rows.keys)
+    assert found is not None
+    assert np.array_equal(found[0], rows.keys)
     expected = torch.from_numpy(rows.values).requires_grad_()
     plain = expected[torch.from_numpy(index).long()].view(num_slots, NUM_SAMPLES, DIM).transpose(0, 1)
     (arrange(plain) ** 3).sum().backward()
@@ -58,6 +59,7 @@ def test_gradients_are_those_of_torch_however_they_lie(layout: str, num_slots: i
 def test_offsets_of_equal_bags_are_made_once_and_those_of_others_anew() -> None:
     even = [torch.zeros(4, 2, dtype=torch.int64)] * 3
     (_, first), (_, second) = split_slots(even, mean=False), split_slots(even, mean=True)
-    assert first.offsets is second.offsets and first.offsets.tolist() == list(range(0, 25, 2))
+    assert first.offsets is second.offsets
+    assert first.offsets.tolist() == list(range(0, 25, 2))
     _, other = split_slots([torch.zeros(4, 3, dtype=torch.int64)] * 2, mean=False)
     assert other.offsets.tolist() == list(range(0, 25, 3))

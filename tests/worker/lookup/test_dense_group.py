@@ -25,7 +25,8 @@ def test_gradients_are_side_by_side_and_zero_where_there_is_none() -> None:
     first.grad, last.grad = torch.randn(4, 3).t(), torch.randn(3, 4)
     block = dense.gradients()
     assert block.dtype == np.float32
-    assert np.array_equal(block[:12], first.grad.reshape(-1)) and np.array_equal(block[17:], last.grad.reshape(-1))
+    assert np.array_equal(block[:12], first.grad.reshape(-1))
+    assert np.array_equal(block[17:], last.grad.reshape(-1))
     assert not block[12:17].any()
     first.grad.zero_()
     assert block[:12].any(), "what is to be sent is apart from what training goes on with"
