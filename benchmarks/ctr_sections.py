@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -49,9 +49,9 @@ class Sections:
     """Seconds by part: of the thread that made it, with its processor time, and of all others together."""
 
     def __init__(self) -> None:
-        self.own: Counter[str] = Counter()
-        self.own_cpu: Counter[str] = Counter()
-        self.others: Counter[str] = Counter()
+        self.own: dict[str, float] = defaultdict(float)
+        self.own_cpu: dict[str, float] = defaultdict(float)
+        self.others: dict[str, float] = defaultdict(float)
         self._thread = threading.get_ident()
         self._inside = threading.local()
 
