@@ -1,7 +1,16 @@
-"""CTR-DNN, async, 1 server x 2 workers with one thread each, beside its bare network as two one-thread processes.
+"""CTR-DNN, async, its workers with one thread each: what a step costs beside the network that it trains.
 
-python -m benchmarks.ctr --json            in turns; about three minutes
-python -m benchmarks.ctr --quick --json    smaller and shorter, to see that it works
+python -m benchmarks.ctr --json               1 server x 1 worker; under a minute
+python -m benchmarks.ctr --workers 2 --json   all on the cores that there are
+python -m benchmarks.ctr --quick --json       smaller and shorter, to see that it works
+
+Every worker trains in blocks of steps, in turns with blocks of its network alone, on rows of the same data: forward and
+backward to the gradient of its input (`network_ms`), or without that (`bare_network_ms`). Times are medians of a step.
+`network_ratio` is network_ms / step_ms, `network_cpu_ratio` the same of the training thread's processor time, which
+does not depend on what else the machine does. A third kind of block tells where the rest goes: `own_*_ms` in the
+training thread (`own_*_cpu_ms`: its processor time), `beside_*_ms` in other threads; a part does not contain others.
+`cpu_training_ms`, `cpu_threads_ms` and `cpu_rest_ms`: processor time per step of the training thread, of Python's other
+threads (sender, reader), and of ZeroMQ's.
 """
 
 from __future__ import annotations
@@ -14,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks.ctr_data import write_raw
 from benchmarks.timing import log, report
@@ -23,94 +33,59 @@ _WORKER = Path(__file__).with_name("ctr_worker.py")
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ctr", description=__doc__)
-    parser.add_argument("--rows", type=int, default=200_000)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ctr", description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--batch", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=15.0, help="time of one run, after a first pass over the data")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=20.0, help="time of the run, after a first pass over the data")
+    parser.add_argument("--servers", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     chosen = parser.parse_args()
     if chosen.quick:
-        chosen.rows, chosen.seconds, chosen.rounds = 20_000, 2.0, 1
+        chosen.rows, chosen.seconds = 20_000, 2.0
     return chosen
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
 def run_training(chosen: argparse.Namespace, files: list[str], test: list[str]) -> list[dict[str, float]]:
+    """What each worker found."""
     with tempfile.TemporaryDirectory() as log_dir:
-        roles = ["--server_num", "1", "--worker_num", "2", "--log_dir", log_dir]
-        what = ["train", "--batch", str(chosen.batch), "--seconds", str(chosen.seconds)]
-        command = [
-            sys.executable,
-            "-m",
-            "torchfleet.launch",
-            *roles,
-            str(_WORKER),
-            *what,
-            "--files",
-            *files,
-            "--test",
-            *test,
-        ]
+        roles = ["--server_num", str(chosen.servers), "--worker_num", str(chosen.workers), "--log_dir", log_dir]
+        what = ["--batch", str(chosen.batch), "--seconds", str(chosen.seconds), "--files", *files, "--test", *test]
+        command = [sys.executable, "-m", "torchfleet.launch", *roles, str(_WORKER), *what]
         done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment())
         logs = [path.read_text() for path in (Path(log_dir) / "latest").glob("workerlog.*")]
     found = results("\n".join(logs))
-    if done.returncode or len(found) != 2:
+    if done.returncode or len(found) != chosen.workers:
         raise SystemExit(f"the run failed:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
     return found
-
-
-def run_towers(chosen: argparse.Namespace) -> list[dict[str, float]]:
-    command = [sys.executable, str(_WORKER), "tower", "--batch", str(chosen.batch), "--seconds", str(chosen.seconds)]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) for _ in range(2)]
-    return results("\n".join(process.communicate(timeout=600)[0] for process in both))
 
 
 def results(text: str) -> list[dict[str, float]]:
     return [json.loads(line.partition("RESULT ")[2]) for line in text.splitlines() if "RESULT " in line]
 
 
+def summary(workers: list[dict[str, float]]) -> dict[str, float]:
+    """Medians over workers; their rates together."""
+    names = dict.fromkeys(name for worker in workers for name in worker)
+    middle = {name: statistics.median(worker.get(name, 0.0) for worker in workers) for name in names}
+    return {**middle, "samples_per_s": sum(worker["samples_per_s"] for worker in workers)}
+
+
 def main() -> None:
     chosen = options()
-    trained: list[list[dict[str, float]]] = []
-    towers: list[list[dict[str, float]]] = []
     with tempfile.TemporaryDirectory() as folder:
         log(f"writing {chosen.rows:,} rows")
-        *files, test = write_raw(Path(folder), chosen.rows, 8)
-        for turn in range(chosen.rounds):
-            towers.append(run_towers(chosen))
-            trained.append(run_training(chosen, files, [test]))
-            bare, rate = (
-                sum(worker[name] for worker in both[-1])
-                for both, name in ((towers, "bare"), (trained, "samples_per_s"))
-            )
-            log(f"  round {turn + 1}/{chosen.rounds}: tower {bare:,.0f}, training {rate:,.0f} samples/s")
-    rate = statistics.median(sum(worker["samples_per_s"] for worker in both) for both in trained)
-    tower = statistics.median(sum(worker["bare"] for worker in both) for both in towers)
-    whole = statistics.median(sum(worker["input"] for worker in both) for both in towers)
-    workers = [worker for both in trained for worker in both]
-    middle = {
-        name: statistics.median(worker[name] for worker in workers) for name in workers[0] if name != "samples_per_s"
-    }
-    report(
-        {
-            "samples_per_s": rate,
-            "tower_samples_per_s": tower,
-            "ratio": rate / tower,
-            "tower_with_input_gradient_samples_per_s": whole,
-            "ratio_to_tower_with_input_gradient": rate / whole,
-            **middle,
-            "rows": chosen.rows,
-            "batch": chosen.batch,
-            "rounds": chosen.rounds,
-            "seconds": chosen.seconds,
-        },
-        chosen.json,
-    )
+        *files, test = write_raw(Path(folder), chosen.rows, 9)
+        log(f"{chosen.servers} servers, {chosen.workers} workers, {chosen.seconds:g} s")
+        workers = run_training(chosen, files, [test])
+    settings: dict[str, Any] = {name: getattr(chosen, name) for name in ("rows", "batch", "seconds")}
+    report({**summary(workers), **settings, "servers": chosen.servers, "workers": chosen.workers}, chosen.json)
 
 
 if __name__ == "__main__":

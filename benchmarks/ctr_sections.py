@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 from torchfleet.data.dataset import BatchIterator
-from torchfleet.job.worker_role import WorkerRole
+from torchfleet.monitor.status import StatusFile
 from torchfleet.worker import distributed_optimizer
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.future import Future
@@ -39,19 +39,19 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (DenseGroup, "write", "dense_write"),
     (Communicator, "step", "push_submit"),
     (Client, "push_tables", "push"),
-    (WorkerRole, "_step_made", "status"),
+    (StatusFile, "write", "status"),
     (DistributedOptimizer, "step", "rest_of_step"),
     (DistributedOptimizer, "zero_grad", "zero_grad"),
 )
 
 
 class Sections:
-    """Seconds by part, for the thread that made it and for all others together."""
+    """Seconds by part: of the thread that made it, with its processor time, and of all others together."""
 
     def __init__(self) -> None:
-        self.own: Counter[str] = Counter()
-        self.own_cpu: Counter[str] = Counter()
-        self.others: Counter[str] = Counter()
+        self.own: dict[str, float] = defaultdict(float)
+        self.own_cpu: dict[str, float] = defaultdict(float)
+        self.others: dict[str, float] = defaultdict(float)
         self._thread = threading.get_ident()
         self._inside = threading.local()
 
@@ -70,22 +70,23 @@ class Sections:
     def _timing(self, function: Callable[..., Any], part: str) -> Callable[..., Any]:
         @wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            outer, self._inside.seconds = getattr(self._inside, "seconds", 0.0), 0.0
-            outer_cpu, self._inside.cpu = getattr(self._inside, "cpu", 0.0), 0.0
-            start, start_cpu = time.perf_counter(), time.thread_time()
+            outer, self._inside.seconds = getattr(self._inside, "seconds", (0.0, 0.0)), (0.0, 0.0)
+            start = time.perf_counter(), time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                seconds = time.perf_counter() - start
-                cpu = time.thread_time() - start_cpu
-                if threading.get_ident() == self._thread:
-                    self.own_cpu[part] += cpu - self._inside.cpu
-                self._inside.cpu = outer_cpu + cpu
-                into = self.own if threading.get_ident() == self._thread else self.others
-                into[part] += seconds - self._inside.seconds
-                self._inside.seconds = outer + seconds
+                seconds = time.perf_counter() - start[0], time.thread_time() - start[1]
+                self._note(part, *(whole - inner for whole, inner in zip(seconds, self._inside.seconds, strict=True)))
+                self._inside.seconds = outer[0] + seconds[0], outer[1] + seconds[1]
 
         return run
+
+    def _note(self, part: str, seconds: float, cpu: float) -> None:
+        if threading.get_ident() != self._thread:
+            self.others[part] += seconds
+            return
+        self.own[part] += seconds
+        self.own_cpu[part] += cpu
 
 
 def thread_seconds() -> dict[str, float]:

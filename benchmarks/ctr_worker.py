@@ -20,7 +20,7 @@ from benchmarks.ctr_sections import Sections, thread_seconds
 from examples.ctr_dnn.model import CTRDNN, SLOTS, loss_of, slots
 
 BLOCK = 25  # steps of one kind in a row
-FIRST = 3  # of them are not counted: the one before left nothing in the caches
+FIRST = 3  # of them are not counted: another kind of block was before
 KINDS = ("fleet", "network", "bare", "sections")
 
 
@@ -73,7 +73,7 @@ class Run:
         self._model, self._optimizer = model, optimizer
         self._wall: dict[str, list[float]] = {kind: [] for kind in KINDS}
         self._own: dict[str, list[float]] = {kind: [] for kind in KINDS}  # processor time of the training thread
-        self._faults: Counter[str] = Counter()
+        self._faults: Counter[str] = Counter()  # of pages, in the training thread
         self._all: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}  # and of all threads, by block
         self._sections = Sections()
         self._losses: list[float] = []
@@ -150,7 +150,9 @@ class Run:
 
     def result(self, batch: int) -> dict[str, Any]:
         """Medians of a step in milliseconds, and what it is made of."""
-        wall, own = ({kind: 1000 * statistics.median(times[kind]) for kind in KINDS} for times in (self._wall, self._own))
+        wall, own = (
+            {kind: 1000 * statistics.median(times[kind]) for kind in KINDS} for times in (self._wall, self._own)
+        )
         spent = {name: self._per_step("fleet", seconds) for name, seconds in self._all["fleet"].items()}
         return {
             "samples_per_s": batch * len(self._wall["fleet"]) / sum(self._wall["fleet"]),
@@ -165,10 +167,11 @@ class Run:
             "network_cpu_ratio": own["network"] / own["fleet"],
             "sections_step_ms": wall["sections"],
             **{f"cpu_{name}_ms": value for name, value in spent.items()},
-            **{f"own_{part}_ms": self._per_step("sections", s) for part, s in self._sections.own.most_common()},
-            **{f"own_{part}_cpu_ms": self._per_step("sections", s) for part, s in self._sections.own_cpu.most_common()},
-            **{f"beside_{part}_ms": self._per_step("sections", s) for part, s in self._sections.others.most_common()},
-            **{f"faults_{kind}": self._per_step(kind, num / 1000) for kind, num in self._faults.items()},
+            **{f"own_{part}_ms": self._per_step("sections", s) for part, s in self._sections.own.items()},
+            **{f"own_{part}_cpu_ms": self._per_step("sections", s) for part, s in self._sections.own_cpu.items()},
+            **{f"beside_{part}_ms": self._per_step("sections", s) for part, s in self._sections.others.items()},
+            "page_faults": self._per_step("fleet", self._faults["fleet"] / 1000),
+            "network_page_faults": self._per_step("network", self._faults["network"] / 1000),
             "loss": statistics.mean(self._losses[-8:]),
         }
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.optim.optimizer as torch_optimizer
 
 from torchfleet.adoption import AdoptedOptimizer
 
@@ -51,6 +52,27 @@ def test_hooks_of_either_time_are_called_once_per_step(user: torch.optim.Optimiz
     adopted.register_step_post_hook(lambda *_: calls.append("after"))
     adopted.step()
     assert calls == ["before", "after"]
+
+
+@pytest.mark.parametrize("where", ["step_pre", "step_post"])
+def test_hooks_for_all_optimizers_are_called_and_those_that_come_later_too(
+    user: torch.optim.Optimizer, where: str
+) -> None:
+    adopted, calls = Stepping(user), []
+    adopted.step()
+    register = getattr(torch_optimizer, f"register_optimizer_{where}_hook")
+    hook = register(lambda optimizer, *_: calls.append(type(optimizer).__name__))
+    adopted.step()
+    hook.remove()
+    adopted.step()
+    assert calls.count("Stepping") == 1
+
+
+def test_a_profiler_sees_the_step(user: torch.optim.Optimizer) -> None:
+    adopted = Stepping(user)
+    with torch.profiler.profile() as profiler:
+        adopted.step()
+    assert "Optimizer.step#Stepping.step" in {event.name for event in profiler.events()}
 
 
 def test_a_closure_is_called_with_gradients_on_and_its_loss_returned(user: torch.optim.Optimizer) -> None:

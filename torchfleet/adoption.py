@@ -31,7 +31,7 @@ class AdoptedOptimizer(torch.optim.Optimizer):
         self.after_step: Callable[[], None] = lambda: None  # called at the end of every step
 
     @staticmethod
-    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:  # type: ignore[override]
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
         """torch wraps every `step` with this. Where nobody looks on, by a hook or a profiler, the step is called as it
         is: a mark for a profiler takes longer than all of our own work on the step."""
         watched = torch.optim.Optimizer.profile_hook_step(func)

@@ -34,7 +34,7 @@ def copy_words(typing_context: Any, to: Any, to_at: Any, source: Any, source_at:
 
 @intrinsic
 def add_words(typing_context: Any, to: Any, to_at: Any, source: Any, source_at: Any, num_words: Any) -> Any:
-    """to[to_at + i] += source[source_at + i] for i below `num_words`: float32 numbers of two arrays that do not overlap.
+    """to[to_at + i] += source[source_at + i] for i below `num_words`: float32, two arrays apart.
 
     In vectors of four, two and one: the loop that it stands for is vectorised only behind a check of the overlap, at
     every row, and takes half as long again for a row of ten.
@@ -65,6 +65,23 @@ def add_words(typing_context: Any, to: Any, to_at: Any, source: Any, source_at: 
         for lanes, at in ((2, fours), (1, builder.and_(num, integer(-2)))):
             with builder.if_then(builder.icmp_unsigned("!=", builder.and_(num, integer(lanes)), integer(0))):
                 add(at, lanes)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
+@intrinsic
+def prefetch_word(typing_context: Any, source: Any, at: Any) -> Any:
+    """Ask for the memory at a flat place of an array, which will be read soon. The place may lie behind its end."""
+    signature = types.void(source, at)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        place = builder.gep(data, [context.cast(builder, args[1], signature.args[1], types.intp)])
+        place, integer = builder.bitcast(place, ir.IntType(8).as_pointer()), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [place.type, integer, integer, integer])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(prefetch, [place, integer(0), integer(3), integer(1)])  # to be read, and kept: it is data
         return context.get_dummy_value()
 
     return signature, codegen

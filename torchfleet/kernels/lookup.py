@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchfleet.kernels.intrinsics import add_words, copy_words
+from torchfleet.kernels.intrinsics import add_words, copy_words, prefetch_word
 from torchfleet.kernels.jit import inlined, kernel
 from torchfleet.kernels.merge import place_of
 
 ABSENT = -1
+_AHEAD = np.uint64(12)  # samples
 
 
 @kernel
@@ -115,23 +116,29 @@ def unpool(
     """
     size, stride = np.uint64(dim), np.uint64(stride)
     num_samples = (len(offsets_B1) - 1) // num_slots
+    ahead = _AHEAD * stride  # samples lie too far apart for the processor to see that they come in a row
     for slot in range(num_slots):
         source = np.uint64(slot) * size
         for b in range(slot * num_samples, (slot + 1) * num_samples):
-            share = np.float32(1.0)
-            if mean and offsets_B1[b + 1] > offsets_B1[b] + 1:
-                num = 0
-                for i in range(offsets_B1[b], offsets_B1[b + 1]):
-                    num += index_N[i] >= 0
-                share = np.float32(1.0 / num) if num > 1 else np.float32(1.0)
-            for i in range(offsets_B1[b], offsets_B1[b + 1]):
+            prefetch_word(grads, source + ahead)
+            prefetch_word(grads, source + ahead + size)
+            start, stop = offsets_B1[b], offsets_B1[b + 1]
+            if stop == start + 1:  # one id
+                u = index_N[start]
+                if u >= 0:
+                    _add(sums, np.uint64(u) * size, grads, source, size, touched_U, u)
+                source += stride
+                continue
+            num = 0
+            for i in range(start, stop if mean else start):
+                num += index_N[i] >= 0
+            share = np.float32(1.0 / num) if num > 1 else np.float32(1.0)
+            for i in range(start, stop):
                 u = index_N[i]
                 if u < 0:
                     continue
                 to = np.uint64(u) * size
-                if share == np.float32(1.0):
-                    _add(sums, to, grads, source, size, touched_U, u)
-                elif touched_U[u]:
+                if touched_U[u]:
                     for d in range(size):
                         sums[to + d] += share * grads[source + d]
                 else:

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from torchfleet.errors import TableError
 from torchfleet.net.transport import Channel
 from torchfleet.net.wire import BOUNDED, DENSE_BACK, NO_CREATE, SYNC, VERSIONS, Array, Command, pack
-from torchfleet.tables.rows.row_statistics import is_counted
 from torchfleet.tables.settings.spec import TableSpec, shard_range
 from torchfleet.worker.client.future import Changed, Dense, Future, Pulled
 from torchfleet.worker.client.requests import Requests
@@ -67,7 +66,7 @@ class Client(Requests):
             return Pulled(rows, {name: [float(v[i]) for v in versions] for i, name in enumerate(shards)})
 
         flags = VERSIONS | (0 if create else NO_CREATE) | (SYNC if in_step else 0)
-        counts = create and any(is_counted(tables.specs[name]) for name in shards)  # a repeat must not count again
+        counts = create and any(tables.counted[name] for name in shards)  # a repeat must not count again
         return self._ask(Command.PULL, arrays, flags, once=counts, finish=finish)
 
     def push(self, table: str, keys: npt.ArrayLike, grads: Floats, lr: float | None = None) -> Future[Dense]:

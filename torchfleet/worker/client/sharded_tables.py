@@ -8,7 +8,7 @@ import numpy.typing as npt
 from torchfleet.errors import TableError, WireError
 from torchfleet.kernels.rows import all_finite
 from torchfleet.net.wire import Array
-from torchfleet.tables.rows.row_statistics import NUM_PUSHED, is_pushed
+from torchfleet.tables.rows.row_statistics import NUM_PUSHED, is_counted, is_pushed
 from torchfleet.tables.settings.spec import TableSpec, shard_range
 from torchfleet.worker.client.shard import Floats, Shards, as_keys, shard
 
@@ -23,9 +23,13 @@ class ShardedTables:
     def __init__(self, num_servers: int) -> None:
         self._num_servers = num_servers
         self.specs: dict[str, TableSpec] = {}
+        # Found out once and not at every request: it takes a look at every policy of the table.
+        self.counted: dict[str, bool] = {}  # whether a pull for training changes something on the servers
+        self._wide: dict[str, bool] = {}  # whether gradients may have show, click and slot behind them
 
     def attach(self, spec: TableSpec) -> None:
         self.specs[spec.name] = spec
+        self.counted[spec.name], self._wide[spec.name] = is_counted(spec), is_pushed(spec)
 
     def spec(self, table: str) -> TableSpec:
         spec = self.specs.get(table)
@@ -80,7 +84,7 @@ class ShardedTables:
             no_keys = Array(spec.number, NO_KEYS)
             return [(no_keys, Array(spec.number, values)) for values in self.shard_block(table, block)]
         shards, grads = self.shard_keys(table, block[0]), _rows(block[1])
-        is_wide = is_pushed(spec) and grads.shape[1] == spec.dim + NUM_PUSHED
+        is_wide = self._wide[table] and grads.shape[1] == spec.dim + NUM_PUSHED
         if grads.shape != (len(shards.keys), spec.dim + NUM_PUSHED * is_wide):
             raise TableError(
                 f"table '{table}' expects gradients of shape ({len(shards.keys)}, {spec.dim}), found {grads.shape}"

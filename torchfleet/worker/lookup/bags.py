@@ -37,10 +37,8 @@ def split_slots(slots: list[Any], mean: bool) -> tuple[list[torch.Tensor], Bags]
 
 @lru_cache(maxsize=16)
 def _even_offsets(total: int, width: int) -> np.ndarray[Any, Any]:
-    """Those of bags of one size: batches are alike, and a batch's are as long as its ids. Read only."""
-    offsets = np.arange(0, total + 1, width)
-    offsets.flags.writeable = False
-    return offsets
+    """Those of bags of one size, for all batches that are alike: they are as long as a batch's ids. Nobody writes."""
+    return np.arange(0, total + 1, width)
 
 
 def _is_like(slot: Any, first: torch.Tensor) -> bool:

@@ -44,7 +44,7 @@ class DenseGroup:
         """`unnoticed`: by autograd, which else refuses a backward pass that is under way in another thread."""
         block = torch.from_numpy(np.ascontiguousarray(values, np.float32).reshape(-1))
         targets = [parameter.data if unnoticed else parameter for parameter in self.parameters]
-        parts = block.split([target.numel() for target in targets])
+        parts = torch.split(block, [target.numel() for target in targets])
         with torch.no_grad():
             torch._foreach_copy_(targets, [part.view_as(to) for part, to in zip(parts, targets, strict=True)])
 

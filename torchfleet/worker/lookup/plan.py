@@ -34,7 +34,7 @@ class Plan:
     dense: list[DenseGroup] = field(default_factory=list)
     sparse: dict[str, SparseGroup] = field(default_factory=dict)
     fixed: list[DenseGroup] = field(default_factory=list)  # parameters and buffers that are not trained
-    _checked: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)  # options that the table has, by table
+    _checked: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)  # options found right, by table
 
     @property
     def specs(self) -> list[TableSpec]:
