@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from torchfleet.errors import FleetError
 from torchfleet.simulate.conditions import Job, Part
 from torchfleet.simulate.coordinator import Coordinator, Member, ProcessFailed
 from torchfleet.simulate.forecast import Figures, Forecast
-from torchfleet.simulate.forks import Child, fork, prepare
+from torchfleet.simulate.forks import Child, end, fork, prepare
 from torchfleet.simulate.meeting_place import MeetingPlace
 
 _PERIOD = 5.0  # seconds between two lines about how far it is
@@ -57,7 +55,8 @@ class Simulation:
         finally:
             for number in before:
                 signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave processes behind
-            self._end_all()
+            for child in self._children:
+                end(child)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -111,16 +110,6 @@ class Simulation:
             self._say(
                 f"[fleetrun] {now:.2f} s simulated in {figures.wall_seconds:.0f} s: {figures.steps:,} steps{speed}"
             )
-
-    def _end_all(self) -> None:
-        for child in self._children:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGKILL)  # one that has no group of its own yet
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(child.pid, 0)
-            child.line.close()
 
 
 class Tail:
