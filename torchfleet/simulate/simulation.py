@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import msgspec
 
@@ -16,6 +18,7 @@ from torchfleet.simulate.coordinator import Coordinator, Member, ProcessFailed
 from torchfleet.simulate.forecast import Figures, Forecast
 from torchfleet.simulate.forks import Child, end, fork, prepare
 from torchfleet.simulate.meeting_place import MeetingPlace
+from torchfleet.simulate.trace import Trace
 
 _PERIOD = 5.0  # seconds between two lines about how far it is
 _LOOK = 0.2  # seconds between two looks at the log that is shown
@@ -30,11 +33,24 @@ class Interrupted(Exception):
         self.number = number
 
 
+class _Enough(Exception):
+    """All workers have made as many steps as were asked for."""
+
+
 class Simulation:
     """One run of a job in virtual time. `say` prints a line; figures are left in simulation.json in `run_dir`."""
 
-    def __init__(self, job: Job, run_dir: Path, say: Callable[[str], None]) -> None:
-        self._job, self._run_dir, self._say = job, run_dir, say
+    def __init__(
+        self,
+        job: Job,
+        run_dir: Path,
+        say: Callable[[str], None],
+        trace: Trace | None = None,
+        max_steps: int | None = None,
+    ) -> None:
+        """`trace` is shown all requests. With `max_steps` it is over, and says nothing, when each worker has
+        made so many."""
+        self._job, self._run_dir, self._say, self._trace, self._max_steps = job, run_dir, say, trace, max_steps
         self._forecast = Forecast(len(job.servers), job.num_workers)
         self._children: list[Child] = []
         self._log = Tail(next(part for part in job.parts if part.role == "worker"), say)
@@ -66,11 +82,13 @@ class Simulation:
             self._children.append(fork(self._job, number, epoch))
         link = self._job.conditions.link
         self._members = [Member(child.part, child.line, link) for child in self._children]
-        coordinator = Coordinator(self._members, link, MeetingPlace(link).serve, self._forecast.note, self._look)
+        place = MeetingPlace(link)
+        coordinator = Coordinator(self._members, link, place.serve, self._forecast.note, self._look, self._trace)
         self._started = time.monotonic()
         self._next_line = self._started + _PERIOD
         try:
-            coordinator.run()
+            with contextlib.suppress(_Enough):
+                coordinator.run()
         except FleetError as error:
             self._log.show()
             self._tell_of(error)
@@ -89,6 +107,8 @@ class Simulation:
 
     def _finish(self, now: float) -> None:
         self.figures = self._figures(now)
+        if self._max_steps is not None:
+            return
         (self._run_dir / "simulation.json").write_bytes(msgspec.json.format(msgspec.json.encode(self.figures)))
         for line in self.figures.lines():
             self._say(f"[fleetrun] {line}")
@@ -97,7 +117,14 @@ class Simulation:
         servers = [member.history for member in self._members if member.part.role == "server"]
         return self._forecast.figures(now, time.monotonic() - self._started, servers)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the workers' strategy says: "mode" and "queue_size"."""
+        return self._forecast.settings
+
     def _look(self, now: float) -> None:
+        if self._max_steps is not None and self._forecast.fewest_steps >= self._max_steps:
+            raise _Enough
         wall = time.monotonic()
         if wall < self._next_look:
             return
