@@ -80,6 +80,7 @@ class Simulation:
         epoch = time.time()
         for number in range(len(self._job.parts)):
             self._children.append(fork(self._job, number, epoch))
+            self._children[-1].look = self._log.show
         link = self._job.conditions.link
         self._members = [Member(child.part, child.line, link) for child in self._children]
         place = MeetingPlace(link)
