@@ -189,7 +189,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "net",
         "errors",
     },
-    "launch": {"tables/settings", "worker/client", "monitor", "net", "cgroups", "errors"},
+    "simulate": {"worker", "worker/modes", "server", "job", "fleet", "util", "metrics", "net", "errors"},
+    "launch": {"tables/settings", "worker/client", "monitor", "net", "simulate", "cgroups", "errors"},
     "__init__": set(),  # loads its names when they are first used
 }
 WITHOUT_TORCH = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torchfleet.errors import RoleError
@@ -66,15 +67,31 @@ class SimulationLauncher:
         conditions = _conditions(options)
         layout, planned = _plan(job, options)
         if options.throughput_only:
-            from torchfleet.simulate.throughput import forecast_throughput  # imports torch, as the line below
-
-            return forecast_throughput(job, layout, conditions)
-        from torchfleet.simulate.simulation import Simulation
+            return _forecast(job, options, layout, conditions)
+        from torchfleet.simulate.simulation import Simulation  # imports torch
 
         run_dir = job.make_run_dir()
         print(f"[fleetrun] simulating {len(planned)} processes in virtual time; logs in {run_dir}", flush=True)
-        simulated = _job(options, layout, planned, conditions, run_dir)
-        return Simulation(simulated, run_dir, lambda line: print(line, flush=True)).run()
+        return Simulation(_job(options, layout, planned, conditions, run_dir), run_dir, _say).run()
+
+
+def _forecast(job: JobSpec, options: argparse.Namespace, layout: JobLayout, conditions: Conditions) -> int:
+    from torchfleet.simulate.throughput import PROFILE_SERVERS, PROFILE_WORKERS, forecast_throughput  # imports torch
+
+    num_workers, num_servers = len(layout.workers), len(layout.servers)
+    few = replace(job, num_workers=min(num_workers, PROFILE_WORKERS), num_servers=min(num_servers, PROFILE_SERVERS))
+    small, planned = _plan(few, options)
+    run_dir = job.make_run_dir()
+    print(
+        f"[fleetrun] measuring a step with {few.num_workers} workers and {few.num_servers} servers; logs in {run_dir}",
+        flush=True,
+    )
+    profiled = _job(options, small, planned, conditions, run_dir)
+    return forecast_throughput(profiled, num_workers, num_servers, run_dir, _say)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 def _job(

@@ -22,6 +22,7 @@ from torchfleet.simulate.packets import (
     Packet,
     Turn,
 )
+from torchfleet.simulate.trace import Trace
 
 Result = TypeVar("Result")
 
@@ -114,10 +115,12 @@ class Coordinator:
         serve: Callable[[Packet], Iterator[Packet]],
         note: Callable[[Packet], None],
         look: Callable[[float], None],
+        trace: Trace | None = None,
     ) -> None:
         """`serve`: the answers that a request to the coordinator makes ready; `note`: of what workers tell about
-        themselves; `look`: called before every turn, with the time."""
+        themselves; `look`: called before every turn, with the time; `trace`: shown what passes."""
         self.members, self._link, self._serve, self._note, self._look = members, link, serve, note, look
+        self._trace = trace
         self._checked = 0.0  # when workers were last found to be at work
         self._busy_then = 0.0
         self.now = 0.0
@@ -157,9 +160,13 @@ class Coordinator:
         if to == STEPS:
             self._note(packet)
         elif to == COORDINATOR:
+            if self._trace is not None and not packet.to[1]:
+                self._trace.note_meeting(packet)
             for answer in self._serve(packet):
                 self.members[answer.to[0]].answer(answer)
         elif not self.members[to].ended:
+            if self._trace is not None:
+                self._trace.note(packet)
             self.members[to].expect(packet, sender.leave_port(packet))
 
     def _look_for_deadlock(self, live: Sequence[Member], is_certain: bool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from torchfleet.simulate.packets import Packet
-from torchfleet.simulate.step_watch import STEP, StepRecord, decode_final, decode_step
+from torchfleet.simulate.step_watch import SETTINGS, STEP, StepRecord, decode_body, decode_step
 
 _WARM_STEPS = 3  # the first steps of a worker allocate, and make rows
 _WAITS = ("pull", "push", "reduce")
@@ -59,14 +59,22 @@ class Forecast:
         self._num_servers, self._num_workers = num_servers, num_workers
         self.steps: list[list[StepRecord]] = [[] for _ in range(num_workers)]
         self._finals: dict[int, dict[str, Any]] = {}
+        self.settings: dict[str, Any] = {}  # of the workers' strategy
 
     def note(self, packet: Packet) -> None:
         """What a worker tells about itself."""
         worker = packet.sender[0] - self._num_servers
         if packet.to[1] == STEP:
             self.steps[worker].append(decode_step(packet.frames[0]))
+        elif packet.to[1] == SETTINGS:
+            self.settings = decode_body(packet.frames[0])
         else:
-            self._finals[worker] = decode_final(packet.frames[0])
+            self._finals[worker] = decode_body(packet.frames[0])
+
+    @property
+    def fewest_steps(self) -> int:
+        """Steps of the worker that has made the fewest."""
+        return min(len(steps) for steps in self.steps)
 
     def figures(self, now: float, wall: float, servers: Sequence[History]) -> Figures:
         """All that is known by now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -12,9 +13,9 @@ import runpy
 import signal
 import socket
 import sys
+import time
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from torchfleet.net.addresses import TRANSPORTS
 from torchfleet.server.warm import warm_up
 from torchfleet.simulate.actors import Schedule
 from torchfleet.simulate.conditions import Job, Part
+from torchfleet.simulate.coordinator import ProcessFailed
 from torchfleet.simulate.packets import Line
 from torchfleet.simulate.step_watch import StepWatch
 from torchfleet.simulate.virtual_ranks import BACKEND, VARIABLE, VirtualRanks
@@ -35,16 +37,46 @@ from torchfleet.simulate.virtual_threads import end_threads, install
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _LINE_BYTES = 1 << 22
+_PATIENCE = 60  # seconds
+_USER_TICKS, _SYSTEM_TICKS = 11, 12  # in /proc/PID/stat, behind the name
 
 
-@dataclass
 class Child:
     """A forked process, and the coordinator's end of its line."""
 
-    part: Part
-    pid: int
-    line: Line
-    connection: socket.socket
+    def __init__(self, part: Part, pid: int, connection: socket.socket) -> None:
+        self.part, self.pid = part, pid
+        self.look: Callable[[], None] = lambda: None  # called while it computes for seconds
+        self.line = Line(connection, self._look_at_silence)
+        self._used, self._num_silent = -1, 0  # ticks of the processor; seconds without one
+
+    def _look_at_silence(self) -> None:
+        """A process that has its turn computes. One that waits for something real will wait for ever."""
+        self.look()
+        with open(f"/proc/{self.pid}/stat") as status:
+            fields = status.read().rpartition(")")[2].split()
+        used = int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
+        self._num_silent = self._num_silent + 1 if used == self._used else 0
+        self._used = used
+        if self._num_silent >= _PATIENCE:
+            os.kill(self.pid, signal.SIGUSR1)  # its threads write where they are into the log
+            time.sleep(1.0)
+            raise ProcessFailed(
+                self.part,
+                f"{self.part.name} has waited for {_PATIENCE} s of real time for something that is not part of the "
+                "simulation, such as a process or a socket of its own; its log says where",
+            )
+
+
+def end(child: Child) -> None:
+    """Kill a child and what it has started, and wait for it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child.pid, signal.SIGKILL)  # one that has no group of its own yet
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(child.pid, 0)
+    child.line.close()
 
 
 def prepare() -> None:
@@ -74,7 +106,7 @@ def fork(job: Job, number: int, epoch: float) -> Child:
             sys.stderr.flush()
             os._exit(code)
     theirs.close()
-    return Child(part, pid, Line(ours), ours)
+    return Child(part, pid, ours)
 
 
 def _live(job: Job, number: int, line: Line, epoch: float) -> int:

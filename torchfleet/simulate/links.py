@@ -9,9 +9,9 @@ from torchfleet.errors import RoleError
 
 # What ZeroMQ takes of the thread that calls it, for a message, for each frame of it and for each byte; on both sides.
 # docs/simulate.md says how they were measured.
-MESSAGE_SECONDS = 10e-6
-FRAME_SECONDS = 3e-6
-BYTE_SECONDS = 0.03e-9
+MESSAGE_SECONDS = 20e-6
+FRAME_SECONDS = 4e-6
+BYTE_SECONDS = 0.02e-9
 
 _UNITS = {"Mbit": 1e6 / 8, "Gbit": 1e9 / 8}
 _LINK = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>Mbit|Gbit)(,(?P<latency>\d+(\.\d+)?)(?P<scale>us|ms))?")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ _TURN = struct.Struct("<BBxxIddi")  # kind, whether the main thread is stuck, pa
 _ALIGN = 16
 _JOIN = 1 << 16  # bytes: below, one piece of memory is cheaper than many
 _MOST_PIECES = 512
+_SILENCE = 1.0  # seconds
 
 GRANT, YIELD, ENDED, DESCRIBE = 1, 2, 3, 4
 
@@ -74,10 +75,14 @@ def packet(to: Address, sender: Address, time: float, frames: Sequence[Any]) -> 
 
 
 class Line:
-    """One end of the line between a simulated process and the coordinator. Blocks."""
+    """One end of the line between a simulated process and the coordinator. Blocks.
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+    `on_silence` is called whenever nothing has come for a second.
+    """
+
+    def __init__(self, connection: socket.socket, on_silence: Callable[[], None] | None = None) -> None:
+        self._socket, self._on_silence = connection, on_silence
+        connection.settimeout(None if on_silence is None else _SILENCE)
 
     def send(self, turn: Turn) -> None:
         """Raises LineClosed if nobody is there."""
@@ -110,6 +115,10 @@ class Line:
         while at < size:
             try:
                 num = self._socket.recv_into(view[at:])
+            except TimeoutError:
+                assert self._on_silence is not None
+                self._on_silence()
+                continue
             except OSError:
                 raise LineClosed from None
             if not num:

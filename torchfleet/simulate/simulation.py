@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import msgspec
 
@@ -16,8 +16,9 @@ from torchfleet.errors import FleetError
 from torchfleet.simulate.conditions import Job, Part
 from torchfleet.simulate.coordinator import Coordinator, Member, ProcessFailed
 from torchfleet.simulate.forecast import Figures, Forecast
-from torchfleet.simulate.forks import Child, fork, prepare
-from torchfleet.simulate.meeting_place import MeetingPlace
+from torchfleet.simulate.forks import Child, end, fork, prepare
+from torchfleet.simulate.rank_meetings import MeetingPlace
+from torchfleet.simulate.trace import Trace
 
 _PERIOD = 5.0  # seconds between two lines about how far it is
 _LOOK = 0.2  # seconds between two looks at the log that is shown
@@ -32,11 +33,24 @@ class Interrupted(Exception):
         self.number = number
 
 
+class _Enough(Exception):
+    """All workers have made as many steps as were asked for."""
+
+
 class Simulation:
     """One run of a job in virtual time. `say` prints a line; figures are left in simulation.json in `run_dir`."""
 
-    def __init__(self, job: Job, run_dir: Path, say: Callable[[str], None]) -> None:
-        self._job, self._run_dir, self._say = job, run_dir, say
+    def __init__(
+        self,
+        job: Job,
+        run_dir: Path,
+        say: Callable[[str], None],
+        trace: Trace | None = None,
+        max_steps: int | None = None,
+    ) -> None:
+        """`trace` is shown all requests. With `max_steps` it is over, and says nothing, when each worker has
+        made so many."""
+        self._job, self._run_dir, self._say, self._trace, self._max_steps = job, run_dir, say, trace, max_steps
         self._forecast = Forecast(len(job.servers), job.num_workers)
         self._children: list[Child] = []
         self._log = Tail(next(part for part in job.parts if part.role == "worker"), say)
@@ -57,7 +71,8 @@ class Simulation:
         finally:
             for number in before:
                 signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not leave processes behind
-            self._end_all()
+            for child in self._children:
+                end(child)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -65,13 +80,16 @@ class Simulation:
         epoch = time.time()
         for number in range(len(self._job.parts)):
             self._children.append(fork(self._job, number, epoch))
+            self._children[-1].look = self._log.show
         link = self._job.conditions.link
         self._members = [Member(child.part, child.line, link) for child in self._children]
-        coordinator = Coordinator(self._members, link, MeetingPlace(link).serve, self._forecast.note, self._look)
+        place = MeetingPlace(link)
+        coordinator = Coordinator(self._members, link, place.serve, self._forecast.note, self._look, self._trace)
         self._started = time.monotonic()
         self._next_line = self._started + _PERIOD
         try:
-            coordinator.run()
+            with contextlib.suppress(_Enough):
+                coordinator.run()
         except FleetError as error:
             self._log.show()
             self._tell_of(error)
@@ -90,6 +108,8 @@ class Simulation:
 
     def _finish(self, now: float) -> None:
         self.figures = self._figures(now)
+        if self._max_steps is not None:
+            return
         (self._run_dir / "simulation.json").write_bytes(msgspec.json.format(msgspec.json.encode(self.figures)))
         for line in self.figures.lines():
             self._say(f"[fleetrun] {line}")
@@ -98,7 +118,14 @@ class Simulation:
         servers = [member.history for member in self._members if member.part.role == "server"]
         return self._forecast.figures(now, time.monotonic() - self._started, servers)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the workers' strategy says: "mode" and "queue_size"."""
+        return self._forecast.settings
+
     def _look(self, now: float) -> None:
+        if self._max_steps is not None and self._forecast.fewest_steps >= self._max_steps:
+            raise _Enough
         wall = time.monotonic()
         if wall < self._next_look:
             return
@@ -111,16 +138,6 @@ class Simulation:
             self._say(
                 f"[fleetrun] {now:.2f} s simulated in {figures.wall_seconds:.0f} s: {figures.steps:,} steps{speed}"
             )
-
-    def _end_all(self) -> None:
-        for child in self._children:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGKILL)  # one that has no group of its own yet
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(child.pid, 0)
-            child.line.close()
 
 
 class Tail:

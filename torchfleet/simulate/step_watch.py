@@ -16,7 +16,7 @@ from torchfleet.worker.distributed_optimizer import DistributedOptimizer
 from torchfleet.worker.modes.communicator import Communicator
 
 _STEP = struct.Struct("<d?xxxxxxxqddd")
-STEP, FINAL = 0, 1  # mailboxes of the coordinator: a step; the statistics at the end
+STEP, FINAL, SETTINGS = 0, 1, 2  # mailboxes of the coordinator: a step; the statistics at the end; the strategy
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ def decode_step(frame: memoryview) -> StepRecord:
     return StepRecord(*_STEP.unpack(frame))
 
 
-def decode_final(frame: memoryview) -> dict[str, Any]:
+def decode_body(frame: memoryview) -> dict[str, Any]:
     return msgspec.msgpack.decode(frame, type=dict[str, Any])
 
 
@@ -55,6 +55,7 @@ class StepWatch:
         watch = self
         _around(DistributedOptimizer, "step", before=watch.begin)
         _around(DistributedOptimizer, "step_apart", before=watch.begin)
+        _around(WorkerRole, "_bind", after=watch.tell_settings)
         _around(WorkerRole, "_step_made", after=watch.note)
         _around(WorkerRole, "barrier", after=watch.break_off)
         _around(WorkerRole, "stop", after=watch.end)
@@ -88,9 +89,16 @@ class StepWatch:
         self._schedule.post((STEPS, STEP), 0, [record.encode()], hops=NEVER)
         self._schedule.go_on()
 
+    def tell_settings(self, role: WorkerRole, result: Any) -> None:
+        strategy = role.strategy
+        self._tell(SETTINGS, {"mode": strategy.mode, "queue_size": strategy.a_sync_configs.send_queue_size})
+
     def end(self, role: WorkerRole, final: Mapping[str, Any]) -> None:
+        self._tell(FINAL, final)
+
+    def _tell(self, box: int, body: Mapping[str, Any]) -> None:
         self._schedule.pause()
-        self._schedule.post((STEPS, FINAL), 0, [msgspec.msgpack.encode(final)], hops=NEVER)
+        self._schedule.post((STEPS, box), 0, [msgspec.msgpack.encode(body)], hops=NEVER)
         self._schedule.go_on()
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchfleet.errors import FleetError
 from torchfleet.simulate.actors import NEVER, Mailbox, Schedule
 from torchfleet.simulate.links import message_seconds
-from torchfleet.simulate.meeting_place import Question, Visit
+from torchfleet.simulate.rank_meetings import Question, Visit
 from torchfleet.simulate.packets import COORDINATOR
 
 BACKEND = "sim"

@@ -1,0 +1,106 @@
+"""Whole jobs in virtual time: the same results as real ones, the same history twice, and clear ends."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from support.scripts import virtual_job
+from support.scripts.launching import forked_fleetrun, run_dir
+
+SCRIPT = virtual_job.__file__
+
+
+def run(log_dir: Path, workers: int, *arguments: str, status: int = 0) -> str:
+    """The output of fleetrun with two servers."""
+    counts = ("--server_num", "2", "--worker_num", str(workers))
+    with forked_fleetrun(log_dir, *counts, *arguments) as job:
+        assert job.wait() == status, job.output
+        return job.output
+
+
+def worker_logs(log_dir: Path, workers: int) -> list[list[str]]:
+    return [re.findall(r"loss (\S+)", (run_dir(log_dir) / f"workerlog.{i}").read_text()) for i in range(workers)]
+
+
+def test_sync_training_is_bit_for_bit_that_of_real_processes(tmp_path: Path) -> None:
+    run(tmp_path / "real", 3, SCRIPT, "train")
+    run(tmp_path / "virtual", 3, "--simulate", SCRIPT, "train")
+    losses = worker_logs(tmp_path / "virtual", 3)
+    assert [len(log) for log in losses] == [6, 6, 6]
+    assert losses == worker_logs(tmp_path / "real", 3)
+
+
+def test_given_times_make_the_same_history_twice(tmp_path: Path) -> None:
+    options = ("--simulate", "--step_ms", "5", "--straggler", "0.1x2", SCRIPT, "train", "--mode", "async")
+    histories = []
+    for name in ("one", "two"):
+        run(tmp_path / name, 16, *options, "--steps", "12")
+        folder = run_dir(tmp_path / name)
+        figures = json.loads((folder / "simulation.json").read_text())
+        del figures["wall_seconds"]
+        history = (re.findall(r"loss .*|steps in .*", log.read_text()) for log in sorted(folder.glob("workerlog.*")))
+        histories.append((figures, list(history)))
+    assert histories[0] == histories[1]
+    figures, logs = histories[0]
+    fastest = 14 / 0.005 + 2 / 0.01  # if nothing else took any time
+    assert 0.8 * fastest < figures["steps_per_s"] <= fastest
+    assert figures["staleness"]["words"] > 8
+    seconds = sorted(float(log[-1].split()[2]) for log in logs)
+    assert seconds[0] == pytest.approx(12 * 0.005, rel=0.2)
+    assert seconds[-1] == pytest.approx(12 * 0.01, rel=0.2)
+
+
+def test_data_parallel_ranks_compute_what_one_process_computes(tmp_path: Path) -> None:
+    output = run(tmp_path, 3, "--simulate", SCRIPT, "reduce")
+    assert "sum 3.0 all [0.0, 10.0, 20.0]" in output
+    torch.manual_seed(0)
+    alone = virtual_job.network()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for batch in virtual_job.batches(3):
+        alone(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = ast.literal_eval(re.search(r"weights (\[.*\])", output)[1])
+    expected = [weight for parameter in alone.parameters() for weight in parameter.flatten().tolist()]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
+
+
+def test_waits_of_threads_end_in_virtual_time(tmp_path: Path) -> None:
+    output = run(tmp_path, 1, "--simulate", "--step_ms", "1", SCRIPT, "threads")
+    assert ast.literal_eval(re.search(r"\{.*\}", output)[0]) == {
+        "time-out": 0.25, "first": 0.5, "second": 1.0, "producer": 1.5, "pool": 2.0, "join": 2.0, "lock": 2.1,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "texts"),
+    [
+        (("train", "--fail", "error"), ("worker 1 ended with exit status 1", "RuntimeError: this worker was told")),
+        (("train", "--fail", "kill"), ("worker 1 was killed",)),
+        (
+            ("deadlock",),
+            ("deadlock at 0.", "worker 0: main waits for a lock", "worker 1: main waits for the other rank"),
+        ),
+    ],
+)
+def test_a_job_that_cannot_end_well_says_why(
+    tmp_path: Path, arguments: tuple[str, ...], texts: tuple[str, ...]
+) -> None:
+    output = run(tmp_path, 2, "--simulate", SCRIPT, *arguments, status=1)
+    for text in texts:
+        assert text in output
+
+
+def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
+    counts = ("--server_num", "1", "--worker_num", "2")
+    with forked_fleetrun(tmp_path, *counts, "--simulate", SCRIPT, "train", "--fail", "wait") as job:
+        job.wait_for("[worker 0] loss")
+        job.process.send_signal(signal.SIGINT)
+        assert job.wait() == 128 + signal.SIGINT
+        assert "SIGINT: ending 3 processes" in job.output
