@@ -190,7 +190,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
     },
     "simulate": {"worker", "worker/modes", "server", "job", "fleet", "util", "metrics", "net", "errors"},
-    "launch": {"tables/settings", "worker/client", "monitor", "net", "simulate", "cgroups", "errors"},
+    "launch/machines": {"errors"},
+    "launch": {
+        "launch/machines",
+        "tables/settings",
+        "worker/client",
+        "monitor",
+        "net",
+        "simulate",
+        "cgroups",
+        "errors",
+    },
     "__init__": set(),  # loads its names when they are first used
 }
 WITHOUT_TORCH = {

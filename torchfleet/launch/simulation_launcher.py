@@ -126,6 +126,10 @@ def _conditions(options: argparse.Namespace) -> Conditions:
 
 def _plan(job: JobSpec, options: argparse.Namespace) -> tuple[JobLayout, list[Task]]:
     """Addresses that stand for machines, and the processes."""
+    if job.num_servers == "auto":
+        raise RoleError(
+            "--server_num auto counts the cores of this machine, and simulated servers have a machine each: give a number"
+        )
     num_servers = 1 if job.num_servers is None else job.num_servers
     num_workers = 1 if job.num_workers is None else job.num_workers
     if num_servers < 1 or num_workers < 1:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torchfleet.errors import FleetError
 from torchfleet.simulate.actors import NEVER, Mailbox, Schedule
 from torchfleet.simulate.links import message_seconds
-from torchfleet.simulate.rank_meetings import Question, Visit
 from torchfleet.simulate.packets import COORDINATOR
+from torchfleet.simulate.rank_meetings import Question, Visit
 
 BACKEND = "sim"
 VARIABLE = "FLEET_DIST_BACKEND"  # by which a job learns which backend it is to use

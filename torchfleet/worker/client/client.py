@@ -164,6 +164,7 @@ class Client(Requests):
         rows = [self._tables.shard_block(table, row) for row in block]
         shards = [np.concatenate([row[server] for row in rows]) for server in range(self.num_servers)]
         self._ask(Command.SET, [[place, Array(number, shard)] for shard in shards], once=True).result()
+
     def pull_dense_tables(self, tables: Sequence[str], is_bounded: bool = False) -> Future[Dense]:
         """Several whole dense tables with their versions, in one message per server.
 
