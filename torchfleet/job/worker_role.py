@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchfleet.checkpoint.manifest import Manifest
-from torchfleet.errors import FleetError, StrategyError
+from torchfleet.errors import FleetError
 from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
+from torchfleet.job.communicators import make_communicator, make_whole_tables
 from torchfleet.job.job_setup import JobSetup
 from torchfleet.job.waiting_share import WaitingShare
 from torchfleet.job.worker_start import check_loaded, make_tables, wait_for_servers
@@ -27,17 +28,11 @@ from torchfleet.tables.settings.policy import Shrink
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
 from torchfleet.worker.lookup.engine import Engine
-from torchfleet.worker.lookup.sample_count import SampleCount
 from torchfleet.worker.lookup.sources import NoRows
 from torchfleet.worker.membership import Membership
 from torchfleet.worker.model_saving import Kind, save_model, tell_of_replacing
-from torchfleet.worker.modes.asynchronous import Async
-from torchfleet.worker.modes.bounded import Bounded
-from torchfleet.worker.modes.communicator import Communicator, Gathering, HalfAsync, Sync
-from torchfleet.worker.modes.geo import Geo
-from torchfleet.worker.modes.hybrid import Hybrid
-from torchfleet.worker.modes.table_copy import STARTED_AGAIN, TableCopy, alone, common_copy, on_this_machine
-from torchfleet.worker.modes.whole_tables import WholeTables, table_sizes
+from torchfleet.worker.modes.communicator import Communicator
+from torchfleet.worker.modes.whole_tables import WholeTables
 from torchfleet.worker.peers import Workers
 from torchfleet.worker.schedule_watch import ScheduleWatch
 
@@ -54,7 +49,7 @@ class WorkerRole:
     """The worker's life: connected, tables ready, everybody's first values equal; then steps; then leave."""
 
     def __init__(self, setup: JobSetup, dirname: str | None = None, var_names: Sequence[str] | None = None) -> None:
-        self.info, self._plan = setup.info, setup.plan
+        self._setup, self.info, self._plan = setup, setup.info, setup.plan
         assert setup.strategy is not None
         assert setup.model is not None
         assert setup.optimizer is not None
@@ -73,7 +68,7 @@ class WorkerRole:
         if dirname is not None:
             check_loaded(self.client, dirname)
         make_tables(self.client, self._plan, self.info, self.strategy)
-        self.communicator: Communicator = self._communicator()
+        self.communicator: Communicator = make_communicator(setup, self.client, self._connect)
         self._hybrid = self._hybrid_worker()
         self._waiting = WaitingShare(self._seconds_waited)
         pushed = {name: group.spec.entry for name, group in self._plan.sparse.items() if is_pushed(group.spec)}
@@ -118,38 +113,15 @@ class WorkerRole:
 
     def whole_tables(self, share: float | None, shared: bool = False) -> WholeTables:
         """From now on this worker trains on whole copies of the tables, in the place of what its mode does."""
-        if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
-            raise FleetError(
-                f"fleet.whole_tables(share={share!r}): the part of a difference that is sent, above 0, at most 1"
-            )
         if isinstance(self.communicator, WholeTables):
             raise FleetError("fleet.whole_tables() was called before: a worker has one set of them")
-        if not self.info.is_local and self.strategy.mode != "geo":
-            raise StrategyError(
-                f"fleet.whole_tables() is geo training, and the strategy says {self.strategy.mode}: use "
-                "DistributedStrategy(a_sync=True, a_sync_configs={'k_steps': N}), or train through the model"
-            )
-        k_steps = self.strategy.a_sync_configs.k_steps if not self.info.is_local else 0
-        copy = self._table_copy(shared)
-        first = copy.sharing.workers[0]  # to the servers all workers of a copy are one
-        tables = WholeTables(
-            self.client, self._plan, lambda: self._connect(first), copy, k_steps, share, self.strategy.sync_timeout
-        )
+        tables = make_whole_tables(self._setup, self.client, self._connect, self.workers, share, shared)
         self.communicator.stop()
         self.communicator = tables
         self.engine.use(tables)
         self._optimizer.bind(self.engine, tables)
         tables.start()
         return tables
-
-    def _table_copy(self, shared: bool) -> TableCopy:
-        info, sizes, num_servers = self.info, table_sizes(self._plan), self.client.num_servers
-        if not shared or info.num_workers == 1:
-            return TableCopy(sizes, num_servers, alone(info.worker_index, info.num_workers))
-        if info.restart:
-            raise FleetError(STARTED_AGAIN)
-        with self.workers() as workers:
-            return common_copy(sizes, num_servers, on_this_machine(workers.gather, info.worker_index), workers.gather)
 
     def save(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None = None) -> Manifest:
         """Save the model as it is with the servers, this worker's gradients included."""
@@ -241,23 +213,6 @@ class WorkerRole:
             load_model(server.state, dirname, var_names, self._plan.layouts)
         return InProcess(server)
 
-    def _communicator(self) -> Communicator:
-        plan, configs, mode = self._plan, self.strategy.a_sync_configs, self.strategy.mode
-        if mode == "sync":
-            return Sync(self.client, plan, self._connect, self._patience, self._samples())
-        if mode == "half_async":
-            return HalfAsync(self.client, plan, self._connect, self._gathering())
-        if mode == "async" and configs.max_staleness:
-            return Bounded(
-                self.client, plan, self._connect, configs.max_staleness, self.info.num_workers, self._patience
-            )
-        if mode == "async":
-            return Async(self.client, plan, self._connect, configs, self._gathering())
-        if mode == "hybrid":
-            return Hybrid(self.client, plan, self._connect, configs)
-        step = self._optimizer.step_locally
-        return Geo(self.client, plan, self._connect, configs.k_steps, self.info.num_workers, step)
-
     def _hybrid_worker(self) -> HybridWorker | None:
         if not isinstance(self._optimizer, HybridOptimizer):
             return None
@@ -265,22 +220,6 @@ class WorkerRole:
 
         with self.workers() as others:
             return HybridWorker(self.model, self._optimizer, self.strategy, self.info, self.client, others.gather)
-
-    @property
-    def _patience(self) -> float:
-        """Seconds for waits of workers for each other: the servers end them at sync_timeout and say who is missing;
-        silent ones are given up."""
-        return self.strategy.sync_timeout + self.strategy.rpc_timeout
-
-    def _gathering(self) -> Gathering | None:
-        configs = self.strategy.a_sync_configs
-        return Gathering(configs.gather, configs.gather_max_age, self._samples()) if configs.gather > 1 else None
-
-    def _samples(self) -> SampleCount | None:
-        """For means that are weighted by samples; in sync mode one worker's gradient is the mean."""
-        has_mean = self.info.num_workers > 1 or self.strategy.a_sync_configs.gather > 1
-        is_weighted = self.strategy.sync_mean == "samples" and has_mean
-        return SampleCount(self.model, self.info.worker_index) if is_weighted else None
 
     def _watch(self, wrapped: Sequence[Any]) -> ScheduleWatch | None:
         """Geo is the one mode in which a worker's steps are not those of the job."""

@@ -128,7 +128,7 @@ def _plan(job: JobSpec, options: argparse.Namespace) -> tuple[JobLayout, list[Ta
     """Addresses that stand for machines, and the processes."""
     if job.num_servers == "auto":
         raise RoleError(
-            "--server_num auto counts the cores of this machine, and simulated servers have a machine each: give a number"
+            "--server_num auto counts cores of this machine, and a simulated server has a machine: give a number"
         )
     num_servers = 1 if job.num_servers is None else job.num_servers
     num_workers = 1 if job.num_workers is None else job.num_workers
