@@ -137,9 +137,9 @@ class DenseNetwork:
             more = f", and {len(found) - _MOST_NAMES:,} more" if len(found) > _MOST_NAMES else ""
             names = ", ".join(f"parameter '{name}'" for name in found[:_MOST_NAMES])
             raise TableError(
-                f"step {step}: NaN or infinity in the gradient of {names}{more}, of this worker or of another. Nothing "
-                "of this step was sent. Look for it in the loss (torch.autograd.set_detect_anomaly(True) says where "
-                "it begins), lower the learning rate, or clip the gradients."
+                f"step {step}: NaN or infinity in the gradient of {names}{more}. Nothing of this step was sent. It may "
+                "come from another worker's batch. Look for it in the loss (torch.autograd.set_detect_anomaly(True) "
+                "says where it begins), lower the learning rate, or clip the gradients."
             )
 
     def on_backward(self, call: Callable[[], None]) -> None:
