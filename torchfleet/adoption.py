@@ -44,6 +44,11 @@ class AdoptedOptimizer(torch.optim.Optimizer):
 
         return step
 
+    @property
+    def user(self) -> torch.optim.Optimizer:
+        """The optimizer in whose place this one stands."""
+        return self._user
+
     def _begin_step(self, closure: Callable[[], Any] | None) -> Any:
         """The closure's loss, None without one. A scheduler that was made before sees that a step was made."""
         loss = None

@@ -31,6 +31,7 @@ class CollectiveModel(torch.nn.Module):
         # Not registered: parameters would be listed twice, and once more with prefixes.
         self.__dict__["_parallel"] = parallel
         self.__dict__["_called"] = parallel or wrapped
+        self.__dict__["wrapped"] = wrapped  # the model under the strategies, for one rank alone
         self._strategies, self._runner = tuple(strategies), runner
         self.num_samples = 0
         self.on_loss: Callable[[torch.Tensor], object] | None = None  # called with the loss, if the model returns it

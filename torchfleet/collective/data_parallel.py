@@ -33,10 +33,10 @@ class WrappedModel(torch.nn.Module):
     def __init__(self, module: torch.nn.Module, forward: Forward) -> None:
         super().__init__()
         self.module = module
-        self._wrapped_forward = forward
+        self.wrapped_forward = forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._wrapped_forward(*args, **kwargs)
+        return self.wrapped_forward(*args, **kwargs)
 
 
 def data_parallel(

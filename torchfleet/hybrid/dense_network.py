@@ -70,10 +70,9 @@ class DenseNetwork:
         self._together = self._job.distribute_model(model)
         if self._together.module is not model:
             raise ModelError("sync_batch_norm: the model is itself a batch norm; put it into a module")
-        parallel = self._together._parallel
-        self._alone: WrappedModel = self._together._called if parallel is None else parallel.module
+        self._alone: WrappedModel = self._together.wrapped
         # A strategy around the forward, or a look at what it leads to, is not for parts of the model.
-        is_wrapped = self._alone._wrapped_forward != self._job.innermost
+        is_wrapped = self._alone.wrapped_forward != self._job.innermost
         self._takes_parts = not is_wrapped and not settings.find_unused_parameters
         self.optimizer = self._job.distribute_optimizer(_without_rows(optimizer, plan))
         self._num_calls = 0  # in training, since the last step
@@ -137,9 +136,9 @@ class DenseNetwork:
             more = f", and {len(found) - _MOST_NAMES:,} more" if len(found) > _MOST_NAMES else ""
             names = ", ".join(f"parameter '{name}'" for name in found[:_MOST_NAMES])
             raise TableError(
-                f"step {step}: NaN or infinity in the gradient of {names}{more}, of this worker or of another. Nothing "
-                "of this step was sent. Look for it in the loss (torch.autograd.set_detect_anomaly(True) says where "
-                "it begins), lower the learning rate, or clip the gradients."
+                f"step {step}: NaN or infinity in the gradient of {names}{more}. Nothing of this step was sent. It may "
+                "come from another worker's batch. Look for it in the loss (torch.autograd.set_detect_anomaly(True) "
+                "says where it begins), lower the learning rate, or clip the gradients."
             )
 
     def on_backward(self, call: Callable[[], None]) -> None:

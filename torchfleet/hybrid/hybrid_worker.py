@@ -42,7 +42,7 @@ class HybridWorker:
         world = World(info, settings, device)
         self._model, self._client, self._is_first = model, client, info.worker_index == 0
         self._agreement = Agreement(world.rank, world.size, _flag_backend()) if world.size > 1 else None
-        self._network = DenseNetwork(model, optimizer._user, plan, settings, info, world)
+        self._network = DenseNetwork(model, optimizer.user, plan, settings, info, world)
         seconds = settings.a_sync_configs.hybrid_keep_seconds
         self._kept = KeptNetwork(plan, self._network.optimizer, self._network.owns_state, seconds)
         self._kept.take(client)

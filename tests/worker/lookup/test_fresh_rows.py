@@ -102,7 +102,7 @@ CALLS: dict[str, Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("how", ["eval", "no_grad"])
-@pytest.mark.parametrize("mode", ["sync", "half_async", "async", "geo"])
+@pytest.mark.parametrize("mode", ["sync", "half_async", "async", "geo", "hybrid"])
 def test_prediction_reads_what_others_have_written_since_the_last_call(mode: str, how: str) -> None:
     ids = torch.tensor([1, 2, 3])
     with one_worker(Towers(), mode=mode, num_servers=2) as part:
@@ -370,7 +370,7 @@ class Mixed(torch.nn.Module):
 
 
 @pytest.mark.parametrize("order", ["read first", "train first"])
-@pytest.mark.parametrize("mode", ["sync", "half_async", "async", "geo"])
+@pytest.mark.parametrize("mode", ["sync", "half_async", "async", "geo", "hybrid"])
 def test_a_read_without_gradients_does_not_make_training_begin_from_zeros(mode: str, order: str) -> None:
     with one_worker(Mixed(order), mode=mode) as part:
         for number in range(4):
