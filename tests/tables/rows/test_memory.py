@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import mmap
+import platform
+import subprocess
 import sys
 
 import numpy as np
@@ -116,3 +118,33 @@ def test_the_bytes_that_a_table_reports_are_those_that_the_process_gained():
     for table in grow(1_000_000, 10_000):
         gained, reported = resident_bytes() - before, table.stats()["bytes"]
         assert gained == pytest.approx(reported, rel=0.05, abs=4 * HUGE_PAGE), table.stats()["rows"]
+
+
+FREE_AND_TAKE_AGAIN = """
+import mmap, resource
+import numpy as np
+from torchfleet.tables.rows.memory import keep_freed_memory
+
+def take_and_free():
+    for buffer in [np.empty(1 << 18, np.float32) for _ in range(8)]:
+        buffer[:] = 1
+
+def num_faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+keep_freed_memory()
+take_and_free()
+before = num_faults()
+for _ in range(20):
+    take_and_free()
+faults, pages = num_faults() - before, 20 * (8 << 20) / mmap.PAGESIZE
+assert faults < 0.1 * pages, f"{faults} page faults for {pages} pages that had been freed"
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
+def test_freed_buffers_of_messages_do_not_come_back_page_by_page():
+    """In a process of its own, as the setting is one of the process."""
+    command = [sys.executable, "-c", FREE_AND_TAKE_AGAIN]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
