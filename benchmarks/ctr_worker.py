@@ -8,7 +8,7 @@ import resource
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import cycle, islice
 from typing import Any
 
@@ -88,45 +88,43 @@ class Run:
         return loss
 
     def go(self, data: Any, seconds: float) -> None:
-        """Passes over the data until the time is over."""
-        deadline, kinds, is_over = time.perf_counter() + seconds, cycle(KINDS), False
-        while not is_over:
+        """Passes over the data until the time is over and each kind of block has had as many turns."""
+        deadline, batches = time.perf_counter() + seconds, self._batches(data)
+        for kind in cycle(KINDS):
+            before, num_faults = thread_seconds(), page_faults()
+            self._block(kind, batches)
+            self._faults[kind] += page_faults() - num_faults
+            fleet.flush()  # the senders' work is this block's, and leaves the next one alone
+            self._all[kind].update({name: now - before[name] for name, now in thread_seconds().items()})
+            if kind == KINDS[-1] and time.perf_counter() > deadline:
+                batches.close()
+                return
+
+    def _batches(self, data: Any) -> Generator[Any, None, None]:
+        while True:
             data.local_shuffle()
-            batches = fleet.prefetch(data)
-            for kind in kinds:
-                before, num_faults = Counter(thread_seconds()), page_faults()
-                if not self._block(kind, batches):
-                    break
-                self._faults[kind] += page_faults() - num_faults
-                fleet.flush()  # the senders' work is this block's, and leaves the next one alone
-                self._all[kind].update({name: now - before[name] for name, now in thread_seconds().items()})
-                is_over = time.perf_counter() > deadline and kind == KINDS[-1]  # each kind has had its turn
-                if is_over:
-                    break
+            yield from fleet.prefetch(data)
 
-    def _block(self, kind: str, batches: Iterator[Any]) -> bool:
-        """False at the end of the pass."""
+    def _block(self, kind: str, batches: Iterator[Any]) -> None:
         if kind == "fleet":
-            return self._steps(kind, batches)
-        if kind == "sections":
+            self._steps(kind, batches)
+        elif kind == "sections":
             with self._sections.timed():
-                return self._steps(kind, batches)
-        compute = self._network(with_input=kind == "network")
-        for number in range(BLOCK):
-            start = time.perf_counter(), time.thread_time()
-            compute()
-            self._note(kind, number, *start)
-        return True
+                self._steps(kind, batches)
+        else:
+            compute = self._network(with_input=kind == "network")
+            for number in range(BLOCK):
+                start = time.perf_counter(), time.thread_time()
+                compute()
+                self._note(kind, number, *start)
 
-    def _steps(self, kind: str, batches: Iterator[Any]) -> bool:
-        number, start = 0, (time.perf_counter(), time.thread_time())
-        for batch in islice(batches, BLOCK):
+    def _steps(self, kind: str, batches: Iterator[Any]) -> None:
+        start = time.perf_counter(), time.thread_time()
+        for number, batch in enumerate(islice(batches, BLOCK)):
             loss = self.step(batch)
             self._note(kind, number, *start)
-            number, start = number + 1, (time.perf_counter(), time.thread_time())
-        if number:
-            self._losses.append(loss.item())
-        return number == BLOCK
+            start = time.perf_counter(), time.thread_time()
+        self._losses.append(loss.item())
 
     def _note(self, kind: str, number: int, wall: float, own: float) -> None:
         if number >= FIRST:
