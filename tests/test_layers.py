@@ -174,8 +174,20 @@ MAY_IMPORT: dict[str, set[str]] = {
         "net",
         "errors",
     },
-    "simulate": {"worker", "worker/modes", "server", "job", "fleet", "util", "metrics", "net", "errors"},
-    "launch": {"tables/settings", "worker/client", "monitor", "net", "simulate", "errors"},
+    "simulate/network": {"errors"},
+    "simulate/inside": {"simulate/network", "worker", "worker/modes", "job", "net", "errors"},
+    "simulate": {"simulate/network", "simulate/inside", "server", "fleet", "util", "metrics", "net", "errors"},
+    "launch/machines": {"net", "errors"},
+    "launch": {
+        "launch/machines",
+        "tables/settings",
+        "worker/client",
+        "monitor",
+        "net",
+        "simulate",
+        "simulate/network",
+        "errors",
+    },
     "__init__": set(),  # loads its names when they are first used
 }
 WITHOUT_TORCH = {"background", "checkpoint", "errors", "kernels", "monitor", "net", "server", "storage", "tables"}

@@ -22,9 +22,9 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 
 from torchfleet.errors import RoleError
 from torchfleet.launch import cli, rendezvous, roles
-from torchfleet.launch.rendezvous import FixedRendezvous
+from torchfleet.launch.machines.rendezvous import FixedRendezvous
+from torchfleet.launch.machines.stores import StoreAddress, serve
 from torchfleet.launch.roles import free_ports
-from torchfleet.launch.stores import StoreAddress, serve
 from torchfleet.role import PaddleCloudRoleMaker
 
 PLAY = str(SCRIPTS / "ranks_play.py")

@@ -18,8 +18,8 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 
 from torchfleet.launch.display import Display
 from torchfleet.launch.job_spec import JobSpec, Task
+from torchfleet.launch.machines.rendezvous import Rendezvous
 from torchfleet.launch.processes import Process, end_all
-from torchfleet.launch.rendezvous import Rendezvous
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Run before the script itself. If the launcher is killed, the kernel ends its ranks (PR_SET_PDEATHSIG). Output is

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from torchfleet.simulate.packets import Packet
-from torchfleet.simulate.step_watch import SETTINGS, STEP, StepRecord, decode_body, decode_step
+from torchfleet.simulate.inside.step_watch import SETTINGS, STEP, StepRecord, decode_body, decode_step
+from torchfleet.simulate.network.packets import Packet
 
 _WARM_STEPS = 3  # the first steps of a worker allocate, and make rows
 _WAITS = ("pull", "push", "reduce")

@@ -14,7 +14,7 @@ from torchfleet.errors import FleetError
 from torchfleet.net.wire import Command
 from torchfleet.simulate.conditions import Conditions, Job
 from torchfleet.simulate.forecast import Figures
-from torchfleet.simulate.links import Link
+from torchfleet.simulate.network.links import Link
 from torchfleet.simulate.queueing import Prediction, Round, StepModel, predict
 from torchfleet.simulate.simulation import Simulation
 from torchfleet.simulate.trace import Exchange, Trace

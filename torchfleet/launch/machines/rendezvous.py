@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from torchfleet.launch.stores import PATIENCE, Report, StoreAddress, reach, serve, serve_or_reach
+from torchfleet.launch.machines.stores import PATIENCE, Report, StoreAddress, reach, serve, serve_or_reach
 
 _LAST_CALL = 5  # seconds that a job of MIN:MAX machines waits for more of them, once there are MIN
 _PARTING = 3.0  # seconds that the machine with the store waits for the others to read how the job ended

@@ -1,0 +1,1 @@
+"""How the machines of a collective job find each other."""
