@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import msgspec
 
@@ -51,7 +50,7 @@ class Simulation:
         """`trace` is shown all requests. With `max_steps` it is over, and says nothing, when each worker has
         made so many."""
         self._job, self._run_dir, self._say, self._trace, self._max_steps = job, run_dir, say, trace, max_steps
-        self._forecast = Forecast(len(job.servers), job.num_workers)
+        self.forecast = Forecast(len(job.servers), job.num_workers)
         self._children: list[Child] = []
         self._log = Tail(next(part for part in job.parts if part.role == "worker"), say)
         self._started = time.monotonic()
@@ -84,7 +83,7 @@ class Simulation:
         link = self._job.conditions.link
         self._members = [Member(child.part, child.line, link) for child in self._children]
         place = MeetingPlace(link)
-        coordinator = Coordinator(self._members, link, place.serve, self._forecast.note, self._look, self._trace)
+        coordinator = Coordinator(self._members, link, place.serve, self.forecast.note, self._look, self._trace)
         self._started = time.monotonic()
         self._next_line = self._started + _PERIOD
         try:
@@ -116,15 +115,10 @@ class Simulation:
 
     def _figures(self, now: float) -> Figures:
         servers = [member.history for member in self._members if member.part.role == "server"]
-        return self._forecast.figures(now, time.monotonic() - self._started, servers)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What the workers' strategy says: "mode" and "queue_size"."""
-        return self._forecast.settings
+        return self.forecast.figures(now, time.monotonic() - self._started, servers)
 
     def _look(self, now: float) -> None:
-        if self._max_steps is not None and self._forecast.fewest_steps >= self._max_steps:
+        if self._max_steps is not None and self.forecast.fewest_steps >= self._max_steps:
             raise _Enough
         wall = time.monotonic()
         if wall < self._next_look:
