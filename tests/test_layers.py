@@ -189,8 +189,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "net",
         "errors",
     },
-    "simulate": {"worker", "worker/modes", "server", "job", "fleet", "util", "metrics", "net", "errors"},
-    "launch/machines": {"errors"},
+    "simulate/network": {"errors"},
+    "simulate/inside": {"simulate/network", "worker", "worker/modes", "job", "net", "errors"},
+    "simulate": {"simulate/network", "simulate/inside", "server", "fleet", "util", "metrics", "net", "errors"},
+    "launch/machines": {"net", "errors"},
     "launch": {
         "launch/machines",
         "tables/settings",
@@ -199,6 +201,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "net",
         "simulate",
         "cgroups",
+        "simulate/network",
         "errors",
     },
     "__init__": set(),  # loads its names when they are first used

@@ -67,6 +67,13 @@ class TestRefusedCommandLines:
             (("--max_table_bytes", "much"), "--max_table_bytes must be a number of bytes above 0, such as 8GB"),
             (("--max_table_bytes", "0"), "--max_table_bytes must be a number of bytes above 0"),
             (("--max_table_bytes", "8GB", "--nproc_per_node", "2"), "use one kind"),
+            (("--simulate", *LISTS), "leave --servers, --workers out"),
+            (("--simulate", "--gpus", "0", "--max_restart", "1"), "leave --gpus, --max_restart out"),
+            (("--simulate", "--worker_num", "0"), "must be at least 1, found 1 and 0"),
+            (("--simulate", "--link", "10"), "--link 10: expected a bandwidth in Mbit or Gbit"),
+            (("--simulate", "--step_ms", "0"), "--step_ms must be a number above 0, found 0"),
+            (("--simulate", "--step_ms", "5", "--compute_scale", "2"), "use one of them"),
+            (("--link", "10Gbit", "--throughput_only"), "--link, --throughput_only describe a simulation"),
             (("--no_such_option",), "unrecognized arguments: --no_such_option"),
         ],
     )

@@ -7,7 +7,7 @@ import pytest
 
 from torchfleet.errors import RoleError
 from torchfleet.simulate.conditions import Conditions, parse_straggler
-from torchfleet.simulate.links import Link, Port, parse_link
+from torchfleet.simulate.network.links import Link, Port, parse_link
 from torchfleet.simulate.queueing import Queues, Round, StepModel, predict
 
 FREE = Link(1e18, 1e-12)  # costs nothing

@@ -13,7 +13,7 @@ from torchfleet.launch.processes import ROLES
 from torchfleet.launch.roles import JobLayout, tasks
 from torchfleet.launch.server_launcher import limits
 from torchfleet.simulate.conditions import Conditions, Job, Part, parse_straggler
-from torchfleet.simulate.links import Link, parse_link
+from torchfleet.simulate.network.links import Link, parse_link
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchfleet.errors import RoleError
-from torchfleet.simulate.links import Link
+from torchfleet.simulate.network.links import Link
 
 # With --step_ms nothing is measured: what a request takes of its server is then given, too.
 REQUEST_SECONDS = 50e-6

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from torchfleet.errors import FleetError
-from torchfleet.simulate.actors import NEVER
 from torchfleet.simulate.conditions import Part
-from torchfleet.simulate.links import Link, Port
-from torchfleet.simulate.packets import (
+from torchfleet.simulate.inside.actors import NEVER
+from torchfleet.simulate.network.links import Link, Port
+from torchfleet.simulate.network.packets import (
     COORDINATOR,
     DESCRIBE,
     ENDED,

@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from torchfleet.simulate.packets import Packet
-from torchfleet.simulate.step_watch import SETTINGS, STEP, StepRecord, decode_body, decode_step
+from torchfleet.simulate.inside.step_watch import SETTINGS, STEP, StepRecord, decode_body, decode_step
+from torchfleet.simulate.network.packets import Packet
 
 _WARM_STEPS = 3  # the first steps of a worker allocate, and make rows
 _WAITS = ("pull", "push", "reduce")
@@ -59,7 +59,7 @@ class Forecast:
         self._num_servers, self._num_workers = num_servers, num_workers
         self.steps: list[list[StepRecord]] = [[] for _ in range(num_workers)]
         self._finals: dict[int, dict[str, Any]] = {}
-        self.settings: dict[str, Any] = {}  # of the workers' strategy
+        self.settings: dict[str, Any] = {}  # of the workers' strategy: "mode" and "queue_size"
 
     def note(self, packet: Packet) -> None:
         """What a worker tells about itself."""
@@ -75,6 +75,10 @@ class Forecast:
     def fewest_steps(self) -> int:
         """Steps of the worker that has made the fewest."""
         return min(len(steps) for steps in self.steps)
+
+    def num_steps(self, start: float, end: float) -> int:
+        """Steps of all workers that ended behind `start`, until `end`."""
+        return sum(start < step.time <= end for steps in self.steps for step in steps)
 
     def figures(self, now: float, wall: float, servers: Sequence[History]) -> Figures:
         """All that is known by now."""

@@ -26,14 +26,14 @@ import torchfleet.metrics
 import torchfleet.util  # noqa: F401  (imported once, for all)
 from torchfleet.net.addresses import TRANSPORTS
 from torchfleet.server.warm import warm_up
-from torchfleet.simulate.actors import Schedule
 from torchfleet.simulate.conditions import Job, Part
 from torchfleet.simulate.coordinator import ProcessFailed
-from torchfleet.simulate.packets import Line
-from torchfleet.simulate.step_watch import StepWatch
-from torchfleet.simulate.virtual_ranks import BACKEND, VARIABLE, VirtualRanks
-from torchfleet.simulate.virtual_sockets import VirtualNetwork
-from torchfleet.simulate.virtual_threads import end_threads, install
+from torchfleet.simulate.inside.actors import Schedule
+from torchfleet.simulate.inside.step_watch import StepWatch
+from torchfleet.simulate.inside.virtual_ranks import BACKEND, VARIABLE, VirtualRanks
+from torchfleet.simulate.inside.virtual_sockets import VirtualNetwork
+from torchfleet.simulate.inside.virtual_threads import end_threads, install
+from torchfleet.simulate.network.packets import Line
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _LINE_BYTES = 1 << 22

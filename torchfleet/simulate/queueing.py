@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.simulate.links import Link
+from torchfleet.simulate.network.links import Link
 
 Times = npt.NDArray[np.float64]
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import msgspec
 
@@ -17,7 +16,7 @@ from torchfleet.simulate.conditions import Job, Part
 from torchfleet.simulate.coordinator import Coordinator, Member, ProcessFailed
 from torchfleet.simulate.forecast import Figures, Forecast
 from torchfleet.simulate.forks import Child, end, fork, prepare
-from torchfleet.simulate.rank_meetings import MeetingPlace
+from torchfleet.simulate.network.rank_meetings import MeetingPlace
 from torchfleet.simulate.trace import Trace
 
 _PERIOD = 5.0  # seconds between two lines about how far it is
@@ -51,7 +50,7 @@ class Simulation:
         """`trace` is shown all requests. With `max_steps` it is over, and says nothing, when each worker has
         made so many."""
         self._job, self._run_dir, self._say, self._trace, self._max_steps = job, run_dir, say, trace, max_steps
-        self._forecast = Forecast(len(job.servers), job.num_workers)
+        self.forecast = Forecast(len(job.servers), job.num_workers)
         self._children: list[Child] = []
         self._log = Tail(next(part for part in job.parts if part.role == "worker"), say)
         self._started = time.monotonic()
@@ -84,7 +83,7 @@ class Simulation:
         link = self._job.conditions.link
         self._members = [Member(child.part, child.line, link) for child in self._children]
         place = MeetingPlace(link)
-        coordinator = Coordinator(self._members, link, place.serve, self._forecast.note, self._look, self._trace)
+        coordinator = Coordinator(self._members, link, place.serve, self.forecast.note, self._look, self._trace)
         self._started = time.monotonic()
         self._next_line = self._started + _PERIOD
         try:
@@ -116,15 +115,10 @@ class Simulation:
 
     def _figures(self, now: float) -> Figures:
         servers = [member.history for member in self._members if member.part.role == "server"]
-        return self._forecast.figures(now, time.monotonic() - self._started, servers)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """What the workers' strategy says: "mode" and "queue_size"."""
-        return self._forecast.settings
+        return self.forecast.figures(now, time.monotonic() - self._started, servers)
 
     def _look(self, now: float) -> None:
-        if self._max_steps is not None and self._forecast.fewest_steps >= self._max_steps:
+        if self._max_steps is not None and self.forecast.fewest_steps >= self._max_steps:
             raise _Enough
         wall = time.monotonic()
         if wall < self._next_look:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -14,7 +14,7 @@ from torchfleet.errors import FleetError
 from torchfleet.net.wire import Command
 from torchfleet.simulate.conditions import Conditions, Job
 from torchfleet.simulate.forecast import Figures
-from torchfleet.simulate.links import Link
+from torchfleet.simulate.network.links import Link
 from torchfleet.simulate.queueing import Prediction, Round, StepModel, predict
 from torchfleet.simulate.simulation import Simulation
 from torchfleet.simulate.trace import Exchange, Trace
@@ -40,10 +40,11 @@ class Profile:
 
 
 def forecast_throughput(job: Job, num_workers: int, num_servers: int, run_dir: Path, say: Callable[[str], None]) -> int:
-    """Print what a job of so many workers and servers would reach. `job` is the one to be measured. Returns an exit
-    status."""
+    """Print what a job of so many workers and servers would reach under the conditions of `job`, which is the one to be
+    measured, without stragglers. Returns an exit status."""
     trace = Trace(len(job.servers))
-    simulation = Simulation(job, run_dir, say, trace=trace, max_steps=_PROFILE_STEPS)
+    measured = replace(job, conditions=replace(job.conditions, slow_share=0.0))
+    simulation = Simulation(measured, run_dir, say, trace=trace, max_steps=_PROFILE_STEPS)
     code = simulation.run()
     if code:
         return code
@@ -67,8 +68,8 @@ def profile_of(simulation: Simulation, trace: Trace, figures: Figures, num_worke
             f"{_PROFILE_STEPS} steps of {num_workers} workers"
         )
     start, end = figures.start, figures.end
-    num_steps = max(1, round(figures.steps_per_s * (end - start)))
-    settings = simulation.settings
+    num_steps = simulation.forecast.num_steps(start, end)
+    settings = simulation.forecast.settings
     waits = sum(figures.waits.values())
     return Profile(
         str(settings["mode"]),
@@ -85,12 +86,10 @@ def profile_of(simulation: Simulation, trace: Trace, figures: Figures, num_worke
 def step_model(profile: Profile, conditions: Conditions, num_workers: int, num_servers: int) -> StepModel:
     """The step of a job of this size: every server has its share of a request."""
     factors = [conditions.factor("worker", worker, num_workers) for worker in range(num_workers)]
-    slowest_profiled = max(conditions.factor("worker", worker, PROFILE_WORKERS) for worker in range(PROFILE_WORKERS))
-    compute = np.array(factors) * profile.compute / (slowest_profiled if conditions.slow_share else 1.0)
     return StepModel(
         pull=_round(profile.pull, num_servers, profile.fixed),
         push=_round(profile.push, num_servers, profile.fixed),
-        compute=compute,
+        compute=np.array(factors) * profile.compute,
         steps_per_pull=_period(profile.pull),
         steps_per_push=_period(profile.push),
         is_joint=profile.mode == "sync",

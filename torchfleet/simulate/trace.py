@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchfleet.net.wire import Command, call_of
-from torchfleet.simulate.packets import Packet
+from torchfleet.simulate.network.packets import Packet
 
 _COMMAND_BYTE = 5  # of a header: docs/protocol.md
 _SMALL = 1024  # bytes of a request and its reply that are not about rows

@@ -80,7 +80,7 @@ def reduce() -> None:
     total = torch.tensor([float(rank)])
     dist.all_reduce(total)
     shares = [torch.zeros(1) for _ in range(size)]
-    dist.all_gather(shares, torch.tensor([10.0 * rank]))
+    dist.all_gather(shares, torch.tensor([10.0 * rank]), group=dist.new_group(backend="gloo"))
     print("sum", total.item(), "all", [share.item() for share in shares])
     print("weights", [weight for p in model.module.parameters() for weight in p.flatten().tolist()])
 

@@ -1,1 +1,1 @@
-"""Where the machines of a collective job meet."""
+"""How the machines of a collective job find each other."""

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 
 from torchfleet.job.worker_role import WorkerRole
-from torchfleet.simulate.actors import NEVER, Schedule
-from torchfleet.simulate.packets import STEPS
+from torchfleet.simulate.inside.actors import NEVER, Schedule
+from torchfleet.simulate.network.packets import STEPS
 from torchfleet.worker.distributed_optimizer import DistributedOptimizer
 from torchfleet.worker.modes.communicator import Communicator
 
@@ -68,7 +68,7 @@ class StepWatch:
             self._schedule.spend(self._step_seconds)
             self._schedule.go_on()
 
-    def look_at_pull(self, communicator: Communicator, keys: Any, create: bool) -> None:
+    def look_at_pull(self, communicator: Communicator, keys: Any, create: bool, *more: Any, **named: Any) -> None:
         """Rows that are not created are read for prediction."""
         if not create:
             self._is_broken = True

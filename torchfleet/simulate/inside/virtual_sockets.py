@@ -9,9 +9,9 @@ from torchfleet.errors import FleetError
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.transport import Handler, Peer
 from torchfleet.net.wire import Frame, Role
-from torchfleet.simulate.actors import Mailbox, Schedule
-from torchfleet.simulate.links import message_seconds
-from torchfleet.simulate.packets import Address, Packet
+from torchfleet.simulate.inside.actors import Mailbox, Schedule
+from torchfleet.simulate.network.links import message_seconds
+from torchfleet.simulate.network.packets import Address, Packet
 
 LISTENER = 0  # the mailbox of a server; those of channels follow
 TICK = 0.05  # seconds between two looks at the clock, as in net/sockets.py

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from typing import Any
 
-from torchfleet.simulate.actors import NEVER, Actor, Schedule
+from torchfleet.simulate.inside.actors import NEVER, Actor, Schedule
 
 
 class VirtualLock:

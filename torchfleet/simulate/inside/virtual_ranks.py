@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from torchfleet.errors import FleetError
-from torchfleet.simulate.actors import NEVER, Mailbox, Schedule
-from torchfleet.simulate.links import message_seconds
-from torchfleet.simulate.packets import COORDINATOR
-from torchfleet.simulate.rank_meetings import Question, Visit
+from torchfleet.simulate.inside.actors import NEVER, Mailbox, Schedule
+from torchfleet.simulate.network.links import message_seconds
+from torchfleet.simulate.network.packets import COORDINATOR
+from torchfleet.simulate.network.rank_meetings import Question, Visit
 
 BACKEND = "sim"
 VARIABLE = "FLEET_DIST_BACKEND"  # by which a job learns which backend it is to use
@@ -40,6 +40,12 @@ class VirtualRanks:
             options = {"rank": rank, "world_size": size, **{k: v for k, v in options.items() if v not in (-1, None)}}
             really_init(BACKEND, **{**options, "store": options.get("store") or self.store()})
 
+        really_new_group = dist.new_group
+
+        def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, *more: Any, **named: Any) -> Any:
+            return really_new_group(ranks, timeout, BACKEND, *more, **named)
+
+        _torch.new_group = _torch.distributed_c10d.new_group = new_group
         _torch.init_process_group = _torch.distributed_c10d.init_process_group = init_process_group
         _torch.TCPStore = lambda *arguments, **named: self.store()
 

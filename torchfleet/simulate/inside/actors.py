@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchfleet.simulate.packets import ENDED, GRANT, YIELD, Address, Line, Packet, Turn, packet
+from torchfleet.simulate.network.packets import ENDED, GRANT, YIELD, Address, Line, Packet, Turn, packet
 
 NEVER = float("inf")
 _processor_time = time.thread_time  # before anybody takes its name for something else

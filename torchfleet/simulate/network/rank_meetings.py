@@ -10,8 +10,8 @@ import msgspec
 import torch
 
 from torchfleet.errors import FleetError
-from torchfleet.simulate.links import Link
-from torchfleet.simulate.packets import Packet, packet
+from torchfleet.simulate.network.links import Link
+from torchfleet.simulate.network.packets import Packet, packet
 
 Tensors = list[torch.Tensor]
 

@@ -1,0 +1,1 @@
+"""What runs inside a simulated process, in the place of real threads, clocks, sockets and ranks."""

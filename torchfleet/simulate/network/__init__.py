@@ -1,0 +1,1 @@
+"""Between simulated processes: links, packets, and where ranks meet."""
