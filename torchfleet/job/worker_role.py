@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torchfleet.checkpoint.manifest import Manifest
 from torchfleet.errors import FleetError
 from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
-from torchfleet.job.communicators import make_communicator, make_whole_tables
 from torchfleet.job.job_setup import JobSetup
+from torchfleet.job.mode_choice import make_communicator, make_whole_tables
 from torchfleet.job.waiting_share import WaitingShare
 from torchfleet.job.worker_start import check_loaded, make_tables, wait_for_servers
 from torchfleet.monitor.freshness import ages_by_kind
