@@ -109,7 +109,7 @@ def test_state_and_steps_can_be_set_and_an_update_goes_on_from_them():
     trained, other = (DenseTable(TableSpec("d", "dense", size=3, rule=rule), ROOM) for _ in range(2))
     for table in (trained, trained, other):
         table.push(np.array([1, -2, 3], np.float32))
-    place = np.array([0, trained.step], np.uint64)
+    place = np.array([0, trained.step, 1], np.uint64)
     other.assign(place, trained.pull(np.array([0, 3, 1], np.uint64), False, None))
     for table in (trained, other):
         table.push(np.array([-1, 0.5, 2], np.float32))
@@ -121,7 +121,7 @@ def test_state_that_does_not_fit_is_refused():
     table = DenseTable(TableSpec("d", "dense", size=3, rule=OPTIMIZERS["adam"][0]), ROOM)
     for start, num in ((0, 3), (0, 10), (1, 9)):
         with pytest.raises(TableError, match="all 3 values with 2 numbers of state each"):
-            table.check_assign(np.array([start, 5], np.uint64), np.zeros(num, np.float32))
+            table.check_assign(np.array([start, 5, 1], np.uint64), np.zeros(num, np.float32))
 
 
 def test_the_rate_of_a_push_goes_before_the_tables_own():

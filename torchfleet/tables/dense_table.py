@@ -20,6 +20,7 @@ from torchfleet.tables.summary import Summary
 from torchfleet.tables.table import SavedModel, SavedSlice, SaveMode
 
 NO_KEYS: Keys = np.empty(0, np.uint64)
+WITH_STATE = 1  # the third number of a place: the optimizer's state comes along
 
 
 class DenseTable:
@@ -50,19 +51,19 @@ class DenseTable:
         return self.size
 
     def check_pull(self, keys: Keys, create: bool) -> int:
-        """As Table.check_pull, for a range (start, stop), or (start, stop, 1) for values and state."""
-        if len(keys) not in (2, 3):
+        """As Table.check_pull, for a range (start, stop), or (start, stop, WITH_STATE)."""
+        if len(keys) != 2 and not _has_state(keys):
             raise WireError(
                 f"expected a range (start, stop) for dense table '{self.spec.name}', found {len(keys)} numbers"
             )
         start, stop = int(keys[0]), int(keys[1])
         self.check_range(start, stop)
-        return 4 * (stop - start) * (1 if len(keys) == 2 else 1 + self.num_states)
+        return 4 * (stop - start) * (1 + self.num_states if _has_state(keys) else 1)
 
     def pull(self, keys: Keys, create: bool, worker: int | None) -> Floats:
         """As Table.pull; nothing is ever missing here."""
         start, stop = int(keys[0]), int(keys[1])
-        if len(keys) == 2:
+        if not _has_state(keys):
             return self.get(start, stop).reshape(-1, 1)
         return np.concatenate([self._weights[None, start:stop], self._states[:, start:stop]]).reshape(-1, 1)
 
@@ -79,16 +80,16 @@ class DenseTable:
         return np.array(self._weights[start:stop])
 
     def check_assign(self, keys: Keys, values: Floats) -> None:
-        """As Table.check_assign, for the element to start at; or for 0 and a number of steps, with all values and
+        """As Table.check_assign, for the element to start at; or for (0, a number of steps, WITH_STATE), all values and
         the state that so many steps have left."""
-        if len(keys) == 2:
+        if _has_state(keys):
             self._check_block(int(keys[0]), values)
         else:
             self._check_set(_start(keys), values)
 
     def assign(self, keys: Keys, values: Floats) -> None:
         """As Table.assign, from the given element on."""
-        if len(keys) == 2:
+        if _has_state(keys):
             self._check_block(int(keys[0]), values)
             self.load(0, values.reshape(1 + self.num_states, self.size))
             self.step, self.is_set = int(keys[1]), True
@@ -223,6 +224,10 @@ class DenseTable:
                 f"dense table '{self.spec.name}': NaN or infinity at element {at:,}; nothing was applied. "
                 "Look for it in the loss, or clip the gradients."
             )
+
+
+def _has_state(keys: Keys) -> bool:
+    return len(keys) == 3 and int(keys[2]) == WITH_STATE
 
 
 def _start(keys: Keys) -> int:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from torchfleet.errors import TableError
 from torchfleet.net.transport import Channel
 from torchfleet.net.wire import BOUNDED, DENSE_BACK, NO_CREATE, SYNC, VERSIONS, Array, Command, pack
+from torchfleet.tables.dense_table import WITH_STATE
 from torchfleet.tables.settings.spec import TableSpec, shard_range
 from torchfleet.worker.client.future import Changed, Dense, Future, Pulled
 from torchfleet.worker.client.requests import Requests
@@ -148,7 +149,7 @@ class Client(Requests):
         spec = self._tables.dense_spec(table)
         num_rows = 1 + spec.num_states
         ranges = [shard_range(spec.size, i, self.num_servers) for i in range(self.num_servers)]
-        arrays = [[Array(spec.number, np.array([0, stop - start, 1], np.uint64))] for start, stop in ranges]
+        arrays = [[Array(spec.number, np.array([0, stop - start, WITH_STATE], np.uint64))] for start, stop in ranges]
 
         def finish(replies: list[list[Array]]) -> tuple[Floats, int]:
             blocks = [reply[0].data.reshape(num_rows, -1) for reply in replies]
@@ -160,7 +161,7 @@ class Client(Requests):
     def set_block(self, table: str, block: Floats, step: int) -> None:
         """Overwrite a dense table: values and state, as `pull_block` gives them, after so many steps."""
         number = self._tables.dense_spec(table).number
-        place = Array(number, np.array([0, step], np.uint64))
+        place = Array(number, np.array([0, step, WITH_STATE], np.uint64))
         rows = [self._tables.shard_block(table, row) for row in block]
         shards = [np.concatenate([row[server] for row in rows]) for server in range(self.num_servers)]
         self._ask(Command.SET, [[place, Array(number, shard)] for shard in shards], once=True).result()
