@@ -7,7 +7,7 @@ python -m benchmarks.geo_scale --quick --json                        to see that
 Ways to train with W workers, `--ways`:
   machine   the workers of a machine train one copy of the tables (fleet.whole_tables(shared=True)); the default
   worker    a copy for every worker; what is sent of a difference goes by how often its row was changed
-  even      a copy for every worker; 2 / W of every difference is sent (1 from two workers)
+  even      a copy for every worker; every 30 steps 2 / W of every difference is sent (1 from two workers)
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def command(folder: Path, chosen: argparse.Namespace, way: str, num_workers: int
         return [*train, "--mode", "local", "--threads", str(num_workers)]
     train += ["--mode", "geo", "--threads", "1", "--copies", "machine" if way == "machine" else "worker"]
     train += ["--share", str(min(1.0, 2.0 / num_workers))] if way == "even" else []
-    train += ["--k_steps", str(chosen.k_steps)] if chosen.k_steps else []
+    k_steps = chosen.k_steps or (30 if way == "even" else None)
+    train += ["--k_steps", str(k_steps)] if k_steps else []
     fleetrun = ["-m", "torchfleet.launch", "--server_num", str(chosen.servers), "--worker_num", str(num_workers)]
     return [*fleetrun, "--log_dir", str(folder / "log"), *train]
 

@@ -106,7 +106,9 @@ def arguments() -> argparse.Namespace:
     how.add_argument("--decay_rate", type=float, help="staircase: times this (default 0.5) ...")
     how.add_argument("--decay_words", type=float, help="... after every so many words; default: an epoch")
     how.add_argument("--threads", type=int, help="default: all cores in one process, one per worker under fleetrun")
-    how.add_argument("--k_steps", type=int, help="geo: steps between exchanges; default 30 (60 / copies), torch: 400")
+    how.add_argument(
+        "--k_steps", type=int, help="geo: steps between exchanges; default 30, of many copies 2 to 5; torch: 400"
+    )
     how.add_argument(
         "--copies",
         choices=("machine", "worker"),
@@ -143,7 +145,8 @@ def choose(options: argparse.Namespace) -> None:
     options.threads = options.threads or ((os.cpu_count() or 1) if is_alone and options.engine == "kernel" else 1)
     options.copies = options.copies or "machine"
     num_copies = fleet.worker_num() if options.copies == "worker" else 1
-    options.k_steps = options.k_steps or (60 // max(2, num_copies) if options.engine == "kernel" else 400)
+    by_kernel = 30 if num_copies <= 2 else max(2, 16 // num_copies)  # many copies: as often as the servers can
+    options.k_steps = options.k_steps or (by_kernel if options.engine == "kernel" else 400)
     options.batch_size = options.batch_size or 1000
     options.shared_negatives = options.shared_negatives or 32
     options.decay_rate = options.decay_rate or 0.5

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
 from torchfleet.worker.client.future import Changed
 from torchfleet.worker.modes import whole_tables as module
+from torchfleet.worker.modes.table_copy import Sharing, TableCopy, alone, common_copy
 from torchfleet.worker.modes.whole_tables import WholeTables
 
 NUM_A, DIM_A = 40, 3  # the table "a"; "b" has one number a row
@@ -1409,20 +1411,37 @@ def test_whole_tables_with_replies_of_a_few_rows_agree(tiny: None) -> None:
 # A bad network
 
 
-@pytest.mark.parametrize(("limit", "num_schedules"), [(24, 15), (1 << 24, 30)])
+def table_copies(is_shared: bool) -> list[TableCopy]:
+    """Of two workers, one each; or of three, of whom 0 and 2 share one."""
+    if not is_shared:
+        return [TableCopy(SIZES, 2, alone(i, 2)) for i in range(2)]
+    brought: list[bytes] = []
+
+    def gather(name: str, data: bytes) -> list[bytes]:
+        brought.append(data)
+        return brought
+
+    first, third = (common_copy(SIZES, 2, Sharing((0, 2), worker, 2), gather) for worker in (0, 2))
+    return [first, TableCopy(SIZES, 2, Sharing((1,), 1, 2)), third]
+
+
+@pytest.mark.parametrize(
+    ("limit", "num_schedules", "is_shared"), [(24, 15, False), (1 << 24, 30, False), (24, 15, True)]
+)
 def test_whatever_the_network_does_whole_tables_and_servers_agree(
-    limit: int, num_schedules: int, monkeypatch: pytest.MonkeyPatch
+    limit: int, num_schedules: int, is_shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two copies, one exchange at a time, on virtual time: messages are lost, repeated, delayed and overtaken."""
     monkeypatch.setattr(commands, "MAX_CHANGED", limit)
-    info = jobs.roles(2, 2)[0]
+    num_workers = 3 if is_shared else 2
+    info = jobs.roles(num_workers, 2)[0]
     job = jobs.make_part(Tables, jobs.sgd, jobs.strategy("geo"), info).job
     wrong = []
     for seed in range(num_schedules):
         rng = np.random.default_rng(seed)
         faults = Faults(rng.uniform(0, 0.15), rng.uniform(0, 0.3), rng.uniform(0.01, 8.0), rng.uniform(0, 0.2))
         network = Network(seed, faults)
-        servers = Servers(2, 2)
+        servers = Servers(2, num_workers)
         servers.make_tables(job)
 
         def connect(worker: int, network: Network = network, servers: Servers = servers) -> Client:
@@ -1432,7 +1451,10 @@ def test_whatever_the_network_does_whole_tables_and_servers_agree(
                 client.attach(spec)
             return client
 
-        copies = [WholeTables(connect(i), job.plan, lambda i=i, connect=connect: connect(i), 0, 1.0) for i in range(2)]
+        copies = []
+        for i, copy in enumerate(table_copies(is_shared)):
+            speak = partial(connect, copy.sharing.workers[0])
+            copies.append(WholeTables(connect(i), job.plan, speak, copy, k_steps=0, share=1.0, patience=SOON))
         expected = first_values()
         for copy in copies:
             within(copy.start)
@@ -1444,7 +1466,8 @@ def test_whatever_the_network_does_whole_tables_and_servers_agree(
                     add(copy, name, rows, amounts)
                     expected[name][rows] += amounts
                 within(copy.flush)
-        within(copies[0].flush)
+        for copy in copies[:-1]:
+            within(copy.flush)
         for copy in copies:
             with contextlib.suppress(AssertionError):
                 assert_same(own(copy), expected)
