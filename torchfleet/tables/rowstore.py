@@ -78,7 +78,8 @@ class RowStore:
         if not create:
             return
         num_new, room = len(keys), self.num_free_rows
-        if num_new > min(room, self.index.easy_room):
+        counted = num_new if self.admission is None else self.admission.num_free
+        if num_new > min(room, self.index.easy_room, counted):
             num_new = len(np.unique(self.absent(keys)))
         if num_new > room:
             raise TableError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -91,9 +92,14 @@ class Admission:
             seconds = max(4, round(spec.entry.window_hours * HOUR))
             self.sketch = WindowSketch(spec.entry.num_blocks, spec.shard, spec.num_shards, seconds)
 
+    @property
+    def num_free(self) -> int:
+        """How many more keys can be counted; where nothing is counted per key, any number."""
+        return sys.maxsize if self.candidates is None else self.candidates.index.num_free_rows
+
     def check_room(self, num_new: int) -> None:
         """Raise TableError if there is no room to count so many more keys."""
-        if self.candidates is not None and num_new > self.candidates.index.num_free_rows:
+        if self.candidates is not None and num_new > self.num_free:
             raise TableError(
                 f"table '{self._name}' has no room to count {num_new:,} more keys; it counts "
                 f"{self.candidates.index.num_keys:,}. Drop those unseen for long (fleet.Shrink("

@@ -24,6 +24,7 @@ FIRST_BUCKETS = 64
 SPARE_BUCKETS = 64
 SMALL = 1 << 14  # buckets; below it a map doubles, and is carried over in one go (under a millisecond)
 MOVES_PER_KEY = 2  # buckets carried over per new key: done when the old slots have filled up by 1/16 more
+EASY_KEYS = 1 << 16  # a map of less than a megabyte, which is cheaper than to look which keys of a batch are new
 KEY_WORDS = 2
 
 
@@ -79,7 +80,7 @@ class KeyMap:
     @property
     def easy_room(self) -> int:
         """As many new keys as can be reserved without looking: at worst the map grows a little early."""
-        return int(self._num_buckets[NEW])
+        return max(int(self._num_buckets[NEW]), EASY_KEYS)
 
     def check(self, keys: Keys) -> None:
         """Every key is a good key."""
