@@ -16,7 +16,7 @@ from torchfleet.simulate.conditions import Job, Part
 from torchfleet.simulate.coordinator import Coordinator, Member, ProcessFailed
 from torchfleet.simulate.forecast import Figures, Forecast
 from torchfleet.simulate.forks import Child, end, fork, prepare
-from torchfleet.simulate.network.meeting_place import MeetingPlace
+from torchfleet.simulate.network.rank_meetings import MeetingPlace
 from torchfleet.simulate.trace import Trace
 
 _PERIOD = 5.0  # seconds between two lines about how far it is

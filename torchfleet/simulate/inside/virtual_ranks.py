@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torchfleet.errors import FleetError
 from torchfleet.simulate.inside.actors import NEVER, Mailbox, Schedule
 from torchfleet.simulate.network.links import message_seconds
-from torchfleet.simulate.network.meeting_place import Question, Visit
 from torchfleet.simulate.network.packets import COORDINATOR
+from torchfleet.simulate.network.rank_meetings import Question, Visit
 
 BACKEND = "sim"
 VARIABLE = "FLEET_DIST_BACKEND"  # by which a job learns which backend it is to use
@@ -47,7 +47,13 @@ class VirtualRanks:
 
         _torch.new_group = _torch.distributed_c10d.new_group = new_group
         _torch.init_process_group = _torch.distributed_c10d.init_process_group = init_process_group
-        _torch.TCPStore = lambda *arguments, **named: self.store()
+        _torch.TCPStore = _torch.distributed_c10d.TCPStore = self._any_store
+        torch_c: Any = torch._C
+        torch_c._distributed_c10d.TCPStore = self._any_store
+
+    def _any_store(self, *place: Any, **settings: Any) -> VirtualStore:
+        """Wherever it is said to listen: there is one."""
+        return self.store()
 
     def store(self) -> VirtualStore:
         self._stores.append(VirtualStore(self._schedule))
