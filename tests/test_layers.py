@@ -190,7 +190,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
     },
     "simulate/network": {"errors"},
-    "simulate/inside": {"simulate/network", "worker", "worker/modes", "job", "net", "errors"},
+    "simulate/inside": {"simulate/network", "worker", "worker/lookup", "worker/modes", "job", "net", "errors"},
     "simulate": {"simulate/network", "simulate/inside", "server", "fleet", "util", "metrics", "net", "errors"},
     "launch/machines": {"net", "errors"},
     "launch": {

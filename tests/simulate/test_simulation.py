@@ -36,7 +36,7 @@ def test_sync_training_is_bit_for_bit_that_of_real_processes(tmp_path: Path) -> 
     assert losses == worker_logs(tmp_path / "real", 3)
 
 
-def test_given_times_make_the_same_history_twice(tmp_path: Path) -> None:
+def test_given_times_make_the_same_history_twice_and_queues_tell_it_ahead(tmp_path: Path) -> None:
     options = ("--simulate", "--step_ms", "5", "--straggler", "0.1x2", SCRIPT, "train", "--mode", "async")
     histories = []
     for name in ("one", "two"):
@@ -51,6 +51,10 @@ def test_given_times_make_the_same_history_twice(tmp_path: Path) -> None:
     fastest = 14 / 0.005 + 2 / 0.01  # if nothing else took any time
     assert 0.8 * fastest < figures["steps_per_s"] <= fastest
     assert figures["staleness"]["words"] > 8
+    run(tmp_path / "queues", 16, "--throughput_only", *options, "--steps", "30")
+    queues = json.loads((run_dir(tmp_path / "queues") / "simulation.json").read_text())
+    assert queues["steps_per_s"] == pytest.approx(figures["steps_per_s"], rel=0.1)
+    assert queues["staleness"]["all tables"] == pytest.approx(figures["staleness"]["words"], rel=0.25)
     seconds = sorted(float(log[-1].split()[2]) for log in logs)
     assert seconds[0] == pytest.approx(12 * 0.005, rel=0.2)
     assert seconds[-1] == pytest.approx(12 * 0.01, rel=0.2)

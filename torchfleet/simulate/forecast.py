@@ -59,7 +59,7 @@ class Forecast:
         self._num_servers, self._num_workers = num_servers, num_workers
         self.steps: list[list[StepRecord]] = [[] for _ in range(num_workers)]
         self._finals: dict[int, dict[str, Any]] = {}
-        self.settings: dict[str, Any] = {}  # of the workers' strategy: "mode" and "queue_size"
+        self.settings: dict[str, Any] = {}  # of the workers: "mode", "queue_size", "pulls_ahead"
 
     def note(self, packet: Packet) -> None:
         """What a worker tells about itself."""

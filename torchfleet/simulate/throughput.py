@@ -31,6 +31,7 @@ class Profile:
 
     mode: str
     queue_size: int
+    pulls_ahead: bool
     compute: float  # seconds of a worker without stragglers
     samples: float  # of a worker
     pull: Exchange
@@ -74,6 +75,7 @@ def profile_of(simulation: Simulation, trace: Trace, figures: Figures, num_worke
     return Profile(
         str(settings["mode"]),
         int(settings["queue_size"]),
+        bool(settings["pulls_ahead"]),
         num_workers / figures.steps_per_s * (1 - waits),
         figures.samples_per_s / figures.steps_per_s,
         trace.exchange(_PULLS, start, end, num_steps),
@@ -93,7 +95,7 @@ def step_model(profile: Profile, conditions: Conditions, num_workers: int, num_s
         steps_per_pull=_period(profile.pull),
         steps_per_push=_period(profile.push),
         is_joint=profile.mode == "sync",
-        pulls_ahead=profile.mode in ("async", "hybrid"),
+        pulls_ahead=profile.pulls_ahead,
         pushes_beside=profile.mode in ("async", "hybrid", "geo"),
         queue_size=profile.queue_size,
         reduce_seconds=_reduce_seconds(conditions.link, profile.reduced, num_workers),

@@ -13,6 +13,7 @@ from torchfleet.job.worker_role import WorkerRole
 from torchfleet.simulate.inside.actors import NEVER, Schedule
 from torchfleet.simulate.network.packets import STEPS
 from torchfleet.worker.distributed_optimizer import DistributedOptimizer
+from torchfleet.worker.lookup.engine import Engine
 from torchfleet.worker.modes.communicator import Communicator
 
 _STEP = struct.Struct("<d?xxxxxxxqddd")
@@ -48,6 +49,8 @@ class StepWatch:
     def __init__(self, schedule: Schedule, step_seconds: float) -> None:
         self._schedule, self._step_seconds = schedule, step_seconds
         self._is_broken = True  # what comes before the first step is no step
+        self._settings: dict[str, Any] = {}
+        self._may_pull_ahead = False
         self._reduce_seconds = 0.0  # that the worker has waited for other ranks
 
     def install(self) -> None:
@@ -60,6 +63,7 @@ class StepWatch:
         _around(WorkerRole, "barrier", after=watch.break_off)
         _around(WorkerRole, "stop", after=watch.end)
         _around(Communicator, "pull", before=watch.look_at_pull)
+        _around(Engine, "prefetch", before=watch.look_at_prefetch)
 
     def begin(self, *arguments: Any) -> None:
         """The gradients of a step are there."""
@@ -90,8 +94,16 @@ class StepWatch:
         self._schedule.go_on()
 
     def tell_settings(self, role: WorkerRole, result: Any) -> None:
-        strategy = role.strategy
-        self._tell(SETTINGS, {"mode": strategy.mode, "queue_size": strategy.a_sync_configs.send_queue_size})
+        configs = role.strategy.a_sync_configs
+        self._may_pull_ahead = role.communicator.pulls_ahead
+        self._settings = {"mode": role.strategy.mode, "queue_size": configs.send_queue_size, "pulls_ahead": False}
+        self._tell(SETTINGS, self._settings)
+
+    def look_at_prefetch(self, engine: Engine, *arguments: Any) -> None:
+        """Whether rows are pulled a batch ahead is up to the mode, and to the script."""
+        if self._may_pull_ahead and not self._settings["pulls_ahead"]:
+            self._settings["pulls_ahead"] = True
+            self._tell(SETTINGS, self._settings)
 
     def end(self, role: WorkerRole, final: Mapping[str, Any]) -> None:
         self._tell(FINAL, final)

@@ -47,7 +47,13 @@ class VirtualRanks:
 
         _torch.new_group = _torch.distributed_c10d.new_group = new_group
         _torch.init_process_group = _torch.distributed_c10d.init_process_group = init_process_group
-        _torch.TCPStore = lambda *arguments, **named: self.store()
+        _torch.TCPStore = _torch.distributed_c10d.TCPStore = self._any_store
+        torch_c: Any = torch._C
+        torch_c._distributed_c10d.TCPStore = self._any_store
+
+    def _any_store(self, *place: Any, **settings: Any) -> VirtualStore:
+        """Wherever it is said to listen: there is one."""
+        return self.store()
 
     def store(self) -> VirtualStore:
         self._stores.append(VirtualStore(self._schedule))
