@@ -73,5 +73,5 @@ def _converted(module: torch.nn.Embedding | torch.nn.EmbeddingBag, path: str, ta
         kind, options["pooling"] = SparseEmbeddingBag, module.mode
     converted = kind(module.embedding_dim, **options)
     converted.weight.requires_grad_(module.weight.requires_grad)
-    converted.first_values = module.weight.detach().to(torch.float32).numpy().copy()
+    converted.first_values = module.weight.detach().to("cpu", torch.float32).numpy().copy()
     return converted
