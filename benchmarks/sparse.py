@@ -119,7 +119,7 @@ def two_workers(runs: dict[Layout, list[Found]]) -> dict[str, Any]:
         "compute_ms": single["step_ms"] - single["pull_wait_ms"] - single["push_wait_ms"],
         "step_ms": single["step_ms"],
         "loss": single["loss"],
-        "servers_busy": single["servers_busy"],
+        "servers_busy": single.get("servers_busy"),
     }
 
 

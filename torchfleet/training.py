@@ -124,7 +124,7 @@ def train(
     if num_threads > 1 and not optimizer.communicator.takes_threads:
         raise FleetError(
             f"thread={num_threads}: in sync and hybrid mode, and with max_staleness, a worker makes one step at a "
-            "time. Use thread=1 and more workers, or another mode: async, half_async or geo."
+            "time. Use thread=1 and more workers, or async, half_async or geo mode (strategy.a_sync=True)."
         )
 
     optimizer.communicator.has_threads = num_threads > 1

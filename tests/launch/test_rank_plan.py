@@ -21,7 +21,8 @@ from support.scripts.launching import START, Started, fleetrun, in_log, run_dir,
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
 from torchfleet.errors import RoleError
-from torchfleet.launch import cli, rendezvous, roles
+from torchfleet.launch import cli, roles
+from torchfleet.launch.machines import rendezvous
 from torchfleet.launch.machines.rendezvous import FixedRendezvous
 from torchfleet.launch.machines.stores import StoreAddress, serve
 from torchfleet.launch.roles import free_ports

@@ -56,8 +56,9 @@ def test_given_times_make_the_same_history_twice_and_queues_tell_it_ahead(tmp_pa
     assert queues["steps_per_s"] == pytest.approx(figures["steps_per_s"], rel=0.1)
     assert queues["staleness"]["all tables"] == pytest.approx(figures["staleness"]["words"], rel=0.25)
     seconds = sorted(float(log[-1].split()[2]) for log in logs)
-    assert seconds[0] == pytest.approx(12 * 0.005, rel=0.2)
-    assert seconds[-1] == pytest.approx(12 * 0.01, rel=0.2)
+    # Computing, and waits for the network's values behind 15 other workers: at most a third of a step.
+    assert 12 * 0.005 <= seconds[0] <= 12 * 0.005 * 4 / 3
+    assert 12 * 0.01 <= seconds[-1] <= 12 * 0.01 * 4 / 3
 
 
 def test_data_parallel_ranks_compute_what_one_process_computes(tmp_path: Path) -> None:

@@ -61,12 +61,12 @@ class JobSetup:
         self.strategy.freeze("fleet.distributed_optimizer")
         is_hybrid = self.strategy.mode == "hybrid"
         plan = make_plan(self.model, optimizer, self.info.num_servers, steps_here=is_hybrid)
-        _check_policies(plan, self.strategy.mode)
         if self.strategy.mode == "geo" and not isinstance(optimizer, torch.optim.SGD):
             raise StrategyError(
                 f"geo training (k_steps={self.strategy.a_sync_configs['k_steps']}) sums differences and works with SGD "
                 f"only, found {type(optimizer).__name__}. Use torch.optim.SGD, or k_steps=0 for async training."
             )
+        _check_policies(plan, self.strategy.mode)
         self.optimizer = HybridOptimizer(optimizer, plan) if is_hybrid else DistributedOptimizer(optimizer, plan)
         return self.optimizer
 

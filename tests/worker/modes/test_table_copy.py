@@ -128,7 +128,8 @@ def test_the_workers_of_a_copy_exchange_it_in_turn() -> None:
 def test_a_worker_that_was_started_again_is_refused_instead_of_waiting_for_nobody() -> None:
     def body(part: Part) -> None:
         if part.index == 1:
-            part.worker.info = dataclasses.replace(part.worker.info, restart=1)
+            setup = part.worker._setup
+            setup.info = dataclasses.replace(setup.info, restart=1)
             with pytest.raises(FleetError, match=r"started again.*use shared=False"):
                 part.worker.whole_tables(None, shared=True)
             assert part.worker.whole_tables(None).values["a"][0, 0] == 0.5
