@@ -368,7 +368,7 @@ def test_several_threads_that_step_together_are_refused_with_the_way_out(mode: s
     files, _ = make_files(tmp_path)
     with job(new_model(), mode=mode) as part:
         data = slotted.dataset("memory", files, SIZE)
-        with no_thread_more(), pytest.raises(FleetError, match=rf"thread=2: in.* {mode} mode.*a_sync=True"):
+        with no_thread_more(), pytest.raises(FleetError, match=rf"thread=2: in.* {mode}.* mode.*a_sync=True"):
             train_plainly(part, data, thread=2, fetch_handler=Watch())
         assert fleet.infer_from_dataset(part.model, data, loss_of, thread=2).samples == NUM
         assert train_plainly(part, data).steps == 6
