@@ -269,9 +269,10 @@ def test_two_workers_in_step_train_what_one_process_trains(tmp_path: Path, data:
 
 
 @pytest.mark.slow
-def test_two_workers_each_at_its_own_pace_learn(tmp_path: Path, data: Path) -> None:
+@pytest.mark.parametrize("mode", ["async", "hybrid"])
+def test_two_workers_on_samples_of_their_own_learn(tmp_path: Path, data: Path, mode: str) -> None:
     """The one test file is one worker's; the other has nothing to predict and gets the same AUC."""
-    more = ("--mode", "async", "--batch_size", 25, "--epochs", 2)
+    more = ("--mode", mode, "--batch_size", 25, "--epochs", 2)
     logs = fleet_of(tmp_path / "log", "train.py", "--data", data, *QUICK, *more)
     assert test_aucs(logs[0]) == test_aucs(logs[1])
     # The better of two epochs: on cores that others use, gradients of a first epoch this short come late.

@@ -110,7 +110,7 @@ def test_it_retrieves_what_was_liked_and_its_towers_predict_by_themselves(exampl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["async", "geo"])
+@pytest.mark.parametrize("mode", ["async", "geo", "hybrid"])
 def test_every_other_mode_retrieves_too(example: Any, mode: str) -> None:
     printed = re.search(r"recall@20 ([0-9.]+)", run("train.py", "--mode", mode))
     assert printed
