@@ -44,7 +44,9 @@ class SimulationLauncher:
         if not options.simulate:
             given = [f"--{name}" for name in _OWN if getattr(options, name) not in (None, False)]
             if given:
-                raise RoleError(f"{', '.join(given)} describe a simulation: add --simulate")
+                raise RoleError(
+                    f"{', '.join(given)} {'describes' if len(given) == 1 else 'describe'} a simulation: add --simulate"
+                )
             return False
         others = [f"--{name}" for name in _OTHERS if getattr(options, name) not in (None, 0, False)]
         if options.key_dir and options.key_dir != os.environ.get("FLEET_KEY_DIR"):
