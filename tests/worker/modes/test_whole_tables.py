@@ -600,10 +600,13 @@ def test_changes_by_threads_during_exchanges_all_reach_the_servers() -> None:
     with one_worker_with_whole_tables(2, share=0.5) as (part, copy):
 
         def train(thread: int) -> None:
-            for _ in range(rounds):
+            for number in range(1, rounds + 1):
                 add(copy, "a", np.arange(thread, NUM_A, num_threads), 0.125)
                 add(copy, "b", np.arange(thread, NUM_B, num_threads), -0.125)
                 copy.step_done()
+                if number % 100 == 0:  # an exchange was asked for since the last time: it gets its turn
+                    least = number // 100
+                    jobs.wait_until(lambda least=least: copy.stats()["exchanges"] >= least, f"{least} exchanges")
 
         jobs.in_threads(train, num_threads)
         copy.finish()
