@@ -81,7 +81,7 @@ def test_async_with_a_flush_after_each_step_equals_torch(rule: str, num_servers:
     assert done.servers.staleness("items") == {0: STEPS}
 
 
-class Stale(torch.nn.Module):
+class Tower(torch.nn.Module):
     """items · hidden: rows that are one update old make another result."""
 
     def __init__(self) -> None:
@@ -105,9 +105,9 @@ def test_async_with_prefetch_equals_training_on_rows_one_update_old(num_servers:
             part.step(batch)
             part.flush()
 
-    done = jobs.run(body, Stale, fleet_optimizer("sgd", lr=rate), mode="async", num_servers=num_servers)
+    done = jobs.run(body, Tower, fleet_optimizer("sgd", lr=rate), mode="async", num_servers=num_servers)
     torch.manual_seed(0)
-    model = Stale()
+    model = Tower()
     rows = [model.items.weight.detach().clone()]  # after 0, 1, 2, ... updates
     for i, batch in enumerate(batches):
         read = rows[i - 1] if i >= 2 else rows[i]

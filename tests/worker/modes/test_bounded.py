@@ -9,22 +9,13 @@ import pytest
 import torch
 from support import jobs
 from support.jobs import TABLES, Net, Part, Servers, assert_equal_values, fleet_optimizer, one_worker, wait_until
+from test_asynchronous import Tower
 from test_communicator import RULES, STEPS, TOLERANCE, plain, train
 
 import torchfleet as fleet
 from torchfleet.errors import FleetError, StrategyError
 from torchfleet.training import Report
 from torchfleet.training import train as train_on
-
-
-class Tower(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.items = torch.nn.Embedding(jobs.NUM_ITEMS, 3, sparse=True)
-        self.out = torch.nn.Linear(6, 1)
-
-    def forward(self, batch: jobs.Batch) -> torch.Tensor:
-        return self.out(self.items(batch["items"]).flatten(1)).squeeze(1)
 
 
 def test_the_network_of_a_step_has_seen_everything_up_to_the_end_of_the_step_before() -> None:

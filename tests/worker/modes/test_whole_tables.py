@@ -383,8 +383,9 @@ def test_no_step_of_many_threads_is_lost() -> None:
     with one_worker_with_whole_tables(k_steps=7) as (_, copy):
         jobs.in_threads(lambda i: [copy.step_done() for _ in range(500)], 4)
         assert copy.stats()["steps"] == 2000
-        copy.flush()  # it may be the first exchange: the thread that carries them need not have had its turn before
-        assert 1 <= copy.stats()["exchanges"] <= 2000 // 7 + 1
+        jobs.wait_until(lambda: copy.stats()["exchanges"] > 0, "the first exchange")  # its thread gets its turn
+        copy.flush()
+        assert 2 <= copy.stats()["exchanges"] <= 2000 // 7 + 1
 
 
 def test_steps_do_not_wait_for_a_slow_server() -> None:
