@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -14,16 +14,17 @@ from torchfleet.checkpoint.manifest import Manifest, Parameter, read_manifest
 from torchfleet.checkpoint.part_reader import load_sparse, read_dense
 from torchfleet.checkpoint.saved_parameters import check_kind, without_lost
 from torchfleet.collective.checkpoint.collective_manifest import is_collective
-from torchfleet.errors import CheckpointError
+from torchfleet.errors import CheckpointError, ModelError
 from torchfleet.storage import Storage
 from torchfleet.tables.rows.memory import max_table_bytes
 from torchfleet.tables.settings.spec import Rule, TableSpec
 from torchfleet.tables.sparse_table import SparseTable
 from torchfleet.worker.client.future import Pulled, Ready
-from torchfleet.worker.client.shard import Keys
+from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.lookup.conversion import convert, sparse_embeddings
 from torchfleet.worker.lookup.dense_group import type_of, write_words
 from torchfleet.worker.lookup.engine import Engine
+from torchfleet.worker.row_state.table_rows import without_rows
 
 
 class LocalTables:
@@ -37,6 +38,18 @@ class LocalTables:
     def pull(self, keys: Mapping[str, Keys], create: bool) -> Ready:
         rows = {name: self._tables[name].pull(wanted, create=False) for name, wanted in keys.items()}
         return Ready(Pulled(rows, {name: [] for name in keys}))
+
+    def walk(self, table: str) -> Iterator[tuple[Keys, Floats]]:
+        """As RowSource.walk."""
+        rows = self._tables[table]
+        for keys, values, _ in rows.chunks():
+            yield keys, values[:, : rows.spec.dim]
+
+    def num_rows(self, table: str) -> int:
+        return self._tables[table].num_rows
+
+    def check_writable(self) -> None:
+        raise ModelError("this model was loaded for prediction, and takes no other rows: load them into one to train")
 
 
 def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Module:
@@ -56,10 +69,12 @@ def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Modul
     tables = {name: _table(storage, manifest, modules[0]) for name, modules in sparse_embeddings(model).items()}
     _load_parameters(storage, manifest, model)
     modules = sparse_embeddings(model)
-    engine = Engine(LocalTables(tables), modules)
+    local = LocalTables(tables)
+    engine = Engine(local, modules)
     for embeddings in modules.values():
         for module in embeddings:
             module.bind(engine)
+            module.table_rows.source = local
     engine.follow(model)
     return model.eval()
 
@@ -98,7 +113,8 @@ def _load_parameters(storage: Storage, manifest: Manifest, model: torch.nn.Modul
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What a save has: all that a state_dict has, and float32 buffers that it does not."""
     found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    kept = model.state_dict()
+    with without_rows():
+        kept = model.state_dict()
     return {n: tensor for n, tensor in found.items() if tensor.numel() and (tensor.dtype == torch.float32 or n in kept)}
 
 

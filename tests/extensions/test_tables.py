@@ -116,6 +116,10 @@ class DictTable:
     def shrink(self, policy):
         self.check_shrink(policy)
 
+    def walk(self, cursor, num_rows):
+        keys = np.array(list(self.rows), np.uint64)
+        return keys, self.pull(keys, False, None), 0
+
     def summarize(self, summary, num_rows):
         keys = np.array(list(self.rows), np.uint64)
         summary.add(keys, self.pull(keys, False, None), {})

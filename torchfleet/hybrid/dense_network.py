@@ -50,6 +50,19 @@ class NetworkJob(CollectiveJob):
         """Those of rows are empty: no strategy need care."""
 
 
+class NetworkForward:
+    """The model's forward while it is trained in hybrid mode. A copy of the model has its own forward."""
+
+    def __init__(self, call: Forward, own: Forward) -> None:
+        self._call, self._own = call, own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._own, memo)  # bound to the copy of the model
+
+
 class DenseNetwork:
     """Model and optimizer of this worker, once all workers have met. Every worker makes it at the same time."""
 
@@ -77,7 +90,7 @@ class DenseNetwork:
         self.optimizer = self._job.distribute_optimizer(_without_rows(optimizer, plan))
         self._num_calls = 0  # in training, since the last step
         self._hook: Any = None
-        model.forward = self._call
+        model.forward = NetworkForward(self._call, model.forward)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         """In training all workers call it together; for a prediction, each when it likes."""
@@ -152,7 +165,7 @@ class DenseNetwork:
         """The model is again what it was."""
         if self._hook is not None:
             self._hook.remove()
-        if self._model.__dict__.get("forward") == self._call:
+        if isinstance(self._model.__dict__.get("forward"), NetworkForward):
             del self._model.forward
 
 

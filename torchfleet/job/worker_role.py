@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchfleet.checkpoint.manifest import Manifest
@@ -31,6 +32,7 @@ from torchfleet.worker.lookup.engine import Engine
 from torchfleet.worker.lookup.sources import NoRows
 from torchfleet.worker.membership import Membership
 from torchfleet.worker.model_saving import Kind, save_model, tell_of_replacing
+from torchfleet.worker.model_state import ModelState, Servers
 from torchfleet.worker.modes.communicator import Communicator
 from torchfleet.worker.modes.whole_tables import WholeTables
 from torchfleet.worker.peers import Workers
@@ -41,7 +43,8 @@ if TYPE_CHECKING:
 
 LEFT = (
     "fleet.stop_worker() was called: this worker has left its servers, and the rows of the model are with them. Train "
-    "and predict before it; or save the model before it, and predict with fleet.load_inference_model."
+    "and predict before it, and take its state_dict(); or save the model before it, and predict with "
+    "fleet.load_inference_model."
 )
 
 
@@ -77,13 +80,14 @@ class WorkerRole:
         self._status = StatusFile(self.info.status_file, self._status_now)
         self._schedules = self._watch(setup.global_schedulers)
         self._bind()
+        self._state = self._model_state()
         self.communicator.start()
         self._status.write(now=True)
 
-    def barrier(self) -> None:
+    def barrier(self, what: str = "fleet.barrier_worker()") -> None:
         if self._membership is not None:
             self._membership.check()
-        self.meet("fleet.barrier_worker()")
+        self.meet(what)
         self.communicator.rest()
         # One name for all of them: a worker that was started again cannot know how many there have been.
         self.client.barrier("workers", self.info.num_workers, self.strategy.sync_timeout)
@@ -162,6 +166,7 @@ class WorkerRole:
         self.client.leave()
         self.client.close()
         self.engine.use(NoRows(LEFT))
+        self._state.close(LEFT)
         self._optimizer.unbind(LEFT)
         return final
 
@@ -231,11 +236,21 @@ class WorkerRole:
             for module in group.modules:
                 module.bind(self.engine)
         self.engine.follow(self.model)
-        self.model.register_forward_pre_hook(lambda _, args: self.communicator.freshen())
+        # A copy of the model has the hook, too, and parameters of its own.
+        self.model.register_forward_pre_hook(
+            lambda called, _: self.communicator.freshen() if called is self.model else None
+        )
         if self._hybrid is not None:
             self.engine.agreed, self.engine.on_training = self._hybrid.agreed, self._hybrid.begin_lookup
         self._optimizer.bind(self.engine, self.communicator)
         self._optimizer.after_step = self._step_made
+
+    def _model_state(self) -> ModelState:
+        put_network = None if self._hybrid is None else self._hybrid.put_network
+        meet = partial(self.barrier, "load_state_dict()")
+        servers = Servers(self.client, self._connect, lambda: self.communicator, meet, put_network)
+        is_first, is_restarted = self.info.worker_index == 0, bool(self.info.restart)
+        return ModelState(self.model, self._plan, self.engine, is_first, is_restarted, servers)
 
     def _step_made(self) -> None:
         self._status.write()

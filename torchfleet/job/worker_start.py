@@ -11,10 +11,10 @@ from torchfleet.storage import Storage
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.lookup.plan import Plan
+from torchfleet.worker.row_state.table_rows import slices
 
 _PERIOD = 5.0  # seconds between two lines about servers that are not ready
 _PAUSE = 0.1  # seconds between two questions to a server that is loading
-_CHUNK = 1 << 16  # rows in one message
 
 
 def wait_for_servers(client: Client, seconds: float) -> None:
@@ -71,14 +71,12 @@ def make_tables(client: Client, plan: Plan, info: RoleInfo, strategy: Distribute
 
 
 def _set_sparse(client: Client, plan: Plan, tables: list[dict[str, Any]]) -> None:
-    """First values of converted torch embeddings, unless a server has loaded rows of the table."""
+    """First values, of torch's embeddings or of load_state_dict, unless a server has loaded rows of the table."""
     for name, group in plan.sparse.items():
-        first = group.modules[0].first_values
-        if first is None or any(server[name]["loaded"] for server in tables):
-            continue
-        for start in range(0, len(first), _CHUNK):
-            rows = first[start : start + _CHUNK]
-            client.assign(name, range(start, start + len(rows)), rows)
+        if not any(server[name]["loaded"] for server in tables):
+            rows = group.modules[0].table_rows
+            for keys, values in slices(rows.first_keys, rows.first_values):
+                client.assign(name, keys, values)
 
 
 def _set_dense(client: Client, plan: Plan, tables: list[dict[str, Any]]) -> None:

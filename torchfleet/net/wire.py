@@ -57,6 +57,7 @@ class Command(IntEnum):
     SHRINK = 18
     INSPECT = 19
     JOIN = 20
+    WALK = 21
 
 
 class Role(IntEnum):

@@ -40,7 +40,7 @@ from torchfleet.server.arrays import (
     push_sections,
 )
 from torchfleet.server.kept_pushes import answer, apply_gathered, bounded_push, gather_push
-from torchfleet.server.long_work import in_slices, inspect, set_clock, shrink_tables
+from torchfleet.server.long_work import in_slices, inspect, set_clock, shrink_tables, walk
 from torchfleet.server.state.state import Answer, State
 from torchfleet.server.sync_step import keep_for_step
 from torchfleet.server.table_saving import SaveBody, save_in_slices
@@ -227,4 +227,5 @@ COMMANDS: dict[int, CommandHandler] = {
     Command.SHRINK: CommandHandler(shrink_tables, _FIRST),
     Command.INSPECT: CommandHandler(inspect, _ALL),
     Command.JOIN: CommandHandler(join, _ALL),
+    Command.WALK: CommandHandler(walk, _ALL),
 }

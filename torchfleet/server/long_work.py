@@ -7,11 +7,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
+import numpy as np
 
 from torchfleet.errors import FleetError, TableError, WireError
 from torchfleet.net.request import Request
-from torchfleet.net.wire import pack, unpack
-from torchfleet.server.arrays import only
+from torchfleet.net.wire import Array, pack, unpack
+from torchfleet.server.arrays import column, only
 from torchfleet.server.state.state import Answer, LongRequest, State
 from torchfleet.tables.settings.clock import MAX_TIME
 from torchfleet.tables.settings.policy import Shrink
@@ -20,6 +21,7 @@ from torchfleet.tables.table import Table
 
 MAX_KEPT = 16  # outcomes that are remembered, for a repeat of the request
 MAX_TOP = 1000
+MAX_WALKED = 1 << 24  # numbers in a reply to WALK: 64 MB
 SLICE = 1 << 13
 
 Work = Iterator[bool]  # yields after every slice; Server.work says what
@@ -128,6 +130,19 @@ def _inspect_in_slices(state: State, long: LongRequest, table: Table, top: int) 
     stats = table.stats()
     long.result = [pack({**summary.as_dict(), "candidates": stats.get("candidates", 0), "bytes": stats["bytes"]})]
     state.finish(long.request, long.result)
+
+
+def walk(state: State, request: Request) -> Answer:
+    """Some rows of a table, whichever come next: where to go on, keys and values. A client asks for them bit by bit."""
+    numbers = column(only(request), np.uint64)
+    table = state.table(only(request).number)
+    if len(numbers) != 2 or not 0 < int(numbers[1]) * table.spec.dim <= MAX_WALKED:
+        raise WireError(
+            f"expected where to go on and a number of rows, at most {MAX_WALKED:,} values; found {numbers.tolist()}"
+        )
+    keys, values, cursor = table.walk(int(numbers[0]), int(numbers[1]))
+    number = table.spec.number
+    return [Array(0, np.array([cursor], np.uint64)), Array(number, keys), Array(number, values)]
 
 
 def _sparse_tables(state: State, name: str) -> list[Table]:

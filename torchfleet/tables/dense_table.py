@@ -130,6 +130,10 @@ class DenseTable:
         """As Table.shrink: always an error."""
         self.check_shrink(policy)
 
+    def walk(self, cursor: int, num_rows: int) -> NoReturn:
+        """As Table.walk: always an error."""
+        raise TableError(f"'{self.spec.name}' is dense: it has no rows to walk over. Pull its block.")
+
     def summarize(self, summary: Summary, num_rows: int) -> Iterator[None]:
         """As Table.summarize: a block has no rows to add."""
         return iter(())

@@ -191,6 +191,19 @@ class RowStore:
             yield tracking.changed(start, stop) if isinstance(tracking, Tracking) else np.arange(start, stop)
             start = stop
 
+    def walk(self, cursor: int, num_rows: int) -> tuple[Keys, Floats, int]:
+        """As Table.walk: `cursor` is a row number, or a hash where rows move."""
+        index = self.index
+        if isinstance(index, PackedMap):
+            some, cursor = index.slice_from(cursor, num_rows)
+        else:
+            stop = min(cursor + num_rows, index.num_row_numbers)
+            some, cursor = np.arange(min(cursor, stop), stop), stop if stop < index.num_row_numbers else 0
+        keys, at = index.alive(some)
+        out = np.empty((len(keys), self.spec.dim), np.float32)
+        rows.gather(index.store, *self._layout, at, out)
+        return keys, out, cursor % (1 << 64)
+
     def begin_save(self, is_committed: bool) -> None:
         """From here on changes belong to the next save. `is_committed`: the one before is on disk for good."""
         if self.tracking is None:

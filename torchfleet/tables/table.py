@@ -146,6 +146,13 @@ class Table(Protocol):
     def summarize(self, summary: Summary, num_rows: int) -> Iterator[None]:
         """Add all rows to a summary, in slices of so many. Other calls may come in between."""
 
+    def walk(self, cursor: int, num_rows: int) -> tuple[Keys, Floats, int]:
+        """(keys, values, where to go on) of at most so many rows; begin with 0, and 0 comes back at the end.
+
+        Other calls may come in between: a row that is there throughout comes exactly once. Raises TableError if the
+        table has no rows.
+        """
+
     def begin_save(self, is_committed: bool) -> None:
         """From here on changes belong to the next save. `is_committed`: the one before is on disk for good."""
 

@@ -34,6 +34,15 @@ def physical_bytes() -> int:
     return machine if limit is None else min(machine, limit)
 
 
+def available_bytes() -> int:
+    """The memory that could be taken now without pushing other things out; never more than `physical_bytes`."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/meminfo", encoding="ascii") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return min(physical_bytes(), 1024 * int(line.split()[1]))
+    return physical_bytes()
+
+
 def max_table_bytes() -> int:
     """The largest size of one table: FLEET_MAX_TABLE_BYTES, or all memory that this process may use.
 

@@ -147,9 +147,13 @@ class PackedMap:
         """
         first = 0
         while first < _NUM_HASHES:
-            num_hashes = (num_rows << 64) // (int(self._num_buckets[NEW]) * BUCKET)
-            rows, first = self._slice(first, max(num_hashes, 1), num_rows, only_marked)
+            rows, first = self.slice_from(first, num_rows, only_marked)
             yield rows
+
+    def slice_from(self, first: int, num_rows: int, only_marked: bool = False) -> tuple[Rows, int]:
+        """(at most so many rows, in the order of the hash from `first` on; the hash behind the last of them)."""
+        num_hashes = (num_rows << 64) // (int(self._num_buckets[NEW]) * BUCKET)
+        return self._slice(first, max(num_hashes, 1), num_rows, only_marked)
 
     def _slice(self, first: int, num_hashes: int, num_rows: int, only_marked: bool) -> tuple[Rows, int]:
         """(rows of so many hashes, or of fewer if they are too many rows; the hash behind the last)."""

@@ -15,12 +15,12 @@ from torchfleet.net.wire import BOUNDED, DENSE_BACK, NO_CREATE, SYNC, VERSIONS, 
 from torchfleet.tables.dense_table import WITH_STATE
 from torchfleet.tables.settings.spec import TableSpec, shard_range
 from torchfleet.worker.client.future import Changed, Dense, Future, Pulled
-from torchfleet.worker.client.requests import Requests
 from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.client.sharded_tables import NO_KEYS, ShardedTables
+from torchfleet.worker.client.walks import Walks
 
 
-class Client(Requests):
+class Client(Walks):
     """Pull and push over `channels`, one per server, in the same order in every client. Belongs to one thread.
 
     Every call sends one message per server, to all of them before it waits for any. Methods that return a Future do

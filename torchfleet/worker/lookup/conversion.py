@@ -8,6 +8,7 @@ import torch
 
 from torchfleet.errors import ModelError
 from torchfleet.worker.lookup.embedding import SparseEmbedding, SparseEmbeddingBag
+from torchfleet.worker.row_state.table_rows import TableRows
 
 
 def convert(model: torch.nn.Module) -> torch.nn.Module:
@@ -26,11 +27,23 @@ def convert(model: torch.nn.Module) -> torch.nn.Module:
                 replaced[id(module)] = _converted(module, path, table)
             parent, _, child = path.rpartition(".")
             setattr(model.get_submodule(parent), child, replaced[id(module)])
+    shared: dict[str, TableRows] = {}
     for path, module in model.named_modules():
         if isinstance(module, SparseEmbedding):
             module.path = path
             module.name = path if module.name is None else module.name
+            module.table_rows = _shared_rows(module, shared)
     return model
+
+
+def _shared_rows(module: SparseEmbedding, shared: dict[str, TableRows]) -> TableRows:
+    """What all embeddings of a table have in common: that of the first."""
+    assert module.name is not None
+    rows = shared.setdefault(module.name, module.table_rows)
+    if rows is not module.table_rows:
+        rows.take_over(module.table_rows)
+    rows.is_distributed = True
+    return rows
 
 
 def sparse_embeddings(model: torch.nn.Module) -> dict[str, list[SparseEmbedding]]:
@@ -73,5 +86,7 @@ def _converted(module: torch.nn.Embedding | torch.nn.EmbeddingBag, path: str, ta
         kind, options["pooling"] = SparseEmbeddingBag, module.mode
     converted = kind(module.embedding_dim, **options)
     converted.weight.requires_grad_(module.weight.requires_grad)
-    converted.first_values = module.weight.detach().to("cpu", torch.float32).numpy().copy()
+    converted.is_converted = True
+    if path == table:  # others of the same weight begin with the rows of the first
+        converted.table_rows.first_values = module.weight.detach().to("cpu", torch.float32).numpy().copy()
     return converted

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from torchfleet.errors import ModelError
@@ -14,6 +13,7 @@ from torchfleet.tables.settings.spec import Initializer
 from torchfleet.worker.lookup.bags import Bags, split_slots
 from torchfleet.worker.lookup.embedding_settings import NO_BOUNDS, check_settings, checked_bounds, checked_policies
 from torchfleet.worker.lookup.initializers import Uniform
+from torchfleet.worker.row_state.embedding_state import EmbeddingState
 
 Ids = Any  # a tensor, a slot (values, offsets), or a list of slots
 
@@ -36,7 +36,7 @@ class Lookups(Protocol):
     ) -> torch.Tensor: ...
 
 
-class SparseEmbedding(torch.nn.Module):
+class SparseEmbedding(EmbeddingState):
     """Rows of `dim` numbers for any 64-bit ids, held by the servers and created when an id is first seen.
 
     Called with ids of any shape it returns (*shape, dim). Called with `offsets` (as in torch.nn.EmbeddingBag: where
@@ -51,6 +51,10 @@ class SparseEmbedding(torch.nn.Module):
     `weight_bounds=(low, high)`: after each update every number of the rows that it touched is at least `low` and at
     most `high`; first values are as `initializer` says. One of the two may be infinite. Not in geo training, where the
     servers add differences and make no updates: that is an error.
+
+    `state_dict()` has all rows as `weight`, of shape (num_embeddings, dim), and `load_state_dict` takes them. Without
+    `num_embeddings` it is an error, unless `state` says "rows" (ids and rows, as `keys` and `weight`) or "none" (they
+    are left out): docs/checkpoints.md.
 
     `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
     group can give it a learning rate of its own. While the module is in eval mode, or under torch.no_grad(), ids
@@ -69,21 +73,27 @@ class SparseEmbedding(torch.nn.Module):
         num_embeddings: int | None = None,
         shrink: Shrink | None = None,
         weight_bounds: tuple[float, float] | None = None,
+        state: str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(padding_idx, state, num_embeddings)
         check_settings(dim, name, initializer, padding_idx, pooling, seed, num_embeddings)
         self.dim, self.name, self.padding_idx, self.pooling, self.seed = dim, name, padding_idx, pooling, seed
         self.initializer = initializer or Uniform(-0.05, 0.05)
         self.num_embeddings = num_embeddings
         self.entry, self.shrink = checked_policies(entry, shrink, num_embeddings)
         self.weight_bounds = checked_bounds(weight_bounds)
-        self.first_values: np.ndarray[Any, Any] | None = None  # of a converted torch embedding
         self.weight = torch.nn.Parameter(torch.empty(0, dim))
+        self.is_converted = False  # it was an embedding of torch's
         self.path = ""  # in its model, once it is part of a distributed one
-        self._engine: Lookups | None = None
+
+    @property
+    def _engine(self) -> Lookups | None:
+        engine: Lookups | None = self.table_rows.engine
+        return engine
 
     def bind(self, engine: Lookups) -> None:
-        self._engine = engine
+        """For all embeddings of the table, copies included."""
+        self.table_rows.engine = engine
 
     def forward(self, ids: Ids, offsets: torch.Tensor | None = None) -> torch.Tensor:
         if self._engine is None or self.name is None:

@@ -128,6 +128,10 @@ class Engine:
         self._own.end_step()
         return taken
 
+    def end_step(self) -> None:
+        """Rows and gradients that this thread has are of no use from now on."""
+        self._own.end_step()
+
     def drop_gradients(self) -> None:
         self._own.drop_gradients()
 

@@ -16,6 +16,7 @@ from torchfleet.worker.lookup.conversion import sparse_embeddings
 from torchfleet.worker.lookup.dense_group import BytesGroup, DenseGroup, FixedGroup, Kept
 from torchfleet.worker.lookup.embedding import SparseEmbedding
 from torchfleet.worker.lookup.optimizer_rules import kept_rule_of, row_rule_of, rule_of, rule_text
+from torchfleet.worker.row_state.table_rows import without_rows
 
 
 @dataclass
@@ -86,9 +87,8 @@ class Plan:
         for name, sparse in self.sparse.items():
             size = "any id" if sparse.spec.kind == "sparse" else f"{sparse.spec.size:,} ids"
             first = sparse.spec.initializer
-            start = (
-                "worker 0" if sparse.modules[0].first_values is not None else f"{first.name}({first.a:g}, {first.b:g})"
-            )
+            is_given = sparse.modules[0].table_rows.first_values is not None
+            start = "worker 0" if is_given else f"{first.name}({first.a:g}, {first.b:g})"
             lines.append(
                 (
                     name,
@@ -159,7 +159,8 @@ def _fixed_groups(model: torch.nn.Module, trained: set[int], num_servers: int) -
     groups: list[DenseGroup] = []
     floats = [name for name, tensor in kept.items() if tensor.dtype == torch.float32]
     # Buffers that no state_dict has, such as those made anew from others, are no part of a model.
-    saved = set(model.state_dict())
+    with without_rows():
+        saved = set(model.state_dict())
     others = [name for name, tensor in kept.items() if tensor.dtype != torch.float32 and name in saved]
     _check_kept({name: kept[name] for name in (*floats, *others)})
     if floats:
@@ -184,7 +185,9 @@ def _check_kept(tensors: dict[str, torch.Tensor]) -> None:
 
 def _refuse_extra_state(model: torch.nn.Module) -> None:
     """What a module's get_extra_state adds is neither parameter nor buffer: it would be lost in silence."""
-    for name, value in model.state_dict().items():
+    with without_rows():
+        state = model.state_dict()
+    for name, value in state.items():
         if name.endswith("_extra_state") and isinstance(value, torch.Tensor):
             raise ModelError(
                 f"'{name}' comes from get_extra_state, and only parameters and buffers are saved: hold the tensor "

@@ -14,7 +14,7 @@ import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,6 +164,20 @@ class Communicator(ABC):
     def stop(self) -> None:
         """Flush, and end whatever runs beside training."""
         self.flush()
+
+    def own_rows(self, table: str) -> Iterator[tuple[Keys, Floats]]:
+        """Rows that this worker trains in the place of the servers', some at a time; none in most modes."""
+        return iter(())
+
+    def check_loading(self) -> None:  # noqa: B027  (most modes take what is loaded)
+        """Raise ModelError if a state cannot be loaded in this mode."""
+
+    def hand_over(self) -> None:
+        """Flush, and keep back nothing that this worker has learned."""
+        self.flush()
+
+    def begin_anew(self, tables: Collection[str]) -> None:  # noqa: B027  (most modes keep no values of their own)
+        """The servers were given other values: the rows of these tables, and all dense values, which the model has."""
 
     def stats(self) -> dict[str, Any]:
         """Times in milliseconds per step that the training thread waited."""

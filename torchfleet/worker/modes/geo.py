@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -54,15 +54,15 @@ class Geo(Communicator):
         self.alone = self._alone = threading.RLock()
         self._k_steps, self._num_workers = k_steps, num_workers
         self._step_dense = step_dense
-        specs = {
+        self._specs = {
             name: msgspec.structs.replace(group.spec, kind="sparse", size=0, shard=0, num_shards=1)
             for name, group in plan.sparse.items()
         }
-        limit = max_table_bytes()
-        self._local = {name: SparseTable(spec, limit) for name, spec in specs.items()}
-        self._base = {name: SparseTable(spec, limit) for name, spec in specs.items()}
-        self._dense_base = {group.spec.name: group.values() for group in plan.dense}
-        self._touched: dict[str, list[Keys]] = {name: [] for name in specs}
+        self._local: dict[str, SparseTable] = {}
+        self._base: dict[str, SparseTable] = {}
+        self._dense_base: dict[str, Floats] = {}
+        self._touched: dict[str, list[Keys]] = {}
+        self._begin_with_none(self._specs)
         self._out: queue.Queue[Deltas | None] = queue.Queue(1)
         self._back: queue.Queue[Changed | None] = queue.Queue()  # None: the thread has ended
         self._under_way = False
@@ -70,6 +70,30 @@ class Geo(Communicator):
         self._thread = BackgroundThreads(
             [self._carry], "the exchange with the servers failed", on_end=lambda: self._back.put(None)
         )
+
+    def _begin_with_none(self, tables: Collection[str]) -> None:
+        """No row of these tables is here, and the model has the servers' dense values."""
+        limit = max_table_bytes()
+        for name in tables:
+            self._local[name], self._base[name] = (SparseTable(self._specs[name], limit) for _ in range(2))
+            self._touched[name] = []
+        self._dense_base = {group.spec.name: group.values() for group in self._plan.dense}
+
+    def own_rows(self, table: str) -> Iterator[tuple[Keys, Floats]]:
+        with self._alone:
+            local = self._local[table]
+            for keys, values, _ in local.chunks():
+                yield keys, values[:, : local.spec.dim]
+
+    def hand_over(self) -> None:
+        with self._alone:
+            self.flush()
+            self._send(share=1.0)
+            self._take_in(self._wait())
+
+    def begin_anew(self, tables: Collection[str]) -> None:
+        with self._alone:
+            self._begin_with_none(tables)
 
     def start(self) -> None:
         self._thread.start()
@@ -137,9 +161,7 @@ class Geo(Communicator):
     def stop(self) -> None:
         """Send what the divisions have left over, too: the sum of all exchanges that would still come."""
         try:
-            self.flush()
-            self._send(share=1.0)
-            self._take_in(self._wait())
+            self.hand_over()
         finally:
             self._out.put(None)
             self._thread.join(timeout=10)

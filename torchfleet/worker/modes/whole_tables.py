@@ -11,7 +11,7 @@ be lost, as among training threads themselves.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,11 @@ from torchfleet.errors import FleetError, ModelError
 from torchfleet.kernels.differences import fold_in, share_by_count, take_differences
 from torchfleet.net.wire import DELTA
 from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.shard import Floats
+from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.lookup.plan import Plan
 from torchfleet.worker.modes.communicator import Communicator, Gradients
 from torchfleet.worker.modes.table_copy import Counts, TableCopy
+from torchfleet.worker.row_state.table_rows import slices
 
 _ROWS_AT_ONCE = 1 << 13  # in one message: small enough that a server's other clients need not wait long
 _REST = np.float32(1e-3)  # what `share` leaves over counts as a change only if it is more
@@ -83,6 +84,15 @@ class WholeTables(Communicator):
         self._exchange(whole=False)
 
     settle = refresh = flush
+
+    def own_rows(self, table: str) -> Iterator[tuple[Keys, Floats]]:
+        return slices(None, self.values[table][:, : self._sizes[table][1]])
+
+    def check_loading(self) -> None:
+        raise ModelError(
+            "load_state_dict: this worker trains on the arrays of fleet.whole_tables(). Load before it is called, or "
+            "write into the arrays."
+        )
 
     def finish(self) -> None:
         """Flush, with differences sent whole: the servers have all that this worker has learned."""
