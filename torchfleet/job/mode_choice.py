@@ -7,8 +7,8 @@ from collections.abc import Callable
 from torchfleet.errors import FleetError, StrategyError
 from torchfleet.job.job_setup import JobSetup
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.worker.batch.sample_count import SampleCount
 from torchfleet.worker.client.client import Client
-from torchfleet.worker.lookup.sample_count import SampleCount
 from torchfleet.worker.modes.asynchronous import Async
 from torchfleet.worker.modes.bounded import Bounded
 from torchfleet.worker.modes.communicator import Communicator, Gathering, HalfAsync, Sync

@@ -176,6 +176,7 @@ class WorkerRole:
             "samples": self.engine.num_samples,
             "lookups": self.engine.num_lookups,
             "unforeseen_lookups": self.engine.foresight.num_unforeseen,
+            "unforeseen": self.engine.unforeseen(),
         }
         servers = self.client.stats()
         ages = ages_by_kind(table for server in servers for table in server["tables"].values())

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from torchfleet.worker.batch.batch_tensors import keys_of
 from torchfleet.worker.lookup.bags import split_slots
 from torchfleet.worker.lookup.batch_rows import BatchRows, PooledLookup
-from torchfleet.worker.lookup.foresight import keys_of
 
 NUM_SAMPLES, DIM = 50, 10
 

@@ -19,7 +19,8 @@ from support.scripts.slotted import ragged
 
 import torchfleet as fleet
 from torchfleet.errors import ModelError
-from torchfleet.worker.lookup.foresight import Foresight
+from torchfleet.worker.batch.foresight import Foresight
+from torchfleet.worker.batch.recipe import Replay
 
 IDS = [0, 1, -1, 2, 2**63 - 1, -(2**63), 2**32, 10**15, 7, 12]  # the oracle knows them by their places
 DIM = 3
@@ -371,18 +372,19 @@ def test_foresight_may_be_asked_while_another_thread_teaches_it() -> None:
     """Threads of one worker share it: here the other thread's lesson comes exactly in the middle of the question."""
     foresight = Foresight()
     ids = torch.arange(3)
-    foresight.learn({"a": ids}, "rows", [ids], None)
+    foresight.learn(Replay({"a": ids}), "rows", [ids], None, None)
 
     class Interrupted(dict[str, torch.Tensor]):
         def get(self, place: str, default: Any = None) -> Any:
             assert place == "a"
             other = torch.arange(3)
-            foresight.learn({f"other {len(foresight.ways)}": other}, "rows", [other], None)
-            foresight.learn({place: self[place]}, f"table {len(foresight.ways)}", [self[place]], None)
+            others = {f"other {len(foresight.ways)}": other}
+            foresight.learn(Replay(others), "rows", [other], None, None)
+            foresight.learn(Replay({place: self[place]}), f"table {len(foresight.ways)}", [self[place]], None, None)
             return super().get(place, default)
 
-    found = foresight.keys(Interrupted(a=ids))
-    assert found["rows"][0].tolist() == [0, 1, 2]
+    found = foresight.keys(Replay(Interrupted(a=ids)))
+    assert found["rows"].keys.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("how", ["positional", "keyword", "slot"])

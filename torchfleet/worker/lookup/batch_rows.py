@@ -13,10 +13,10 @@ from torchfleet.kernels import lookup
 from torchfleet.kernels.merge import SALT, unique_places
 from torchfleet.kernels.rows import gather
 from torchfleet.tables.rows.row_statistics import NUM_PUSHED
+from torchfleet.worker.batch.batch_tensors import Stamp
 from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.lookup.bags import Bags
 from torchfleet.worker.lookup.device_copies import host_tensor, to_device, to_host
-from torchfleet.worker.lookup.foresight import Stamp
 
 Index = npt.NDArray[np.int32]
 
@@ -32,6 +32,7 @@ class BatchRows:
         self.versions: list[float] = []
         self._places: npt.NDArray[np.int32] = np.zeros(16, np.int32)
         self._inverse: Index = np.empty(0, np.int32)
+        self._expected: Keys = self.keys  # as they came, where no stamp tells
         self._stamp: Stamp | None = None
         self._grads: Floats | None = None
         self._touched: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
@@ -40,10 +41,16 @@ class BatchRows:
     def expect(self, keys: Keys, stamp: Stamp | None) -> None:
         """Begin with these keys, which may repeat; the distinct ones are `keys`, whose values the caller will set.
 
-        `stamp` tells a lookup that asks for exactly these ids, in this order: its index is known already.
+        `stamp` tells a lookup that asks for exactly these ids, in this order: its index is known already. Without one
+        `keys` are compared, and stay as they are.
         """
         self.keys, self._inverse, self._places = unique_places(keys)
-        self._stamp = stamp
+        self._expected, self._stamp = (keys if stamp is None else self._expected), stamp
+
+    def expect_as(self, others: BatchRows) -> None:
+        """Begin with the keys of another table's rows, which have just begun."""
+        self.keys, self._inverse, self._places = others.keys, others._inverse, others._places
+        self._expected, self._stamp = others._expected, others._stamp
 
     def known_index(self, stamp: Stamp | None) -> Index | None:
         """The index of a lookup for exactly the ids that were expected; None for any other."""
@@ -55,6 +62,8 @@ class BatchRows:
 
     def find(self, keys: Keys) -> tuple[Index, Keys | None]:
         """(the place of each key among the rows, the distinct keys that have no row here, or None if all have one)."""
+        if len(keys) == len(self._expected) and np.array_equal(keys, self._expected):
+            return self._inverse, None
         index = np.empty(len(keys), np.int32)
         if not lookup.index_of(keys, self._places, self.keys, index, SALT):
             return index, None

@@ -17,9 +17,12 @@ import numpy as np
 import torch
 
 from torchfleet.kernels.merge import sum_by_key
+from torchfleet.worker.batch.batch_tensors import Stamp, stamp_of, tensors_of
+from torchfleet.worker.batch.foresight import Guess
+from torchfleet.worker.batch.recipe import Replay
+from torchfleet.worker.batch.recorder import Recorder
 from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.lookup.batch_rows import BatchRows
-from torchfleet.worker.lookup.foresight import Stamp, stamp_of, tensors_of
 from torchfleet.worker.lookup.sources import PullAhead
 
 
@@ -29,8 +32,15 @@ class Batch:
     Rows that were foreseen are pulled in one go at the first lookup, or before.
     """
 
-    def __init__(self, tensors: dict[str, torch.Tensor], foreseen: dict[str, BatchRows]) -> None:
-        self._tensors, self.foreseen = tensors, foreseen
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        replay: Replay,
+        foreseen: dict[str, BatchRows],
+        guesses: dict[str, list[Guess]],
+    ) -> None:
+        self._tensors, self._replay, self.foreseen, self.guesses = tensors, replay, foreseen, guesses
+        self.unforeseen: set[str] = set()  # tables that were asked for other ids than those
         self.rows: dict[tuple[str, bool], BatchRows] = {}  # by table and whether they were pulled for training
         self.under_way: list[tuple[bool, PullAhead]] = []
         self.is_entered = False  # the model was called with it: another call is another batch
@@ -48,6 +58,20 @@ class Batch:
             self._tensors.update(tensors_of(self._inputs, "call"))
             self._inputs = None
         return self._tensors
+
+    @property
+    def replay(self) -> Replay:
+        """Of its tensors, those of the model's call among them."""
+        return self._replay if self.tensors is self._replay.tensors else Replay(self.tensors)
+
+    def note_lookup(self, table: str, slots: Sequence[torch.Tensor], keys: Keys) -> None:
+        """Guesses about this table are compared with what is looked up: the keys of one slot after another."""
+        start = 0
+        for ids in slots if table in self.guesses else ():
+            own = keys[start : start + ids.numel()]
+            start += ids.numel()
+            for guess in self.guesses[table]:
+                guess.compare(own)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether this is a tensor of the batch, or a view of one."""
@@ -92,6 +116,7 @@ class Thread(threading.local):
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
+        self.recorder: Recorder | None = None  # of the model's call, if that is recorded
         self.pending: list[tuple[str, BatchRows]] = []  # gradients that wait for the step
         # Weak: a step may never come, and rows that no graph leads back to will not be asked for a gradient.
         self._step: dict[str, list[weakref.ref[BatchRows]]] = {}
@@ -100,6 +125,11 @@ class Thread(threading.local):
     def tensors(self) -> dict[str, torch.Tensor]:
         """Those of the batch; none outside of one."""
         return {} if self.batch is None else self.batch.tensors
+
+    def end_recording(self) -> None:
+        if self.recorder is not None:
+            self.recorder.end()
+            self.recorder = None
 
     def leave(self) -> None:
         """The model's call has ended: what it pulled for training stays with the step, and nothing else stays."""

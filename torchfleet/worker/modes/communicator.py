@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchfleet.net.wire import DENSE_BACK, GATHER, SYNC, VERSIONS
+from torchfleet.worker.batch.sample_count import SampleCount
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.future import Dense, Future
 from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.lookup.plan import Plan
-from torchfleet.worker.lookup.sample_count import SampleCount
 from torchfleet.worker.lookup.sources import PullAhead, TimedPull
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchfleet.worker.lookup.foresight import tensors_of, told_samples
+from torchfleet.worker.batch.batch_tensors import tensors_of, told_samples
 
 
 class SampleCount:

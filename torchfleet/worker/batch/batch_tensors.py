@@ -1,0 +1,95 @@
+"""The tensors of a batch, and ids as keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchfleet.errors import ModelError
+from torchfleet.worker.client.shard import Keys, as_keys
+
+Stamp = tuple[Any, ...]
+
+
+def keys_of(slots: Sequence[torch.Tensor]) -> Keys:
+    """The ids of one slot after another as keys; where they lie so in memory, as they lie."""
+    first = slots[0]
+    if len(slots) > 1 and first.dtype == torch.int64 and not first.is_cuda:
+        place, total = first.data_ptr(), 0
+        for ids in slots:
+            if ids.data_ptr() != place + 8 * total or ids.dtype != torch.int64 or not ids.is_contiguous():
+                break
+            total += ids.numel()
+        else:
+            room = first.untyped_storage().nbytes() // 8 - first.storage_offset()
+            if total <= room:  # one piece of memory, and not two that happen to be neighbours
+                return as_keys(first.detach().as_strided((total,), (1,)).numpy())
+    keys = [as_keys(ids.detach().cpu().numpy()) for ids in slots]
+    return keys[0] if len(keys) == 1 else np.concatenate(keys)
+
+
+def stamp_of(slots: Sequence[torch.Tensor]) -> Stamp:
+    """Ids with one stamp, while one of the tensors is still held, are the same: torch counts changes in place."""
+    return tuple([(ids.data_ptr(), ids.shape, ids.stride(), ids._version) for ids in slots])
+
+
+def num_samples(inputs: Any) -> int:
+    """How many samples a model is called with: what a batch or slot says of itself, or the first tensor's length."""
+    told = told_samples(inputs)
+    return next((len(tensor) for _, tensor in tensors_of(inputs) if tensor.dim()), 0) if told is None else told
+
+
+def told_samples(inputs: Any) -> int | None:
+    """What the first batch or slot among a model's inputs says of itself; None if none of them does."""
+    if hasattr(inputs, "num_samples"):
+        return int(inputs.num_samples)
+    if hasattr(inputs, "offsets"):
+        return len(inputs.offsets)
+    if isinstance(inputs, Mapping):
+        inputs = list(inputs.values())
+    if isinstance(inputs, (list, tuple)):
+        for value in inputs:
+            if hasattr(value, "num_samples") or isinstance(value, (list, tuple, Mapping)):
+                told = told_samples(value)
+                if told is not None:
+                    return told
+    return None
+
+
+def is_no_padding(keys: Keys, padding_idx: int) -> npt.NDArray[np.bool_]:
+    is_real: npt.NDArray[np.bool_] = keys != np.int64(padding_idx).astype(np.uint64)
+    return is_real
+
+
+def tensors_of(batch: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a batch, however nested, with the place they stand in."""
+    if isinstance(batch, torch.Tensor):
+        yield place, batch
+    elif isinstance(batch, Mapping):
+        for name, value in batch.items():
+            yield from tensors_of(value, f"{place}.{name}")
+    elif isinstance(batch, (list, tuple)):
+        for i, value in enumerate(batch):
+            yield from tensors_of(value, f"{place}[{i}]")
+
+
+def values_of_slot(batch: Mapping[str, torch.Tensor], name: str, num: int, table: str) -> npt.NDArray[np.float32]:
+    """One number per sample, from the tensor of this name in the batch."""
+    found = [tensor for place, tensor in batch.items() if place.endswith(f".{name}")]
+    if not found:
+        names = sorted({place.rpartition(".")[2] for place in batch if "." in place})
+        raise ModelError(
+            f"table '{table}' keeps statistics from slot '{name}' (ShowClickEntry), and the batch has "
+            f"{', '.join(names) or 'no names'}. Train from a dataset, or over fleet.prefetch(loader) with batches that "
+            "are dicts: the model alone does not see such slots."
+        )
+    values = found[0].detach().cpu()
+    if values.numel() != num:
+        raise ModelError(
+            f"slot '{name}' of table '{table}' must have one number per sample: {num} samples, {values.numel()} numbers"
+        )
+    return np.ascontiguousarray(values.reshape(-1).to(torch.float32).numpy())

@@ -1,0 +1,48 @@
+"""Windows on a batch's tensors: the same columns of every batch, however they were taken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Window:
+    """A window on a tensor whose first dimension is the batch, or the tensor as it is (`sizes` None)."""
+
+    offset: int = 0
+    sizes: tuple[int, ...] | None = None
+    strides: tuple[int, ...] = ()
+    base_strides: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, part: torch.Tensor, base: torch.Tensor) -> Window | None:
+        """What `part` is of `base`, which has the same memory; None if it is something else."""
+        if not part.numel():
+            return None  # slots of a batch share their memory, and empty ones their place in it
+        offset = part.storage_offset() - base.storage_offset()
+        if part.shape == base.shape and part.stride() == base.stride() and not offset:
+            return cls()
+        if not part.dim() or not base.dim() or part.size(0) != base.size(0):
+            return None
+        if offset < 0 or offset + _extent(part) > _extent(base):
+            return None  # it lies in another slot
+        return cls(int(offset), tuple(part.shape[1:]), tuple(part.stride()), tuple(base.stride()))
+
+    def on(self, base: torch.Tensor) -> torch.Tensor | None:
+        """The same window on another batch's tensor, or None if that is laid out differently."""
+        if self.sizes is None:
+            return base
+        if not base.dim() or base.stride() != self.base_strides:
+            return None
+        sizes = (base.size(0), *self.sizes)
+        last = base.storage_offset() + self.offset + sum((n - 1) * s for n, s in zip(sizes, self.strides, strict=True))
+        if base.numel() == 0 or last >= base.untyped_storage().nbytes() // base.element_size():
+            return None
+        return base.as_strided(sizes, self.strides, base.storage_offset() + self.offset)
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Elements from its first one to its last one in memory."""
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
