@@ -23,6 +23,7 @@ def warm_up() -> None:
         dense = DenseTable(TableSpec("warm", "dense", size=2, rule=rule), _BYTES)
         dense.push(np.ones(2, np.float32))
     _warm_rows(TableSpec("warm", dim=16), keys)  # too wide for a packed map
+    _warm_rows(TableSpec("warm", "array", dim=2, size=1000), keys)  # without a map
     _warm_policies(keys)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.errors import TableError
+from torchfleet.kernels.key_ranges import all_below, all_of_shard, rows_in_use
 from torchfleet.tables.rows.keymap import Keys, Rows
 from torchfleet.tables.rows.memory import Memory
 from torchfleet.tables.settings.table_size import HOW_TO_SET
@@ -13,9 +14,8 @@ from torchfleet.tables.settings.table_size import HOW_TO_SET
 
 def check_range(keys: Keys, size: int, whose: str) -> None:
     """Raise TableError, with the first wrong id as it was given, unless all are ids from 0 up to `size`."""
-    is_wrong = keys >= np.uint64(size)
-    if is_wrong.any():
-        found = keys[is_wrong].view(np.int64)  # signed, as they were given
+    if not all_below(keys, np.uint64(size)):
+        found = keys[keys >= np.uint64(size)].view(np.int64)  # signed, as they were given
         others = f" and {len(found) - 1:,} more like it" if len(found) > 1 else ""
         raise TableError(
             f"{whose}: ids must be 0 to {size - 1:,}, as its declared size (num_embeddings) is {size:,}; found "
@@ -74,17 +74,14 @@ class KeyRange:
         if not len(keys):
             return
         check_range(keys, self._size, f"table '{self._table}'")
-        if self._num_shards > 1 and (keys % np.uint64(self._num_shards) != self._shard).any():
+        if self._num_shards > 1 and not all_of_shard(keys, np.uint64(self._shard), np.uint64(self._num_shards)):
             raise TableError(
                 f"ids of this server leave the remainder {self._shard} when divided by {self._num_shards}; found "
                 "others. All clients must use the same list of servers, in the same order."
             )
 
     def find(self, keys: Keys, rows: Rows, num_words: int) -> int:
-        rows[:] = keys // np.uint64(self._num_shards)
-        missing = ~self._in_use[rows]
-        rows[missing] = -1
-        return int(missing.sum())
+        return int(rows_in_use(keys, np.uint64(self._num_shards), self._in_use, rows))
 
     def insert_missing(self, keys: Keys, rows: Rows) -> Rows:
         rows[:] = keys // np.uint64(self._num_shards)
