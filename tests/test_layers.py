@@ -179,6 +179,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "fleet",
         "errors",
     },
+    "plain": {"worker/lookup", "worker/row_state", "fleet", "errors"},
     "online": {"data", "storage", "fleet", "metrics", "errors"},
     "word2vec": {
         "worker/lookup",

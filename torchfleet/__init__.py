@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         worker_num,
     )
     from torchfleet.infer import DistributedInfer, load_inference_model
+    from torchfleet.plain.to_plain import to_plain
     from torchfleet.role import PaddleCloudRoleMaker, UserDefinedRoleMaker
     from torchfleet.strategy.distributed_strategy import DistributedStrategy
     from torchfleet.strategy.execution import BuildStrategy, ExecutionStrategy
@@ -131,6 +132,7 @@ __all__ = [
     "split_files",
     "stats",
     "stop_worker",
+    "to_plain",
     "train_from_dataset",
     "util",
     "whole_tables",
@@ -165,6 +167,7 @@ _ELSEWHERE = {
     "device_guard": "collective.pipeline.stages",
     "hash_string": "data.reading.string_hash",
     "load_inference_model": "infer",
+    "to_plain": "plain.to_plain",
 }
 
 

@@ -115,6 +115,21 @@ def test_an_exported_table_has_every_row_to_the_bit(
 
 
 @pytest.mark.parametrize(("form", "read"), [("text", read_text), ("parquet", read_parquet)], ids=["text", "parquet"])
+def test_a_whole_model_is_exported_as_plain_files(
+    form: str, read: Any, model: str, values: np.ndarray, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plain"
+    assert command.main(["export", model, "--out", str(out), "--format", form]) == 0
+    found = json.loads((out / "model.json").read_text())
+    assert {path.name for path in out.iterdir()} == {"model.json", "parameters.safetensors", found["tables"][0]["file"]}
+    assert [(table["name"], table["rows"]) for table in found["tables"]] == [("items", len(KEYS))]
+    assert read(out / found["tables"][0]["file"]) == by_key(KEYS, values)
+    assert f"{len(KEYS)} rows of 'items'" in capsys.readouterr().out
+    assert command.main(["export", model, "--out", str(out)]) == 1
+    assert "expected a new or an empty folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("form", "read"), [("text", read_text), ("parquet", read_parquet)], ids=["text", "parquet"])
 @pytest.mark.parametrize("place", ["memory://rows", "memory://exports/{form}/rows", "file://{folder}/rows"])
 def test_a_table_is_exported_to_any_path_that_fsspec_opens(
     place: str, form: str, read: Any, model: str, values: np.ndarray, tmp_path: Path
@@ -307,7 +322,6 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_1(
         ["export", "m", "--table", "t"],
         ["export", "m", "t", "p", "--out", "p"],
         ["export", "m", "t", "--table", "t", "--out", "p"],
-        ["export", "m", "--out", "p", "--format", "text"],
         ["export", "m", "t", "p", "--format", "csv"],
         ["inspect", "m", "-x"],
         ["inspect", "m", "--top", "0"],

@@ -12,6 +12,7 @@ from torchfleet.checkpoint.chain import statistics_of
 from torchfleet.checkpoint.compaction import compact
 from torchfleet.checkpoint.export import FORMATS, export_table
 from torchfleet.checkpoint.manifest import read_manifest
+from torchfleet.checkpoint.model_export import DESCRIPTION, PARAMETERS, export_model
 from torchfleet.collective.checkpoint.collective_manifest import is_collective
 from torchfleet.commands.diff import diff
 from torchfleet.commands.inspect_collective import export_collective, inspect_collective
@@ -32,6 +33,7 @@ _EXAMPLES = """examples:
   fleet compact model/                                    a full save and its deltas become one full save
   fleet export model/ embedding rows.parquet              a table in a file that other programs read
   fleet export model/ --table embedding --out s3://bucket/rows.parquet
+  fleet export model/ --out plain/                        all of it in plain files: tables, parameters, model.json
   fleet export model/ --out model.safetensors             a collective model in one file
 
 A model is the folder that fleet.save, fleet.save_persistables or fleet.save_inference_model wrote to; any path that
@@ -113,31 +115,41 @@ def _compact(options: argparse.Namespace) -> int:
 
 
 def _what_to_export(options: argparse.Namespace) -> tuple[str, str]:
-    """(table, or "" for all of a collective model; where to)."""
+    """(table, or "" for all of the model; where to)."""
     is_named, has_place = bool(options.named_table), bool(options.table)
     if (is_named and not options.out) or bool(options.out) == has_place or has_place != bool(options.path):
-        options.usage_error("give --table TABLE --out FILE, or TABLE PATH; for a collective model --out FILE alone")
-    table = options.named_table or options.table
-    if not table and (options.format or options.with_state or options.with_statistics):
-        options.usage_error("--format, --with_state and --with_statistics are for tables: give --table as well")
-    return table, options.out or options.path
+        options.usage_error("give --table TABLE --out FILE, or TABLE PATH; for the whole model --out alone")
+    return options.named_table or options.table, options.out or options.path
 
 
 def _export(options: argparse.Namespace) -> int:
     table, path = _what_to_export(options)
-    if bool(table) == is_collective(options.model):
-        way = "--out FILE" if table else "--table TABLE --out FILE"
-        kind = "a collective model, which has no tables" if table else "a model with tables"
-        raise FleetError(f"{options.model} is {kind}: fleet export {options.model} {way}")
-    if not table:
+    if is_collective(options.model):
+        if table or options.format or options.with_state or options.with_statistics:
+            raise FleetError(
+                f"{options.model} is a collective model, which has no tables: fleet export {options.model} --out FILE"
+            )
         export_collective(options.model, path)
         return 0
+    if not table:
+        return _export_whole(options, path)
     form = options.format or FORMATS[0]
     num = export_table(options.model, table, path, form, options.with_state, options.with_statistics)
     print(f"{num:,} rows of '{table}' in {path}")
     if options.with_statistics:
         names = statistics_of(read_manifest(Storage(options.model)), table)
         print(f"statistics: {', '.join(names) or 'none are kept'}")
+    return 0
+
+
+def _export_whole(options: argparse.Namespace, folder: str) -> int:
+    progress = Progress("fleet export")
+    form = options.format or FORMATS[0]
+    made = export_model(options.model, folder, form, options.with_state, options.with_statistics, progress.show)
+    progress.end(f"done, in {folder}")
+    for table in made["tables"]:
+        print(f"{table['rows']:,} rows of '{table['name']}' in {table['file']}")
+    print(f"{len(made['parameters']):,} parameters and buffers in {PARAMETERS}; what is where in {DESCRIPTION}")
     return 0
 
 
@@ -235,17 +247,18 @@ def _add_compact(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     made = commands.add_parser(
         "export",
-        help="write a table, or a collective model, to one file that other programs read",
+        help="write a table, or a whole model, to files that other programs read",
         description="Rows of a sparse table. Parquet: columns key (int64) and values (list of float32). Text: lines "
-        "of `key v1 v2 ...` with nine digits, so that every float32 comes back. Of a collective model, with --out "
-        "alone: all parameters and buffers, in one safetensors file. The file may be on this machine, or at any URL "
-        "that fsspec opens (s3://bucket/rows.parquet).",
+        "of `key v1 v2 ...` with nine digits, so that every float32 comes back. With --out alone, the whole model: "
+        "a folder with a file for every table, parameters.safetensors, and model.json, which names them; of a "
+        "collective model one safetensors file. What is written may be on this machine, or at any URL that fsspec "
+        "opens (s3://bucket/rows.parquet).",
     )
     made.add_argument("model", help="a folder with a saved model")
     made.add_argument("table", nargs="?", default="")
     made.add_argument("path", nargs="?", default="", help="the file to write; it appears when it is complete")
     made.add_argument("--table", dest="named_table", metavar="TABLE", default="", help="the table, if --out is given")
-    made.add_argument("--out", metavar="FILE", default="", help="the file to write; it appears when it is complete")
+    made.add_argument("--out", metavar="PATH", default="", help="the file to write, or the folder for a whole model")
     made.add_argument("--format", choices=FORMATS, help="parquet (the default) or text")
     made.add_argument("--with_state", action="store_true", help="the optimizer's state behind the values")
     made.add_argument(

@@ -15,7 +15,7 @@ from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.lookup.engine import Engine
 from torchfleet.worker.lookup.plan import Plan
 from torchfleet.worker.modes.communicator import Communicator
-from torchfleet.worker.row_state.table_rows import NoTable, is_without_rows, slices
+from torchfleet.worker.row_state.table_rows import NoTable, slices
 from torchfleet.worker.row_state.whole_rows import WholeRows
 
 Place = tuple[torch.nn.Module, str]  # a tensor of the model: its module, and its name in there
@@ -115,7 +115,7 @@ class ModelState:
 
     def _freshen(self, module: torch.nn.Module) -> None:
         """Dense values with all steps of this worker in them."""
-        if module is self._model and not is_without_rows():
+        if module is self._model:
             self._servers.communicator().refresh()
 
     def _begin(

@@ -66,9 +66,9 @@ class TableRows:
         self.first_keys = None if rows.keys is None else np.array(rows.keys.numpy(), np.int64)
         self.first_values = np.array(rows.values.numpy(), np.float32)
 
-    def whole(self, spec: TableSpec) -> WholeRows:
-        """All rows: those of the servers, or the first ones before there are servers."""
-        return fetch(self.source or FirstRows(self), spec, self.padding)
+    def whole(self, spec: TableSpec, as_read: bool = False) -> WholeRows:
+        """All rows, as `fetch` gives them: those of the servers, or the first ones before there are servers."""
+        return fetch(self.source or FirstRows(self), spec, self.padding, as_read)
 
     def whole_for(self, spec: TableSpec, destination: Any) -> WholeRows:
         """As `whole`, once for all embeddings whose states go into the same `destination`."""

@@ -45,15 +45,22 @@ class RowSource(Protocol):
         ...
 
 
-def fetch(source: RowSource, spec: TableSpec, padding: int | None) -> WholeRows:
+def fetch(source: RowSource, spec: TableSpec, padding: int | None, as_read: bool = False) -> WholeRows:
     """All rows of a table, in memory of their own. Raises ModelError, before it begins, if they are too many for it.
 
-    With a declared size: a row for every id. One without a row on the servers has its first value, `padding` zeros.
+    With a declared size: a row for every id. One without a row on the servers has its first value, with which training
+    would begin, and `padding` zeros; `as_read`: zeros, as a prediction reads it.
     """
     num_rows = spec.size if spec.has_size else source.num_rows(spec.name)
     _check_memory(spec, num_rows)
     progress = Progress(f"rows of table '{spec.name}'")
-    rows = _sized(source, spec, padding, progress) if spec.has_size else _keyed(source, spec, num_rows, progress)
+    if not spec.has_size:
+        rows = _keyed(source, spec, num_rows, progress)
+    else:
+        values, has_row = _sized(source, spec, progress)
+        if not as_read:
+            _fill(spec, values, has_row, padding)
+        rows = WholeRows(None, torch.from_numpy(values))
     progress.end(f"{len(rows.values):,} are here")
     return rows
 
@@ -73,16 +80,16 @@ def first_rows(spec: TableSpec, keys: Keys) -> Floats:
     return SparseTable(plain, max_table_bytes()).pull(keys)
 
 
-def _sized(source: RowSource, spec: TableSpec, padding: int | None, progress: Progress) -> WholeRows:
-    values, has_row = np.empty((spec.size, spec.dim), np.float32), np.zeros(spec.size, np.bool_)
+def _sized(source: RowSource, spec: TableSpec, progress: Progress) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """(values by id, zeros where there is no row; which ids have one)."""
+    values, has_row = np.zeros((spec.size, spec.dim), np.float32), np.zeros(spec.size, np.bool_)
     done = 0
     for keys, some in source.walk(spec.name):
         values[keys.view(np.int64)] = some
         has_row[keys.view(np.int64)] = True
         done += len(keys)
         progress.show(f"{done:,} of {spec.size:,}")
-    _fill(spec, values, has_row, padding)
-    return WholeRows(None, torch.from_numpy(values))
+    return values, has_row
 
 
 def _fill(spec: TableSpec, values: Floats, has_row: npt.NDArray[np.bool_], padding: int | None) -> None:

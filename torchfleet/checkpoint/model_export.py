@@ -1,0 +1,123 @@
+"""Export of a whole model that servers saved: a folder of plain files, for programs that know nothing of torchfleet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.checkpoint.byte_words import to_bytes
+from torchfleet.checkpoint.export import FORMATS, export_table
+from torchfleet.checkpoint.manifest import Manifest, Parameter, Table, read_manifest
+from torchfleet.checkpoint.part_file import TensorEntry
+from torchfleet.checkpoint.part_reader import read_dense
+from torchfleet.checkpoint.part_writer import write_file
+from torchfleet.errors import CheckpointError
+from torchfleet.storage import Storage
+
+DESCRIPTION, PARAMETERS = "model.json", "parameters.safetensors"
+_ENDINGS = {"parquet": "parquet", "text": "txt"}
+# By torch's name: safetensors', and the bytes of a number.
+_TYPES = {
+    **{
+        "float32": ("F32", 4),
+        "float64": ("F64", 8),
+        "float16": ("F16", 2),
+        "bfloat16": ("BF16", 2),
+        "bool": ("BOOL", 1),
+    },
+    **{f"int{8 * size}": (f"I{8 * size}", size) for size in (1, 2, 4, 8)},
+    **{f"uint{8 * size}": (f"U{8 * size}", size) for size in (1, 2, 4, 8)},
+    **{"complex64": ("C64", 8), "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1)},
+}
+
+
+def export_model(
+    dirname: str,
+    out: str,
+    file_format: str = FORMATS[0],
+    with_state: bool = False,
+    with_statistics: bool = False,
+    show: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Write all of a model into the folder `out`, which must be new or empty; returns what `model.json` says of it.
+
+    parameters.safetensors has dense parameters and buffers by their names and in their own types; every table of rows
+    has a file, as `export_table` writes it; model.json, which is written last, names the files. `out` may be any path
+    that fsspec opens. `show` is called with each file's name before it is written.
+    """
+    storage, target = Storage(dirname), Storage(out)
+    manifest = read_manifest(storage)
+    _prepare(target)
+    tables = []
+    for table in manifest.tables:
+        if not table.is_dense:
+            name = f"{quote(table.name, safe='')}.{_ENDINGS[file_format]}"
+            show(name)
+            num = export_table(dirname, table.name, target.place(name), file_format, with_state, with_statistics)
+            tables.append(_described(table, name, num))
+    show(PARAMETERS)
+    parameters = _write_parameters(storage, manifest, target)
+    description = {"format": "torchfleet export", "version": 1, "save": manifest.save, "tables": tables}
+    description |= {"parameters": parameters, "extra": manifest.extra}
+    write_file(target, DESCRIPTION, [msgspec.json.format(msgspec.json.encode(description), indent=2)])
+    return description
+
+
+def _prepare(target: Storage) -> None:
+    if target.is_local:
+        try:
+            os.makedirs(target.path, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"export to {target.path}: {error}") from error
+    found = next(target.files(), None) or next(target.folders(), None)
+    if found is not None:
+        raise CheckpointError(
+            f"export to {target.path}: expected a new or an empty folder, found '{found}' in it. Give another one."
+        )
+
+
+def _described(table: Table, file: str, num_rows: int) -> dict[str, Any]:
+    """Ids without a row: those of a declared size begin with their first value, which seed and name lead to."""
+    size = {"num_embeddings": table.size} if table.size else {}
+    return {"name": table.name, "file": file, "dim": table.dim, "rows": num_rows, **size}
+
+
+def _write_parameters(storage: Storage, manifest: Manifest, target: Storage) -> list[str]:
+    """The names of the tensors. One table's block is in memory at a time while it is taken apart."""
+    entries: dict[str, TensorEntry] = {}
+    blocks: list[npt.NDArray[np.uint8]] = []
+    at = 0
+    for table in manifest.tables:
+        values = read_dense(storage, manifest, table)[0] if table.is_dense else np.empty(0, np.float32)
+        for parameter in table.parameters:
+            data = _bytes(parameter, values[parameter.start : parameter.start + parameter.size])
+            name, _ = _type(parameter)
+            entries[parameter.name] = TensorEntry(name, parameter.shape, (at, at + len(data)))
+            blocks.append(data)
+            at += len(data)
+    header = msgspec.json.encode({"__metadata__": {"format": "pt"}, **entries})
+    header += b" " * (-len(header) % 8)  # so that what follows is aligned
+    write_file(target, PARAMETERS, [len(header).to_bytes(8, "little"), header, *(block.data for block in blocks)])
+    return list(entries)
+
+
+def _bytes(parameter: Parameter, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
+    if parameter.dtype == "float32":
+        return np.ascontiguousarray(values).view(np.uint8)
+    num = int(np.prod(parameter.shape, dtype=np.int64))
+    return to_bytes(values, num * _type(parameter)[1], parameter.name)
+
+
+def _type(parameter: Parameter) -> tuple[str, int]:
+    if parameter.dtype not in _TYPES:
+        raise CheckpointError(
+            f"export: '{parameter.name}' is {parameter.dtype}, for which safetensors files have no name; they have "
+            f"{', '.join(_TYPES)}"
+        )
+    return _TYPES[parameter.dtype]

@@ -1,0 +1,101 @@
+"""What stands in the place of a SparseEmbedding in a plain model: called as it was, with its rows as a parameter.
+
+Only operations that torch.export and ONNX know, and no loop over data: what is traced once holds for other batches.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+
+class SlotLayer(torch.nn.Module):
+    """Ids of any shape to their rows; with offsets, a slot (values, offsets) or a list of slots, to one row per bag."""
+
+    def __init__(self, weight: torch.nn.Parameter, padding_idx: int | None, pooling: str) -> None:
+        super().__init__()
+        self.weight, self.padding_idx, self.pooling = weight, padding_idx, pooling
+
+    def forward(self, ids: Any, offsets: torch.Tensor | None = None) -> torch.Tensor:
+        if offsets is not None:
+            return self._ragged(ids, offsets)
+        if isinstance(ids, torch.Tensor):
+            return self.rows(ids)
+        if isinstance(ids, tuple):
+            return self._ragged(*ids)
+        return torch.stack([self._slot(slot) for slot in ids], dim=1)
+
+    @abstractmethod
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """One row per id: shape (*ids.shape, dim). Padding is zeros."""
+
+    def _slot(self, slot: Any) -> torch.Tensor:
+        if not isinstance(slot, torch.Tensor):
+            return self._ragged(*slot)
+        rows = self.rows(slot)
+        if slot.dim() == 1:
+            return rows
+        return self._pooled(rows.sum(dim=1), self._is_real(slot).sum(dim=1))
+
+    def _ragged(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Which bag an id is in follows from how many bags begin at it or before it."""
+        ids = ids.reshape(-1)
+        begins = torch.zeros(ids.shape[0] + 1, dtype=torch.int64, device=ids.device)
+        begins = begins.scatter_add(0, offsets.long(), torch.ones_like(offsets, dtype=torch.int64))
+        bags = begins.cumsum(0)[:-1] - 1
+        rows, real = self.rows(ids), self._is_real(ids).long()
+        sums = torch.zeros(offsets.shape[0], rows.shape[1], dtype=rows.dtype, device=rows.device)
+        sums = sums.scatter_add(0, bags.unsqueeze(1).expand_as(rows), rows)
+        counts = torch.zeros(offsets.shape[0], dtype=torch.int64, device=rows.device).scatter_add(0, bags, real)
+        return self._pooled(sums, counts)
+
+    def _pooled(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return sums if self.pooling == "sum" else sums / counts.clamp(min=1).unsqueeze(1)
+
+    def _is_real(self, ids: torch.Tensor) -> torch.Tensor:
+        """Which ids are no padding."""
+        return torch.ones_like(ids, dtype=torch.bool) if self.padding_idx is None else ids != self.padding_idx
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, {self.weight.shape[1]}, padding_idx={self.padding_idx}, {self.pooling}"
+
+
+class SizedEmbedding(SlotLayer):
+    """Rows of the ids from 0 up to a size."""
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = F.embedding(ids.long(), self.weight)
+        return rows if self.padding_idx is None else rows * self._is_real(ids).unsqueeze(-1)
+
+
+class KeyedEmbedding(SlotLayer):
+    """Rows of any ids: `ids`, in rising order, has those that have a row, at its index. Others read as zeros.
+
+    A table without rows has one, of zeros, for the id 0.
+    """
+
+    ids: torch.Tensor
+
+    def __init__(
+        self, ids: torch.Tensor, weight: torch.nn.Parameter, padding_idx: int | None = None, pooling: str = "sum"
+    ) -> None:
+        super().__init__(weight, padding_idx, pooling)
+        self.register_buffer("ids", ids)
+
+    def index(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the index of each id, whether it has a row). ONNX has no searchsorted: by halves, for all ids at once."""
+        num = self.ids.shape[0]
+        at = torch.zeros_like(ids)
+        for bit in reversed(range(num.bit_length())):
+            further = at + (1 << bit)
+            is_before = self.ids[further.clamp(max=num - 1)] <= ids
+            at = torch.where((further < num) & is_before, further, at)
+        return at, self.ids[at] == ids
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        ids = ids.long()
+        at, has_row = self.index(ids)
+        return F.embedding(at, self.weight) * (has_row & self._is_real(ids)).unsqueeze(-1)
