@@ -1,4 +1,4 @@
-"""Columns of one block: where a model takes many of them, each with the same functions, the block is computed at once."""
+"""Columns of one block: where a model takes many of them, with the same functions each, all are computed at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchfleet.worker.batch.recipe import CannotReplay, Constant, Input, Node, Recipe, Replay, Result, in_nests
+from torchfleet.worker.batch.recipe import PLAIN, CannotReplay, Input, Node, Recipe, Replay, Result
 from torchfleet.worker.batch.window import Window
 from torchfleet.worker.client.shard import Keys, as_keys
 
@@ -38,12 +38,11 @@ def column_of(recipe: Recipe) -> Column | None:
     node: Node = recipe.root
     steps: list[tuple[Any, ...]] = []
     while isinstance(node, Result):
-        tensors: list[Node] = []
-        in_nests(lambda found: tensors.append(found) if isinstance(found, (Input, Constant, Result)) else None, node.args)
-        if not _is_each_number(node) or len(tensors) != 1 or tensors[0] is not node.args[0] or node.has_named_tensors:
+        first, *others = node.args
+        if not isinstance(first, (Input, Result)) or not _is_each_number(node):
             return None
-        steps.append((node.func, node.args[1:], tuple(node.kwargs.items())))
-        node = tensors[0]
+        steps.append((node.func, tuple(others), tuple(node.kwargs.items())))
+        node = first
     if not isinstance(node, Input) or not steps:
         return None
     window, width = node.window, (node.window.base_strides or (0,))[0]
@@ -54,9 +53,9 @@ def column_of(recipe: Recipe) -> Column | None:
 
 
 def _is_each_number(node: Result) -> bool:
-    func = node.func
-    is_known = torch.Tag.pointwise in func.tags or func._schema.name in _EACH_NUMBER
-    return is_known and node.output is None and "memory_format" not in node.kwargs
+    is_known = torch.Tag.pointwise in node.func.tags or node.func._schema.name in _EACH_NUMBER
+    others = (*node.args[1:], *node.kwargs.values())
+    return is_known and all(isinstance(value, PLAIN) for value in others) and "memory_format" not in node.kwargs
 
 
 def worth_it(columns: Iterable[Column]) -> set[Block]:

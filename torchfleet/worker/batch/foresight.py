@@ -65,7 +65,7 @@ class Guess:
         self.way, self.keys, self.is_right = way, keys, False
 
     def compare(self, keys: Keys) -> None:
-        self.is_right = self.is_right or np.array_equal(keys, self.keys)
+        self.is_right = self.is_right or (len(keys) == len(self.keys) and bool((keys == self.keys).all()))
 
 
 class Expected(NamedTuple):
@@ -222,7 +222,11 @@ def _leads_to(replay: Replay, recipe: Recipe, ids: torch.Tensor) -> bool:
 
 def _expected(slots: Sequence[tuple[Way, torch.Tensor | Keys]]) -> Expected:
     origin = tuple([(way.recipe, way.padding_idx) for way, _ in slots])
-    in_batch = [ids for way, ids in slots if way.padding_idx is None and not way.recipe.is_computed]
+    in_batch = [
+        ids
+        for way, ids in slots
+        if isinstance(ids, torch.Tensor) and way.padding_idx is None and not way.recipe.is_computed
+    ]
     if len(in_batch) == len(slots):
         return Expected(keys_of(in_batch), stamp_of(in_batch), origin, [])
     keys, guesses = [], []

@@ -17,7 +17,7 @@ import torch
 
 from torchfleet.worker.batch.window import Window
 
-_PLAIN = (bool, int, float, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+PLAIN = (bool, int, float, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _SLICE, _ARANGE = "aten::slice", "aten::arange"
 
 
@@ -48,7 +48,7 @@ class Result:
 
     @cached_property
     def has_named_tensors(self) -> bool:
-        return any(not isinstance(value, _PLAIN) for value in self.kwargs.values())
+        return any(not isinstance(value, PLAIN) for value in self.kwargs.values())
 
 
 Node = Input | Constant | Result
