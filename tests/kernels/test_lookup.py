@@ -50,13 +50,15 @@ def test_unpool_sums_as_numpy_does_in_the_same_order(dim: int, most: int, mean: 
     assert np.array_equal(sums[touched].view(np.uint32), expected[touched].view(np.uint32))
 
 
+@pytest.mark.parametrize("gap", [0, 5])
 @pytest.mark.parametrize("dim", [1, 3, 4, 10, 17])
-def test_add_rows_sums_as_numpy_does_in_the_same_order(dim: int) -> None:
+def test_add_rows_sums_as_numpy_does_in_the_same_order(dim: int, gap: int) -> None:
     rng = np.random.default_rng(dim)
     index, _ = bags(rng, 1)
-    grads = rng.standard_normal((len(index), dim)).astype(np.float32)
+    memory = rng.standard_normal((len(index), dim + gap)).astype(np.float32)
+    grads = memory[:, :dim]
     sums, touched = np.full((NUM_ROWS, dim), np.nan, np.float32), np.zeros(NUM_ROWS, np.bool_)
-    lookup.add_rows(grads.reshape(-1), dim, index, sums.reshape(-1), touched)
+    lookup.add_rows(memory.reshape(-1)[: memory.size - gap], dim, dim + gap, index, sums.reshape(-1), touched)
     for u in range(NUM_ROWS):
         own = grads[index == u]
         assert touched[u] == bool(len(own))

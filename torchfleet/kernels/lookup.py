@@ -29,14 +29,19 @@ def index_of(
 
 
 @kernel
-def add_rows(grads: np.ndarray, dim: int, index_N: np.ndarray, sums: np.ndarray, touched_U: np.ndarray) -> None:
-    """sums[index_N[i]] += grads[i], in the order of i; negative indices are passed over. Flat arrays of rows of dim."""
-    size = np.uint64(dim)
+def add_rows(
+    grads: np.ndarray, dim: int, stride: int, index_N: np.ndarray, sums: np.ndarray, touched_U: np.ndarray
+) -> None:
+    """sums[index_N[i]] += grads[i], in the order of i; negative indices are passed over. Flat arrays of rows of dim.
+
+    stride: how far it is in grads from one row's first number to the next one's.
+    """
+    size, stride = np.uint64(dim), np.uint64(stride)
     for i in range(len(index_N)):
         u = index_N[i]
         if u < 0:
             continue
-        to, source = np.uint64(u) * size, np.uint64(i) * size
+        to, source = np.uint64(u) * size, np.uint64(i) * stride
         _add(sums, to, grads, source, size, touched_U, u)
 
 

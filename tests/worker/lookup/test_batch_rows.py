@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from torchfleet.worker.batch.bags import split_slots
 from torchfleet.worker.batch.batch_tensors import keys_of
-from torchfleet.worker.lookup.bags import split_slots
-from torchfleet.worker.lookup.batch_rows import BatchRows, PooledLookup
+from torchfleet.worker.lookup.batch_rows import BatchRows
+from torchfleet.worker.lookup.row_functions import PooledLookup
 
 NUM_SAMPLES, DIM = 50, 10
 
@@ -29,7 +30,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def gradients(num_slots: int, arrange: Callable[[torch.Tensor], torch.Tensor], copy: bool) -> np.ndarray:
     """Of every key's row; `copy`: what comes back is first laid out anew, sample by sample."""
     rng = np.random.default_rng(num_slots)
-    slots, bags = split_slots(list(torch.from_numpy(rng.integers(0, 30, (num_slots, NUM_SAMPLES, 1)))), mean=False)
+    slots, bags = split_slots(list(torch.from_numpy(rng.integers(0, 30, (num_slots, NUM_SAMPLES, 1)))), "sum")
     rows = BatchRows(DIM, lambda rows: None)
     rows.expect(keys_of(slots), None)
     rows.values = rng.standard_normal((len(rows.keys), DIM)).astype(np.float32)
@@ -58,8 +59,8 @@ def test_gradients_are_those_of_torch_however_they_lie(layout: str, num_slots: i
 
 def test_offsets_of_equal_bags_are_made_once_and_those_of_others_anew() -> None:
     even = [torch.zeros(4, 2, dtype=torch.int64)] * 3
-    (_, first), (_, second) = split_slots(even, mean=False), split_slots(even, mean=True)
+    (_, first), (_, second) = split_slots(even, "sum"), split_slots(even, "mean")
     assert first.offsets is second.offsets
     assert first.offsets.tolist() == list(range(0, 25, 2))
-    _, other = split_slots([torch.zeros(4, 3, dtype=torch.int64)] * 2, mean=False)
+    _, other = split_slots([torch.zeros(4, 3, dtype=torch.int64)] * 2, "sum")
     assert other.offsets.tolist() == list(range(0, 25, 3))

@@ -142,7 +142,7 @@ def test_geo_pulls_only_rows_it_does_not_hold() -> None:
         assert servers.counts("PUSH") == [0, 0]
 
 
-def test_ids_computed_inside_forward_are_counted_as_unforeseen() -> None:
+def test_ids_computed_inside_forward_are_counted_as_unforeseen_until_they_were_right_once() -> None:
     def take(ids: torch.Tensor) -> list[torch.Tensor]:
         return [*columns(ids)[:-1], ids[:, 0] * 1000 + ids[:, 1]]
 
@@ -151,9 +151,9 @@ def test_ids_computed_inside_forward_are_counted_as_unforeseen() -> None:
         for step in range(5):
             pulls = servers.counts("PULL")[0]
             train(part, new_ids(step))
-            if step:
-                assert servers.counts("PULL")[0] == pulls + 2  # what was foreseen, and the computed ids
-        assert part.stats()["unforeseen_lookups"] == SLOTS + 4
+            if step:  # in the second step: what was foreseen, and the computed ids
+                assert servers.counts("PULL")[0] == pulls + (2 if step == 1 else 1)
+        assert part.stats()["unforeseen_lookups"] == SLOTS + 1
 
 
 def test_a_lookup_outside_the_model_is_counted_as_unforeseen_and_works() -> None:

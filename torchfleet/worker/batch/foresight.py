@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from torchfleet.worker.batch.batch_tensors import Stamp, is_no_padding, keys_of, stamp_of
+from torchfleet.worker.batch.columns import Block, Blocks, Column, column_of, worth_it
 from torchfleet.worker.batch.recipe import CannotReplay, Input, Recipe, Replay, Shelf
 from torchfleet.worker.batch.recorder import OUTSIDE, Recorder, Refusal
 from torchfleet.worker.batch.window import Window
@@ -51,6 +53,10 @@ class Way:
     is_new: bool = field(default=True, compare=False)  # of this call
     num_wrong: int = field(default=0, compare=False)  # calls in a row in which it led to none of the ids
 
+    @cached_property
+    def column(self) -> Column | None:
+        return column_of(self.recipe)
+
 
 class Guess:
     """The keys that a way expects of a batch, and whether they were looked up."""
@@ -59,7 +65,7 @@ class Guess:
         self.way, self.keys, self.is_right = way, keys, False
 
     def compare(self, keys: Keys) -> None:
-        self.is_right = self.is_right or np.array_equal(keys, self.keys)
+        self.is_right = self.is_right or (len(keys) == len(self.keys) and bool((keys == self.keys).all()))
 
 
 class Expected(NamedTuple):
@@ -78,6 +84,7 @@ class Foresight:
     ways: tuple[Way, ...] = ()  # replaced and never changed: other threads may be going through it
     num_unforeseen: int = 0
     reasons: dict[str, Refusal] = field(default_factory=dict)  # by table, of those whose ids are not foreseen
+    _blocks: set[Block] = field(default_factory=set)  # that are computed as a whole
     _shelf: Shelf = field(default_factory=Shelf)
     _is_wanted: bool = True  # a call is to be recorded
     _rest: int = 0  # calls until then
@@ -119,19 +126,24 @@ class Foresight:
 
     def keys(self, replay: Replay) -> dict[str, Expected]:
         """All ids that this batch is going to ask for, by table."""
-        found: dict[str, list[tuple[Way, torch.Tensor]]] = {}
+        found: dict[str, list[tuple[Way, torch.Tensor | Keys]]] = {}
+        blocks = Blocks(replay)
         for way in self.ways:
             if not way.is_awake:
                 continue
             try:
-                ids = replay.ids(way.recipe)
+                ids: torch.Tensor | Keys
+                if way.column is not None and way.column.block in self._blocks:
+                    ids = blocks.keys(way.column)
+                else:
+                    ids = replay.ids(way.recipe)
             except CannotReplay:
                 continue
             except Exception as error:  # whatever a function of torch has to say to this batch
                 way.is_awake = False
                 self.reasons[way.table] = Refusal(f"what was recorded failed with another batch: {error}", _GIVE_IT)
                 continue
-            if not ids.is_floating_point():
+            if not isinstance(ids, torch.Tensor) or not ids.is_floating_point():
                 found.setdefault(way.table, []).append((way, ids))
         return {table: _expected(slots) for table, slots in found.items()}
 
@@ -146,11 +158,17 @@ class Foresight:
                 way.num_wrong, way.is_new = way.num_wrong + (not way.is_new), False
                 if way.num_wrong >= _MOST_WRONG:
                     self.reasons[way.table] = CHANGING
-        self.ways = tuple(way for way in self.ways if way.num_wrong < _MOST_WRONG)
+        if any(way.num_wrong >= _MOST_WRONG for way in self.ways):
+            self._use(tuple(way for way in self.ways if way.num_wrong < _MOST_WRONG))
 
     def _add(self, way: Way) -> None:
         self.reasons.pop(way.table, None)
-        self.ways = self.ways if way in self.ways else (*self.ways, way)
+        if way not in self.ways:
+            self._use((*self.ways, way))
+
+    def _use(self, ways: tuple[Way, ...]) -> None:
+        self._blocks = worth_it(way.column for way in ways if way.column is not None)
+        self.ways = ways
 
     def _wake(self, replay: Replay, table: str, ids: torch.Tensor) -> bool:
         """Whether one of the ways that are asleep leads to these ids; it is used from now on."""
@@ -202,14 +220,18 @@ def _leads_to(replay: Replay, recipe: Recipe, ids: torch.Tensor) -> bool:
     return found.shape == ids.shape and bool((found == ids).all())
 
 
-def _expected(slots: Sequence[tuple[Way, torch.Tensor]]) -> Expected:
-    origin = tuple((way.recipe, way.padding_idx) for way, _ in slots)
-    if not any(way.padding_idx is not None or way.recipe.is_computed for way, _ in slots):
-        ids_only = [ids for _, ids in slots]
-        return Expected(keys_of(ids_only), stamp_of(ids_only), origin, [])
+def _expected(slots: Sequence[tuple[Way, torch.Tensor | Keys]]) -> Expected:
+    origin = tuple([(way.recipe, way.padding_idx) for way, _ in slots])
+    in_batch = [
+        ids
+        for way, ids in slots
+        if isinstance(ids, torch.Tensor) and way.padding_idx is None and not way.recipe.is_computed
+    ]
+    if len(in_batch) == len(slots):
+        return Expected(keys_of(in_batch), stamp_of(in_batch), origin, [])
     keys, guesses = [], []
     for way, ids in slots:
-        own = keys_of([ids])
+        own = keys_of([ids]) if isinstance(ids, torch.Tensor) else ids
         if way.recipe.is_computed:
             own = own if way.recipe.makes_memory else own.copy()
             guesses.append(Guess(way, own))

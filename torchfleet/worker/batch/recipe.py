@@ -7,14 +7,17 @@ hand. A recipe is a guess: whoever uses one compares it with what is looked up.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
 from torchfleet.worker.batch.window import Window
 
+PLAIN = (bool, int, float, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 _SLICE, _ARANGE = "aten::slice", "aten::arange"
 
 
@@ -43,6 +46,10 @@ class Result:
     output: int | None
     size: int  # of the graph that ends here, in functions
 
+    @cached_property
+    def has_named_tensors(self) -> bool:
+        return any(not isinstance(value, PLAIN) for value in self.kwargs.values())
+
 
 Node = Input | Constant | Result
 
@@ -59,7 +66,7 @@ class Recipe:
         """Whether it is more than a look at the batch's own memory."""
         return not isinstance(self.root, Input)
 
-    @property
+    @cached_property
     def makes_memory(self) -> bool:
         """Whether the ids lie in memory that nobody else has."""
         return isinstance(self.root, Result) and all(out.alias_info is None for out in self.root.func._schema.returns)
@@ -81,14 +88,18 @@ class Replay:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = tensors
-        self._done: dict[int, Any] = {}  # by node, which a recipe holds
+        self._done: dict[int, tuple[Node, Any]] = {}  # by the number of a node, which lives as long as it is in here
 
     def ids(self, recipe: Recipe) -> torch.Tensor:
         """The ids; any exception if they cannot be had from this batch."""
-        if isinstance(recipe.root, Input):
+        known = self._done.get(id(recipe.root))
+        if known is not None:
+            ids = known[1]
+        elif isinstance(recipe.root, Input):
             return self._input(recipe.root)
-        with torch.no_grad():
-            ids = self._value(recipe.root, self._sizes(recipe.shapes))
+        else:
+            with torch.no_grad():
+                ids = self._value(recipe.root, self._sizes(recipe.shapes))
         if not isinstance(ids, torch.Tensor) or ids.is_floating_point():
             raise CannotReplay("no whole numbers")
         return ids
@@ -124,17 +135,19 @@ class Replay:
     def _value(self, node: Node, sizes: Sizes | None) -> Any:
         if isinstance(node, Constant):
             return node.tensor
-        value = self._done.get(id(node))
-        if value is None:
-            value = self._input(node) if isinstance(node, Input) else self._result(node, sizes)
-            self._done[id(node)] = value
+        known = self._done.get(id(node))
+        if known is not None:
+            return known[1]
+        value = self._input(node) if isinstance(node, Input) else self._result(node, sizes)
+        self._done[id(node)] = node, value
         return value
 
     def _result(self, node: Result, sizes: Sizes | None) -> Any:
         def value(found: Any) -> Any:
             return self._value(found, sizes) if isinstance(found, (Input, Constant, Result)) else found
 
-        args, kwargs = in_nests(value, node.args), in_nests(value, node.kwargs)
+        args = tuple([in_nests(value, arg) if isinstance(arg, (list, tuple)) else value(arg) for arg in node.args])
+        kwargs = in_nests(value, node.kwargs) if node.has_named_tensors else node.kwargs
         out = node.func(*(args if sizes is None else _resized(node.func, args, sizes)), **kwargs)
         return out if node.output is None else out[node.output]
 
@@ -174,10 +187,10 @@ def _resized_list(shape: list[int], sizes: Sizes) -> list[int]:
 
 
 class Shelf:
-    """Nodes of all recipes, each once: recipes that begin alike share them."""
+    """Nodes of all recipes that somebody holds, each once: recipes that begin alike share them."""
 
     def __init__(self) -> None:
-        self._nodes: dict[Any, Node] = {}
+        self._nodes: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
 
     def put(self, node: Node) -> Node:
         """The node that stands for this one."""
@@ -194,7 +207,7 @@ def _key(node: Node) -> Any:
     if isinstance(node, Input):
         return node
     if isinstance(node, Constant):
-        return id(node.tensor)  # which the shelf holds
+        return id(node.tensor)  # which the node holds
     return node.func, _hashable(node.args), _hashable(node.kwargs), node.output
 
 

@@ -13,7 +13,7 @@ from torchfleet.worker.batch.window import Window
 
 _MOST_FUNCTIONS = 256  # of a recipe
 _MOST_TENSORS = 100_000  # of a recording
-_LIFT, _EMPTY = "aten::lift_fresh", ("aten::empty", "aten::new_empty")
+_SAME, _LIFT, _EMPTY = "aten::detach", "aten::lift_fresh", ("aten::empty", "aten::new_empty")
 
 
 class Refusal(NamedTuple):
@@ -103,6 +103,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     in_nests(self._note_change, value)
             in_nests(self._note_change, kwargs.get("out"))
+            return
+        if schema.name == _SAME:
+            self._put(out, self._mark(args[0]))
             return
         if schema.name == _LIFT:  # made of Python's numbers, or of numpy's memory
             inside = isinstance(out, torch.Tensor) and _storage(out) in self._inputs

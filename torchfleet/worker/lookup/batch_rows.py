@@ -9,14 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchfleet.kernels import lookup
+from torchfleet.kernels import lookup, pooling
 from torchfleet.kernels.merge import SALT, unique_places
-from torchfleet.kernels.rows import gather
 from torchfleet.tables.rows.row_statistics import NUM_PUSHED
+from torchfleet.worker.batch.bags import Bags
 from torchfleet.worker.batch.batch_tensors import Stamp
 from torchfleet.worker.client.shard import Floats, Keys
-from torchfleet.worker.lookup.bags import Bags
-from torchfleet.worker.lookup.device_copies import host_tensor, to_device, to_host
+from torchfleet.worker.lookup.device_copies import to_host
 
 Index = npt.NDArray[np.int32]
 
@@ -56,13 +55,17 @@ class BatchRows:
         """The index of a lookup for exactly the ids that were expected; None for any other."""
         return self._inverse if stamp is not None and stamp == self._stamp else None
 
+    @property
+    def has_stamp(self) -> bool:
+        return self._stamp is not None
+
     def forget_stamp(self) -> None:
         """The ids that were expected may be freed from now on, and others come to lie in their place."""
         self._stamp = None
 
     def find(self, keys: Keys) -> tuple[Index, Keys | None]:
         """(the place of each key among the rows, the distinct keys that have no row here, or None if all have one)."""
-        if len(keys) == len(self._expected) and np.array_equal(keys, self._expected):
+        if len(keys) == len(self._expected) and (keys == self._expected).all():
             return self._inverse, None
         index = np.empty(len(keys), np.int32)
         if not lookup.index_of(keys, self._places, self.keys, index, SALT):
@@ -109,14 +112,25 @@ class BatchRows:
             self._shows = np.zeros((len(self.keys), NUM_PUSHED), np.float32)
         lookup.add_shows(index, offsets, len(shows), by_slot, shows, clicks, self._shows)
 
-    def add(self, index: Index, grads: Floats) -> None:
-        lookup.add_rows(grads.reshape(-1), self.dim, index, self._sums(), self._touched)
+    def add(self, index: Index, grads: torch.Tensor) -> None:
+        """`grads`: shape (ids, dim)."""
+        flat, stride = _by_sample(grads.unsqueeze(1))
+        lookup.add_rows(flat, self.dim, stride, index, self._sums(), self._touched)
 
     def add_pooled(self, index: Index, bags: Bags, grads: torch.Tensor) -> None:
         """`grads`: shape (samples, slots, dim)."""
         flat, stride = _by_sample(grads)
-        offsets, num_slots, mean = bags
-        lookup.unpool(flat, self.dim, stride, index, offsets, num_slots, mean, self._sums(), self._touched)
+        is_mean, sums = bags.pooling == "mean", self._sums()
+        lookup.unpool(flat, self.dim, stride, index, bags.offsets, bags.num_slots, is_mean, sums, self._touched)
+
+    def add_weighted(self, index: Index, bags: Bags, weights: Floats, grads: Floats) -> None:
+        """`weights`: by id. `grads`: sample by sample, slot by slot."""
+        sums, offsets = self._sums(), bags.offsets
+        pooling.unpool_weighted(grads, self.dim, index, weights, offsets, bags.num_slots, sums, self._touched)
+
+    def add_largest(self, winners: Index, grads: Floats) -> None:
+        """`winners`: which row each number came from, -1 for none."""
+        pooling.unpool_max(grads, self.dim, winners, self._sums(), self._touched)
 
     def _sums(self) -> Floats:
         if self._grads is None:
@@ -124,40 +138,6 @@ class BatchRows:
             self._touched = np.zeros(len(self.keys), np.bool_)
             self._on_gradient(self)
         return self._grads.reshape(-1)
-
-
-class Lookup(torch.autograd.Function):
-    """Values of rows; backward leaves the gradients with the BatchRows. `weight` only ties it into the graph."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, rows: BatchRows, index: Index) -> torch.Tensor:
-        ctx.rows, ctx.index = rows, index
-        out = host_tensor((len(index), rows.dim), weight.device)
-        gather(rows.values.reshape(-1), rows.dim, 0, index, out.numpy())
-        return to_device(out, weight.device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
-        ctx.rows.add(ctx.index, to_host(grads[0]))
-        return None, None, None
-
-
-class PooledLookup(torch.autograd.Function):
-    """Sums or means of rows over bags: shape (samples, slots, dim)."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, rows: BatchRows, index: Index, bags: Bags) -> torch.Tensor:
-        ctx.rows, ctx.index, ctx.bags = rows, index, bags
-        shape = ((len(bags.offsets) - 1) // bags.num_slots, bags.num_slots, rows.dim)
-        out = host_tensor(shape, weight.device)
-        pooled = out.numpy().reshape(-1)
-        lookup.pool(rows.values.reshape(-1), rows.dim, index, bags.offsets, bags.num_slots, bags.mean, pooled)
-        return to_device(out, weight.device)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None, None]:
-        ctx.rows.add_pooled(ctx.index, ctx.bags, grads[0])
-        return None, None, None, None
 
 
 def with_padding(index: Index, is_real: npt.NDArray[np.bool_]) -> Index:

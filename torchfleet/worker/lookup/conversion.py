@@ -72,19 +72,23 @@ def _converted(module: torch.nn.Embedding | torch.nn.EmbeddingBag, path: str, ta
             f"'{path}': the row of padding_idx={padding} is not zero, and servers read it as zeros. Set it to zeros, "
             "or leave padding_idx out."
         )
-    for field, neutral in (("max_norm", None), ("scale_grad_by_freq", False)):
-        if getattr(module, field) != neutral:
-            raise ModelError(
-                f"'{path}': {field}={getattr(module, field)} is not supported on servers; leave it {neutral}"
-            )
+    if module.max_norm is not None:
+        raise ModelError(
+            f"'{path}': max_norm={module.max_norm} changes rows whenever they are read, and servers change them only "
+            "by updates. Leave it None; bound what updates make of a row, with fleet.nn.SparseEmbedding("
+            "weight_bounds=...), or add a penalty to the loss."
+        )
     kind = SparseEmbedding
     options: dict[str, Any] = {"name": table, "padding_idx": module.padding_idx}
     options["num_embeddings"] = module.num_embeddings
     if isinstance(module, torch.nn.EmbeddingBag):
-        if module.mode not in ("sum", "mean") or module.include_last_offset:
-            raise ModelError(f"'{path}': EmbeddingBag supports mode 'sum' and 'mean' without include_last_offset")
+        if module.mode == "max" and module.scale_grad_by_freq:
+            raise ModelError(f"'{path}': scale_grad_by_freq=True goes with mode 'sum' and 'mean', as in torch")
         kind, options["pooling"] = SparseEmbeddingBag, module.mode
     converted = kind(module.embedding_dim, **options)
+    converted.scale_grad_by_freq = module.scale_grad_by_freq
+    if isinstance(converted, SparseEmbeddingBag) and isinstance(module, torch.nn.EmbeddingBag):
+        converted.include_last_offset = module.include_last_offset
     converted.weight.requires_grad_(module.weight.requires_grad)
     converted.is_converted = True
     if path == table:  # others of the same weight begin with the rows of the first

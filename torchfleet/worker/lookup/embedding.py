@@ -10,7 +10,7 @@ import torch
 from torchfleet.errors import ModelError
 from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.tables.settings.spec import Initializer
-from torchfleet.worker.lookup.bags import Bags, split_slots
+from torchfleet.worker.batch.bags import Bags, split_slots
 from torchfleet.worker.lookup.embedding_settings import NO_BOUNDS, check_settings, checked_bounds, checked_policies
 from torchfleet.worker.lookup.initializers import Uniform
 from torchfleet.worker.row_state.embedding_state import EmbeddingState
@@ -40,10 +40,10 @@ class SparseEmbedding(EmbeddingState):
     """Rows of `dim` numbers for any 64-bit ids, held by the servers and created when an id is first seen.
 
     Called with ids of any shape it returns (*shape, dim). Called with `offsets` (as in torch.nn.EmbeddingBag: where
-    each bag starts), or with a slot of a dataset's batch, it returns one row per bag, the `pooling` ("sum" or "mean")
-    of its ids' rows; called with a list of n slots, (samples, n, dim). Modules with the same `name` share one table.
-    Ids equal to `padding_idx` read as zeros and learn nothing. With `num_embeddings` the ids are those from 0 up to it,
-    and the servers need no map to find their rows.
+    each bag starts), or with a slot of a dataset's batch, it returns one row per bag, the `pooling` ("sum", "mean" or
+    "max") of its ids' rows; called with a list of n slots, (samples, n, dim). Modules with the same `name` share one
+    table. Ids equal to `padding_idx` read as zeros and learn nothing. With `num_embeddings` the ids are those from 0
+    up to it, and the servers need no map to find their rows.
 
     `entry` says which ids get a row (fleet.CountFilterEntry and others, or a list of which all must admit), `shrink`
     which rows are dropped again (fleet.Shrink): docs/online.md.
@@ -60,6 +60,8 @@ class SparseEmbedding(EmbeddingState):
     group can give it a learning rate of its own. While the module is in eval mode, or under torch.no_grad(), ids
     without a row read as zeros and get none.
     """
+
+    scale_grad_by_freq = False  # as in the torch embedding that it was made from
 
     def __init__(
         self,
@@ -95,7 +97,9 @@ class SparseEmbedding(EmbeddingState):
         """For all embeddings of the table, copies included."""
         self.table_rows.engine = engine
 
-    def forward(self, ids: Ids, offsets: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, ids: Ids, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if self._engine is None or self.name is None:
             raise ModelError(
                 f"SparseEmbedding '{self.name}' is not connected to servers: call fleet.distributed_model, "
@@ -103,15 +107,32 @@ class SparseEmbedding(EmbeddingState):
             )
         create = self.training and torch.is_grad_enabled()
         if isinstance(ids, torch.Tensor) and offsets is None:
-            return self._engine.lookup(self.name, self.weight, ids, self.padding_idx, create)
+            self._check_weights(per_sample_weights, None)
+            out = self._engine.lookup(self.name, self.weight, ids, self.padding_idx, create)
+            return _scaled_by_freq(out, ids) if self.scale_grad_by_freq else out
         if offsets is not None:
             ids = (ids, offsets)
         is_single = isinstance(ids, tuple)  # (values, offsets); several slots are a list
         if not is_single and not isinstance(ids, list):
             raise ModelError(f"expected ids, a slot or a list of slots, found {type(ids).__name__}")
-        slots, bags = split_slots([ids] if is_single else list(ids), self.pooling == "mean")
+        self._check_weights(per_sample_weights, ids[0] if is_single else None)
+        slots, bags = split_slots([ids] if is_single else list(ids), self.pooling)
+        bags = bags._replace(weights=per_sample_weights, by_freq=self.scale_grad_by_freq)
         out = self._engine.pooled(self.name, self.weight, slots, bags, self.padding_idx, create)
         return out.squeeze(1) if is_single else out
+
+    def _check_weights(self, weights: torch.Tensor | None, ids: torch.Tensor | None) -> None:
+        """As in torch.nn.EmbeddingBag: one number per id of a bag, and sums only."""
+        if weights is None:
+            return
+        if self.pooling != "sum":
+            raise ModelError(f"'{self.path}': per_sample_weights go with sums, found pooling '{self.pooling}'")
+        if ids is None or weights.shape != ids.shape or not weights.is_floating_point():
+            found = f"{tuple(weights.shape)} {weights.dtype}"
+            bags = "bags" if ids is None else f"ids of shape {tuple(ids.shape)}"
+            raise ModelError(
+                f"'{self.path}': expected a float for each id of {bags} as per_sample_weights, found {found}"
+            )
 
     def extra_repr(self) -> str:
         size = "" if self.num_embeddings is None else f", num_embeddings={self.num_embeddings}"
@@ -122,9 +143,13 @@ class SparseEmbedding(EmbeddingState):
 class SparseEmbeddingBag(SparseEmbedding):
     """What torch.nn.EmbeddingBag(sparse=True) becomes: two-dimensional ids are bags of equal length."""
 
-    def forward(self, ids: Ids, offsets: torch.Tensor | None = None) -> torch.Tensor:
+    include_last_offset = False  # as in the torch embedding that it was made from
+
+    def forward(
+        self, ids: Ids, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if not isinstance(ids, torch.Tensor):
-            return super().forward(ids, offsets)
+            return super().forward(ids, offsets, per_sample_weights)
         if ids.dim() == 2:
             if offsets is not None:
                 raise ModelError(
@@ -133,4 +158,20 @@ class SparseEmbeddingBag(SparseEmbedding):
             offsets = torch.arange(0, ids.numel(), max(1, ids.size(1)))[: ids.size(0)]
         elif offsets is None:
             raise ModelError("EmbeddingBag: one-dimensional ids need offsets")
-        return super().forward(ids, offsets)
+        elif self.include_last_offset:
+            if not len(offsets) or int(offsets[-1]) != len(ids):
+                raise ModelError(
+                    f"'{self.path}': include_last_offset=True: the last offset must be the number of ids, {len(ids)}; "
+                    f"found {offsets.tolist()[-1:]}"
+                )
+            offsets = offsets[:-1]
+        return super().forward(ids, offsets, per_sample_weights)
+
+
+def _scaled_by_freq(out: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The rows, with gradients that are divided by how often their id appears."""
+    if out.requires_grad:
+        _, inverse, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+        scale = counts[inverse].unsqueeze(-1).to(out)
+        out.register_hook(lambda gradient: gradient / scale)  # type: ignore[no-untyped-call]
+    return out

@@ -30,8 +30,8 @@ def check_settings(
         check_whole_number("padding_idx", padding_idx, -_ID_LIMIT // 2, _ID_LIMIT - 1)
     if name is not None and not (isinstance(name, str) and 0 < len(name) <= 200):
         raise ModelError(f"SparseEmbedding(name=...): expected a text of 1 to 200 characters, found {name!r}")
-    if pooling not in ("sum", "mean"):
-        raise ModelError(f"SparseEmbedding: pooling must be 'sum' or 'mean', found {pooling!r}")
+    if pooling not in ("sum", "mean", "max"):
+        raise ModelError(f"SparseEmbedding: pooling must be 'sum', 'mean' or 'max', found {pooling!r}")
     if initializer is not None and not isinstance(initializer, Initializer):
         raise ModelError(
             "SparseEmbedding(initializer=...): expected fleet.nn.Uniform, Normal, TruncatedNormal or Constant, found "

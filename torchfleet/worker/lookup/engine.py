@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchfleet.worker.batch.bags import Bags
 from torchfleet.worker.batch.batch_tensors import is_no_padding, keys_of, stamp_of, values_of_slot
 from torchfleet.worker.batch.recipe import Replay
 from torchfleet.worker.batch.recorder import ROWS
 from torchfleet.worker.client.shard import Floats, Keys
-from torchfleet.worker.lookup.bags import Bags
-from torchfleet.worker.lookup.batch_rows import BatchRows, Index, Lookup, PooledLookup, with_padding
+from torchfleet.worker.lookup.batch_rows import BatchRows, Index, with_padding
 from torchfleet.worker.lookup.looking_ahead import LookingAhead
+from torchfleet.worker.lookup.row_functions import Lookup, pooled
 
 
 class Engine(LookingAhead):
@@ -45,8 +46,7 @@ class Engine(LookingAhead):
         if create and table in self._entries:
             num_samples = (len(bags.offsets) - 1) // bags.num_slots
             self._note_shows(table, rows, index, bags.offsets, num_samples, by_slot=True)
-        out: torch.Tensor = PooledLookup.apply(weight, rows, index, bags)  # type: ignore[no-untyped-call]
-        return self._given(_beside(out, weight, slots[0]))
+        return self._given(_beside(pooled(weight, rows, index, bags), weight, slots[0]))
 
     def take_gradients(self) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
         """Gradients of all lookups since the last call, summed per key, and how fresh their rows were.
@@ -97,7 +97,7 @@ class Engine(LookingAhead):
         self._receive()
         known = self._own.known(table, slots, create)
         for rows in known if padding_idx is None else []:
-            if (index := rows.known_index(stamp_of(slots))) is not None:
+            if rows.has_stamp and (index := rows.known_index(stamp_of(slots))) is not None:
                 return rows, index
         keys, batch = keys_of(slots), self._own.batch
         if batch is not None:

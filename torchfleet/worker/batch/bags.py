@@ -16,23 +16,25 @@ class Bags(NamedTuple):
 
     offsets: np.ndarray[Any, Any]
     num_slots: int
-    mean: bool
+    pooling: str = "sum"  # or "mean", or "max"
+    weights: torch.Tensor | None = None  # by id, for a sum
+    by_freq: bool = False  # gradients are divided by how often an id appears
 
 
-def split_slots(slots: list[Any], mean: bool) -> tuple[list[torch.Tensor], Bags]:
+def split_slots(slots: list[Any], pooling: str) -> tuple[list[torch.Tensor], Bags]:
     """(the ids of each slot, the bags that they make, one slot after another)."""
     first = slots[0] if slots else None
     if isinstance(first, torch.Tensor) and first.dim() == 2 and all(_is_like(slot, first) for slot in slots):
         total, width = len(slots) * first.numel(), max(1, first.size(1))
         if total:
-            return slots, Bags(_even_offsets(total, width), len(slots), mean)
+            return slots, Bags(_even_offsets(total, width), len(slots), pooling)
     pairs = [_bags(slot) for slot in slots]
     sizes = [len(starts) for _, starts in pairs]
     if not sizes or len(set(sizes)) > 1:
         raise ModelError(f"expected slots of one batch, found slots with {sizes} samples")
     ends = np.cumsum([0, *(ids.numel() for ids, _ in pairs)])
     starts = [starts + before for (_, starts), before in zip(pairs, ends[:-1], strict=True)]
-    return [ids for ids, _ in pairs], Bags(np.concatenate([*starts, ends[-1:]]), len(pairs), mean)
+    return [ids for ids, _ in pairs], Bags(np.concatenate([*starts, ends[-1:]]), len(pairs), pooling)
 
 
 @lru_cache(maxsize=16)
