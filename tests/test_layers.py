@@ -19,7 +19,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MOST_FILES = 16  # of one folder: what a reader takes in
 
 TABLES = {"tables", "tables/settings", "tables/rows"}
-WORKER = {"worker", "worker/client", "worker/lookup", "worker/modes"}
+WORKER = {"worker", "worker/client", "worker/weights", "worker/lookup", "worker/modes"}
 CORE = {
     "collective/world",
     "collective/local_tensors",
@@ -63,7 +63,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # workers
     "strategy": {"errors"},
     "worker/client": {*TABLES, "checkpoint", "net", "kernels", "errors"},
-    "worker/lookup": {*TABLES, "worker/client", "checkpoint", "kernels", "errors"},
+    "worker/weights": {"errors"},
+    "worker/lookup": {*TABLES, "worker/weights", "worker/client", "checkpoint", "kernels", "errors"},
     "worker/modes": {"strategy", *TABLES, "worker/client", "worker/lookup", "net", "kernels", "background", "errors"},
     "worker": {*TABLES, *WORKER, "checkpoint", "storage", "net", "kernels", "adoption", "background", "errors"},
     "data/samples": {"tables/rows", "kernels", "errors"},

@@ -15,6 +15,7 @@ from torchfleet.worker.finite_gradients import check_finite
 from torchfleet.worker.lookup.plan import Plan
 from torchfleet.worker.modes.communicator import Gradients
 from torchfleet.worker.modes.hybrid import rows_of
+from torchfleet.worker.scaled_gradients import unscaled
 
 if TYPE_CHECKING:  # servers make this optimizer too, and need no torch.distributed
     from torchfleet.hybrid.dense_network import DenseNetwork
@@ -37,6 +38,15 @@ class HybridOptimizer(DistributedOptimizer):
         loss = self._begin_step(closure)
         network, communicator = self._joined(), self.communicator
         self._pushed.check_options(self._user)
+        is_found_finite = unscaled(self)
+        if hasattr(self, "found_inf"):  # of a user's GradScaler; rows are each worker's own, and so is what it finds
+            is_found_finite = network.is_everywhere(is_found_finite)
+        if not is_found_finite:
+            self._bound()[0].take_gradients(self.plan.sparse)
+            communicator.skip_step(self._share)
+            network.skip_step()
+            self.after_step()
+            return loss
         gradients, number = self._take_gradients(), communicator.num_steps + 1
         scale = network.row_scale
         if scale == 1.0:  # else what is not finite is expected now and then: the step is skipped
@@ -50,6 +60,11 @@ class HybridOptimizer(DistributedOptimizer):
             communicator.step(gradients)
         self.after_step()
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """As that of DistributedOptimizer: whether to step is for all workers to agree on."""
+        return self._network is not None and self._network.num_workers > 1
 
     def _unscale(self, gradients: Gradients, scale: float) -> bool:
         """Divide in place; whether all are finite. What stands behind a row's gradient (shows, clicks) stays."""
@@ -69,8 +84,8 @@ class HybridOptimizer(DistributedOptimizer):
             super().zero_grad(set_to_none)
             return
         engine, communicator = self._bound()
-        engine.drop_gradients()
-        communicator.drop_gradients()
+        engine.drop_gradients(self.plan.sparse)
+        communicator.drop_gradients(self._share)
         self._network.optimizer.zero_grad(set_to_none)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

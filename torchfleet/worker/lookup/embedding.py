@@ -12,14 +12,19 @@ from torchfleet.errors import ModelError
 from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.tables.settings.spec import Initializer
 from torchfleet.worker.lookup.bags import Bags, split_slots
+from torchfleet.worker.lookup.current_batch import Thread
 from torchfleet.worker.lookup.embedding_settings import NO_BOUNDS, check_settings, checked_bounds, checked_policies
 from torchfleet.worker.lookup.initializers import Uniform
+from torchfleet.worker.weights.row_weight import RowWeight
 
 Ids = Any  # a tensor, a slot (values, offsets), or a list of slots
 
 
 class Lookups(Protocol):
     """Where a layer's rows come from: the engine of a worker, or the tables of a saved model."""
+
+    @property
+    def thread(self) -> Thread: ...
 
     def lookup(
         self, table: str, weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | None, create: bool
@@ -53,8 +58,9 @@ class SparseEmbedding(torch.nn.Module):
     servers add differences and make no updates: that is an error.
 
     `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
-    group can give it a learning rate of its own. While the module is in eval mode, or under torch.no_grad(), ids
-    without a row read as zeros and get none.
+    group can give it a learning rate of its own. Its `grad` holds the gradients that wait for the step. Computing with
+    it is an error; `batch_rows` gives the rows of a batch for terms of the loss. While the module is in eval mode, or
+    under torch.no_grad(), ids without a row read as zeros and get none.
     """
 
     def __init__(
@@ -78,35 +84,74 @@ class SparseEmbedding(torch.nn.Module):
         self.entry, self.shrink = checked_policies(entry, shrink, num_embeddings)
         self.weight_bounds = checked_bounds(weight_bounds)
         self.first_values: np.ndarray[Any, Any] | None = None  # of a converted torch embedding
-        self.weight = torch.nn.Parameter(torch.empty(0, dim))
+        self.weight: torch.nn.Parameter = RowWeight.empty(dim)
         self.path = ""  # in its model, once it is part of a distributed one
         self._engine: Lookups | None = None
 
+    def place(self, path: str) -> None:
+        """It is part of a distributed model now; its weight, which torch.save made a plain one, knows its table."""
+        self.path = path
+        if not isinstance(self.weight, RowWeight):
+            self.weight = RowWeight.take_place_of(self.weight)
+        self.row_weight.path, self.row_weight.table = path, self.name or ""
+
+    @property
+    def row_weight(self) -> RowWeight:
+        """`weight`, as what it is."""
+        assert isinstance(self.weight, RowWeight)
+        return self.weight
+
     def bind(self, engine: Lookups) -> None:
-        self._engine = engine
+        self._engine, self.row_weight.pending = engine, engine.thread
+
+    def batch_rows(self) -> torch.Tensor:
+        """The distinct rows that were looked up for training since the model was called: (rows, dim), differentiable.
+
+        For terms of a loss on rows: `loss + 1e-4 * embedding.batch_rows().square().sum()` is, in plain torch, the term
+        on weight[ids.unique()]. Call it after the lookups. Where parts of the model are called by themselves, the rows
+        are those since the last step. Modules of one table share them: ask one. In eval mode, and without gradients,
+        there are none.
+        """
+        if self._engine is None or self.name is None:
+            raise ModelError(_not_connected(self.name))
+        rows = self._engine.thread.batch_rows(self.name, self.weight)
+        if rows is None and self.training and torch.is_grad_enabled():
+            raise ModelError(
+                f"batch_rows() of table '{self.name}': no row was looked up for training since the last step. Call it "
+                "after the embedding, before backward."
+            )
+        return self.weight.new_empty(0, self.dim) if rows is None else rows
 
     def forward(self, ids: Ids, offsets: torch.Tensor | None = None) -> torch.Tensor:
         if self._engine is None or self.name is None:
-            raise ModelError(
-                f"SparseEmbedding '{self.name}' is not connected to servers: call fleet.distributed_model, "
-                "fleet.distributed_optimizer and fleet.init_worker before the model."
-            )
+            raise ModelError(_not_connected(self.name))
+        with torch._C.DisableTorchFunctionSubclass():  # the weight is asked for its device a few times
+            return self._looked_up(self._engine, self.name, ids, offsets)
+
+    def _looked_up(self, engine: Lookups, table: str, ids: Ids, offsets: torch.Tensor | None) -> torch.Tensor:
         create = self.training and torch.is_grad_enabled()
         if isinstance(ids, torch.Tensor) and offsets is None:
-            return self._engine.lookup(self.name, self.weight, ids, self.padding_idx, create)
+            return engine.lookup(table, self.weight, ids, self.padding_idx, create)
         if offsets is not None:
             ids = (ids, offsets)
         is_single = isinstance(ids, tuple)  # (values, offsets); several slots are a list
         if not is_single and not isinstance(ids, list):
             raise ModelError(f"expected ids, a slot or a list of slots, found {type(ids).__name__}")
         slots, bags = split_slots([ids] if is_single else list(ids), self.pooling == "mean")
-        out = self._engine.pooled(self.name, self.weight, slots, bags, self.padding_idx, create)
+        out = engine.pooled(table, self.weight, slots, bags, self.padding_idx, create)
         return out.squeeze(1) if is_single else out
 
     def extra_repr(self) -> str:
         size = "" if self.num_embeddings is None else f", num_embeddings={self.num_embeddings}"
         bounds = "" if self.weight_bounds == NO_BOUNDS else f", weight_bounds={self.weight_bounds}"
         return f"{self.dim}, name={self.name!r}{size}{bounds}"
+
+
+def _not_connected(name: str | None) -> str:
+    return (
+        f"SparseEmbedding '{name}' is not connected to servers: call fleet.distributed_model, "
+        "fleet.distributed_optimizer and fleet.init_worker before the model."
+    )
 
 
 class SparseEmbeddingBag(SparseEmbedding):

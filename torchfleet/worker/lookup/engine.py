@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -48,6 +48,11 @@ class Engine:
         self.agreed: Callable[[Iterable[Any]], Iterable[Any]] = lambda loader: loader  # batches that all workers have
         self.on_training: Callable[[], None] | None = None  # called before a lookup for training
 
+    @property
+    def thread(self) -> Thread:
+        """What the thread that asks is at."""
+        return self._own
+
     def use(self, source: Source) -> None:
         """Rows come from somewhere else from now on."""
         self._source = source
@@ -85,6 +90,7 @@ class Engine:
     def enter(self, inputs: Any) -> None:
         """The model is called with these inputs: a new batch, unless prefetch brought it."""
         self._count_samples(inputs)
+        self._own.begin_call()
         current = self._own.batch
         if current is None or current.is_entered or not any(current.holds(tensor) for _, tensor in tensors_of(inputs)):
             tensors = dict(tensors_of(inputs, "call"))
@@ -96,6 +102,8 @@ class Engine:
     ) -> torch.Tensor:
         """One row per id: shape (*ids.shape, dim)."""
         rows, index = self._find(table, [ids], padding_idx, create)
+        if create:
+            self._own.note_lookup(table, rows, index)
         if create and table in self._entries:
             num_samples = len(ids) if ids.dim() else 1
             self._note_shows(table, rows, index, np.arange(len(index) + 1), num_samples, by_slot=False)
@@ -113,23 +121,25 @@ class Engine:
     ) -> torch.Tensor:
         """One row per sample and slot, the sum or mean of its bag: shape (samples, slots, dim). `slots`: their ids."""
         rows, index = self._find(table, slots, padding_idx, create)
+        if create:
+            self._own.note_lookup(table, rows, index)
         if create and table in self._entries:
             num_samples = (len(bags.offsets) - 1) // bags.num_slots
             self._note_shows(table, rows, index, bags.offsets, num_samples, by_slot=True)
         out: torch.Tensor = PooledLookup.apply(weight, rows, index, bags)  # type: ignore[no-untyped-call]
         return _beside(out, weight, slots[0])
 
-    def take_gradients(self) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
-        """Gradients of all lookups since the last call, summed per key, and how fresh their rows were.
+    def take_gradients(self, tables: Collection[str]) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
+        """Gradients of all lookups in these tables since the last call, summed per key, and how fresh their rows were.
 
-        The step of this thread is over: its rows are not used again.
+        The step of this thread is over for these tables: their rows are not used again.
         """
-        taken = self._own.gradients(self._entries)
-        self._own.end_step()
+        taken = self._own.gradients(tables, self._entries)
+        self._own.end_step(tables)
         return taken
 
-    def drop_gradients(self) -> None:
-        self._own.drop_gradients()
+    def drop_gradients(self, tables: Collection[str]) -> None:
+        self._own.drop_gradients(tables)
 
     def _note_shows(
         self, table: str, rows: BatchRows, index: Index, offsets: Any, num_samples: int, by_slot: bool
