@@ -99,17 +99,9 @@ class DenseNetwork:
         self._together(_PARTS)
 
     @property
-    def row_scale(self) -> float:
-        """What gradients of rows must be divided by."""
-        scale = 1.0
-        for strategy in self._job.strategies:
-            scale *= strategy.row_scale()
-        return scale
-
-    def note_overflow(self) -> None:
-        """This worker's gradients of rows were not finite after the division."""
-        for strategy in self._job.strategies:
-            strategy.note_overflow()
+    def may_overflow(self) -> bool:
+        """Whether a strategy scales the loss, and skips a step whose gradients, of rows too, are not finite."""
+        return any(strategy.may_overflow for strategy in self._job.strategies)
 
     def owns_state(self, parameter: torch.Tensor) -> bool:
         """Whether this worker has the optimizer's state of a parameter."""

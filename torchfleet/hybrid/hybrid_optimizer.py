@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from torchfleet.errors import FleetError
-from torchfleet.kernels.rows import all_finite
 from torchfleet.worker.distributed_optimizer import DistributedOptimizer
 from torchfleet.worker.finite_gradients import check_finite
 from torchfleet.worker.lookup.plan import Plan
-from torchfleet.worker.modes.communicator import Gradients
 from torchfleet.worker.modes.hybrid import rows_of
 from torchfleet.worker.scaled_gradients import unscaled
 
@@ -48,15 +45,10 @@ class HybridOptimizer(DistributedOptimizer):
             self.after_step()
             return loss
         gradients, number = self._take_gradients(), communicator.num_steps + 1
-        scale = network.row_scale
-        if scale == 1.0:  # else what is not finite is expected now and then: the step is skipped
+        if not network.may_overflow:
             network.check_finite(number)
             check_finite(self._pushed, gradients, number)
-        is_finite = scale == 1.0 or self._unscale(gradients, scale)
-        if not is_finite:
-            network.note_overflow()
-        is_made = network.step()
-        if is_made and is_finite:
+        if network.step():
             communicator.step(gradients)
         self.after_step()
         return loss
@@ -65,14 +57,6 @@ class HybridOptimizer(DistributedOptimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """As that of DistributedOptimizer: whether to step is for all workers to agree on."""
         return self._network is not None and self._network.num_workers > 1
-
-    def _unscale(self, gradients: Gradients, scale: float) -> bool:
-        """Divide in place; whether all are finite. What stands behind a row's gradient (shows, clicks) stays."""
-        is_finite = True
-        for table, (_, grads) in gradients.sparse.items():
-            grads[:, : self.plan.sparse[table].spec.dim] *= np.float32(1.0 / scale)
-            is_finite &= bool(all_finite(np.ascontiguousarray(grads).reshape(-1).view(np.uint32)))
-        return is_finite
 
     def clip_grad_norm_(self, max_norm: float) -> None:
         """As that of collective training: the network's gradients of the coming step, at the right moment."""
