@@ -168,6 +168,16 @@ def test_a_step_that_overflows_is_skipped_for_rows_too() -> None:
         jobs.assert_equal_values(values(part), before)
 
 
+def test_a_scaler_of_torch_is_refused_where_several_workers_average_the_network() -> None:
+    with hybrid(jobs.sgd) as part:
+        part.optimizer._network._world.size = 2
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(jobs.loss_of(part.model, BATCHES[0])).backward()
+        with pytest.raises(StrategyError, match=r"GradScaler in hybrid.*DistributedStrategy\(amp=True\)"):
+            scaler.step(part.optimizer)
+        part.optimizer._network._world.size = 1
+
+
 def test_nothing_of_a_step_with_nan_is_sent_and_the_parameter_is_named() -> None:
     with hybrid(jobs.sgd) as part:
         before = values(part)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from torchfleet.collective.build import check_together
 from torchfleet.collective.collective_job import CollectiveJob, use_execution
@@ -123,18 +122,6 @@ class DenseNetwork:
     @property
     def num_workers(self) -> int:
         return self._world.size
-
-    def is_everywhere(self, is_so: bool) -> bool:
-        """Whether it is so on all workers, which ask this together."""
-        differs = torch.tensor([0.0 if is_so else 1.0], device=self._world.device)
-        if self._world.size > 1:
-            dist.all_reduce(differs, dist.ReduceOp.MAX)
-        return not bool(differs.item())
-
-    def skip_step(self) -> None:
-        """All workers leave this step out: gradients that were gathered for it are lost with it."""
-        self._num_calls = 0
-        self._model.zero_grad()
 
     def check_finite(self, step: int) -> None:
         """Raise TableError with the parameters whose gradients have NaN or infinity: the same ones on all workers."""

@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchfleet.errors import FleetError
+from torchfleet.errors import FleetError, StrategyError
 from torchfleet.worker.distributed_optimizer import DistributedOptimizer
 from torchfleet.worker.finite_gradients import check_finite
 from torchfleet.worker.lookup.plan import Plan
 from torchfleet.worker.modes.hybrid import rows_of
-from torchfleet.worker.scaled_gradients import unscaled
 
 if TYPE_CHECKING:  # servers make this optimizer too, and need no torch.distributed
     from torchfleet.hybrid.dense_network import DenseNetwork
@@ -35,15 +34,12 @@ class HybridOptimizer(DistributedOptimizer):
         loss = self._begin_step(closure)
         network, communicator = self._joined(), self.communicator
         self._pushed.check_options(self._user)
-        is_found_finite = unscaled(self)
-        if hasattr(self, "found_inf"):  # of a user's GradScaler; rows are each worker's own, and so is what it finds
-            is_found_finite = network.is_everywhere(is_found_finite)
-        if not is_found_finite:
-            self._bound()[0].take_gradients(self.plan.sparse)
-            communicator.skip_step(self._share)
-            network.skip_step()
-            self.after_step()
-            return loss
+        if hasattr(self, "found_inf"):  # a GradScaler has left it, which it does only where workers step together
+            raise StrategyError(
+                "torch.amp.GradScaler in hybrid training: each worker's scaler goes by its own rows, so that their "
+                "scales differ, and gradients of the network are averaged under one scale. Leave the scaler out and "
+                "use DistributedStrategy(amp=True), whose scale all workers share."
+            )
         gradients, number = self._take_gradients(), communicator.num_steps + 1
         if not network.may_overflow:
             network.check_finite(number)
@@ -55,7 +51,7 @@ class HybridOptimizer(DistributedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """As that of DistributedOptimizer: whether to step is for all workers to agree on."""
+        """As that of DistributedOptimizer. One worker alone may have a scaler; of several, `step` hears of it."""
         return self._network is not None and self._network.num_workers > 1
 
     def clip_grad_norm_(self, max_norm: float) -> None:
