@@ -19,7 +19,15 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MOST_FILES = 16  # of one folder: what a reader takes in
 
 TABLES = {"tables", "tables/settings", "tables/rows"}
-WORKER = {"worker", "worker/client", "worker/batch", "worker/row_state", "worker/lookup", "worker/modes"}
+WORKER = {
+    "worker",
+    "worker/client",
+    "worker/batch",
+    "worker/weights",
+    "worker/row_state",
+    "worker/lookup",
+    "worker/modes",
+}
 CORE = {
     "collective/world",
     "collective/local_tensors",
@@ -64,8 +72,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "strategy": {"errors"},
     "worker/client": {*TABLES, "checkpoint", "net", "kernels", "errors"},
     "worker/batch": {"worker/client", "errors"},
+    "worker/weights": {"errors"},
     "worker/row_state": {*TABLES, "worker/client", "monitor", "errors"},
-    "worker/lookup": {*TABLES, "worker/client", "worker/batch", "worker/row_state", "checkpoint", "kernels", "errors"},
+    "worker/lookup": {
+        *TABLES,
+        "worker/client",
+        "worker/batch",
+        "worker/weights",
+        "worker/row_state",
+        "checkpoint",
+        "kernels",
+        "errors",
+    },
     "worker/modes": {
         "strategy",
         *TABLES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 
@@ -86,11 +86,29 @@ def distributed_model(model: torch.nn.Module, strategy: DistributedStrategy | No
     return job.distribute_model(model)
 
 
+@overload
 def distributed_optimizer(
     optimizer: torch.optim.Optimizer, strategy: DistributedStrategy | None = None
-) -> AdoptedOptimizer:
+) -> AdoptedOptimizer: ...
+
+
+@overload
+def distributed_optimizer(
+    optimizer: Sequence[torch.optim.Optimizer], strategy: DistributedStrategy | None = None
+) -> list[AdoptedOptimizer]: ...
+
+
+def distributed_optimizer(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], strategy: DistributedStrategy | None = None
+) -> AdoptedOptimizer | list[AdoptedOptimizer]:
     """The optimizer with its updates on the servers (SGD, Adagrad, Adam, AdamW, SparseAdam), or with the collective
-    strategies around its step."""
+    strategies around its step.
+
+    With servers there may be several, given as a list or one after another, each with parameters of its own: say
+    SparseAdam for the embeddings and Adam for the rest. Each makes its own steps. Not in geo and hybrid training.
+    """
+    if isinstance(optimizer, (list, tuple)) and optimizer:
+        return [distributed_optimizer(one, strategy) for one in optimizer]
     job = _any_job()
     check_optimizer(optimizer)
     check_strategy(strategy, "fleet.distributed_optimizer")
@@ -210,7 +228,7 @@ def prefetch(loader: Iterable[Item]) -> Iterator[Item]:
 def train_from_dataset(
     model: Callable[[Batch], Any],
     dataset: Dataset,
-    optimizer: DistributedOptimizer,
+    optimizer: DistributedOptimizer | Sequence[DistributedOptimizer],
     loss_fn: Callable[[Any, Batch], torch.Tensor] | None = None,
     thread: int = 1,
     fetch_list: Sequence[str] | None = None,
@@ -223,10 +241,11 @@ def train_from_dataset(
     `loss_fn(output, batch)`.
     """
     worker = _get_worker()
-    if not isinstance(optimizer, DistributedOptimizer):
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if not optimizers or not all(isinstance(one, DistributedOptimizer) for one in optimizers):
         raise FleetError("train_from_dataset: give the optimizer that fleet.distributed_optimizer returned")
     report = Report("train", fetch_list, print_period, fetch_handler)
-    return train(as_step(model, loss_fn), dataset, optimizer, worker.engine, thread, report)
+    return train(as_step(model, loss_fn), dataset, optimizers, worker.engine, thread, report)
 
 
 def infer_from_dataset(

@@ -117,36 +117,49 @@ def as_step(model: Callable[[Batch], Any], loss_fn: Callable[[Any, Batch], torch
 
 
 def train(
-    step: Step, dataset: Dataset, optimizer: DistributedOptimizer, engine: Engine, num_threads: int, report: Report
+    step: Step,
+    dataset: Dataset,
+    optimizers: Sequence[DistributedOptimizer],
+    engine: Engine,
+    num_threads: int,
+    report: Report,
 ) -> Result:
     """One pass; `num_threads` threads train on batches of their own."""
     _check_threads(num_threads)
-    if num_threads > 1 and not optimizer.communicator.takes_threads:
+    communicator = optimizers[0].communicator
+    if num_threads > 1 and len(optimizers) > 1:
+        raise FleetError(
+            f"thread={num_threads}: a step of {len(optimizers)} optimizers is made in one thread. Use thread=1, or one "
+            "optimizer with a param group for each."
+        )
+    if num_threads > 1 and not communicator.takes_threads:
         raise FleetError(
             f"thread={num_threads}: in sync and hybrid mode, and with max_staleness, a worker makes one step at a "
             "time. Use thread=1 and more workers, or async, half_async or geo mode (strategy.a_sync=True)."
         )
 
-    optimizer.communicator.has_threads = num_threads > 1
+    communicator.has_threads = num_threads > 1
 
     def run(batches: Iterator[Batch]) -> None:
         for batch in engine.prefetch(batches):
-            optimizer.communicator.freshen()  # also where parts of the model are called by themselves
+            communicator.freshen()  # also where parts of the model are called by themselves
             values = step(batch)
             loss = _loss(values)
             if num_threads > 1:
-                optimizer.step_apart(loss)
+                optimizers[0].step_apart(loss)
             else:
                 loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                optimizer.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.step()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
             report.note(batch, values)
 
     try:
-        return _run_pass(dataset, run, num_threads, report, optimizer.communicator.leave_thread)
+        return _run_pass(dataset, run, num_threads, report, communicator.leave_thread)
     finally:
         if num_threads > 1:
-            optimizer.communicator.end_threads()
+            communicator.end_threads()
 
 
 def infer(

@@ -108,6 +108,21 @@ def test_an_update_equals_its_numpy_twin_to_the_bit(name, dim, offset, bounds):
     assert store[at, offset : offset + dim].max() <= bounds[1]
 
 
+@pytest.mark.parametrize("offset", [0, 2])
+@pytest.mark.parametrize("dim", DIMS)
+def test_decay_is_numpys_to_the_bit_and_touches_the_values_of_these_rows_alone(dim, offset):
+    rng = np.random.default_rng(dim)
+    store = make_store(rng, 30, dim, 1, offset)
+    before, at, grads = store.copy(), rng.permutation(30)[:13], rng.standard_normal((13, dim), np.float32)
+    values, found = slice(offset, offset + dim), np.empty_like(grads)
+    rows.add_decay(store.reshape(-1), store.shape[1], offset, at, grads, 0.3, found)
+    assert twins.same_bits(found, grads + np.float32(0.3) * before[at, values])
+    assert twins.same_bits(store, before)
+    rows.shrink(store.reshape(-1), store.shape[1], offset, at, dim, 0.9)
+    before[at, values] *= np.float32(0.9)
+    assert twins.same_bits(store, before)
+
+
 @pytest.mark.parametrize("name", UPDATES)
 def test_an_update_of_no_rows_changes_nothing(name):
     kernel, _, settings = UPDATES[name]

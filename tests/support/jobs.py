@@ -53,7 +53,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 Batch = dict[str, torch.Tensor]
 MakeModel = Callable[[], torch.nn.Module]
-MakeOptimizer = Callable[[torch.nn.Module], torch.optim.Optimizer]
+MakeOptimizer = Callable[[torch.nn.Module], Any]  # an optimizer, or a list of several
 
 
 def strategy(mode: str = "sync", rpc_timeout: float = SECONDS, **configs: Any) -> DistributedStrategy:
@@ -196,11 +196,13 @@ class Part:
 def make_part(
     make_model: MakeModel, make_optimizer: MakeOptimizer, settings: DistributedStrategy, info: RoleInfo
 ) -> Part:
-    """Model and optimizer of one process, not connected yet."""
+    """Model and optimizer, or a list of several, of one process, not connected yet."""
     torch.manual_seed(info.worker_index)
     job = ParameterServerJob(info, settings)
     model = job.distribute_model(make_model())
-    return Part(info.worker_index, model, job.distribute_optimizer(make_optimizer(model)), job)
+    made = make_optimizer(model)
+    several = [job.distribute_optimizer(one) for one in made] if isinstance(made, list) else None
+    return Part(info.worker_index, model, several or job.distribute_optimizer(made), job)
 
 
 def roles(num_workers: int, num_servers: int) -> list[RoleInfo]:

@@ -536,7 +536,8 @@ numbers = st.floats(-8, 8, width=16)
 
 
 class TableMachine(RuleBasedStateMachine):
-    """A table with SGD, and the same as a dict of float32 rows. All equalities are to the bit.
+    """A table with SGD, with and without weight decay, and the same as a dict of float32 rows. All equalities are to
+    the bit.
 
     The map under the table begins with two buckets and grows a little at a time, slowly, so that most operations meet
     a map that is being carried over.
@@ -556,10 +557,17 @@ class TableMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.patches.close()
 
-    @initialize(kind=st.sampled_from(["sparse", "wide", "array"]), seed=st.integers(0, 2**63 - 1))
-    def make(self, kind, seed) -> None:
+    @initialize(
+        kind=st.sampled_from(["sparse", "wide", "array"]),
+        seed=st.integers(0, 2**63 - 1),
+        decay=st.sampled_from([0.0, 0.2]),
+        is_decoupled=st.booleans(),
+    )
+    def make(self, kind, seed, decay, is_decoupled) -> None:
         self.size = 41 if kind == "array" else 0
-        fields = {"dim": self.dim, "rule": Rule("sgd", lr=self.lr), "initializer": UNIFORM, "seed": seed}
+        self.added, self.factor = (0.0, 1.0 - self.lr * decay) if is_decoupled else (decay, 1.0)
+        rule = Rule("sgd", lr=self.lr, weight_decay=decay, decoupled_decay=is_decoupled)
+        fields = {"dim": self.dim, "rule": rule, "initializer": UNIFORM, "seed": seed}
         self.table = make_indexed(kind, self.size, **fields)
         if kind != "array":
             twins.set_salt(self.table.index, 77)  # so that hypothesis sees the same table again
@@ -599,7 +607,9 @@ class TableMachine(RuleBasedStateMachine):
         self.table.push(keys, grads)
         self.step += 1
         for key, total in zip(*twins.sum_by_key(keys, grads), strict=True):
-            self.rows[int(key)] = self.row(int(key)) - np.float32(self.lr) * total
+            row = self.row(int(key)) * np.float32(self.factor)
+            total = total + np.float32(self.added) * row if self.added else total
+            self.rows[int(key)] = row - np.float32(self.lr) * total
 
     @rule(drawn=st.lists(any_keys, max_size=8), data=st.data())
     def add(self, drawn, data) -> None:

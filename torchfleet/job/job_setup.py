@@ -9,13 +9,13 @@ import torch
 
 from torchfleet.errors import FleetError, ModelError, StrategyError
 from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
-from torchfleet.role import RoleInfo
+from torchfleet.role import WORKER, RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.tables.rows.row_statistics import is_counted
 from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.worker.distributed_optimizer import DistributedOptimizer
 from torchfleet.worker.lookup.conversion import convert
-from torchfleet.worker.lookup.plan import Plan, make_plan
+from torchfleet.worker.lookup.plan import Plan, make_plan, make_share, whole_plan
 
 
 class JobSetup:
@@ -25,7 +25,8 @@ class JobSetup:
         self.info = info
         self.strategy = strategy
         self.model: torch.nn.Module | None = None
-        self.optimizer: DistributedOptimizer | None = None
+        self.optimizers: list[DistributedOptimizer] = []
+        self._plan: Plan | None = None  # once it is asked for: from then on there are no more optimizers
         self.global_schedulers: list[Any] = []  # that were given to distribute_scheduler
 
     def use(self, strategy: DistributedStrategy | None, user: str) -> None:
@@ -37,7 +38,8 @@ class JobSetup:
     def distribute_model(self, model: torch.nn.Module) -> torch.nn.Module:
         if self.model is not None:
             raise ModelError("fleet.distributed_model was called before: a job has one model")
-        self.model = convert(model)
+        is_first = self.info.role == WORKER and self.info.worker_index == 0
+        self.model = convert(model) if is_first else convert(model, tell=lambda line: None)
         return self.model
 
     def distribute_for_prediction(self) -> None:
@@ -50,25 +52,29 @@ class JobSetup:
         plan = make_plan(self.model, optimizer, self.info.num_servers)
         for group in plan.sparse.values():  # nothing is admitted, and nothing may be dropped while nobody trains
             group.spec = msgspec.structs.replace(group.spec, entry=AdmissionEntry(), shrink=Shrink())
-        self.optimizer = DistributedOptimizer(optimizer, plan)
+        self.optimizers, self._plan = [DistributedOptimizer(optimizer, plan)], plan
 
     def distribute_optimizer(self, optimizer: torch.optim.Optimizer) -> DistributedOptimizer:
         if self.model is None:
             raise ModelError("call fleet.distributed_model(model) before fleet.distributed_optimizer")
-        if self.optimizer is not None:
-            raise ModelError("fleet.distributed_optimizer was called before: a job has one optimizer")
+        if self._plan is not None:
+            raise ModelError("fleet.distributed_optimizer: the tables are made; give all optimizers before that")
         self.strategy = self.strategy or DistributedStrategy()
         self.strategy.freeze("fleet.distributed_optimizer")
         is_hybrid = self.strategy.mode == "hybrid"
-        plan = make_plan(self.model, optimizer, self.info.num_servers, steps_here=is_hybrid)
+        if self.optimizers:
+            _check_several(self.strategy)
+        shares = [other.plan for other in self.optimizers]
+        plan = make_share(self.model, optimizer, self.info.num_servers, is_hybrid, shares)
         if self.strategy.mode == "geo" and not isinstance(optimizer, torch.optim.SGD):
             raise StrategyError(
                 f"geo training (k_steps={self.strategy.a_sync_configs['k_steps']}) sums differences and works with SGD "
                 f"only, found {type(optimizer).__name__}. Use torch.optim.SGD, or k_steps=0 for async training."
             )
         _check_policies(plan, self.strategy.mode)
-        self.optimizer = HybridOptimizer(optimizer, plan) if is_hybrid else DistributedOptimizer(optimizer, plan)
-        return self.optimizer
+        made = HybridOptimizer(optimizer, plan) if is_hybrid else DistributedOptimizer(optimizer, plan, len(shares))
+        self.optimizers.append(made)
+        return made
 
     def distribute_scheduler(self, scheduler: Any) -> Any:
         """In geo training a step of the scheduler becomes as many as there are workers; else it stays as it is."""
@@ -90,9 +96,27 @@ class JobSetup:
 
     @property
     def plan(self) -> Plan:
-        if self.optimizer is None:
+        if self.model is None or not self.optimizers:
             raise FleetError("call fleet.distributed_model and fleet.distributed_optimizer before this")
-        return self.optimizer.plan
+        if self._plan is None:
+            shares = [optimizer.plan for optimizer in self.optimizers]
+            self._plan = whole_plan(self.model, shares, self.info.num_servers)
+        return self._plan
+
+
+def _check_several(strategy: DistributedStrategy) -> None:
+    """Each of several optimizers makes pushes of its own, with its own tables."""
+    configs = strategy.a_sync_configs
+    options = {"gather": configs.gather > 1, "max_staleness": configs.max_staleness > 0}
+    found = [f"a_sync_configs['{name}']={configs[name]}" for name, is_on in options.items() if is_on]
+    if strategy.mode in ("geo", "hybrid"):
+        found = [f"{strategy.mode} training"]
+    if found:
+        raise StrategyError(
+            f"{found[0]} counts the pushes of one optimizer, and fleet.distributed_optimizer got another one. Give one "
+            "optimizer with two param groups; where rows are to have another rule than the network, their group names "
+            "it: {'params': rows, 'row_rule': 'adam'}."
+        )
 
 
 def _check_policies(plan: Plan, mode: str) -> None:

@@ -26,7 +26,7 @@ def make_communicator(setup: JobSetup, client: Client, connect: Callable[[], Cli
     # Of waits for other workers: servers end them at sync_timeout and say who is missing; silent servers are given up.
     patience = strategy.sync_timeout + strategy.rpc_timeout
     if mode == "sync":
-        return Sync(client, plan, connect, patience, _samples(setup))
+        return Sync(client, plan, connect, patience, num_workers, _samples(setup))
     if mode == "half_async":
         return HalfAsync(client, plan, connect, _gathering(setup))
     if mode == "async" and configs.max_staleness:
@@ -35,8 +35,8 @@ def make_communicator(setup: JobSetup, client: Client, connect: Callable[[], Cli
         return Async(client, plan, connect, configs, _gathering(setup))
     if mode == "hybrid":
         return Hybrid(client, plan, connect, configs)
-    assert setup.optimizer is not None
-    return Geo(client, plan, connect, configs.k_steps, num_workers, setup.optimizer.step_locally)
+    (optimizer,) = setup.optimizers
+    return Geo(client, plan, connect, configs.k_steps, num_workers, optimizer.step_locally)
 
 
 def make_whole_tables(
@@ -85,7 +85,7 @@ def _samples(setup: JobSetup) -> SampleCount | None:
     strategy, info = _strategy(setup), setup.info
     has_mean = info.num_workers > 1 or strategy.a_sync_configs.gather > 1
     is_weighted = strategy.sync_mean == "samples" and has_mean
-    return SampleCount(setup.model, info.worker_index) if is_weighted else None
+    return SampleCount(setup.model, info.worker_index, len(setup.optimizers)) if is_weighted else None
 
 
 def _strategy(setup: JobSetup) -> DistributedStrategy:

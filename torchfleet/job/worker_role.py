@@ -55,8 +55,7 @@ class WorkerRole:
         self._setup, self.info, self._plan = setup, setup.info, setup.plan
         assert setup.strategy is not None
         assert setup.model is not None
-        assert setup.optimizer is not None
-        self.strategy, self.model, self._optimizer = setup.strategy, setup.model, setup.optimizer
+        self.strategy, self.model, self._optimizers = setup.strategy, setup.model, setup.optimizers
         self._local = self._local_server(dirname, var_names) if self.info.is_local else None
         self._keys = KeyFolder(self.info.key_dir) if self.info.key_dir else None
         self.client = self._connect()
@@ -123,7 +122,8 @@ class WorkerRole:
         self.communicator.stop()
         self.communicator = tables
         self.engine.use(tables)
-        self._optimizer.bind(self.engine, tables)
+        for optimizer in self._optimizers:
+            optimizer.bind(self.engine, tables)
         tables.start()
         return tables
 
@@ -167,7 +167,8 @@ class WorkerRole:
         self.client.close()
         self.engine.use(NoRows(LEFT))
         self._state.close(LEFT)
-        self._optimizer.unbind(LEFT)
+        for optimizer in self._optimizers:
+            optimizer.unbind(LEFT)
         return final
 
     def stats(self) -> dict[str, Any]:
@@ -220,17 +221,18 @@ class WorkerRole:
         return InProcess(server)
 
     def _hybrid_worker(self) -> HybridWorker | None:
-        if not isinstance(self._optimizer, HybridOptimizer):
+        optimizer = self._optimizers[0]
+        if not isinstance(optimizer, HybridOptimizer):
             return None
         from torchfleet.hybrid.hybrid_worker import HybridWorker  # torch.distributed is for those who need it
 
         with self.workers() as others:
-            return HybridWorker(self.model, self._optimizer, self.strategy, self.info, self.client, others.gather)
+            return HybridWorker(self.model, optimizer, self.strategy, self.info, self.client, others.gather)
 
     def _watch(self, wrapped: Sequence[Any]) -> ScheduleWatch | None:
         """Geo is the one mode in which a worker's steps are not those of the job."""
         is_geo = self.strategy.mode == "geo" and self.info.num_workers > 1
-        return ScheduleWatch(self._optimizer, self.info.num_workers, wrapped) if is_geo else None
+        return ScheduleWatch(self._optimizers[0], self.info.num_workers, wrapped) if is_geo else None
 
     def _bind(self) -> None:
         for group in self._plan.sparse.values():
@@ -243,8 +245,9 @@ class WorkerRole:
         )
         if self._hybrid is not None:
             self.engine.agreed, self.engine.on_training = self._hybrid.agreed, self._hybrid.begin_lookup
-        self._optimizer.bind(self.engine, self.communicator)
-        self._optimizer.after_step = self._step_made
+        for optimizer in self._optimizers:
+            optimizer.bind(self.engine, self.communicator)
+            optimizer.after_step = self._step_made
 
     def _model_state(self) -> ModelState:
         put_network = None if self._hybrid is None else self._hybrid.put_network

@@ -81,6 +81,35 @@ def scatter(store: np.ndarray, width: int, offset: int, rows_N: np.ndarray, valu
         copy_words(store, rows_N[i] * width + offset, values_NC, i * num_words, num_words)
 
 
+@kernel
+def add_decay(
+    store: np.ndarray,
+    width: int,
+    offset: int,
+    rows_N: np.ndarray,
+    grads_ND: np.ndarray,
+    decay: float,
+    out_ND: np.ndarray,
+) -> None:
+    """out ← g + decay w: the gradient of a loss with decay / 2 · |w|² added for these rows."""
+    num, dim = grads_ND.shape
+    factor = np.float32(decay)
+    for i in range(num):
+        w = rows_N[i] * width + offset
+        for d in range(dim):
+            out_ND[i, d] = grads_ND[i, d] + factor * store[w + d]
+
+
+@kernel
+def shrink(store: np.ndarray, width: int, offset: int, rows_N: np.ndarray, dim: int, factor: float) -> None:
+    """w ← factor w"""
+    shrunk = np.float32(factor)
+    for i in range(len(rows_N)):
+        w = rows_N[i] * width + offset
+        for d in range(dim):
+            store[w + d] *= shrunk
+
+
 @inlined
 def _bound(store: np.ndarray, w: np.uint64, dim: np.uint64, low: np.float32, high: np.float32) -> None:
     """In a loop of its own, for those who ask: inside an update it would take as long as the update."""

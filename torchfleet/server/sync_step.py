@@ -31,7 +31,8 @@ def close_sync_step(state: State) -> None:
     state.sync_step = {}
     per_worker = [list(push_sections(state, request)) for request in requests]
     try:
-        merged = [mean_section(list(same_table)) for same_table in zip(*per_worker, strict=True)]
+        pushed = [sections for sections in per_worker if sections]  # who sends none has no part in the step
+        merged = [mean_section(list(same_table)) for same_table in zip(*pushed, strict=True)]
         for table in state.tables.values():
             table.admit_waiting()
         for section in merged:

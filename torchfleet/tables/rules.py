@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from torchfleet.errors import TableError
 from torchfleet.kernels import dense_rules, rows
 from torchfleet.tables.settings.spec import MAX_FLOAT, RULES, Floats, RowRule, Rule
@@ -20,6 +22,22 @@ def learning_rate(rule: Rule, lr: float | None, step: int) -> float:
 def _decays(rule: Rule, rate: float) -> tuple[float, float]:
     """(what is added to a gradient per weight, what a weight is multiplied with): coupled and decoupled decay."""
     return (0.0, 1.0 - rate * rule.weight_decay) if rule.decoupled_decay else (rule.weight_decay, 1.0)
+
+
+def decayed(rule: Rule, store: Floats, layout: tuple[int, int], at: Any, grads: Floats, rate: float) -> Floats:
+    """The gradients for the rows numbered `at`, with coupled weight decay in them; decoupled decay has been applied.
+
+    Beside the rules: tables without decay, which are most, go the way that they have always gone.
+    """
+    if not rule.weight_decay:
+        return grads
+    decay, factor = _decays(rule, rate)
+    if rule.decoupled_decay:
+        rows.shrink(store, *layout, at, grads.shape[1], factor)
+        return grads
+    out = np.empty_like(grads)
+    rows.add_decay(store, *layout, at, grads, decay, out)
+    return out
 
 
 class Sgd(RowRule):

@@ -13,7 +13,7 @@ from torchfleet.tables import eviction
 from torchfleet.tables.rows.keymap import KeyMap, Keys, Rows
 from torchfleet.tables.rows.row_statistics import NUM_PUSHED, Columns, is_pushed
 from torchfleet.tables.rowstore import CHUNK, RowStore, check_block
-from torchfleet.tables.rules import learning_rate
+from torchfleet.tables.rules import decayed, learning_rate
 from torchfleet.tables.saved_rows import load_slice, save_slices
 from torchfleet.tables.settings.clock import Clock
 from torchfleet.tables.settings.policy import Shrink
@@ -120,6 +120,7 @@ class SparseTable(RowStore):
         row_rule, rate = rule.row_rule, learning_rate(rule, lr, self.step)
         pulled = self.index.recent.take(keys) if isinstance(self.index, KeyMap) else None
         if pulled is not None:
+            grads = decayed(rule, self.index.store, self._layout, pulled, grads, rate)
             row_rule.apply_to_rows(rule, self.index.store, self._layout, pulled, grads, rate, self.step)
             self._mark(pulled)
             return
@@ -129,6 +130,7 @@ class SparseTable(RowStore):
             chunk = grads[start : start + CHUNK]
             if self.admission is not None and len(at) and at.min() < 0:
                 at, chunk = at[at >= 0], chunk[at >= 0]  # not admitted: no update
+            chunk = decayed(rule, self.index.store, self._layout, at, chunk, rate)
             row_rule.apply_to_rows(rule, self.index.store, self._layout, at, chunk, rate, self.step)
             self._mark(at)
 

@@ -15,6 +15,8 @@ from torchfleet.worker.finite_gradients import check_finite
 from torchfleet.worker.lookup.engine import Engine
 from torchfleet.worker.lookup.plan import Plan
 from torchfleet.worker.modes.communicator import Communicator, Gradients
+from torchfleet.worker.scaled_gradients import unscaled
+from torchfleet.worker.weights.row_weight import RowWeight
 
 
 class DistributedOptimizer(AdoptedOptimizer):
@@ -23,9 +25,14 @@ class DistributedOptimizer(AdoptedOptimizer):
     Learning rates are read from the param groups at every step, so torch's schedulers work on it as they are.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan, share: int = 0) -> None:
+        """`share`: its number among the optimizers of the job; `plan` holds the tables of its own parameters."""
         super().__init__(optimizer)
         self.plan = self._pushed = plan
+        self._share = share
+        for group in plan.sparse.values():  # state of rows is with the servers; Adagrad makes some before
+            for module in group.modules:
+                optimizer.state.pop(module.weight, None)
         self._engine: Engine | None = None
         self._communicator: Communicator | None = None
         self._unbound = "optimizer.step() before fleet.init_worker(): there are no servers to send gradients to"
@@ -46,7 +53,7 @@ class DistributedOptimizer(AdoptedOptimizer):
         """
         own = [group["params"] for group in self._user.param_groups]
         for group in self._user.param_groups:
-            group["params"] = [self._twin(parameter) for parameter in group["params"]]
+            group["params"] = [self._twin(p) for p in group["params"] if not isinstance(p, RowWeight)]
         try:
             self._swap_state(to_twins=True)
             self._user.step()
@@ -78,9 +85,22 @@ class DistributedOptimizer(AdoptedOptimizer):
         loss = self._begin_step(closure)
         communicator = self.communicator
         self.plan.check_options(self._user)
-        communicator.step(self._gradients())
+        if unscaled(self):
+            communicator.step(self._gradients())
+        else:
+            self._bound()[0].take_gradients(self.plan.sparse)
+            communicator.skip_step(self._share)
         self.after_step()
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """To torch.amp.GradScaler: whether `step` is to be called for gradients that are not finite too.
+
+        Where all workers make a step together, one that has nothing to add must say so. Else it is as with any other
+        optimizer: the scaler divides what it finds in `.grad`, that of rows too, and leaves the step out.
+        """
+        return self._communicator is not None and self._communicator.steps_together
 
     @property
     def communicator(self) -> Communicator:
@@ -123,7 +143,7 @@ class DistributedOptimizer(AdoptedOptimizer):
     def _take_gradients(self, dense: Mapping[int, torch.Tensor | None] | None = None) -> Gradients:
         """As `_gradients`, whether they are finite or not."""
         engine, plan = self._bound()[0], self._pushed
-        sparse, versions = engine.take_gradients()
+        sparse, versions = engine.take_gradients(plan.sparse)
         for name, group in plan.sparse.items():  # a step counts for every table, also where no key was touched
             if name not in sparse:
                 width = group.spec.dim + NUM_PUSHED * is_pushed(group.spec)  # all workers push alike
@@ -131,7 +151,7 @@ class DistributedOptimizer(AdoptedOptimizer):
         sparse = {name: sparse[name] for name in plan.sparse}
         blocks = {group.spec.name: group.gradients(dense) for group in plan.dense}
         known = {name: seen for name, seen in versions.items() if seen}
-        return Gradients(sparse, known, blocks, plan.rates())
+        return Gradients(sparse, known, blocks, plan.rates(), share=self._share)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ModelError("add_param_group: the tables are made; add it before fleet.distributed_optimizer")
@@ -143,9 +163,9 @@ class DistributedOptimizer(AdoptedOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, those of sparse rows included."""
         if self._engine is not None:
-            self._engine.drop_gradients()
+            self._engine.drop_gradients(self.plan.sparse)
         if self._communicator is not None:
-            self._communicator.drop_gradients()
+            self._communicator.drop_gradients(self._share)
         if not set_to_none:
             super().zero_grad(set_to_none)
             return

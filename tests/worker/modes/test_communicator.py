@@ -352,29 +352,6 @@ def test_a_scheduler_made_before_on_the_inner_optimizer_reaches_the_servers(rule
     assert_equal_values(done.values(**TABLES), plainly_scheduled(rule), TOLERANCE)
 
 
-def test_gradient_clipping_acts_on_dense_parameters() -> None:
-    """With one worker, as in torch. Sparse parameters are empty on the worker and their .grad stays None: rows are
-    not clipped, on either side."""
-
-    def body(part: Part) -> None:
-        for batch in worker_batches(0, STEPS):
-            jobs.loss_of(part.model, batch).backward()
-            assert part.model.items.weight.grad is None
-            torch.nn.utils.clip_grad_norm_(part.model.parameters(), 0.1)
-            part.optimizer.step()
-            part.optimizer.zero_grad()
-
-    done = jobs.run(body, Net, fleet_optimizer("sgd", lr=0.5), num_servers=2)
-    _, model = alone_and_plain(Net)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for batch in worker_batches(0, STEPS):
-        jobs.loss_of(model, batch).backward()
-        torch.nn.utils.clip_grad_norm_(jobs.split_parameters(model)[0], 0.1)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert_equal_values(done.values(**TABLES), values_of(model), TOLERANCE)
-
-
 def test_gradients_of_two_backward_passes_add_up() -> None:
     def accumulate(model: torch.nn.Module, optimizers: list[Any], batches: list[jobs.Batch]) -> None:
         for first, second in zip(batches[::2], batches[1::2], strict=True):

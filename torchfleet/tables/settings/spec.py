@@ -40,8 +40,9 @@ def _expect(condition: bool, text: str) -> None:
 class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An optimizer as the servers run it. The fields are those of torch.optim's class of the same name.
 
-    `momentum`, `nesterov` and the weight decays act on dense tables only; a row that is touched now and then has no
-    "every step" at which they could act. `low` and `high` bound sparse weights after each update.
+    `momentum` and `nesterov` act on dense tables only; a row that is touched now and then has no "every step" at which
+    they could act. `weight_decay` acts on the rows that an update touches, and on all of a dense table. `low` and
+    `high` bound sparse weights after each update.
     """
 
     name: str = "sgd"
@@ -181,8 +182,7 @@ class TableSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             _expect(not self.rule.has_bounds, "rule.low/high are for sparse tables")
             _expect(self.initializer == Initializer(), "a dense table starts as zeros: set it with set_dense")
         else:
-            for field in ("momentum", "weight_decay"):
-                _expect(getattr(self.rule, field) == 0, f"rule.{field} is for dense tables; '{self.name}' is sparse")
+            _expect(self.rule.momentum == 0, f"rule.momentum is for dense tables; '{self.name}' is sparse")
 
     def _check_policies(self) -> None:
         if self.has_size:

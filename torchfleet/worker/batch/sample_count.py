@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from torchfleet.worker.batch.batch_tensors import tensors_of, told_samples
+
+
+@dataclass
+class Count:
+    """Samples since a step; whether the number of all of them is known."""
+
+    num: int = 0
+    is_known: bool = True
 
 
 class SampleCount:
@@ -17,24 +26,27 @@ class SampleCount:
     Calls without a backward pass (validation) do not count; those of several batches before one step do.
     """
 
-    def __init__(self, model: torch.nn.Module, worker: int) -> None:
+    def __init__(self, model: torch.nn.Module, worker: int, num_optimizers: int = 1) -> None:
+        """Counted for each of the optimizers, as each makes steps of its own."""
         self._worker = worker
         self._is_told = False
-        self.reset()
+        self._counts = [Count() for _ in range(num_optimizers)]
+        self._found = ""
         model.register_forward_hook(self._note_call, with_kwargs=True)
 
-    def reset(self) -> None:
-        self._num, self._is_known, self._found = 0, True, ""
+    def reset(self, share: int = 0) -> None:
+        """An optimizer's gradients are dropped, or handed over."""
+        self._counts[share] = Count()
 
-    def take(self, is_nothing: Callable[[], bool]) -> float | None:
-        """The number since the last call, or None if it is not known, and a line on stderr says so once.
+    def take(self, is_nothing: Callable[[], bool], share: int = 0) -> float | None:
+        """The number since an optimizer's last call, or None if it is not known, and a line on stderr says so once.
 
         `is_nothing`: whether the step has no gradient, so that no sample was to be noticed.
         """
-        num, is_known, found = self._num, self._is_known, self._found
-        self.reset()
-        if is_known and (num or is_nothing()):
-            return float(num)
+        count, found = self._counts[share], self._found
+        self.reset(share)
+        if count.is_known and (count.num or is_nothing()):
+            return float(count.num)
         if not self._is_told:
             self._is_told = True
             found = found or "the model was not called as model(batch)"
@@ -56,8 +68,9 @@ class SampleCount:
             nonlocal is_counted
             if not is_counted:  # once for a call, whichever of its outputs comes first
                 is_counted = True
-                self._is_known = self._is_known and num is not None
-                self._num += num or 0
+                for counted in self._counts:
+                    counted.is_known = counted.is_known and num is not None
+                    counted.num += num or 0
 
         for tensor in outputs:
             tensor.register_hook(count)  # type: ignore[no-untyped-call]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from torchfleet.kernels import lookup, pooling
-from torchfleet.kernels.merge import SALT, unique_places
+from torchfleet.kernels.merge import SALT, segment_sum, unique, unique_places
 from torchfleet.tables.rows.row_statistics import NUM_PUSHED
 from torchfleet.worker.batch.bags import Bags
 from torchfleet.worker.batch.batch_tensors import Stamp
@@ -103,8 +103,20 @@ class BatchRows:
             return self.keys, grads
         return self.keys[self._touched], grads[self._touched]
 
+    def whole_gradients(self) -> Floats:
+        """The gradients of all rows, (rows, dim), as they are kept: zeros for those that took no part."""
+        assert self._grads is not None
+        if not self._touched.all():
+            self._grads[~self._touched] = 0
+        return self._grads
+
     def drop_gradients(self) -> None:
         self._grads = self._shows = None
+
+    def take_gradients(self, keys: Keys, grads: Floats, shows: Floats | None, versions: list[float]) -> None:
+        """Be what these distinct keys leave to be pushed, and nothing else."""
+        self.keys, self.versions = keys, versions
+        self._grads, self._shows, self._touched = grads, shows, np.ones(len(keys), np.bool_)
 
     def note_shows(self, index: Index, offsets: npt.NDArray[Any], by_slot: bool, shows: Floats, clicks: Floats) -> None:
         """A lookup for training was made in samples with these shows and clicks."""
@@ -138,6 +150,24 @@ class BatchRows:
             self._touched = np.zeros(len(self.keys), np.bool_)
             self._on_gradient(self)
         return self._grads.reshape(-1)
+
+
+def merged(batches: Sequence[BatchRows]) -> BatchRows:
+    """What several lookups or batches have left to be pushed, summed per key. A slot is no amount: the last stands."""
+    found = [gradient for rows in batches if (gradient := rows.gradients()) is not None]
+    dim, width = batches[0].dim, max(grads.shape[1] for _, grads in found)  # eval mode notes no show, click and slot
+    wide = np.concatenate([np.pad(grads, ((0, 0), (0, width - grads.shape[1]))) for _, grads in found])
+    keys, inverse = unique(np.concatenate([keys for keys, _ in found]))
+    sums = np.empty((len(keys), width), np.float32)
+    segment_sum(wide, inverse, sums)
+    if width > dim:
+        sums[inverse, -1] = wide[:, -1]
+    known = [rows.versions for rows in batches if rows.versions]
+    together = BatchRows(dim, lambda rows: None)
+    shows = np.ascontiguousarray(sums[:, dim:]) if width > dim else None
+    versions = [min(seen) for seen in zip(*known, strict=True)]
+    together.take_gradients(keys, np.ascontiguousarray(sums[:, :dim]), shows, versions)
+    return together
 
 
 def with_padding(index: Index, is_real: npt.NDArray[np.bool_]) -> Index:

@@ -16,13 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchfleet.errors import ModelError
 from torchfleet.kernels.merge import sum_by_key
 from torchfleet.worker.batch.batch_tensors import Stamp, stamp_of, tensors_of
 from torchfleet.worker.batch.foresight import Guess
 from torchfleet.worker.batch.recipe import Replay
 from torchfleet.worker.batch.recorder import Recorder
 from torchfleet.worker.client.shard import Floats, Keys
-from torchfleet.worker.lookup.batch_rows import BatchRows
+from torchfleet.worker.lookup.batch_rows import BatchRows, Index, merged
+from torchfleet.worker.lookup.row_functions import Lookup
 from torchfleet.worker.lookup.sources import PullAhead
 
 
@@ -120,6 +122,30 @@ class Thread(threading.local):
         self.pending: list[tuple[str, BatchRows]] = []  # gradients that wait for the step
         # Weak: a step may never come, and rows that no graph leads back to will not be asked for a gradient.
         self._step: dict[str, list[weakref.ref[BatchRows]]] = {}
+        self._looked_up: dict[str, list[tuple[weakref.ref[BatchRows], Index]]] = {}  # for training, since the call
+
+    def begin_call(self) -> None:
+        """The model is called anew."""
+        self._looked_up.clear()
+
+    def note_lookup(self, table: str, rows: BatchRows, index: Index) -> None:
+        """A lookup for training was made of these places among the rows."""
+        self._looked_up.setdefault(table, []).append((weakref.ref(rows), index))
+
+    def batch_rows(self, table: str, weight: torch.Tensor) -> torch.Tensor | None:
+        """The distinct rows that were looked up for training, differentiable; None if there were none."""
+        places: dict[int, tuple[BatchRows, list[Index]]] = {}
+        for reference, index in self._looked_up.get(table, []):
+            if (rows := reference()) is not None:
+                places.setdefault(id(rows), (rows, []))[1].append(index)
+        parts, seen = [], np.empty(0, np.uint64)
+        for rows, indices in places.values():
+            index = np.unique(np.concatenate(indices))
+            index = index[index >= 0]  # padding has no row
+            index = index[~np.isin(rows.keys[index], seen)]
+            seen = np.concatenate([seen, rows.keys[index]])
+            parts.append(Lookup.apply(weight, rows, index))  # type: ignore[no-untyped-call]
+        return torch.cat(parts) if parts else None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -141,14 +167,41 @@ class Thread(threading.local):
                 self._keep_for_step(table, rows)
         batch.close()
 
-    def gradients(self, wide: Collection[str]) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
+    def gradient(self, table: str) -> torch.Tensor | None:
+        """What is pending for a table, one row for each key; it is pushed as it is when the step is made."""
+        found = [rows for name, rows in self.pending if name == table]
+        if len(found) > 1:
+            together = merged(found)
+            self.drop_gradients([table])  # a later backward pass through the same graph begins anew
+            self.pending.append((table, together))
+            found = [together]
+        return torch.from_numpy(found[0].whole_gradients()) if found else None
+
+    def put_gradient(self, table: str, gradient: torch.Tensor | None) -> None:
+        """Other numbers in the place of what is pending, or none."""
+        if gradient is None:
+            self.drop_gradients([table])
+            return
+        pending = self.gradient(table)
+        if pending is None or pending.shape != gradient.shape:
+            found = "nothing" if pending is None else f"a gradient of shape {tuple(pending.shape)}"
+            raise ModelError(
+                f"table '{table}': {found} is pending, and one of shape {tuple(gradient.shape)} was to take its "
+                "place. Change the weight's .grad in place, or set it to None."
+            )
+        pending.copy_(gradient.detach())
+
+    def gradients(
+        self, tables: Collection[str], wide: Collection[str]
+    ) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
         """By table: (keys, gradients summed per key) of what is pending, and how fresh the rows were.
 
         `wide`: tables whose gradients have show, click and slot behind them.
         """
         pending: dict[str, list[BatchRows]] = {}
         for table, rows in self.pending:
-            pending.setdefault(table, []).append(rows)
+            if table in tables:
+                pending.setdefault(table, []).append(rows)
         gradients, versions = {}, {}
         for table, batches in pending.items():
             found = [gradient for rows in batches if (gradient := rows.gradients()) is not None]
@@ -158,16 +211,19 @@ class Thread(threading.local):
                 versions[table] = [min(seen) for seen in zip(*known, strict=True)]
         return gradients, versions
 
-    def drop_gradients(self) -> None:
+    def drop_gradients(self, tables: Collection[str]) -> None:
         """A later backward pass through the same graph starts anew."""
-        for _, rows in self.pending:
-            rows.drop_gradients()
-        self.pending.clear()
+        for table, rows in self.pending:
+            if table in tables:
+                rows.drop_gradients()
+        self.pending[:] = [(table, rows) for table, rows in self.pending if table not in tables]
 
-    def end_step(self) -> None:
-        """Rows of this step are of no use to the next one."""
-        self.drop_gradients()
-        self._step.clear()
+    def end_step(self, tables: Collection[str]) -> None:
+        """Rows of these tables, which are going to change, are of no use to the next step."""
+        self.drop_gradients(tables)
+        for table in tables:
+            self._step.pop(table, None)
+            self._looked_up.pop(table, None)
         self.batch = None
 
     def known(self, table: str, slots: Sequence[torch.Tensor], create: bool) -> list[BatchRows]:

@@ -14,6 +14,7 @@ from torchfleet.checkpoint.manifest import Parameter
 from torchfleet.errors import ModelError
 from torchfleet.tables.settings.spec import TableSpec
 from torchfleet.worker.client.shard import Floats
+from torchfleet.worker.row_state.table_rows import without_rows
 
 
 @dataclass
@@ -146,3 +147,47 @@ def _flat(parts: list[torch.Tensor]) -> Floats:
     flat = np.empty(sum(map(len, rows)), np.float32)
     torch.cat(rows, out=torch.from_numpy(flat))
     return flat
+
+
+def fixed_groups(model: torch.nn.Module, trained: set[int], num_servers: int) -> list[DenseGroup]:
+    """A table for the float32 parameters and buffers that are not trained, one for those of other types."""
+    _refuse_extra_state(model)
+    found = {id(tensor): (name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    kept = dict(named for number, named in found.items() if number not in trained and named[1].numel())
+    groups: list[DenseGroup] = []
+    floats = [name for name, tensor in kept.items() if tensor.dtype == torch.float32]
+    # Buffers that no state_dict has, such as those made anew from others, are no part of a model.
+    with without_rows():
+        saved = set(model.state_dict())
+    others = [name for name, tensor in kept.items() if tensor.dtype != torch.float32 and name in saved]
+    _check_kept({name: kept[name] for name in (*floats, *others)})
+    if floats:
+        spec = TableSpec("dense.fixed", "dense", size=sum(kept[n].numel() for n in floats), num_shards=num_servers)
+        groups.append(FixedGroup(spec, floats, Kept(model, floats), {"lr": 0.0}))
+    if others:
+        size = sum(num_words(kept[name].nbytes) for name in others)
+        spec = TableSpec("dense.bytes", "dense", size=size, num_shards=num_servers)
+        groups.append(BytesGroup(spec, others, Kept(model, others), {"lr": 0.0}))
+    return groups
+
+
+def _check_kept(tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            kind = "quantized" if tensor.is_quantized else "a meta tensor" if tensor.is_meta else str(tensor.layout)
+            raise ModelError(
+                f"'{name}' is {kind}, and only plain tensors can be saved and sent to all workers: keep its parts "
+                "(indices and values, say) as buffers of their own, or make it non-persistent"
+            )
+
+
+def _refuse_extra_state(model: torch.nn.Module) -> None:
+    """What a module's get_extra_state adds is neither parameter nor buffer: it would be lost in silence."""
+    with without_rows():
+        state = model.state_dict()
+    for name, value in state.items():
+        if name.endswith("_extra_state") and isinstance(value, torch.Tensor):
+            raise ModelError(
+                f"'{name}' comes from get_extra_state, and only parameters and buffers are saved: hold the tensor "
+                "with register_buffer"
+            )

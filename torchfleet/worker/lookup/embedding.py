@@ -11,15 +11,20 @@ from torchfleet.errors import ModelError
 from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.tables.settings.spec import Initializer
 from torchfleet.worker.batch.bags import Bags, split_slots
+from torchfleet.worker.lookup.current_batch import Thread
 from torchfleet.worker.lookup.embedding_settings import NO_BOUNDS, check_settings, checked_bounds, checked_policies
 from torchfleet.worker.lookup.initializers import Uniform
 from torchfleet.worker.row_state.embedding_state import EmbeddingState
+from torchfleet.worker.weights.row_weight import RowWeight
 
 Ids = Any  # a tensor, a slot (values, offsets), or a list of slots
 
 
 class Lookups(Protocol):
     """Where a layer's rows come from: the engine of a worker, or the tables of a saved model."""
+
+    @property
+    def thread(self) -> Thread: ...
 
     def lookup(
         self, table: str, weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | None, create: bool
@@ -57,8 +62,9 @@ class SparseEmbedding(EmbeddingState):
     are left out): docs/checkpoints.md.
 
     `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
-    group can give it a learning rate of its own. While the module is in eval mode, or under torch.no_grad(), ids
-    without a row read as zeros and get none.
+    group can give it a learning rate of its own. Its `grad` holds the gradients that wait for the step. Computing with
+    it is an error; `batch_rows` gives the rows of a batch for terms of the loss. While the module is in eval mode, or
+    under torch.no_grad(), ids without a row read as zeros and get none.
     """
 
     scale_grad_by_freq = False  # as in the torch embedding that it was made from
@@ -84,7 +90,7 @@ class SparseEmbedding(EmbeddingState):
         self.num_embeddings = num_embeddings
         self.entry, self.shrink = checked_policies(entry, shrink, num_embeddings)
         self.weight_bounds = checked_bounds(weight_bounds)
-        self.weight = torch.nn.Parameter(torch.empty(0, dim))
+        self.weight: torch.nn.Parameter = RowWeight.empty(dim)
         self.is_converted = False  # it was an embedding of torch's
         self.path = ""  # in its model, once it is part of a distributed one
 
@@ -93,22 +99,62 @@ class SparseEmbedding(EmbeddingState):
         engine: Lookups | None = self.table_rows.engine
         return engine
 
+    def place(self, path: str) -> None:
+        """It is part of a distributed model now; its weight, which torch.save made a plain one, knows its table."""
+        self.path = path
+        if not isinstance(self.weight, RowWeight):
+            self.weight = RowWeight.take_place_of(self.weight)
+        self.row_weight.path, self.row_weight.table = path, self.name or ""
+
+    @property
+    def row_weight(self) -> RowWeight:
+        """`weight`, as what it is."""
+        assert isinstance(self.weight, RowWeight)
+        return self.weight
+
     def bind(self, engine: Lookups) -> None:
         """For all embeddings of the table, copies included."""
         self.table_rows.engine = engine
+        self.row_weight.pending = engine.thread
+
+    def batch_rows(self) -> torch.Tensor:
+        """The distinct rows that were looked up for training since the model was called: (rows, dim), differentiable.
+
+        For terms of a loss on rows: `loss + 1e-4 * embedding.batch_rows().square().sum()` is, in plain torch, the term
+        on weight[ids.unique()]. Call it after the lookups. Where parts of the model are called by themselves, the rows
+        are those since the last step. Modules of one table share them: ask one. In eval mode, and without gradients,
+        there are none.
+        """
+        if self._engine is None or self.name is None:
+            raise ModelError(_not_connected(self.name))
+        rows = self._engine.thread.batch_rows(self.name, self.weight)
+        if rows is None and self.training and torch.is_grad_enabled():
+            raise ModelError(
+                f"batch_rows() of table '{self.name}': no row was looked up for training since the last step. Call it "
+                "after the embedding, before backward."
+            )
+        return self.weight.new_empty(0, self.dim) if rows is None else rows
 
     def forward(
         self, ids: Ids, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         if self._engine is None or self.name is None:
-            raise ModelError(
-                f"SparseEmbedding '{self.name}' is not connected to servers: call fleet.distributed_model, "
-                "fleet.distributed_optimizer and fleet.init_worker before the model."
-            )
+            raise ModelError(_not_connected(self.name))
+        with torch._C.DisableTorchFunctionSubclass():  # the weight is asked for its device a few times
+            return self._looked_up(self._engine, self.name, ids, offsets, per_sample_weights)
+
+    def _looked_up(
+        self,
+        engine: Lookups,
+        table: str,
+        ids: Ids,
+        offsets: torch.Tensor | None,
+        per_sample_weights: torch.Tensor | None,
+    ) -> torch.Tensor:
         create = self.training and torch.is_grad_enabled()
         if isinstance(ids, torch.Tensor) and offsets is None:
             self._check_weights(per_sample_weights, None)
-            out = self._engine.lookup(self.name, self.weight, ids, self.padding_idx, create)
+            out = engine.lookup(table, self.weight, ids, self.padding_idx, create)
             return _scaled_by_freq(out, ids) if self.scale_grad_by_freq else out
         if offsets is not None:
             ids = (ids, offsets)
@@ -118,7 +164,7 @@ class SparseEmbedding(EmbeddingState):
         self._check_weights(per_sample_weights, ids[0] if is_single else None)
         slots, bags = split_slots([ids] if is_single else list(ids), self.pooling)
         bags = bags._replace(weights=per_sample_weights, by_freq=self.scale_grad_by_freq)
-        out = self._engine.pooled(self.name, self.weight, slots, bags, self.padding_idx, create)
+        out = engine.pooled(table, self.weight, slots, bags, self.padding_idx, create)
         return out.squeeze(1) if is_single else out
 
     def _check_weights(self, weights: torch.Tensor | None, ids: torch.Tensor | None) -> None:
@@ -138,6 +184,13 @@ class SparseEmbedding(EmbeddingState):
         size = "" if self.num_embeddings is None else f", num_embeddings={self.num_embeddings}"
         bounds = "" if self.weight_bounds == NO_BOUNDS else f", weight_bounds={self.weight_bounds}"
         return f"{self.dim}, name={self.name!r}{size}{bounds}"
+
+
+def _not_connected(name: str | None) -> str:
+    return (
+        f"SparseEmbedding '{name}' is not connected to servers: call fleet.distributed_model, "
+        "fleet.distributed_optimizer and fleet.init_worker before the model."
+    )
 
 
 class SparseEmbeddingBag(SparseEmbedding):

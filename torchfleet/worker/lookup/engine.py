@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,8 @@ class Engine(LookingAhead):
     ) -> torch.Tensor:
         """One row per id: shape (*ids.shape, dim)."""
         rows, index = self._find(table, [ids], padding_idx, create)
+        if create:
+            self._own.note_lookup(table, rows, index)
         if create and table in self._entries:
             num_samples = len(ids) if ids.dim() else 1
             self._note_shows(table, rows, index, np.arange(len(index) + 1), num_samples, by_slot=False)
@@ -43,26 +45,28 @@ class Engine(LookingAhead):
     ) -> torch.Tensor:
         """One row per sample and slot, the sum or mean of its bag: shape (samples, slots, dim). `slots`: their ids."""
         rows, index = self._find(table, slots, padding_idx, create)
+        if create:
+            self._own.note_lookup(table, rows, index)
         if create and table in self._entries:
             num_samples = (len(bags.offsets) - 1) // bags.num_slots
             self._note_shows(table, rows, index, bags.offsets, num_samples, by_slot=True)
         return self._given(_beside(pooled(weight, rows, index, bags), weight, slots[0]))
 
-    def take_gradients(self) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
-        """Gradients of all lookups since the last call, summed per key, and how fresh their rows were.
+    def take_gradients(self, tables: Collection[str]) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
+        """Gradients of all lookups in these tables since the last call, summed per key, and how fresh their rows were.
 
-        The step of this thread is over: its rows are not used again.
+        The step of this thread is over for these tables: their rows are not used again.
         """
-        taken = self._own.gradients(self._entries)
-        self._own.end_step()
+        taken = self._own.gradients(tables, self._entries)
+        self._own.end_step(tables)
         return taken
 
     def end_step(self) -> None:
         """Rows and gradients that this thread has are of no use from now on."""
-        self._own.end_step()
+        self._own.end_step(self._embeddings)
 
-    def drop_gradients(self) -> None:
-        self._own.drop_gradients()
+    def drop_gradients(self, tables: Collection[str]) -> None:
+        self._own.drop_gradients(tables)
 
     def _note_shows(
         self, table: str, rows: BatchRows, index: Index, offsets: Any, num_samples: int, by_slot: bool

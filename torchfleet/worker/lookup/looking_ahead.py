@@ -42,6 +42,11 @@ class LookingAhead:
         self.agreed: Callable[[Iterable[Any]], Iterable[Any]] = lambda loader: loader  # batches that all workers have
         self.on_training: Callable[[], None] | None = None  # called before a lookup for training
 
+    @property
+    def thread(self) -> Thread:
+        """What the thread that asks is at."""
+        return self._own
+
     def use(self, source: Source) -> None:
         """Rows come from somewhere else from now on."""
         self._source = source
@@ -79,6 +84,7 @@ class LookingAhead:
     def enter(self, inputs: Any) -> None:
         """The model is called with these inputs: a new batch, unless prefetch brought it."""
         self._count_samples(inputs)
+        self._own.begin_call()
         current = self._own.batch
         if current is None or current.is_entered or not any(current.holds(tensor) for _, tensor in tensors_of(inputs)):
             current = self._own.batch = self._expect(dict(tensors_of(inputs, "call")))

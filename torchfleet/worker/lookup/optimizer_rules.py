@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from torchfleet.errors import ModelError
-from torchfleet.tables.settings.spec import Rule
+from torchfleet.tables.settings.spec import MAX_FLOAT, Rule
 
 # With the other options of torch's optimizers of these names as they are by default.
 ROW_RULES = {
@@ -50,13 +50,21 @@ def rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
 
 
 def row_rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:
-    """The rule of a group's rows: the optimizer's own, or the one that the group names as its "row_rule"."""
+    """The rule of a group's rows: the optimizer's own, or the one that the group names as its "row_rule"; with the
+    weight decay that it gives as its "row_weight_decay"."""
     name = group.get("row_rule")
-    if name is None:
-        return rule_of(optimizer, group)
-    if name not in ROW_RULES:
+    if name is not None and name not in ROW_RULES:
         raise ModelError(f"a param group has row_rule={name!r}; expected one of {', '.join(ROW_RULES)}")
-    return msgspec.structs.replace(ROW_RULES[name], lr=float(group["lr"]))
+    rule = rule_of(optimizer, group) if name is None else ROW_RULES[name]
+    decay = group.get("row_weight_decay", rule.weight_decay)
+    if isinstance(decay, bool) or not isinstance(decay, (int, float)) or not 0 <= decay <= MAX_FLOAT:
+        raise ModelError(f"a param group has row_weight_decay={decay!r}; expected a number >= 0")
+    return msgspec.structs.replace(rule, lr=float(group["lr"]), weight_decay=float(decay))
+
+
+def needs_row_decay(rule: Rule, group: dict[str, Any]) -> bool:
+    """Whether a group's weight_decay, which acts at every step, would act on rows: they have one of their own."""
+    return rule.weight_decay > 0 and "row_weight_decay" not in group
 
 
 def kept_rule_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Rule:

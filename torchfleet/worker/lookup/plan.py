@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import torch
 
-from torchfleet.checkpoint.byte_words import num_words
 from torchfleet.checkpoint.manifest import Parameter
 from torchfleet.errors import ModelError
 from torchfleet.tables.settings.spec import Rule, TableSpec
 from torchfleet.worker.lookup.conversion import sparse_embeddings
-from torchfleet.worker.lookup.dense_group import BytesGroup, DenseGroup, FixedGroup, Kept
+from torchfleet.worker.lookup.dense_group import DenseGroup, fixed_groups
 from torchfleet.worker.lookup.embedding import SparseEmbedding
-from torchfleet.worker.lookup.optimizer_rules import kept_rule_of, row_rule_of, rule_of, rule_text
-from torchfleet.worker.row_state.table_rows import without_rows
+from torchfleet.worker.lookup.optimizer_rules import kept_rule_of, needs_row_decay, row_rule_of, rule_of, rule_text
 
 
 @dataclass
@@ -30,11 +29,12 @@ class SparseGroup:
 
 @dataclass
 class Plan:
-    """All tables of a job."""
+    """All tables of a job, or those of one of its optimizers."""
 
     dense: list[DenseGroup] = field(default_factory=list)
     sparse: dict[str, SparseGroup] = field(default_factory=dict)
     fixed: list[DenseGroup] = field(default_factory=list)  # parameters and buffers that are not trained
+    num_groups: int = 0  # param groups of the optimizer, where this is the share of one
     _checked: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)  # options found right, by table
 
     @property
@@ -112,23 +112,33 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 def make_plan(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_servers: int, steps_here: bool = False
 ) -> Plan:
-    """The tables for this model and optimizer; an error where torch's meaning could not be kept.
+    """The tables for this model and the one optimizer that trains it."""
+    share = make_share(model, optimizer, num_servers, steps_here)
+    return whole_plan(model, [share], num_servers)
+
+
+def make_share(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    num_servers: int,
+    steps_here: bool = False,
+    others: Sequence[Plan] = (),
+) -> Plan:
+    """The tables for the parameters of one optimizer; an error where torch's meaning could not be kept.
 
     `steps_here`: dense parameters are stepped by the optimizer itself, which may then be any; their tables keep them.
+    `others`: the shares of optimizers that were given before.
     """
-    plan = Plan()
+    plan = Plan(num_groups=len(optimizer.param_groups))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     embeddings = sparse_embeddings(model)
     dense_rule = kept_rule_of if steps_here else rule_of
     owners = {id(module.weight): name for name, modules in embeddings.items() for module in modules}
-    for number, group in enumerate(optimizer.param_groups):
+    first = sum(share.num_groups for share in others)
+    for number, group in enumerate(optimizer.param_groups, first):
         dense = []
         for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise ModelError(
-                    "the optimizer holds a parameter that is not in the model. Make the optimizer after "
-                    "`model = fleet.distributed_model(model)`, from model.parameters()."
-                )
+            _check_parameter(parameter, names, owners, others)
             if id(parameter) in owners:
                 _add_sparse(plan, owners[id(parameter)], embeddings, optimizer, group, num_servers)
             elif parameter.requires_grad:
@@ -141,58 +151,47 @@ def make_plan(
                 name += "'"
             spec = TableSpec(name, "dense", size=size, rule=dense_rule(optimizer, group), num_shards=num_servers)
             plan.dense.append(DenseGroup(spec, [names[id(p)] for p in dense], dense, group))
-    for name in embeddings:
-        if name not in plan.sparse and not any(module.weight.requires_grad for module in embeddings[name]):
-            plan.sparse[name] = _sparse_group(name, embeddings[name], Rule("sgd", 0.0), {"lr": 0.0}, num_servers)
-        if name not in plan.sparse:
-            raise ModelError(f"embedding '{name}' is in no param group of the optimizer: give it model.parameters()")
-    trained = {id(parameter) for group in plan.dense for parameter in group.parameters} | set(owners)
-    plan.fixed = _fixed_groups(model, trained, num_servers)
     return plan
 
 
-def _fixed_groups(model: torch.nn.Module, trained: set[int], num_servers: int) -> list[DenseGroup]:
-    """A table for the float32 parameters and buffers that are not trained, one for those of other types."""
-    _refuse_extra_state(model)
-    found = {id(tensor): (name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    kept = dict(named for number, named in found.items() if number not in trained and named[1].numel())
-    groups: list[DenseGroup] = []
-    floats = [name for name, tensor in kept.items() if tensor.dtype == torch.float32]
-    # Buffers that no state_dict has, such as those made anew from others, are no part of a model.
-    with without_rows():
-        saved = set(model.state_dict())
-    others = [name for name, tensor in kept.items() if tensor.dtype != torch.float32 and name in saved]
-    _check_kept({name: kept[name] for name in (*floats, *others)})
-    if floats:
-        spec = TableSpec("dense.fixed", "dense", size=sum(kept[n].numel() for n in floats), num_shards=num_servers)
-        groups.append(FixedGroup(spec, floats, Kept(model, floats), {"lr": 0.0}))
-    if others:
-        size = sum(num_words(kept[name].nbytes) for name in others)
-        spec = TableSpec("dense.bytes", "dense", size=size, num_shards=num_servers)
-        groups.append(BytesGroup(spec, others, Kept(model, others), {"lr": 0.0}))
-    return groups
+def whole_plan(model: torch.nn.Module, shares: Sequence[Plan], num_servers: int) -> Plan:
+    """All tables of a job, from the shares of its optimizers. That of a single one becomes the whole.
+
+    Embeddings that are not trained go with the first optimizer.
+    """
+    first, embeddings = shares[0], sparse_embeddings(model)
+    for name, modules in embeddings.items():
+        is_planned = any(name in share.sparse for share in shares)
+        if not is_planned and not any(module.weight.requires_grad for module in modules):
+            first.sparse[name] = _sparse_group(name, modules, Rule("sgd", 0.0), {"lr": 0.0}, num_servers)
+        elif not is_planned:
+            held = "the optimizer: give it" if len(shares) == 1 else "any optimizer: give them"
+            raise ModelError(f"embedding '{name}' is in no param group of {held} model.parameters()")
+    dense = [group for share in shares for group in share.dense]
+    weights = {id(module.weight) for modules in embeddings.values() for module in modules}
+    trained = {id(parameter) for group in dense for parameter in group.parameters} | weights
+    whole = first
+    if len(shares) > 1:
+        whole = Plan(dense, {name: group for share in shares for name, group in share.sparse.items()})
+    whole.fixed = fixed_groups(model, trained, num_servers)
+    return whole
 
 
-def _check_kept(tensors: dict[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-            kind = "quantized" if tensor.is_quantized else "a meta tensor" if tensor.is_meta else str(tensor.layout)
-            raise ModelError(
-                f"'{name}' is {kind}, and only plain tensors can be saved and sent to all workers: keep its parts "
-                "(indices and values, say) as buffers of their own, or make it non-persistent"
-            )
-
-
-def _refuse_extra_state(model: torch.nn.Module) -> None:
-    """What a module's get_extra_state adds is neither parameter nor buffer: it would be lost in silence."""
-    with without_rows():
-        state = model.state_dict()
-    for name, value in state.items():
-        if name.endswith("_extra_state") and isinstance(value, torch.Tensor):
-            raise ModelError(
-                f"'{name}' comes from get_extra_state, and only parameters and buffers are saved: hold the tensor "
-                "with register_buffer"
-            )
+def _check_parameter(
+    parameter: torch.Tensor, names: dict[int, str], owners: dict[int, str], others: Sequence[Plan]
+) -> None:
+    if id(parameter) not in names:
+        raise ModelError(
+            "the optimizer holds a parameter that is not in the model. Make the optimizer after "
+            "`model = fleet.distributed_model(model)`, from model.parameters()."
+        )
+    taken = [p for share in others for group in share.dense for p in group.parameters]
+    is_taken = any(p is parameter for p in taken) or any(owners.get(id(parameter)) in share.sparse for share in others)
+    if is_taken:
+        raise ModelError(
+            f"parameter '{names[id(parameter)]}' is in two optimizers, and its table has one rule: give each optimizer "
+            "parameters of its own"
+        )
 
 
 def _add_sparse(
@@ -210,13 +209,14 @@ def _add_sparse(
             )
         return
     rule = row_rule_of(optimizer, group)
-    for option in ("momentum", "weight_decay"):
-        if getattr(rule, option):
-            raise ModelError(
-                f"{option}={getattr(rule, option)} cannot act on the sparse rows of '{name}', which are touched only "
-                f"now and then. Put the embeddings into a param group of their own with {option}=0: "
-                f"[{{'params': dense}}, {{'params': sparse, '{option}': 0}}]."
-            )
+    refused = "momentum" if rule.momentum else "weight_decay" if needs_row_decay(rule, group) else ""
+    if refused:
+        decay = " Or give the group 'row_weight_decay', which acts on the rows that an update touches (0: on none)."
+        raise ModelError(
+            f"{refused}={getattr(rule, refused)} cannot act on the sparse rows of '{name}', which are touched only now "
+            f"and then. Put the embeddings into a param group of their own with {refused}=0: "
+            f"[{{'params': dense}}, {{'params': sparse, '{refused}': 0}}].{decay if refused == 'weight_decay' else ''}"
+        )
     plan.sparse[name] = _sparse_group(name, embeddings[name], rule, group, num_servers)
 
 
@@ -224,6 +224,9 @@ def _sparse_group(
     name: str, modules: list[SparseEmbedding], rule: Rule, group: dict[str, Any], num_servers: int
 ) -> SparseGroup:
     first = modules[0]
+    shown = next((module.weight for module in modules if module.weight.requires_grad), None)
+    for module in modules:
+        module.row_weight.is_shown = module.weight is shown
     low, high = first.weight_bounds
     spec = TableSpec(
         name,

@@ -191,9 +191,14 @@ def merge(gradients: list[Gradients], wide: Collection[str] = ()) -> Gradients:
     first = gradients[0]
     if len(gradients) == 1:
         return first
-    sparse = {}
-    for table in first.sparse:
-        keys, rows = (np.concatenate(arrays) for arrays in zip(*(g.sparse[table] for g in gradients), strict=True))
+    sparse, dense, rates, versions = {}, {}, {}, {}
+    for step in gradients:  # of several optimizers, each with tables of its own
+        rates.update(step.rates)
+        versions.update({table: seen for table, seen in step.versions.items() if table not in versions})
+    for table in {table: None for step in gradients for table in step.sparse}:
+        pushes = [step.sparse[table] for step in gradients if table in step.sparse]
+        keys, rows = (np.concatenate(arrays) for arrays in zip(*pushes, strict=True))
         sparse[table] = (keys, rows) if table in wide else sum_by_key(keys, rows)
-    dense = {table: np.stack([g.dense[table] for g in gradients]).sum(axis=0) for table in first.dense}
-    return Gradients(sparse, first.versions, dense, gradients[-1].rates)  # never gathered: num_samples has no use
+    for table in {table: None for step in gradients for table in step.dense}:
+        dense[table] = np.stack([step.dense[table] for step in gradients if table in step.dense]).sum(axis=0)
+    return Gradients(sparse, versions, dense, rates)  # never gathered: num_samples has no use

@@ -36,6 +36,7 @@ class Gradients:
     dense: dict[str, Floats]
     rates: dict[str, float]
     num_samples: float | None = None  # what they count for in a mean; None: as much as others
+    share: int = 0  # the number of the optimizer whose step it is
 
     def sections(self) -> Mapping[str, tuple[Keys, Floats] | Floats]:
         return {**self.dense, **self.sparse}
@@ -65,6 +66,7 @@ class Communicator(ABC):
     pulls_ahead = False
     in_step = False  # pulls are part of steps that all workers make together
     has_threads = False  # several threads are training now
+    steps_together = False  # a step of one worker is a step of several
     steps_here = False  # dense parameters are stepped in this process, not by the servers
     takes_threads = True  # several threads of a worker may train at once
     alone: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()  # held by a thread that hands over a step
@@ -121,10 +123,14 @@ class Communicator(ABC):
         """Several threads have trained, and are over."""
         self.has_threads = False
 
-    def drop_gradients(self) -> None:
-        """What was computed since the last step is not going to be handed over."""
+    def drop_gradients(self, share: int) -> None:
+        """What was computed for an optimizer since its last step is not going to be handed over."""
         if self._samples is not None:
-            self._samples.reset()
+            self._samples.reset(share)
+
+    def skip_step(self, share: int) -> None:
+        """A step is made by the other workers alone: this one has no gradients to add."""
+        self.drop_gradients(share)
 
     def start(self) -> None:  # noqa: B027  (most modes have nothing beside training)
         """Begin whatever runs beside training."""
@@ -140,12 +146,12 @@ class Communicator(ABC):
         """One step's gradients are there."""
         start = time.perf_counter()
         with self._count:
-            self._num_steps += 1
+            self._num_steps += gradients.share == 0  # one for all optimizers of a loop
         # Those of the thread's last call of the model; another thread may have written newer values since.
         gradients.versions.update(getattr(self._own, "versions", None) or self._versions)
         self._own.versions = None
         if self._samples is not None and not self.has_threads:  # it counts for all threads together
-            gradients.num_samples = self._samples.take(gradients.is_nothing)
+            gradients.num_samples = self._samples.take(gradients.is_nothing, gradients.share)
         self._push(gradients)
         self._seconds["push"] += time.perf_counter() - start
 
@@ -208,7 +214,7 @@ class Communicator(ABC):
     def _write(self, values: Dense) -> None:
         if self.has_threads and _is_older(values.versions, self._versions):
             return  # another thread's reply came in before this one
-        self._versions = values.versions
+        self._versions = {**self._versions, **values.versions}
         for group in self._plan.dense:
             if group.spec.name in values:
                 group.write(values[group.spec.name], unnoticed=self.has_threads)
@@ -232,7 +238,7 @@ class HalfAsync(Communicator):
 
     def _push(self, gradients: Gradients) -> None:
         values = self._submit(self._client, gradients, self._flags, self._timeout).result()
-        if not values:  # the reply had to be repeated, and a repeat brings no values
+        if not values and gradients.dense:  # the reply had to be repeated, and a repeat brings no values
             values = self._pull_dense(self._client)
         self._write(values)
 
@@ -255,8 +261,15 @@ class Sync(HalfAsync):
         plan: Plan,
         connect: Callable[[], Client],
         timeout: float,
+        num_workers: int,
         samples: SampleCount | None = None,
     ) -> None:
         """`samples`: what the workers' gradients are weighted by; None: they count alike."""
         super().__init__(client, plan, connect)
         self._timeout, self._samples = timeout, samples
+        self.steps_together = num_workers > 1
+
+    def skip_step(self, share: int) -> None:
+        super().skip_step(share)
+        self._client.push_tables({}, flags=self._flags, timeout=self._timeout).result()
+        self._write(self._pull_dense(self._client))

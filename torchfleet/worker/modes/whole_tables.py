@@ -245,4 +245,9 @@ def table_sizes(plan: Plan) -> dict[str, tuple[int, int]]:
                 f"table '{name}' has weight_bounds, which act on updates by the servers; on whole tables the updates "
                 "are yours. Leave weight_bounds out, and bound the arrays where you change them."
             )
+        if group.spec.rule.weight_decay:
+            raise ModelError(
+                f"table '{name}' has row_weight_decay, which acts on updates by the servers; on whole tables the "
+                "updates are yours. Leave it out, and let the arrays decay where you change them."
+            )
     return {name: (group.spec.size, group.spec.dim) for name, group in plan.sparse.items()}

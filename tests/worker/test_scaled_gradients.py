@@ -1,0 +1,106 @@
+"""torch.amp.GradScaler: rows are unscaled as dense gradients are, and a step that overflows is left out whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from support import jobs
+from support.jobs import Batch, Net, Part, assert_equal_values, loss_of, one_worker, worker_batches
+
+TOLERANCE = 1e-6
+STEPS = 8
+# Falls when a gradient overflows and rises after two good steps, so that both happen again and again.
+SCALER: dict[str, Any] = {
+    "init_scale": 2.0**126,
+    "growth_factor": 2.0**8,
+    "backoff_factor": 2.0**-8,
+    "growth_interval": 2,
+}
+OPTIONS = {"lr": 0.02, "eps": 1e-4}
+
+
+def scaled_steps(
+    model: torch.nn.Module, optimizers: Sequence[Any], batches: Sequence[Batch], clips: bool, settle: Any = None
+) -> list[float]:
+    """The loop of torch's documentation. Returns the scales."""
+    scaler, scales = torch.amp.GradScaler("cpu", **SCALER), []
+    for batch in batches:
+        scaler.scale(1000 * loss_of(model, batch)).backward()
+        for optimizer in optimizers:
+            if clips:
+                scaler.unscale_(optimizer)
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if settle is not None:
+            settle()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("mode", ["sync", "half_async", "async", "hybrid"])
+def test_the_loop_with_a_scaler_is_that_of_torch(mode: str, clips: bool) -> None:
+    """SGD, and dense embeddings in plain torch, which clips no sparse gradients."""
+    torch.manual_seed(0)
+    model = Net()
+    plain = copy.deepcopy(model)
+    for module in (plain.items, plain.words, plain.tags):
+        module.sparse = False
+    batches = worker_batches(0, STEPS)
+    expected = scaled_steps(plain, [jobs.sgd(plain, lr=1e-4)], batches, clips)
+    assert min(expected) < SCALER["init_scale"]  # some steps were left out,
+    assert sorted(expected) != expected[::-1]  # and some were made
+    with one_worker(model, lambda m: jobs.sgd(m, lr=1e-4), mode=mode) as part:
+        assert scaled_steps(part.model, [part.optimizer], batches, clips, part.flush) == expected
+        found = {name: p.detach().clone() for name, p in part.model.named_parameters() if len(p)}
+        rows = {name: part.rows(name, range(num)) for name, num in jobs.TABLES.items()}
+    tables = {f"{name}.weight": name for name in jobs.TABLES}
+    named = {tables.get(name, name): p.detach() for name, p in plain.named_parameters()}
+    assert_equal_values({**found, **rows}, named, TOLERANCE)
+
+
+BAD = {0: {2, 5}, 1: {4, 5}}  # by worker, the steps whose loss overflows
+
+
+def batches_of(worker: int) -> list[Batch]:
+    batches = worker_batches(worker, STEPS)
+    for step in BAD[worker]:
+        batches[step] = {**batches[step], "y": torch.full((8,), 1e37)}
+    return batches
+
+
+def test_a_worker_that_overflows_has_no_part_in_the_step_of_the_others() -> None:
+    """With Adam, of whose state and count of steps nothing may change in a step that all workers leave out."""
+
+    def train(part: Part) -> list[float]:
+        scaler, scales = torch.amp.GradScaler("cpu", init_scale=1024.0), []
+        for batch in batches_of(part.index):
+            scaler.scale(loss_of(part.model, batch)).backward()
+            scaler.step(part.optimizer)
+            scaler.update()
+            part.optimizer.zero_grad()
+            scales.append(scaler.get_scale())
+        return scales
+
+    make = jobs.fleet_optimizer("adam", **OPTIONS)
+    done = jobs.run(train, Net, make, num_workers=2, num_servers=2)
+    for worker, scales in enumerate(done.results):
+        assert scales == [1024.0 / 2 ** sum(bad <= step for bad in BAD[worker]) for step in range(STEPS)]
+    torch.manual_seed(0)
+    plain = Net()
+    optimizers = jobs.plain_optimizers("adam", plain, **OPTIONS)
+    for step, batches in enumerate(zip(batches_of(0), batches_of(1), strict=True)):
+        good = [batch for worker, batch in enumerate(batches) if step not in BAD[worker]]
+        if good:
+            jobs.plain_step(plain, optimizers, jobs.combined(good))
+    assert_equal_values(done.values(**jobs.TABLES), jobs.values_of(plain), TOLERANCE)
+    assert done.servers.table("items").step == STEPS - 1
