@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, and a loop of accelerate, with a fleet's model and optimizer, against the same with plain ones."""
+"""Hugging Face's Trainer and a loop of accelerate: with a fleet's model and optimizer what they are with plain ones."""
 
 from __future__ import annotations
 
