@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, update_wrapper
+from sys import modules
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchfleet.collective.data_parallel import WrappedModel
 from torchfleet.collective.outputs import tensors
 from torchfleet.collective.strategy import LossFn, Runner, Strategy
+from torchfleet.errors import ModelError
 
 
 class CollectiveModel(torch.nn.Module):
@@ -35,6 +38,8 @@ class CollectiveModel(torch.nn.Module):
         self._strategies, self._runner = tuple(strategies), runner
         self.num_samples = 0
         self.on_loss: Callable[[torch.Tensor], object] | None = None  # called with the loss, if the model returns it
+        # With the signature of the user's: trainers look up there what a model takes.
+        self.forward = update_wrapper(partial(type(self).forward, self), self.module.forward)  # type: ignore[method-assign]
         self.train(self.module.training)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -113,6 +118,8 @@ class CollectiveModel(torch.nn.Module):
         return self
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_is_accelerate_prepared":
+            return _is_prepared()
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -121,3 +128,19 @@ class CollectiveModel(torch.nn.Module):
 
 def _arguments(inputs: Any) -> tuple[Any, ...]:
     return tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+
+
+def _is_prepared() -> bool:
+    """For accelerate, and so for Hugging Face's Trainer: data parallel already, and not to be made so once more.
+
+    The model then gets no mixed precision from them either, and that is not left out in silence.
+    """
+    accelerate = modules.get("accelerate")
+    if accelerate is not None and accelerate.state.is_initialized():
+        precision = accelerate.state.AcceleratorState().mixed_precision
+        if precision != "no":
+            raise ModelError(
+                f"mixed precision {precision} of accelerate does not reach a model of fleet.distributed_model: leave "
+                "fp16 and bf16 out there, and use fleet.DistributedStrategy(amp=True)"
+            )
+    return True
