@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         prefetch,
         replica,
         report,
+        reset,
         run_server,
         save,
         save_inference_model,
@@ -118,6 +119,7 @@ __all__ = [
     "prefetch",
     "replica",
     "report",
+    "reset",
     "run_server",
     "save",
     "save_inference_model",
@@ -174,3 +176,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"torchfleet.{name}")
     return getattr(import_module(f"torchfleet.{_ELSEWHERE.get(name, 'fleet')}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion; not what this file imports, nor modules that happen to be loaded."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

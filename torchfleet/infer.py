@@ -21,7 +21,7 @@ from torchfleet.tables.settings.spec import Rule, TableSpec
 from torchfleet.tables.sparse_table import SparseTable
 from torchfleet.worker.client.future import Pulled, Ready
 from torchfleet.worker.client.shard import Keys
-from torchfleet.worker.lookup.conversion import convert, sparse_embeddings
+from torchfleet.worker.lookup.conversion import convert, saved_as_tables, sparse_embeddings
 from torchfleet.worker.lookup.dense_group import type_of, write_words
 from torchfleet.worker.lookup.engine import Engine
 
@@ -52,7 +52,8 @@ def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Modul
         return model.eval()
     storage = Storage(dirname)
     manifest = read_manifest(storage)
-    convert(model)
+    tables_saved = {table.name for table in manifest.tables if table.kind != "dense"}
+    convert(model, saved_as_tables(model, tables_saved))
     tables = {name: _table(storage, manifest, modules[0]) for name, modules in sparse_embeddings(model).items()}
     _load_parameters(storage, manifest, model)
     modules = sparse_embeddings(model)

@@ -9,12 +9,13 @@ import torch
 
 from torchfleet.errors import FleetError, ModelError, StrategyError
 from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
-from torchfleet.role import RoleInfo
+from torchfleet.job.printing import embeddings
+from torchfleet.role import WORKER, RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.tables.rows.row_statistics import is_counted
 from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.worker.distributed_optimizer import DistributedOptimizer
-from torchfleet.worker.lookup.conversion import convert
+from torchfleet.worker.lookup.conversion import Sparse, choose, convert
 from torchfleet.worker.lookup.plan import Plan, make_plan
 
 
@@ -26,18 +27,23 @@ class JobSetup:
         self.strategy = strategy
         self.model: torch.nn.Module | None = None
         self.optimizer: DistributedOptimizer | None = None
+        self._strategy_before = strategy  # than the one that was given last
         self.global_schedulers: list[Any] = []  # that were given to distribute_scheduler
 
     def use(self, strategy: DistributedStrategy | None, user: str) -> None:
         """The strategy may be given to init or to distributed_optimizer, but not twice with differences."""
         if strategy is not None and self.strategy is not None and strategy != self.strategy:
             raise StrategyError(f"{user} got another strategy than was given before: give one, to fleet.init or here")
+        self._strategy_before = self.strategy
         self.strategy = strategy or self.strategy
 
-    def distribute_model(self, model: torch.nn.Module) -> torch.nn.Module:
+    def distribute_model(self, model: torch.nn.Module, sparse: Sparse = None) -> torch.nn.Module:
         if self.model is not None:
             raise ModelError("fleet.distributed_model was called before: a job has one model")
-        self.model = convert(model)
+        choice = choose(model, sparse)
+        self.model = convert(model, choice.chosen)
+        if self.info.role == WORKER and self.info.worker_index == 0 and (choice.chosen or choice.dense):
+            print(embeddings(choice), flush=True)
         return self.model
 
     def distribute_for_prediction(self) -> None:
@@ -57,18 +63,29 @@ class JobSetup:
             raise ModelError("call fleet.distributed_model(model) before fleet.distributed_optimizer")
         if self.optimizer is not None:
             raise ModelError("fleet.distributed_optimizer was called before: a job has one optimizer")
-        self.strategy = self.strategy or DistributedStrategy()
-        self.strategy.freeze("fleet.distributed_optimizer")
-        is_hybrid = self.strategy.mode == "hybrid"
-        plan = make_plan(self.model, optimizer, self.info.num_servers, steps_here=is_hybrid)
-        if self.strategy.mode == "geo" and not isinstance(optimizer, torch.optim.SGD):
+        strategy = self.strategy or DistributedStrategy()
+        try:
+            self.optimizer = self._distributed(self.model, optimizer, strategy)
+        except BaseException:  # as if it had not been called: it may be, with another optimizer or strategy
+            strategy.unlock()
+            self.strategy = self._strategy_before
+            raise
+        self.strategy = strategy
+        return self.optimizer
+
+    def _distributed(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: DistributedStrategy
+    ) -> DistributedOptimizer:
+        strategy.freeze("fleet.distributed_optimizer")
+        is_hybrid = strategy.mode == "hybrid"
+        plan = make_plan(model, optimizer, self.info.num_servers, steps_here=is_hybrid)
+        if strategy.mode == "geo" and not isinstance(optimizer, torch.optim.SGD):
             raise StrategyError(
-                f"geo training (k_steps={self.strategy.a_sync_configs['k_steps']}) sums differences and works with SGD "
+                f"geo training (k_steps={strategy.a_sync_configs['k_steps']}) sums differences and works with SGD "
                 f"only, found {type(optimizer).__name__}. Use torch.optim.SGD, or k_steps=0 for async training."
             )
-        _check_policies(plan, self.strategy.mode)
-        self.optimizer = HybridOptimizer(optimizer, plan) if is_hybrid else DistributedOptimizer(optimizer, plan)
-        return self.optimizer
+        _check_policies(plan, strategy.mode)
+        return HybridOptimizer(optimizer, plan) if is_hybrid else DistributedOptimizer(optimizer, plan)
 
     def distribute_scheduler(self, scheduler: Any) -> Any:
         """In geo training a step of the scheduler becomes as many as there are workers; else it stays as it is."""

@@ -60,6 +60,10 @@ class ServerRole:
             self.close()
             raise
 
+    @property
+    def is_listening(self) -> bool:
+        return self._listener is not None
+
     def close(self) -> None:
         """Give the address back."""
         self._end_answers()

@@ -21,7 +21,11 @@ class SampleCount:
         self._worker = worker
         self._is_told = False
         self.reset()
-        model.register_forward_hook(self._note_call, with_kwargs=True)
+        self._hook = model.register_forward_hook(self._note_call, with_kwargs=True)
+
+    def close(self) -> None:
+        """The model's calls are counted no longer."""
+        self._hook.remove()
 
     def reset(self) -> None:
         self._num, self._is_known, self._found = 0, True, ""

@@ -165,6 +165,11 @@ class Communicator(ABC):
         """Flush, and end whatever runs beside training."""
         self.flush()
 
+    def release(self) -> None:
+        """Leave the model as it was: it may be used in another job."""
+        if self._samples is not None:
+            self._samples.close()
+
     def stats(self) -> dict[str, Any]:
         """Times in milliseconds per step that the training thread waited."""
         steps = max(1, self._num_steps)
