@@ -57,7 +57,7 @@ def init(
     It may be called again as long as nothing is under way: before a worker or server has started, or after it stopped.
     """
     global _job
-    if _job is not None and _job.is_under_way:
+    if is_under_way():
         raise FleetError(
             "fleet.init was called before, and its job is under way: call fleet.stop_worker() at its end, or "
             "fleet.reset() to give it up and begin anew"
@@ -123,6 +123,16 @@ def distributed_scheduler(scheduler: Any) -> Any:
 def is_collective() -> bool:
     """Whether fleet.init has been called, for a collective job."""
     return _job is not None and _job.info.is_collective
+
+
+def is_set_up() -> bool:
+    """Whether fleet.init has been called, for either kind of job."""
+    return _job is not None
+
+
+def is_under_way() -> bool:
+    """Whether this process has a worker, a server or a rank that trains."""
+    return _job is not None and _job.is_under_way
 
 
 def is_server() -> bool:

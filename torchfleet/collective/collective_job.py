@@ -88,7 +88,9 @@ class CollectiveJob:
 
     def distribute_model(self, model: torch.nn.Module, sparse: str | int | None = None) -> CollectiveModel:
         if self.model is not None:
-            raise ModelError("fleet.distributed_model was called before: a job has one model")
+            raise ModelError(
+                "fleet.distributed_model was called before: a job has one model; fleet.init() begins another"
+            )
         if sparse is not None:
             raise ModelError(
                 f"fleet.distributed_model(sparse={sparse!r}) moves embeddings to servers, and a collective job has none"
@@ -157,7 +159,9 @@ class CollectiveJob:
         if self.model is None:
             raise ModelError("call fleet.distributed_model(model) before fleet.distributed_optimizer")
         if self.optimizer is not None:
-            raise ModelError("fleet.distributed_optimizer was called before: a job has one optimizer")
+            raise ModelError(
+                "fleet.distributed_optimizer was called before: a job has one optimizer; fleet.init() begins another"
+            )
         self.names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._check_parameters(parameters)

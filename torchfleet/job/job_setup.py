@@ -39,7 +39,9 @@ class JobSetup:
 
     def distribute_model(self, model: torch.nn.Module, sparse: Sparse = None) -> torch.nn.Module:
         if self.model is not None:
-            raise ModelError("fleet.distributed_model was called before: a job has one model")
+            raise ModelError(
+                "fleet.distributed_model was called before: a job has one model; fleet.init() begins another"
+            )
         choice = choose(model, sparse)
         self.model = convert(model, choice.chosen)
         if self.info.role == WORKER and self.info.worker_index == 0 and (choice.chosen or choice.dense):
@@ -62,7 +64,9 @@ class JobSetup:
         if self.model is None:
             raise ModelError("call fleet.distributed_model(model) before fleet.distributed_optimizer")
         if self.optimizer is not None:
-            raise ModelError("fleet.distributed_optimizer was called before: a job has one optimizer")
+            raise ModelError(
+                "fleet.distributed_optimizer was called before: a job has one optimizer; fleet.init() begins another"
+            )
         strategy = self.strategy or DistributedStrategy()
         try:
             self.optimizer = self._distributed(self.model, optimizer, strategy)

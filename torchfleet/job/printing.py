@@ -68,8 +68,9 @@ def summary(stats: dict[str, Any]) -> str:
     """The end of training in a few lines: how old the network and the rows of each table were, over all servers."""
     worker = stats["worker"]
     lines = [
-        f"{stats['mode']}: {worker['steps']:,} steps, {worker['samples']:,} samples on this worker, "
-        f"{worker['unforeseen_lookups']:,} of {worker['lookups']:,} lookups unforeseen"
+        f"{stats['mode']}: {worker['steps']:,} steps, {worker['samples']:,} samples on this worker; "
+        f"{worker['unforeseen_lookups']:,} of {worker['lookups']:,} lookups unforeseen (pulled one by one, as their "
+        "ids were not known before the model was called)"
     ]
     names = dict.fromkeys(name for server in stats["servers"] for name in server["tables"])
     for name in names:

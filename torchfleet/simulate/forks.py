@@ -25,6 +25,7 @@ import torchfleet.fleet
 import torchfleet.metrics
 import torchfleet.util  # noqa: F401  (imported once, for all)
 from torchfleet.net.addresses import TRANSPORTS
+from torchfleet.preparation import stop_at_exit
 from torchfleet.server.warm import warm_up
 from torchfleet.simulate.conditions import Job, Part
 from torchfleet.simulate.coordinator import ProcessFailed
@@ -128,6 +129,8 @@ def _live(job: Job, number: int, line: Line, epoch: float) -> int:
         VirtualRanks(schedule, watch.note_reduce).install(part.index, job.num_workers)
     schedule.go_on()
     code = _run(job.script, job.arguments, job.is_module)
+    if code == 0:
+        stop_at_exit()  # while its threads are there
     end_threads()
     atexit._run_exitfuncs()
     sys.stdout.flush()
