@@ -109,6 +109,7 @@ def test_embeddings_that_share_a_weight_stay_in_the_optimizer() -> None:
     )
     model["b"].weight = model["a"].weight
     _, optimizer = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert {id(parameter) for parameter in model.parameters()} <= set(map(id, optimizer.param_groups[0]["params"]))
     (model["a"](torch.tensor([1])) + model["b"](torch.tensor([1]))).sum().backward()
     before = model["a"](torch.tensor([1])).detach()
     optimizer.step()
@@ -135,6 +136,18 @@ def test_a_wrong_optimizer_can_be_corrected() -> None:
         fleet.prepare(model, torch.optim.RMSprop(model.parameters()), sparse=40)
     fleet.init()
     fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), sparse=40)
+
+
+def test_an_optimizer_that_has_made_steps_is_refused_and_a_fresh_adagrad_is_not() -> None:
+    model = Model()
+    used = torch.optim.Adam(model.parameters())
+    model(IDS).sum().backward()
+    used.step()
+    with pytest.raises(ModelError, match="has made steps already"):
+        fleet.prepare(model, used, sparse=40)
+    fleet.init()
+    model = Model()
+    fleet.prepare(model, torch.optim.Adagrad(model.parameters()), sparse=40)
 
 
 def test_the_kind_of_job_is_what_the_environment_says() -> None:

@@ -150,7 +150,8 @@ def _follow(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             is_here = any(now is parameter for now in moved.get(id(parameter), [parameter]))
-            if not is_here and optimizer.state.get(parameter):
+            state = {} if is_here else optimizer.state.pop(parameter, {})
+            if state and float(state.get("step", 1)) > 0:  # Adagrad makes its state before the first step
                 raise ModelError("fleet.prepare: the optimizer has made steps already: prepare it before the first one")
         group["params"] = [now for parameter in group["params"] for now in moved.get(id(parameter), [parameter])]
 
