@@ -198,6 +198,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
     },
     "plain": {"worker/lookup", "worker/row_state", "fleet", "errors"},
+    "preparation": {"fleet", "data", "collective/outputs", "role", "strategy", "errors"},
     "online": {"data", "storage", "fleet", "metrics", "errors"},
     "word2vec": {
         "worker/lookup",
@@ -224,7 +225,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "simulate/network": {"errors"},
     "simulate/inside": {"simulate/network", "worker", "worker/lookup", "worker/modes", "job", "net", "errors"},
-    "simulate": {"simulate/network", "simulate/inside", "server", "fleet", "util", "metrics", "net", "errors"},
+    "simulate": {
+        "simulate/network",
+        "simulate/inside",
+        "server",
+        "fleet",
+        "preparation",
+        "util",
+        "metrics",
+        "net",
+        "errors",
+    },
     "launch/machines": {"net", "errors"},
     "launch": {
         "launch/machines",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         prefetch,
         replica,
         report,
+        reset,
         run_server,
         save,
         save_inference_model,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     )
     from torchfleet.infer import DistributedInfer, load_inference_model
     from torchfleet.plain.to_plain import to_plain
+    from torchfleet.preparation import prepare
     from torchfleet.role import PaddleCloudRoleMaker, UserDefinedRoleMaker
     from torchfleet.strategy.distributed_strategy import DistributedStrategy
     from torchfleet.strategy.execution import BuildStrategy, ExecutionStrategy
@@ -117,8 +119,10 @@ __all__ = [
     "nn",
     "online",
     "prefetch",
+    "prepare",
     "replica",
     "report",
+    "reset",
     "run_server",
     "save",
     "save_inference_model",
@@ -168,6 +172,7 @@ _ELSEWHERE = {
     "hash_string": "data.reading.string_hash",
     "load_inference_model": "infer",
     "to_plain": "plain.to_plain",
+    "prepare": "preparation",
 }
 
 
@@ -177,3 +182,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"torchfleet.{name}")
     return getattr(import_module(f"torchfleet.{_ELSEWHERE.get(name, 'fleet')}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, for completion; not what this file imports, nor modules that happen to be loaded."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

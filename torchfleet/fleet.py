@@ -54,10 +54,14 @@ def init(
     """Find this process's role: from the environment, or as `role_maker` says. Without either: one local worker.
 
     With is_collective=True there are no servers: all processes train together (docs/collective/README.md).
+    It may be called again as long as nothing is under way: before a worker or server has started, or after it stopped.
     """
     global _job
-    if _job is not None:
-        raise FleetError("fleet.init was called before; call it once per process")
+    if is_under_way():
+        raise FleetError(
+            "fleet.init was called before, and its job is under way: call fleet.stop_worker() at its end, or "
+            "fleet.reset() to give it up and begin anew"
+        )
     check_role_maker(role_maker)
     check_strategy(strategy, "fleet.init")
     info = (role_maker or PaddleCloudRoleMaker(is_collective)).read()
@@ -67,6 +71,7 @@ def init(
         )
     if info.num_threads:
         torch.set_num_threads(info.num_threads)
+    reset()
     _job = _collective_job(info, strategy) if is_collective else ParameterServerJob(info, strategy)
 
 
@@ -77,13 +82,20 @@ def _collective_job(info: RoleInfo, strategy: DistributedStrategy | None) -> Job
     return CollectiveJob(info, strategy)
 
 
-def distributed_model(model: torch.nn.Module, strategy: DistributedStrategy | None = None) -> torch.nn.Module:
-    """The same model, with its sparse embeddings on the servers; in collective training, one that all ranks run."""
+def distributed_model(
+    model: torch.nn.Module, strategy: DistributedStrategy | None = None, sparse: str | int | None = None
+) -> torch.nn.Module:
+    """The same model, with its sparse embeddings on the servers; in collective training, one that all ranks run.
+
+    Sparse are those of fleet.nn, and torch's with sparse=True. With `sparse`, also others of torch's: those with at
+    least so many rows, or with "auto" those whose trained weights have 1 MiB or more. Worker 0 prints which they are.
+    On the servers a row is updated in the steps that look it up: docs/modes/README.md.
+    """
     job = _any_job()
     check_model(model)
     check_strategy(strategy, "fleet.distributed_model")
     job.use(strategy, "fleet.distributed_model")
-    return job.distribute_model(model)
+    return job.distribute_model(model, sparse)
 
 
 @overload
@@ -129,6 +141,16 @@ def distributed_scheduler(scheduler: Any) -> Any:
 def is_collective() -> bool:
     """Whether fleet.init has been called, for a collective job."""
     return _job is not None and _job.info.is_collective
+
+
+def is_set_up() -> bool:
+    """Whether fleet.init has been called, for either kind of job."""
+    return _job is not None
+
+
+def is_under_way() -> bool:
+    """Whether this process has a worker, a server or a rank that trains."""
+    return _job is not None and _job.is_under_way
 
 
 def is_server() -> bool:
@@ -208,6 +230,19 @@ def stop_worker() -> None:
     global _job
     _any_job(NO_WORKER).stop()
     _job = None
+
+
+def reset() -> None:
+    """End whatever this process has of a job, so that fleet.init can begin a new one; without a job, do nothing.
+
+    A worker sends what is queued and leaves its servers, or lets go of them if they do not answer. A server gives its
+    address back. The process group of a collective job is left if it was fleet that made it. Other processes are not
+    waited for: in a job of several, `stop_worker` is the way to end.
+    """
+    global _job
+    job, _job = _job, None
+    if job is not None:
+        job.reset()
 
 
 def barrier_worker() -> None:

@@ -23,6 +23,7 @@ from torchfleet.worker.client.future import Pulled, Ready
 from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.lookup.conversion import convert, sparse_embeddings
 from torchfleet.worker.lookup.dense_group import type_of, write_words
+from torchfleet.worker.lookup.embedding_choice import saved_as_tables
 from torchfleet.worker.lookup.engine import Engine
 from torchfleet.worker.row_state.table_rows import without_rows
 
@@ -65,7 +66,8 @@ def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Modul
         return model.eval()
     storage = Storage(dirname)
     manifest = read_manifest(storage)
-    convert(model)
+    tables_saved = {table.name for table in manifest.tables if table.kind != "dense"}
+    convert(model, saved_as_tables(model, tables_saved))
     tables = {name: _table(storage, manifest, modules[0]) for name, modules in sparse_embeddings(model).items()}
     _load_parameters(storage, manifest, model)
     modules = sparse_embeddings(model)

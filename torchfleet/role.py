@@ -211,6 +211,14 @@ class PaddleCloudRoleMaker:
         return servers.index(own)
 
 
+def is_collective_job(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether the environment is that of a rank: it has a number of ranks, and no role in a job with servers."""
+    found = os.environ if environment is None else environment
+    servers = ("FLEET_ROLE", "TRAINING_ROLE", "FLEET_SERVER_ENDPOINTS", "PADDLE_PSERVERS_IP_PORT_LIST")
+    ranks = ("RANK", "WORLD_SIZE", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")
+    return not any(found.get(name) for name in servers) and any(found.get(name) for name in ranks)
+
+
 class UserDefinedRoleMaker:
     """A role set in code; the names are Paddle's."""
 

@@ -250,7 +250,7 @@ def scale_history(overflows: list[bool], **configs: Any) -> dict[str, Any]:
     fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(amp=True, amp_configs=configs))
     model = fleet.distributed_model(make_model())
     stepping = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    (amp,) = model._strategies
+    (amp,) = model.strategies
     scales, moved = [], []
     for overflow in overflows:
         before = model.module[0].weight.detach().clone()

@@ -23,7 +23,10 @@ def test_the_summary_adds_up_the_staleness_of_all_servers():
     ]
     ages = {"staleness_dense": {}, "staleness_sparse": {0: 7, 2: 1, 16: 2}, "dropped": 0}
     first, *tables = summary({"mode": "async", "worker": worker, "servers": servers, **ages}).splitlines()
-    assert first == "async: 1,200 steps, 5 samples on this worker, 2 of 9 lookups unforeseen"
+    assert first == (
+        "async: 1,200 steps, 5 samples on this worker; 2 of 9 lookups unforeseen (pulled one by one, as their ids were "
+        "not known before the model was called)"
+    )
     assert len(tables) == 1  # a table that nothing is known of is left out
     assert tables[0].startswith("staleness of 'deep' (rows;")
     assert tables[0].endswith("0: 7, 2: 1, 16: 2")

@@ -10,14 +10,18 @@ import select
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from rich.console import Console
+from support.paths import ROOT
 from support.scripts.launching import STAND_IN, TINY, clean_environment, fleetrun, run_dir
 
+import torchfleet
+from torchfleet.commands.command import main as fleet_command
 from torchfleet.launch import cli, display, roles, server_launcher
 from torchfleet.launch.job_spec import Task
 from torchfleet.launch.processes import script_command
@@ -458,3 +462,36 @@ def test_a_job_given_by_addresses_trains_with_keys(tmp_path: Path) -> None:
     assert "[worker 0] worker 0 of 1 ends with loss" in job.output
     names = sorted(path.name for path in run_dir(tmp_path / "log").iterdir())
     assert names == ["serverlog.0", "serverlog.1", "workerlog.0"]
+
+
+class TestModulesAndVersions:
+    def test_a_module_is_run_as_python_m_runs_it(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / "package").mkdir()
+        (tmp_path / "package" / "__init__.py").touch()
+        (tmp_path / "package" / "train.py").write_text(
+            "import os, sys\nfrom . import __name__ as own\n"
+            "print(own, sys.argv[1:], os.environ['FLEET_ROLE'], flush=True)\n"
+        )
+        monkeypatch.chdir(tmp_path)
+        arguments = ("--server_num", "1", "--worker_num", "1", "-m", "package.train", "--epochs", "3", "-m")
+        with fleetrun(tmp_path / "log", *arguments, PYTHONPATH=str(ROOT)) as job:
+            job.wait()
+        assert "package ['--epochs', '3', '-m'] WORKER" in (run_dir(tmp_path / "log") / "workerlog.0").read_text()
+
+    @pytest.mark.parametrize("name", ["no_such_package.train", "../train"])
+    def test_a_module_that_is_not_there_is_named(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+        before = list(sys.path)
+        assert status_of("-m", name) == 2
+        assert f"-m {name}: no module or package '{name.partition('.')[0]}'" in capsys.readouterr().err
+        assert sys.path == before
+
+    def test_a_script_behind_m_is_told_to_go_without(self, script: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert status_of("-m", script) == 2
+        assert f"for a script leave -m out: fleetrun {script}" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("command", [cli.main, fleet_command])
+    def test_the_version_is_that_of_the_package(self, command: Any, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as left:
+            command(["--version"])
+        assert left.value.code == 0
+        assert capsys.readouterr().out.split()[1] == torchfleet.__version__ == version("torchfleet")

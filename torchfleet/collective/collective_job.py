@@ -21,6 +21,8 @@ from torchfleet.monitor.status import StatusFile
 from torchfleet.role import RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
+_AS_OFTEN = ("amp", "sync_batch_norm")  # change layers to what they are already, the second time
+
 
 def use_execution(settings: DistributedStrategy) -> None:
     """What the settings say about this process: its threads, and how cuDNN chooses."""
@@ -84,9 +86,16 @@ class CollectiveJob:
         assert self._world is not None
         return self._world
 
-    def distribute_model(self, model: torch.nn.Module) -> CollectiveModel:
+    def distribute_model(self, model: torch.nn.Module, sparse: str | int | None = None) -> CollectiveModel:
         if self.model is not None:
-            raise ModelError("fleet.distributed_model was called before: a job has one model")
+            raise ModelError(
+                "fleet.distributed_model was called before: a job has one model; fleet.init() begins another"
+            )
+        if sparse is not None:
+            raise ModelError(
+                f"fleet.distributed_model(sparse={sparse!r}) moves embeddings to servers, and a collective job has none"
+            )
+        model = _own_model(model)
         self.strategies = build(self.settings, self.world)
         self._refuse_local_parameters(model)
         model = self._convert(model)
@@ -150,7 +159,9 @@ class CollectiveJob:
         if self.model is None:
             raise ModelError("call fleet.distributed_model(model) before fleet.distributed_optimizer")
         if self.optimizer is not None:
-            raise ModelError("fleet.distributed_optimizer was called before: a job has one optimizer")
+            raise ModelError(
+                "fleet.distributed_optimizer was called before: a job has one optimizer; fleet.init() begins another"
+            )
         self.names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._check_parameters(parameters)
@@ -201,6 +212,17 @@ class CollectiveJob:
         begun.info = None
         if self._world is not None:
             self._world.close()
+
+    @property
+    def is_under_way(self) -> bool:
+        return self.optimizer is not None
+
+    def reset(self) -> None:
+        begun.info = None
+        if self._settings is not None:
+            self._settings.unlock()
+        if self._world is not None:
+            self._world.close(alone=True)
 
     def _status_now(self) -> dict[str, Any]:
         seconds = max(1e-9, time.monotonic() - self._started)
@@ -259,3 +281,18 @@ class CollectiveJob:
         if comm_world == "server":
             raise FleetError("comm_world='server': this job is collective and has no servers; use 'worker' or 'all'")
         return self.world.gather(data)
+
+
+def _own_model(model: torch.nn.Module) -> torch.nn.Module:
+    """The user's own model, also of one that a job before this one returned: a notebook's cell is run again."""
+    if not isinstance(model, CollectiveModel):
+        return model
+    changed = [
+        s.field for s in model.strategies if type(s).convert is not Strategy.convert and s.field not in _AS_OFTEN
+    ]
+    if changed:
+        raise ModelError(
+            f"the model is what fleet.distributed_model returned before, and {changed[0]} has changed its layers: make "
+            "the model anew"
+        )
+    return model.module

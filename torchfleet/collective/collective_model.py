@@ -35,7 +35,7 @@ class CollectiveModel(torch.nn.Module):
         self.__dict__["_parallel"] = parallel
         self.__dict__["_called"] = parallel or wrapped
         self.__dict__["wrapped"] = wrapped  # the model under the strategies, for one rank alone
-        self._strategies, self._runner = tuple(strategies), runner
+        self.strategies, self._runner = tuple(strategies), runner
         self.num_samples = 0
         self.on_loss: Callable[[torch.Tensor], object] | None = None  # called with the loss, if the model returns it
         # With the signature of the user's: trainers look up there what a model takes.
@@ -66,10 +66,10 @@ class CollectiveModel(torch.nn.Module):
         if self._runner is not None:
             self._begin()
             self._count((inputs,), {})
-            for strategy in self._strategies:
+            for strategy in self.strategies:
                 strategy.begin_backward()
             loss = self._runner.train_batch(inputs, target, loss_fn)
-            for strategy in self._strategies:
+            for strategy in self.strategies:
                 strategy.end_backward()
             if self.on_loss is not None and loss is not None:
                 self.on_loss(loss.detach())
@@ -88,11 +88,11 @@ class CollectiveModel(torch.nn.Module):
         return self(*_arguments(inputs))
 
     def _begin(self) -> None:
-        answers = [strategy.exchanges() for strategy in self._strategies]
+        answers = [strategy.exchanges() for strategy in self.strategies]
         exchanging = all(answers)
         if self._parallel is not None:
             self._parallel.require_backward_grad_sync = exchanging
-        for strategy in self._strategies:
+        for strategy in self.strategies:
             strategy.begin_forward(exchanging)
 
     def _count(self, args: Any, kwargs: Any) -> None:

@@ -121,10 +121,13 @@ class World:
     def barrier(self) -> None:
         dist.barrier(device_ids=[self.local_rank] if self.device.type == "cuda" else None)
 
-    def close(self) -> None:
-        """All ranks come here together: one that left earlier could keep another from leaving."""
+    def close(self, alone: bool = False) -> None:
+        """All ranks come here together: one that left earlier could keep another from leaving.
+
+        `alone`: they are not waited for.
+        """
         if self._is_ours and dist.is_initialized():
-            if self.size > 1:
+            if self.size > 1 and not alone:
                 self.barrier()
             dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
+from torchfleet import __version__
 from torchfleet.checkpoint.chain import statistics_of
 from torchfleet.checkpoint.compaction import compact
 from torchfleet.checkpoint.export import FORMATS, export_table
@@ -160,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"fleet {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_inspect(commands)
     _add_stats(commands)

@@ -78,7 +78,7 @@ class DenseNetwork:
         check_together(settings)
         use_execution(settings)
         self._model, self._names = model, {id(p): name for name, p in model.named_parameters()}
-        _mark_rows(model, plan)
+        self._rows = _mark_rows(model, plan)
         self._world = world
         self._job = NetworkJob(info, settings, world, model.forward)
         self._together = self._job.distribute_model(model)
@@ -164,19 +164,23 @@ class DenseNetwork:
             self._hook.remove()
         if isinstance(self._model.__dict__.get("forward"), NetworkForward):
             del self._model.forward
+        for weight in self._rows:
+            del weight.fleet_local  # type: ignore[attr-defined]
+        self._rows = []
 
 
-def _mark_rows(model: torch.nn.Module, plan: Plan) -> None:
-    """The empty weights of embeddings are no part of what is exchanged."""
+def _mark_rows(model: torch.nn.Module, plan: Plan) -> list[torch.nn.Parameter]:
+    """The empty weights of embeddings, which are no part of what is exchanged and now say so."""
     for name, parameter in model.named_parameters():
         if is_local(parameter):
             raise ModelError(
                 f"'{name}' is cut over all ranks by its layer (MarginSoftmax), which cannot be used in hybrid mode: "
                 "the servers keep one network, alike on all workers. Use collective training, or another layer."
             )
-    for group in plan.sparse.values():
-        for module in group.modules:
-            module.weight.fleet_local = True  # type: ignore[attr-defined]
+    rows = {id(weight): weight for group in plan.sparse.values() for weight in (m.weight for m in group.modules)}
+    for weight in rows.values():
+        weight.fleet_local = True  # type: ignore[attr-defined]
+    return list(rows.values())
 
 
 def _without_rows(optimizer: torch.optim.Optimizer, plan: Plan) -> torch.optim.Optimizer:

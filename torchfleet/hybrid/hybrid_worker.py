@@ -79,14 +79,17 @@ class HybridWorker:
         if self._attendance is not None:
             self._attendance.meet(what)
 
-    def close(self) -> None:
-        """Leave the other workers, once all have come to the end."""
-        self.meet("fleet.stop_worker()")
-        if self._attendance is not None:
-            self._attendance.close()
+    def close(self, alone: bool = False) -> None:
+        """Leave the other workers, once all have come to the end; `alone`: without waiting for them. Once is enough."""
+        if not alone:
+            self.meet("fleet.stop_worker()")
+        attendance, self._attendance = self._attendance, None
+        if attendance is not None:
+            attendance.close()
         self._network.close()
         if self._is_ours and dist.is_initialized():
             dist.destroy_process_group()
+        self._is_ours = False
 
     def _is_one_lost(self) -> bool:
         """Whether a worker has been silent for so long that the servers take it for lost."""

@@ -9,12 +9,14 @@ import torch
 
 from torchfleet.errors import FleetError, ModelError, StrategyError
 from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
+from torchfleet.job.printing import embeddings
 from torchfleet.role import WORKER, RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.tables.rows.row_statistics import is_counted
 from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.worker.distributed_optimizer import DistributedOptimizer
 from torchfleet.worker.lookup.conversion import convert
+from torchfleet.worker.lookup.embedding_choice import Sparse, choose
 from torchfleet.worker.lookup.plan import Plan, make_plan, make_share, whole_plan
 
 
@@ -27,19 +29,25 @@ class JobSetup:
         self.model: torch.nn.Module | None = None
         self.optimizers: list[DistributedOptimizer] = []
         self._plan: Plan | None = None  # once it is asked for: from then on there are no more optimizers
+        self._strategy_before = strategy  # than the one that was given last
         self.global_schedulers: list[Any] = []  # that were given to distribute_scheduler
 
     def use(self, strategy: DistributedStrategy | None, user: str) -> None:
         """The strategy may be given to init or to distributed_optimizer, but not twice with differences."""
         if strategy is not None and self.strategy is not None and strategy != self.strategy:
             raise StrategyError(f"{user} got another strategy than was given before: give one, to fleet.init or here")
+        self._strategy_before = self.strategy
         self.strategy = strategy or self.strategy
 
-    def distribute_model(self, model: torch.nn.Module) -> torch.nn.Module:
+    def distribute_model(self, model: torch.nn.Module, sparse: Sparse = None) -> torch.nn.Module:
         if self.model is not None:
-            raise ModelError("fleet.distributed_model was called before: a job has one model")
-        is_first = self.info.role == WORKER and self.info.worker_index == 0
-        self.model = convert(model) if is_first else convert(model, tell=lambda line: None)
+            raise ModelError(
+                "fleet.distributed_model was called before: a job has one model; fleet.init() begins another"
+            )
+        choice = choose(model, sparse)
+        self.model = convert(model, choice)
+        if self.info.role == WORKER and self.info.worker_index == 0 and (choice.chosen or choice.dense):
+            print(embeddings(choice), flush=True)
         return self.model
 
     def distribute_for_prediction(self) -> None:
@@ -59,22 +67,34 @@ class JobSetup:
             raise ModelError("call fleet.distributed_model(model) before fleet.distributed_optimizer")
         if self._plan is not None:
             raise ModelError("fleet.distributed_optimizer: the tables are made; give all optimizers before that")
-        self.strategy = self.strategy or DistributedStrategy()
-        self.strategy.freeze("fleet.distributed_optimizer")
-        is_hybrid = self.strategy.mode == "hybrid"
-        if self.optimizers:
-            _check_several(self.strategy)
-        shares = [other.plan for other in self.optimizers]
-        plan = make_share(self.model, optimizer, self.info.num_servers, is_hybrid, shares)
-        if self.strategy.mode == "geo" and not isinstance(optimizer, torch.optim.SGD):
-            raise StrategyError(
-                f"geo training (k_steps={self.strategy.a_sync_configs['k_steps']}) sums differences and works with SGD "
-                f"only, found {type(optimizer).__name__}. Use torch.optim.SGD, or k_steps=0 for async training."
-            )
-        _check_policies(plan, self.strategy.mode)
-        made = HybridOptimizer(optimizer, plan) if is_hybrid else DistributedOptimizer(optimizer, plan, len(shares))
+        strategy = self.strategy or DistributedStrategy()
+        try:
+            made = self._distributed(self.model, optimizer, strategy)
+        except BaseException:  # as if it had not been called: it may be, with another optimizer or strategy
+            if not self.optimizers:
+                strategy.unlock()
+                self.strategy = self._strategy_before
+            raise
+        self.strategy = strategy
         self.optimizers.append(made)
         return made
+
+    def _distributed(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: DistributedStrategy
+    ) -> DistributedOptimizer:
+        strategy.freeze("fleet.distributed_optimizer")
+        is_hybrid = strategy.mode == "hybrid"
+        if self.optimizers:
+            _check_several(strategy)
+        shares = [other.plan for other in self.optimizers]
+        plan = make_share(model, optimizer, self.info.num_servers, is_hybrid, shares)
+        if strategy.mode == "geo" and not isinstance(optimizer, torch.optim.SGD):
+            raise StrategyError(
+                f"geo training (k_steps={strategy.a_sync_configs['k_steps']}) sums differences and works with SGD "
+                f"only, found {type(optimizer).__name__}. Use torch.optim.SGD, or k_steps=0 for async training."
+            )
+        _check_policies(plan, strategy.mode)
+        return HybridOptimizer(optimizer, plan) if is_hybrid else DistributedOptimizer(optimizer, plan, len(shares))
 
     def distribute_scheduler(self, scheduler: Any) -> Any:
         """In geo training a step of the scheduler becomes as many as there are workers; else it stays as it is."""

@@ -11,7 +11,10 @@ from rich.table import Table
 from torchfleet.monitor.freshness import advice, summed
 from torchfleet.role import RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.worker.lookup.embedding_choice import Choice
 from torchfleet.worker.lookup.plan import Plan
+
+_MOST_NAMES = 3
 
 
 def configuration(info: RoleInfo, strategy: DistributedStrategy) -> str:
@@ -26,6 +29,20 @@ def configuration(info: RoleInfo, strategy: DistributedStrategy) -> str:
         name, _, value = line.strip().partition(" ")
         table.add_row(name, value.strip())
     return _text(table)
+
+
+def embeddings(choice: Choice) -> str:
+    """One line: how many embeddings go to the servers, which stay dense and why, and how to change that."""
+    num, stay = len(choice.chosen), list(choice.dense.items())
+    rows = f" ({choice.num_rows:,} rows)" if num else ""
+    text = f"fleet: {num or 'no'} torch embedding{'s are' if num != 1 else ' is'} on the servers{rows}"
+    if stay:
+        named = [f"'{path}' ({why})" for path, why in stay[:_MOST_NAMES]]
+        more = [f"{len(stay) - _MOST_NAMES} more"] if len(stay) > _MOST_NAMES else []
+        text += f"; {len(stay)} stay{'s' * (len(stay) == 1)} dense: {', '.join([*named, *more])}"
+        if choice.sparse is None:
+            text += '. To move them: sparse=True in the layer, or fleet.distributed_model(model, sparse="auto")'
+    return text
 
 
 def tables(plan: Plan, info: RoleInfo, servers: list[dict[str, Any]]) -> str:
@@ -51,8 +68,9 @@ def summary(stats: dict[str, Any]) -> str:
     """The end of training in a few lines: how old the network and the rows of each table were, over all servers."""
     worker = stats["worker"]
     lines = [
-        f"{stats['mode']}: {worker['steps']:,} steps, {worker['samples']:,} samples on this worker, "
-        f"{worker['unforeseen_lookups']:,} of {worker['lookups']:,} lookups unforeseen"
+        f"{stats['mode']}: {worker['steps']:,} steps, {worker['samples']:,} samples on this worker; "
+        f"{worker['unforeseen_lookups']:,} of {worker['lookups']:,} lookups unforeseen (pulled one by one, as their "
+        "ids were not known before the model was called)"
     ]
     names = dict.fromkeys(name for server in stats["servers"] for name in server["tables"])
     for name in names:

@@ -10,6 +10,7 @@ import torch
 from torchfleet.adoption import AdoptedOptimizer
 from torchfleet.role import RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.worker.lookup.embedding_choice import Sparse
 
 
 class Job(Protocol):
@@ -35,7 +36,9 @@ class Job(Protocol):
         """Take the strategy that function `user` was given. One that differs from an earlier one is an error."""
         ...
 
-    def distribute_model(self, model: torch.nn.Module) -> torch.nn.Module: ...
+    def distribute_model(self, model: torch.nn.Module, sparse: Sparse = None) -> torch.nn.Module:
+        """`sparse`: which embeddings go to the servers beside those that say so themselves."""
+        ...
 
     def distribute_optimizer(self, optimizer: torch.optim.Optimizer) -> AdoptedOptimizer: ...
 
@@ -67,4 +70,13 @@ class Job(Protocol):
 
     def stop(self) -> None:
         """This process has done its part."""
+        ...
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something would be lost if another job took the place of this one."""
+        ...
+
+    def reset(self) -> None:
+        """End whatever this process has of the job, without waiting for other workers. Raises nothing."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -63,10 +64,11 @@ class ParameterServerJob(JobSetup):
             raise FleetError(
                 "fleet.init_server is for servers, and this process is a worker: ask fleet.is_server() first"
             )
-        self._server = ServerRole(self)
-        self._server.listen()  # before it loads, which may take long: workers learn that it is there
+        server = ServerRole(self)
+        server.listen()  # before it loads, which may take long: workers learn that it is there
         if dirname is not None:
-            self._server.load(dirname, var_names)
+            server.load(dirname, var_names)
+        self._server = server
 
     def _init_local_server(self, dirname: str | None, var_names: list[str] | None) -> None:
         """In one process the servers begin with init_worker, which loads what they were told."""
@@ -130,6 +132,24 @@ class ParameterServerJob(JobSetup):
             self.run_server()
         else:
             self.init_worker(dirname, var_names)
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._worker is not None or (self._server is not None and self._server.is_listening)
+
+    def reset(self) -> None:
+        if self.strategy is not None:
+            self.strategy.unlock()
+        if self._server is not None:
+            self._server.close()
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        try:
+            worker.stop(alone=True)
+        except Exception as error:  # servers that are gone, a thread that had failed: it was to end in any case
+            worker.abandon()
+            print(f"fleet.reset: the worker could not leave its servers in order: {error}", file=sys.stderr, flush=True)
 
     def barrier(self) -> None:
         self.worker.barrier()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import signal
 import threading
+import time
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
@@ -21,6 +22,7 @@ from torchfleet.net.transport import ServerSocket
 from torchfleet.net.wire import Role
 from torchfleet.role import RoleInfo
 from torchfleet.server.server import Server
+from torchfleet.server.server_log import rows_text, speaker, tables_text
 from torchfleet.server.table_loading import load_model
 from torchfleet.server.warm import warm_up
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
@@ -36,6 +38,7 @@ class ServerRole:
         self._server = Server(num_workers=setup.info.num_workers)
         for spec in setup.plan.specs:
             self._server.state.add_table(spec.for_shard(setup.info.server_index, setup.info.num_servers))
+        self._say = self._server.state.say = speaker(f"server {setup.info.server_index}")
         self._strategy = setup.strategy or DistributedStrategy()
         self._listener: ServerSocket | None = None
         self._answering = BackgroundThreads([])
@@ -46,6 +49,8 @@ class ServerRole:
         place = self._info.server_endpoints[self._info.server_index]
         listener = self._listener = listen(f"tcp://{place}", self._keys, self._info.insecure)
         self._server.loading = "it is starting"
+        self._say(f"listening on {place} for {self._info.num_workers} workers")
+        self._say(tables_text(self._server.state.tables.values()))
         answer = functools.partial(listener.serve, self._server, lambda: self._is_ready)
         self._answering = BackgroundThreads([answer], "the server's socket")
         self._answering.start()
@@ -54,11 +59,18 @@ class ServerRole:
         """Load a saved model, or what `var_names` names of it. After an error the address is free again."""
         if self._listener is not None:
             self._server.loading = f"it is loading {dirname}"
+        started = time.monotonic()
         try:
             load_model(self._server.state, dirname, var_names, self._layouts)
         except BaseException:
             self.close()
             raise
+        rows = rows_text(self._server.state.tables.values())
+        self._say(f"loaded {dirname}: {rows} in {time.monotonic() - started:.1f} s")
+
+    @property
+    def is_listening(self) -> bool:
+        return self._listener is not None
 
     def close(self) -> None:
         """Give the address back."""
@@ -117,6 +129,9 @@ class ServerRole:
         finally:
             status.write(now=True)
             self.close()
+            lost = "workers are lost" if self._server.desertion else "all workers have left"
+            why = "told to end" if self._ended else lost
+            self._say(f"stopped ({why}) after {self._server.state.num_requests:,} requests")
         if self._server.desertion:
             raise FleetError(f"{self._server.desertion}. No worker is left; the server ends.")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -56,22 +57,35 @@ class WorkerRole:
         assert setup.strategy is not None
         assert setup.model is not None
         self.strategy, self.model, self._optimizers = setup.strategy, setup.model, setup.optimizers
+        self._ends = contextlib.ExitStack()  # what `abandon` does, the latest first
         self._local = self._local_server(dirname, var_names) if self.info.is_local else None
         self._keys = KeyFolder(self.info.key_dir) if self.info.key_dir else None
-        self.client = self._connect()
         self._started = time.monotonic()
         self._reported: dict[str, float] = {}
         self._left = False
         self._saved_to: set[str] = set()
         self._passes: Counter[str] = Counter()  # over shared lists of files, by name
-        wait_for_servers(self.client, self.info.start_timeout)
         self._waiting: WaitingShare | None = None  # until training can begin
+        self.client = self._connect()
+        self._ends.callback(self.client.close)
+        try:
+            self._begin(setup, dirname)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _begin(self, setup: JobSetup, dirname: str | None) -> None:
+        """All that may fail: connected, joined, tables made, threads started, the model bound."""
+        wait_for_servers(self.client, self.info.start_timeout)
         self._membership = self._join()
         if dirname is not None:
             check_loaded(self.client, dirname)
         make_tables(self.client, self._plan, self.info, self.strategy)
         self.communicator: Communicator = make_communicator(setup, self.client, self._connect)
+        self._ends.callback(self.communicator.release)
         self._hybrid = self._hybrid_worker()
+        if self._hybrid is not None:
+            self._ends.callback(self._hybrid.close, True)
         self._waiting = WaitingShare(self._seconds_waited)
         pushed = {name: group.spec.entry for name, group in self._plan.sparse.items() if is_pushed(group.spec)}
         modules = {name: group.modules for name, group in self._plan.sparse.items()}
@@ -79,7 +93,7 @@ class WorkerRole:
         self._status = StatusFile(self.info.status_file, self._status_now)
         self._schedules = self._watch(setup.global_schedulers)
         self._bind()
-        self._state = self._model_state()
+        self._ends.callback(self._model_state().close, LEFT)
         self.communicator.start()
         self._status.write(now=True)
 
@@ -152,11 +166,14 @@ class WorkerRole:
             raise FleetError(f"a time is a number of seconds since 1970, 0 to {MAX_TIME}; found {seconds!r}")
         return self.client.set_clock(now, self.strategy.sync_timeout)
 
-    def stop(self) -> dict[str, Any]:
-        """Everything under way reaches the servers, then they are told. Returns the last statistics."""
+    def stop(self, alone: bool = False) -> dict[str, Any]:
+        """Everything under way reaches the servers, then they are told. Returns the last statistics.
+
+        `alone`: other workers of hybrid mode are not waited for.
+        """
         self.communicator.stop()
         if self._hybrid is not None:
-            self._hybrid.close()
+            self._hybrid.close(alone)
         final = self.stats()
         self._left = True
         self._status.write(now=True)
@@ -164,12 +181,15 @@ class WorkerRole:
             self._membership.close()  # before it leaves: a sign of life behind that would be none
             self._membership.check()
         self.client.leave()
-        self.client.close()
-        self.engine.use(NoRows(LEFT))
-        self._state.close(LEFT)
-        for optimizer in self._optimizers:
-            optimizer.unbind(LEFT)
+        self._ends.close()
         return final
+
+    def abandon(self) -> None:
+        """Let everything go without a word to the servers: connections, signs of life, the hold on model and optimizer.
+
+        Threads that send have ended by then, or were never started: `stop` ends them also where it fails.
+        """
+        self._ends.close()
 
     def stats(self) -> dict[str, Any]:
         worker = {
@@ -203,7 +223,9 @@ class WorkerRole:
             return None
         info, strategy = self.info, self.strategy
         timeouts = info.worker_timeout, strategy.sync_timeout
-        return Membership(self._connect(), info.num_workers, info.restart, *timeouts, self._waiting_share)
+        made = Membership(self._connect(), info.num_workers, info.restart, *timeouts, self._waiting_share)
+        self._ends.callback(made.close)
+        return made
 
     def _waiting_share(self) -> float | None:
         return None if self._waiting is None else self._waiting()
@@ -238,11 +260,15 @@ class WorkerRole:
         for group in self._plan.sparse.values():
             for module in group.modules:
                 module.bind(self.engine)
-        self.engine.follow(self.model)
         # A copy of the model has the hook, too, and parameters of its own.
-        self.model.register_forward_pre_hook(
+        freshen = self.model.register_forward_pre_hook(
             lambda called, _: self.communicator.freshen() if called is self.model else None
         )
+        for hook in (*self.engine.follow(self.model), freshen):
+            self._ends.callback(hook.remove)
+        self._ends.callback(self.engine.use, NoRows(LEFT))
+        for optimizer in self._optimizers:
+            self._ends.callback(optimizer.unbind, LEFT)
         if self._hybrid is not None:
             self.engine.agreed, self.engine.on_training = self._hybrid.agreed, self._hybrid.begin_lookup
         for optimizer in self._optimizers:

@@ -6,12 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
+from torchfleet import __version__
 from torchfleet.errors import FleetError, RoleError
 from torchfleet.launch.job_spec import JobSpec
 from torchfleet.launch.launchers import LAUNCHERS, launcher_of
-from torchfleet.launch.processes import script_command
+from torchfleet.launch.processes import module_command, script_command
 from torchfleet.net.keys import KeyFolder, keygen
 
 _NOT_YET = ("heter_worker_num", "cluster")
@@ -23,6 +25,7 @@ _EXAMPLES = """examples:
   fleetrun --servers a:7000,b:7000 --workers c:0,d:0 --key_dir keys train.py   the same line on machines a, b, c and d
   fleetrun --nproc_per_node 2 train.py                              a collective job: two ranks on this machine
   fleetrun --gpus 0,1 --ips a,b --insecure train.py                 the same line on machines a and b, two GPUs each
+  fleetrun --server_num 2 --worker_num 2 -m package.train --epochs 3   a module, as `python -m` runs it
   fleetrun --dry_run --server_num 1 --worker_num 2 train.py         what would be started, with which environment
 
 The script is the same for all roles: fleet.init() finds out which one a process has. Options of fleetrun stand before
@@ -73,7 +76,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--keygen", metavar="DIR", help="make a set of keys in DIR, and do nothing else")
     for name in _NOT_YET:
         made.add_argument(f"--{name}", help=argparse.SUPPRESS)
-    made.add_argument("script", nargs="?", help="the training script")
+    made.add_argument("--version", action="version", version=f"fleetrun {__version__}")
+    made.add_argument(
+        "-m", "--module", action="store_true", help="what follows is a module, to be run as `python -m` would"
+    )
+    made.add_argument("script", nargs="?", help="the training script, or with -m the module")
     made.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return made
 
@@ -110,8 +117,9 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _job_spec(options: argparse.Namespace) -> JobSpec:
+    command = module_command if options.module else script_command
     return JobSpec(
-        command=tuple(script_command(options.script, options.arguments)),
+        command=tuple(command(options.script, options.arguments)),
         log_dir=Path(options.log_dir),
         num_servers=options.server_num,
         num_workers=options.worker_num,
@@ -130,7 +138,9 @@ def _check(options: argparse.Namespace) -> None:
             )
     if options.script is None:
         raise RoleError("no script given. Usage: fleetrun --server_num 2 --worker_num 2 train.py [its options]")
-    if not Path(options.script).is_file():
+    if options.module:
+        _check_module(options.script)
+    elif not Path(options.script).is_file():
         raise RoleError(f"no script at {options.script}")
     for name in ("max_restart", "max_job_restart"):
         if getattr(options, name) < 0:
@@ -139,3 +149,17 @@ def _check(options: argparse.Namespace) -> None:
         raise RoleError("--max_restart starts one worker again, --max_job_restart all processes: use one of them")
     if options.key_dir:
         KeyFolder(options.key_dir)  # raises before anything starts if there is no such folder
+
+
+def _check_module(name: str) -> None:
+    """Raise RoleError unless the package that the module is in can be found, from here as `python -m` looks for it."""
+    package = name.partition(".")[0]
+    path = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        is_found = package.isidentifier() and find_spec(package) is not None
+    finally:
+        sys.path[:] = path
+    if not is_found:
+        hint = f"; for a script leave -m out: fleetrun {name}" if Path(name).is_file() else ""
+        raise RoleError(f"-m {name}: no module or package '{package}' is installed or in {os.getcwd()}{hint}")

@@ -138,3 +138,8 @@ def end_all(processes: Sequence[Process]) -> None:
 def script_command(script: str, arguments: Sequence[str]) -> list[str]:
     """The command that runs a training script with this Python."""
     return [sys.executable, script, *arguments]
+
+
+def module_command(module: str, arguments: Sequence[str]) -> list[str]:
+    """The command that runs a module with this Python."""
+    return [sys.executable, "-m", module, *arguments]

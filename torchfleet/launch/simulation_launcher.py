@@ -105,7 +105,7 @@ def _job(
         Part(task.role, task.index, {**around, **task.environment, **one_thread}, run_dir / task.log_name)
         for task in planned
     ]
-    return Job(options.script, options.arguments, parts, layout.servers, conditions)
+    return Job(options.script, options.arguments, parts, layout.servers, conditions, options.module)
 
 
 def _conditions(options: argparse.Namespace) -> Conditions:

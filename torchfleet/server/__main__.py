@@ -12,6 +12,7 @@ from torchfleet.errors import FleetError
 from torchfleet.net.addresses import listen
 from torchfleet.net.keys import KeyFolder
 from torchfleet.server.server import Server
+from torchfleet.server.server_log import speaker
 from torchfleet.server.warm import warm_up
 from torchfleet.tables.settings.table_size import parse_bytes
 
@@ -61,6 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"torchfleet server: {error}", file=sys.stderr)
         return 2
     print(f"listening on {listener.endpoint}", flush=True)
+    server.state.say = speaker("server")
 
     def is_over() -> bool:
         server.state.load.look()
@@ -70,6 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
         listener.serve(server, is_over)
     finally:
         listener.close()
+    server.state.say(f"stopped after {server.state.num_requests:,} requests")
     if server.desertion:
         print(f"torchfleet server: {server.desertion}. No worker is left; the server ends.", file=sys.stderr)
         return 1

@@ -38,6 +38,9 @@ def join(state: State, request: Request) -> Answer:
         )
     check_worker(state, request)
     state.presence.join(worker, body, request.arrived)
+    if not body.again:
+        again = f", started again ({body.restart})" if body.restart else ""
+        state.say(f"worker {worker} has joined from {body.host}, pid {body.pid}{again}")
     if body.restart and not body.again:
         state.barriers.forget(worker)
         state.gatherings.forget(worker)
@@ -98,6 +101,7 @@ def leave(state: State, request: Request) -> Answer:
     """The worker has done its work: nobody waits for it any more, and after the last one the server ends."""
     check_worker(state, request)
     apply_gathered(state)
+    is_news = request.message.worker not in state.barriers.left
     _forget(state, request.message.worker)
     for going in state.barriers.leave(request.message.worker):
         state.finish(going, [])
@@ -106,6 +110,9 @@ def leave(state: State, request: Request) -> Answer:
     state.files.leave(request.message.worker)
     state.presence.leave(request.message.worker)
     close_sync_step(state)
+    if is_news:
+        of = f" of {state.num_workers}" if state.num_workers else ""
+        state.say(f"worker {request.message.worker} has left ({len(state.barriers.left)}{of})")
     if state.num_workers and len(state.barriers.left) >= state.num_workers:
         state.is_stopping = True
     return []

@@ -74,7 +74,10 @@ def stats(state: State, request: Request) -> Answer:
 def create_table(state: State, request: Request) -> Answer:
     """Make a table. Making it again with the same description changes nothing; with another one it is an error."""
     spec = unpack(only(request), TableSpec)
+    num_before = len(state.tables)
     state.add_table(spec)
+    if len(state.tables) > num_before:
+        state.say(f"table '{spec.name}' is made")
     return []
 
 

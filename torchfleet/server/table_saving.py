@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ class SaveBody(msgspec.Struct, forbid_unknown_fields=True):
 def save_in_slices(state: State, saving: LongRequest, body: SaveBody) -> Iterator[bool]:
     """Yields after every slice (Server.work says what), and answers the request at the end."""
     writer: Writer | None = None
+    started = time.monotonic()
     try:
         writer = Writer(Storage(body.dirname), body.folder)
         steps, rows, now = {}, {}, state.clock.now
@@ -58,13 +60,22 @@ def save_in_slices(state: State, saving: LongRequest, body: SaveBody) -> Iterato
         # As they were read: of a key twice, the later stands.
         written = sorted(writer.written, key=lambda part: part.file)
         saving.result = [pack(Saved(written, steps, rows, now, state.clock.is_set))]
+        state.say(f"saved {_described(state, body, written)} in {time.monotonic() - started:.1f} s")
     except Exception as error:  # whatever it is, it must not end the service of all others
         text = str(error) if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
         saving.result = CheckpointError(f"cannot save to {body.dirname}: {text}")
+        state.say(str(saving.result))
     finally:
         if writer is not None:
             writer.close()
     state.finish(saving.request, saving.result)
+
+
+def _described(state: State, body: SaveBody, written: list[Part]) -> str:
+    """What was saved where, for the log."""
+    sparse = {table.spec.name for table in state.tables.values() if not table.spec.is_dense}
+    num = sum(part.rows for part in written if part.kind == "rows" and part.table in sparse)
+    return f"{num:,} rows and the network to {body.dirname}, {body.folder} ({body.mode})"
 
 
 def _begin(state: State, body: SaveBody) -> None:

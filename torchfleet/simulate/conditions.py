@@ -67,6 +67,7 @@ class Job:
     parts: Sequence[Part]
     servers: Sequence[str]  # their addresses, host:port
     conditions: Conditions
+    is_module: bool = False  # the script is the name of a module
 
     @property
     def num_workers(self) -> int:

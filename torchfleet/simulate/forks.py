@@ -25,6 +25,7 @@ import torchfleet.fleet
 import torchfleet.metrics
 import torchfleet.util  # noqa: F401  (imported once, for all)
 from torchfleet.net.addresses import TRANSPORTS
+from torchfleet.preparation import stop_at_exit
 from torchfleet.server.warm import warm_up
 from torchfleet.simulate.conditions import Job, Part
 from torchfleet.simulate.coordinator import ProcessFailed
@@ -127,7 +128,9 @@ def _live(job: Job, number: int, line: Line, epoch: float) -> int:
         watch.install()
         VirtualRanks(schedule, watch.note_reduce).install(part.index, job.num_workers)
     schedule.go_on()
-    code = _run(job.script, job.arguments)
+    code = _run(job.script, job.arguments, job.is_module)
+    if code == 0:
+        stop_at_exit()  # while its threads are there
     end_threads()
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -158,12 +161,15 @@ def _seed(seed: int) -> None:
     np.random.seed(seed % (1 << 32))
 
 
-def _run(script: str, arguments: Sequence[str]) -> int:
-    """Run the script as a process of its own would; returns its exit status."""
+def _run(script: str, arguments: Sequence[str], is_module: bool) -> int:
+    """Run the script, or the module, as a process of its own would; returns its exit status."""
     sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).absolute().parent))
+    sys.path.insert(0, os.getcwd() if is_module else str(Path(script).absolute().parent))
     try:
-        runpy.run_path(script, run_name="__main__")
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
         if isinstance(end.code, int) or end.code is None:
             return end.code or 0

@@ -100,6 +100,10 @@ class DistributedStrategy(ServerFields, CollectiveFields):
         """From now on a change is an error."""
         self._used_by = self._used_by or user
 
+    def unlock(self) -> None:
+        """The job that used it is no more: it may be changed again."""
+        self._used_by = ""
+
     def freeze(self, user: str) -> None:
         """For a parameter-server job. Contradictions that depend on two fields are found here."""
         if self.mode == "hybrid":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torchfleet.errors import CheckpointError, FleetError, TableError
@@ -28,6 +28,10 @@ from torchfleet.tables.table import Table
 MAX_TABLES = 1024
 
 Answer = list[Array]  # the arrays of a reply
+
+
+def _nothing(text: str) -> None:
+    pass
 
 
 @dataclass
@@ -91,6 +95,7 @@ class State:
     is_stopping: bool = False
     model: str = ""  # the saved model that was loaded
     started: float = field(default_factory=time.monotonic)
+    say: Callable[[str], None] = _nothing  # a line for the server's log; one within a worker has none
 
     def finish(self, request: Request, result: Answer | FleetError) -> None:
         """Answer a request that was told to wait."""

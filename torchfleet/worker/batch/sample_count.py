@@ -32,7 +32,11 @@ class SampleCount:
         self._is_told = False
         self._counts = [Count() for _ in range(num_optimizers)]
         self._found = ""
-        model.register_forward_hook(self._note_call, with_kwargs=True)
+        self._hook = model.register_forward_hook(self._note_call, with_kwargs=True)
+
+    def close(self) -> None:
+        """The model's calls are counted no longer."""
+        self._hook.remove()
 
     def reset(self, share: int = 0) -> None:
         """An optimizer's gradients are dropped, or handed over."""

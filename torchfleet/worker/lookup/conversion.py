@@ -1,73 +1,43 @@
-"""Conversion of torch's own sparse embeddings, and the embeddings of a model by table."""
+"""Conversion of torch's own embeddings, in place, and the embeddings of a model by table."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from torchfleet.errors import ModelError
 from torchfleet.worker.lookup.embedding import SparseEmbedding, SparseEmbeddingBag
+from torchfleet.worker.lookup.embedding_choice import Choice, TorchEmbedding, check_convertible, choose
 from torchfleet.worker.row_state.table_rows import TableRows
 from torchfleet.worker.weights.row_weight import RowWeight
-from torchfleet.worker.weights.tied_weights import tied_elsewhere, told
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def convert(model: torch.nn.Module, choice: Choice | None = None) -> torch.nn.Module:
+    """Replace torch's embeddings that were chosen, in place; without a choice, those with sparse=True.
 
-
-def convert(model: torch.nn.Module, tell: Callable[[str], None] = _say) -> torch.nn.Module:
-    """Replace torch's sparse embeddings, in place; every SparseEmbedding gets its path, and a name if it has none.
-
-    One whose weight another module computes with stays a dense layer, and `tell` is called with a line that says so.
-    Whoever else holds the weight of one that is replaced (an optimizer, a list) holds its RowWeight from then on.
-    Returns the model.
+    Every SparseEmbedding gets its path, and a name if it has none. Whoever else holds the weight of one that is
+    replaced (an optimizer, a list) holds its RowWeight from then on. Returns the model. After an error it is unchanged.
     """
-    if _is_sparse(model):
+    choice = choice or choose(model, None)
+    wanted = {id(module) for module in choice.chosen}
+    if id(model) in wanted:
         raise ModelError("the model is itself a sparse embedding: put it into a module, so that it can be replaced")
+    places = [(path, module) for path, module in model.named_modules(remove_duplicate=False) if id(module) in wanted]
+    for path, module in places:
+        check_convertible(module, path)
+    for module in choice.tied:
+        module.sparse = False  # the other layer's gradient is dense
     replaced: dict[int, SparseEmbedding] = {}  # by module: several may share one weight, each with its own padding
-    tables: dict[int, tuple[str, np.ndarray[Any, Any]]] = {}  # by weight: its table and first values
-    tied = tied_elsewhere(model, _is_sparse)
-    if tied:
-        tell(told(tied))
-    for path in tied:
-        model.get_submodule(path).sparse = False  # type: ignore[assignment]  # the other layer's gradient is dense
-    for path, module in list(model.named_modules(remove_duplicate=False)):
-        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and _is_sparse(module):
-            if id(module) not in replaced:
-                if id(module.weight) not in tables:
-                    tables[id(module.weight)] = path, _first_values(module, path)
-                replaced[id(module)] = _converted(module, path, *tables[id(module.weight)])
-            parent, _, child = path.rpartition(".")
-            setattr(model.get_submodule(parent), child, replaced[id(module)])
-    shared: dict[str, TableRows] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, SparseEmbedding):
-            module.name = path if module.name is None else module.name
-            module.table_rows = _shared_rows(module, shared)
-    for path, module in reversed(list(model.named_modules())):  # a weight has the path of its first module
-        if isinstance(module, SparseEmbedding):
-            module.place(path)
+    tables: dict[int, str] = {}  # by weight
+    for path, module in places:
+        if id(module) not in replaced:
+            table = tables.setdefault(id(module.weight), path)
+            replaced[id(module)] = _converted(module, path, table)
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, replaced[id(module)])
+    _name(model)
     return model
-
-
-def _is_sparse(module: torch.nn.Module) -> bool:
-    """Whether it is an embedding of torch's whose rows are to be on the servers."""
-    return isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
-
-
-def _shared_rows(module: SparseEmbedding, shared: dict[str, TableRows]) -> TableRows:
-    """What all embeddings of a table have in common: that of the first."""
-    assert module.name is not None
-    rows = shared.setdefault(module.name, module.table_rows)
-    if rows is not module.table_rows:
-        rows.take_over(module.table_rows)
-    rows.is_distributed = True
-    return rows
 
 
 def sparse_embeddings(model: torch.nn.Module) -> dict[str, list[SparseEmbedding]]:
@@ -87,48 +57,42 @@ def sparse_embeddings(model: torch.nn.Module) -> dict[str, list[SparseEmbedding]
     return found
 
 
-def _first_values(module: torch.nn.Embedding | torch.nn.EmbeddingBag, path: str) -> np.ndarray[Any, Any]:
-    """A copy of the rows that torch made."""
-    if type(module.weight) is not torch.nn.Parameter:
-        raise ModelError(
-            f"'{path}.weight' is a {type(module.weight).__name__}, and rows on servers stand for a plain "
-            "torch.nn.Parameter. Remove its parametrization, or leave it dense: sparse=False."
-        )
-    if module.weight.dtype != torch.float32:
-        raise ModelError(f"'{path}' is {module.weight.dtype}: servers hold float32. Use model.float().")
-    values: np.ndarray[Any, Any] = module.weight.detach().cpu().numpy().copy()
-    return values
+def _name(model: torch.nn.Module) -> None:
+    """Paths, names, and what the embeddings of a table have in common."""
+    shared: dict[str, TableRows] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, SparseEmbedding):
+            module.name = path if module.name is None else module.name
+            module.table_rows = _shared_rows(module, shared)
+    for path, module in reversed(list(model.named_modules())):  # a weight has the path of its first module
+        if isinstance(module, SparseEmbedding):
+            module.place(path)
 
 
-def _converted(
-    module: torch.nn.Embedding | torch.nn.EmbeddingBag, path: str, table: str, first: np.ndarray[Any, Any]
-) -> SparseEmbedding:
-    padding = module.padding_idx if isinstance(module, torch.nn.Embedding) else None  # bags leave it out
-    if padding is not None and first[padding].any():
-        raise ModelError(
-            f"'{path}': the row of padding_idx={padding} is not zero, and servers read it as zeros. Set it to zeros, "
-            "or leave padding_idx out."
-        )
-    if module.max_norm is not None:
-        raise ModelError(
-            f"'{path}': max_norm={module.max_norm} changes rows whenever they are read, and servers change them only "
-            "by updates. Leave it None; bound what updates make of a row, with fleet.nn.SparseEmbedding("
-            "weight_bounds=...), or add a penalty to the loss."
-        )
+def _shared_rows(module: SparseEmbedding, shared: dict[str, TableRows]) -> TableRows:
+    """What all embeddings of a table have in common: that of the first."""
+    assert module.name is not None
+    rows = shared.setdefault(module.name, module.table_rows)
+    if rows is not module.table_rows:
+        rows.take_over(module.table_rows)
+    rows.is_distributed = True
+    return rows
+
+
+def _converted(module: TorchEmbedding, path: str, table: str) -> SparseEmbedding:
     kind = SparseEmbedding
     options: dict[str, Any] = {"name": table, "padding_idx": module.padding_idx}
     options["num_embeddings"] = module.num_embeddings
     if isinstance(module, torch.nn.EmbeddingBag):
-        if module.mode == "max" and module.scale_grad_by_freq:
-            raise ModelError(f"'{path}': scale_grad_by_freq=True goes with mode 'sum' and 'mean', as in torch")
         kind, options["pooling"] = SparseEmbeddingBag, module.mode
     converted = kind(module.embedding_dim, **options)
     converted.scale_grad_by_freq = module.scale_grad_by_freq
     if isinstance(converted, SparseEmbeddingBag) and isinstance(module, torch.nn.EmbeddingBag):
         converted.include_last_offset = module.include_last_offset
     weight: Any = module.weight
-    converted.weight = weight if isinstance(weight, RowWeight) else RowWeight.take_place_of(weight)
+    if not isinstance(weight, RowWeight):  # else it is that of another embedding, which has its rows
+        converted.table_rows.first_values = weight.detach().cpu().numpy().copy()
+        weight = RowWeight.take_place_of(weight)
+    converted.weight = weight
     converted.is_converted = True
-    if path == table:  # others of the same weight begin with the rows of the first
-        converted.table_rows.first_values = first
     return converted

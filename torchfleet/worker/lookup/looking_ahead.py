@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from torchfleet.tables.rows.keyrange import check_range
 from torchfleet.tables.settings.policy import AdmissionEntry
@@ -75,11 +76,16 @@ class LookingAhead:
             if self._own.batch is current:
                 self._own.batch = None
 
-    def follow(self, model: torch.nn.Module) -> None:
-        """From now on every call of this model is a batch: its lookups share one pull, and their rows."""
-        model.register_forward_pre_hook(lambda _, args, kwargs: self.enter([args, kwargs]), with_kwargs=True)
-        # Called also when the forward pass has failed.
-        model.register_forward_hook(lambda _, args, output: self._leave(), always_call=True)
+    def follow(self, model: torch.nn.Module) -> list[RemovableHandle]:
+        """From now on every call of this model is a batch: its lookups share one pull, and their rows.
+
+        Removing what is returned ends it.
+        """
+        return [
+            model.register_forward_pre_hook(lambda _, args, kwargs: self.enter([args, kwargs]), with_kwargs=True),
+            # Called also when the forward pass has failed.
+            model.register_forward_hook(lambda _, args, output: self._leave(), always_call=True),
+        ]
 
     def enter(self, inputs: Any) -> None:
         """The model is called with these inputs: a new batch, unless prefetch brought it."""

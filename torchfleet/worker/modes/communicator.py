@@ -185,6 +185,11 @@ class Communicator(ABC):
     def begin_anew(self, tables: Collection[str]) -> None:  # noqa: B027  (most modes keep no values of their own)
         """The servers were given other values: the rows of these tables, and all dense values, which the model has."""
 
+    def release(self) -> None:
+        """Leave the model as it was: it may be used in another job."""
+        if self._samples is not None:
+            self._samples.close()
+
     def stats(self) -> dict[str, Any]:
         """Times in milliseconds per step that the training thread waited."""
         steps = max(1, self._num_steps)

@@ -22,12 +22,3 @@ def tied_elsewhere(model: torch.nn.Module, is_sparse: Callable[[torch.nn.Module]
         if is_sparse(module) and id(module.weight) in holders:
             found[path] = holders[id(module.weight)]
     return found
-
-
-def told(tied: dict[str, list[str]]) -> str:
-    """One line about embeddings that stay dense for this reason."""
-    pairs = "; ".join(f"'{path}.weight' is also '{', '.join(others)}'" for path, others in tied.items())
-    return (
-        f"tied weights: {pairs}. A weight that is used whole is trained whole: it stays a dense parameter, with dense "
-        "gradients, and its rows are not held one by one."
-    )

@@ -23,6 +23,7 @@ from torch.autograd import Variable
 
 from torchfleet.collective.local_tensors import local
 from torchfleet.collective.outputs import map_tensors
+from torchfleet.collective.strategies.mixed_precision.bfloat16_cpu import warn_if_slow
 from torchfleet.collective.strategies.mixed_precision.loss_scaling import LossScaling
 from torchfleet.collective.strategies.mixed_precision.op_lists import OpLists
 from torchfleet.collective.strategy import Forward, JobView, Strategy
@@ -41,6 +42,8 @@ class Amp(Strategy):
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)
         self.dtype, self.is_pure = _precision(settings.amp_configs)
+        if self.dtype == torch.bfloat16 and world.device.type == "cpu" and world.rank == 0:
+            warn_if_slow()
         white, black = settings.amp_configs.custom_white_list, settings.amp_configs.custom_black_list
         self._lists = OpLists(white, black, world.device.type, self.dtype) if white or black else None
         self.scaling = LossScaling(settings.amp_configs, world.device) if self.dtype == torch.float16 else None
