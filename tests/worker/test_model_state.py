@@ -180,6 +180,16 @@ def test_rows_that_were_never_looked_up_are_what_the_servers_would_give_and_shar
         assert_same_state(part.model.state_dict(), loaded)
 
 
+def test_before_init_worker_a_state_has_the_first_values_that_servers_will_give() -> None:
+    servers = Servers(2)
+    part = jobs.make_part(Declared, SGD, jobs.strategy(), jobs.roles(1, 2)[0])
+    before = copied(part.model.state_dict())
+    servers.make_tables(part.job)
+    part.worker = jobs.Worker(part.job, servers)
+    np.testing.assert_array_equal(before["b.weight"], part.worker.client.pull("shared", np.arange(50)).result())
+    part.worker.stop()
+
+
 def test_a_padding_row_that_is_nobody_elses_reads_as_zeros() -> None:
     model = torch.nn.ModuleList([torchfleet.nn.SparseEmbedding(2, num_embeddings=4, padding_idx=1)])
     with one_worker(model, SGD) as part:
@@ -205,7 +215,6 @@ def test_a_table_without_a_size_says_how_to_save_it() -> None:
         with without_rows():
             assert len(part.model.state_dict()["rows.weight"]) == 0
     with one_worker(AnyIds("none"), SGD) as part:
-        part.step = None  # type: ignore[assignment]
         assert list(part.model.state_dict()) == ["out.weight", "out.bias"]
         part.model.load_state_dict(part.model.state_dict())
     with pytest.raises(ModelError, match="state='rows'\\) is for tables without"):

@@ -15,6 +15,7 @@ from torchfleet.worker.client.shard import Floats, Keys
 from torchfleet.worker.lookup.engine import Engine
 from torchfleet.worker.lookup.plan import Plan
 from torchfleet.worker.modes.communicator import Communicator
+from torchfleet.worker.row_state.embedding_state import EmbeddingState
 from torchfleet.worker.row_state.table_rows import NoTable, slices
 from torchfleet.worker.row_state.whole_rows import WholeRows
 
@@ -141,6 +142,8 @@ class ModelState:
             self._loading = Loading(module, missing_keys, errors)
             for group in self._plan.sparse.values():
                 group.modules[0].table_rows.loaded = None
+        if isinstance(module, EmbeddingState):  # its rows have a way of their own
+            return
         names = {*module._parameters, *(set(module._buffers) - module._non_persistent_buffers_set)}
         self._loading.places += [(module, name) for name in sorted(names) if prefix + name in state]
 
