@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         worker_num,
     )
     from torchfleet.infer import DistributedInfer, load_inference_model
-    from torchfleet.preparation import prepare
+    from torchfleet.preparation.prepare_job import prepare
     from torchfleet.role import PaddleCloudRoleMaker, UserDefinedRoleMaker
     from torchfleet.strategy.distributed_strategy import DistributedStrategy
     from torchfleet.strategy.execution import BuildStrategy, ExecutionStrategy
@@ -169,7 +169,7 @@ _ELSEWHERE = {
     "device_guard": "collective.pipeline.stages",
     "hash_string": "data.reading.string_hash",
     "load_inference_model": "infer",
-    "prepare": "preparation",
+    "prepare": "preparation.prepare_job",
 }
 
 
