@@ -35,11 +35,10 @@ class Factors(torch.nn.Module):
     def __init__(self, mean: float) -> None:
         super().__init__()
         self.mean = mean
-        for name, rows in (("user", USERS), ("item", ITEMS)):
-            for kind, dim in (("", DIM), ("_bias", 1)):
-                embedding = torch.nn.Embedding(rows, dim, sparse=True)
-                torch.nn.init.normal_(embedding.weight, std=0.1 if dim > 1 else 0.0)
-                self.add_module(name + kind, embedding)
+        self.user, self.item = (torch.nn.Embedding(rows, DIM, sparse=True) for rows in (USERS, ITEMS))
+        self.user_bias, self.item_bias = (torch.nn.Embedding(rows, 1, sparse=True) for rows in (USERS, ITEMS))
+        for embedding, std in ((self.user, 0.1), (self.item, 0.1), (self.user_bias, 0.0), (self.item_bias, 0.0)):
+            torch.nn.init.normal_(embedding.weight, std=std)
 
     def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
         biases = self.user_bias(users) + self.item_bias(items)
@@ -98,7 +97,7 @@ def train(size: int, seed: int, num: int, epochs: int, rate: float) -> dict[str,
 def _batches(
     users: torch.Tensor, items: torch.Tensor, scores: torch.Tensor, order: torch.Tensor
 ) -> list[tuple[torch.Tensor, ...]]:
-    return [(users[chosen], items[chosen], scores[chosen]) for chosen in order.split(BATCH)]
+    return [(users[chosen], items[chosen], scores[chosen]) for chosen in torch.split(order, BATCH)]
 
 
 def _ages(counts: dict[int, int]) -> dict[str, float]:

@@ -198,7 +198,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
     },
     "plain": {"worker/lookup", "worker/row_state", "fleet", "errors"},
-    "preparation": {"fleet", "data", "collective/outputs", "role", "strategy", "errors"},
+    "preparation": {"fleet", "collective/outputs", "role", "strategy", "errors"},
     "online": {"data", "storage", "fleet", "metrics", "errors"},
     "word2vec": {
         "worker/lookup",

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     )
     from torchfleet.infer import DistributedInfer, load_inference_model
     from torchfleet.plain.to_plain import to_plain
-    from torchfleet.preparation import prepare
+    from torchfleet.preparation.prepare_job import prepare
     from torchfleet.role import PaddleCloudRoleMaker, UserDefinedRoleMaker
     from torchfleet.strategy.distributed_strategy import DistributedStrategy
     from torchfleet.strategy.execution import BuildStrategy, ExecutionStrategy
@@ -171,8 +171,8 @@ _ELSEWHERE = {
     "device_guard": "collective.pipeline.stages",
     "hash_string": "data.reading.string_hash",
     "load_inference_model": "infer",
+    "prepare": "preparation.prepare_job",
     "to_plain": "plain.to_plain",
-    "prepare": "preparation",
 }
 
 

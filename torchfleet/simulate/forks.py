@@ -25,7 +25,7 @@ import torchfleet.fleet
 import torchfleet.metrics
 import torchfleet.util  # noqa: F401  (imported once, for all)
 from torchfleet.net.addresses import TRANSPORTS
-from torchfleet.preparation import stop_at_exit
+from torchfleet.preparation.prepare_job import stop_at_exit
 from torchfleet.server.warm import warm_up
 from torchfleet.simulate.conditions import Job, Part
 from torchfleet.simulate.coordinator import ProcessFailed

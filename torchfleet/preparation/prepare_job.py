@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from torchfleet import fleet
 from torchfleet.collective.outputs import map_tensors
-from torchfleet.data.loader_shard import shared_loader
 from torchfleet.errors import FleetError, ModelError
+from torchfleet.preparation.loader_shard import shared_loader
 from torchfleet.role import is_collective_job
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 

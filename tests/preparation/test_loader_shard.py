@@ -17,8 +17,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from torchfleet.data.loader_shard import shared_loader
 from torchfleet.errors import FleetError
+from torchfleet.preparation.loader_shard import shared_loader
 
 
 class Numbers(Dataset[int]):

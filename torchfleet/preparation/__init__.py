@@ -1,0 +1,1 @@
+"""fleet.prepare: the objects of an ordinary script of torch's, made those of a job."""
