@@ -65,6 +65,14 @@ def snapshot(table: SparseTable) -> tuple[dict[int, list[float]], dict[str, floa
 # Pull
 
 
+def test_a_pull_from_a_range_of_ids_that_all_have_rows_does_not_look_for_room():
+    table = make_table(kind="array", size=100)
+    table.assign(np.arange(100, dtype=np.uint64), np.ones((100, 2), np.float32))
+    with mock.patch.object(SparseTable, "absent", side_effect=AssertionError("a search for keys without a row")):
+        assert table.check_pull(as_keys(3, 99, 3), create=True) == 24
+        assert table.pull(as_keys(3, 99, 3)).tolist() == [[1, 1]] * 3
+
+
 @pytest.mark.parametrize("kind", ["sparse", "array"])
 def test_pull_creates_missing_rows_and_gives_them_again(kind):
     table = make_table(kind=kind, size=100 * (kind == "array"), initializer=UNIFORM)

@@ -40,7 +40,7 @@ def embeddings(choice: Choice) -> str:
         named = [f"'{path}' ({why})" for path, why in stay[:_MOST_NAMES]]
         more = [f"{len(stay) - _MOST_NAMES} more"] if len(stay) > _MOST_NAMES else []
         text += f"; {len(stay)} stay{'s' * (len(stay) == 1)} dense: {', '.join([*named, *more])}"
-        if choice.sparse is None:
+        if choice.sparse is None and len(stay) > len(choice.tied):
             text += '. To move them: sparse=True in the layer, or fleet.distributed_model(model, sparse="auto")'
     return text
 

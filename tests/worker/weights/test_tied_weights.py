@@ -56,7 +56,7 @@ def test_tied_before_it_stays_dense_trains_as_torch_does_and_a_line_says_so(
         assert list(part.job.plan.sparse) == ["users"]
         assert part.model.scores.weight is part.model.words.weight
         torch.testing.assert_close(part.model.words.weight, plain.words.weight, rtol=1e-6, atol=1e-6)
-    assert "'words.weight' is also 'scores.weight'" in capsys.readouterr().err
+    assert "1 stays dense: 'words' (tied to 'scores.weight', which is used whole)\n" in capsys.readouterr().out
 
 
 def test_tied_afterwards_is_refused_where_it_is_used() -> None:
