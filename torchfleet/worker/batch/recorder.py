@@ -90,7 +90,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mark = self._mark(ids)
         if isinstance(mark, Refusal):
             return mark
-        return Recipe(mark, {place: self._shapes[place] for place in _places(mark)})
+        places = _places(mark) or list(self._shapes)[:1]  # positions in a batch are as many as its samples
+        return Recipe(mark, {place: self._shapes[place] for place in places})
 
     def refuse(self, tensor: torch.Tensor, refusal: Refusal) -> None:
         """What is computed from this tensor has no recipe."""
