@@ -125,6 +125,7 @@ def distributed_optimizer(
     check_optimizer(optimizer)
     check_strategy(strategy, "fleet.distributed_optimizer")
     job.use(strategy, "fleet.distributed_optimizer")
+    assert isinstance(optimizer, torch.optim.Optimizer)
     return job.distribute_optimizer(optimizer)
 
 
@@ -276,7 +277,7 @@ def train_from_dataset(
     `loss_fn(output, batch)`.
     """
     worker = _get_worker()
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not optimizers or not all(isinstance(one, DistributedOptimizer) for one in optimizers):
         raise FleetError("train_from_dataset: give the optimizer that fleet.distributed_optimizer returned")
     report = Report("train", fetch_list, print_period, fetch_handler)

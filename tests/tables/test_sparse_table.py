@@ -616,8 +616,8 @@ class TableMachine(RuleBasedStateMachine):
         self.step += 1
         for key, total in zip(*twins.sum_by_key(keys, grads), strict=True):
             row = self.row(int(key)) * np.float32(self.factor)
-            total = total + np.float32(self.added) * row if self.added else total
-            self.rows[int(key)] = row - np.float32(self.lr) * total
+            gradient = total + np.float32(self.added) * row if self.added else total
+            self.rows[int(key)] = row - np.float32(self.lr) * gradient
 
     @rule(drawn=st.lists(any_keys, max_size=8), data=st.data())
     def add(self, drawn, data) -> None:

@@ -47,7 +47,7 @@ def scaled_steps(
 
 
 @pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("mode", ["sync", "half_async", "async", "hybrid"])
+@pytest.mark.parametrize("mode", ["sync", "half_async", "async", "geo"])
 def test_the_loop_with_a_scaler_is_that_of_torch(mode: str, clips: bool) -> None:
     """SGD, and dense embeddings in plain torch, which clips no sparse gradients."""
     torch.manual_seed(0)

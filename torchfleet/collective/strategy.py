@@ -121,10 +121,12 @@ class Strategy:
     def after_step(self) -> None:
         """The parameters have changed, or the step was skipped. Called from the last strategy to the first."""
 
-    @property
-    def may_overflow(self) -> bool:
-        """Whether gradients are not finite now and then by design: the step is then skipped."""
-        return False
+    def row_scale(self) -> float:
+        """How many times too large the gradients are that come out of the model's backward pass: those of rows."""
+        return 1.0
+
+    def note_overflow(self) -> None:
+        """Gradients of rows, which no other rank sees, were not finite after the division by `row_scale`."""
 
     def note_loss(self, loss: float | torch.Tensor) -> None:
         """The loss of the last batch: what the model or a runner returned, or fleet.report(loss=...) was given."""

@@ -111,9 +111,17 @@ class DenseNetwork:
         self._together(_PARTS)
 
     @property
-    def may_overflow(self) -> bool:
-        """Whether a strategy scales the loss, and skips a step whose gradients, of rows too, are not finite."""
-        return any(strategy.may_overflow for strategy in self._job.strategies)
+    def row_scale(self) -> float:
+        """What gradients of rows must be divided by."""
+        scale = 1.0
+        for strategy in self._job.strategies:
+            scale *= strategy.row_scale()
+        return scale
+
+    def note_overflow(self) -> None:
+        """This worker's gradients of rows were not finite after the division."""
+        for strategy in self._job.strategies:
+            strategy.note_overflow()
 
     def owns_state(self, parameter: torch.Tensor) -> bool:
         """Whether this worker has the optimizer's state of a parameter."""
@@ -131,10 +139,6 @@ class DenseNetwork:
         self._num_calls = 0
         self.optimizer.step()
         return not self.optimizer.is_skipped
-
-    @property
-    def num_workers(self) -> int:
-        return self._world.size
 
     def check_finite(self, step: int) -> None:
         """Raise TableError with the parameters whose gradients have NaN or infinity: the same ones on all workers."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from torchfleet.errors import FleetError, StrategyError
+from torchfleet.kernels.rows import all_finite
 from torchfleet.worker.distributed_optimizer import DistributedOptimizer
 from torchfleet.worker.finite_gradients import check_finite
 from torchfleet.worker.lookup.plan import Plan
+from torchfleet.worker.modes.communicator import Gradients
 from torchfleet.worker.modes.hybrid import rows_of
 
 if TYPE_CHECKING:  # servers make this optimizer too, and need no torch.distributed
@@ -23,6 +26,9 @@ class HybridOptimizer(DistributedOptimizer):
     def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         super().__init__(optimizer, plan)
         self._pushed = rows_of(plan)
+        # Rows are each worker's own: a norm over all parameters, from which every worker clips, must not see them.
+        for module in (module for group in plan.sparse.values() for module in group.modules):
+            module.row_weight.is_shown = False
         self._network: DenseNetwork | None = None
 
     def join(self, network: DenseNetwork) -> None:
@@ -33,26 +39,38 @@ class HybridOptimizer(DistributedOptimizer):
         """Rows are pushed at every step, also where the network gathers gradients over several (gradient_merge)."""
         loss = self._begin_step(closure)
         network, communicator = self._joined(), self.communicator
-        self._pushed.check_options(self._user)
-        if hasattr(self, "found_inf"):  # a GradScaler has left it, which it does only where workers step together
+        if hasattr(self, "found_inf"):
             raise StrategyError(
-                "torch.amp.GradScaler in hybrid training: each worker's scaler goes by its own rows, so that their "
-                "scales differ, and gradients of the network are averaged under one scale. Leave the scaler out and "
-                "use DistributedStrategy(amp=True), whose scale all workers share."
+                "torch.amp.GradScaler in hybrid training: the network's gradients are averaged over workers under one "
+                "scale, and those of rows are not in .grad. Leave the scaler out and use DistributedStrategy(amp=True)."
             )
+        self._pushed.check_options(self._user)
         gradients, number = self._take_gradients(), communicator.num_steps + 1
-        if not network.may_overflow:
+        scale = network.row_scale
+        if scale == 1.0:  # else what is not finite is expected now and then: the step is skipped
             network.check_finite(number)
             check_finite(self._pushed, gradients, number)
-        if network.step():
+        is_finite = scale == 1.0 or self._unscale(gradients, scale)
+        if not is_finite:
+            network.note_overflow()
+        is_made = network.step()
+        if is_made and is_finite:
             communicator.step(gradients)
         self.after_step()
         return loss
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """As that of DistributedOptimizer. One worker alone may have a scaler; of several, `step` hears of it."""
-        return self._network is not None and self._network.num_workers > 1
+        """As that of DistributedOptimizer: a scaler leaves `found_inf`, and calls `step` in any case."""
+        return True
+
+    def _unscale(self, gradients: Gradients, scale: float) -> bool:
+        """Divide in place; whether all are finite. What stands behind a row's gradient (shows, clicks) stays."""
+        is_finite = True
+        for table, (_, grads) in gradients.sparse.items():
+            grads[:, : self.plan.sparse[table].spec.dim] *= np.float32(1.0 / scale)
+            is_finite &= bool(all_finite(np.ascontiguousarray(grads).reshape(-1).view(np.uint32)))
+        return is_finite
 
     def clip_grad_norm_(self, max_norm: float) -> None:
         """As that of collective training: the network's gradients of the coming step, at the right moment."""

@@ -22,6 +22,9 @@ def warm_up() -> None:
         _warm_rows(TableSpec("warm", dim=2, rule=rule, initializer=Initializer("normal", 0.0, 1.0)), keys)
         dense = DenseTable(TableSpec("warm", "dense", size=2, rule=rule), _BYTES)
         dense.push(np.ones(2, np.float32))
+    for is_decoupled in (False, True):
+        rule = Rule(weight_decay=0.1, decoupled_decay=is_decoupled)
+        _warm_rows(TableSpec("warm", dim=2, rule=rule), keys)
     _warm_rows(TableSpec("warm", dim=16), keys)  # too wide for a packed map
     _warm_rows(TableSpec("warm", "array", dim=2, size=1000), keys)  # without a map
     _warm_policies(keys)

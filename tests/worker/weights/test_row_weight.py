@@ -219,3 +219,40 @@ def test_a_weight_that_is_no_plain_parameter_is_refused() -> None:
     torch.nn.utils.parametrizations.weight_norm(model.items)
     with pytest.raises(ModelError, match=r"'items\.weight' is a Tensor.*parametrization.*sparse=False"):
         fleet.nn.convert(model)
+
+
+def shown(ids: list[int]) -> jobs.Batch:
+    return {"ids": torch.tensor(ids), "show": torch.ones(len(ids)), "click": torch.zeros(len(ids))}
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_shows_and_clicks_behind_gradients_stay_what_they_are_when_grad_is_read(is_read: bool) -> None:
+    """Of two batches before a step, and of lookups in eval mode, which come without shows."""
+
+    class Shown(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            entry = fleet.ShowClickEntry("show", "click")
+            self.one, self.two = (fleet.nn.SparseEmbedding(2, name="rows", entry=entry) for _ in range(2))
+
+        def forward(self, batch: jobs.Batch) -> torch.Tensor:
+            return self.one(batch["ids"]).sum() + 10 * self.two(batch["ids"]).sum()
+
+    servers = jobs.Servers()
+    with one_worker(Shown(), mode="half_async", servers=servers) as part:
+        part.model(shown([1, 2, 3])).sum().backward()
+        part.optimizer.step()  # all ids have rows
+        part.optimizer.zero_grad()
+        before = part.rows("rows", [1, 2, 3])
+        for ids in ([1, 2], [2, 3]):
+            part.model.two.train(ids == [1, 2])
+            part.model(shown(ids)).backward()
+            if is_read:
+                part.model.one.weight.grad.mul_(2.0)
+        part.optimizer.step()
+        moved = before - part.rows("rows", [1, 2, 3])
+        ((keys, _, columns),) = servers.table("rows").chunks(9)
+    once, twice = (2.0, 4.0) if is_read else (1.0, 1.0)  # the first batch was doubled with the second
+    torch.testing.assert_close(moved[:, 0], 0.5 * 11 * torch.tensor([twice, twice + once, once]))
+    shows = dict(zip(keys.tolist(), columns["show"].tolist(), strict=True))
+    assert shows == {1: 2 + 2, 2: 2 + 2 + 1, 3: 2 + 1}

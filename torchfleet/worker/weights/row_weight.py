@@ -43,7 +43,7 @@ class RowWeight(torch.nn.Parameter):
 
     path: str = ""
     table: str = ""
-    is_shown: bool = True  # of several weights of one table, one shows the gradients: norms count them once
+    is_shown: bool = True  # its gradients, in .grad: of several weights of one table, by one; in hybrid mode by none
     pending: PendingGradients | None = None
 
     @classmethod
@@ -74,10 +74,10 @@ class RowWeight(torch.nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        if self.pending is not None and self.is_shown:
+        if self.pending is not None and (self.is_shown or gradient is None):
             self.pending.put_gradient(self.table, gradient)
         elif gradient is not None:
-            raise ModelError(f"{self.name_in_model}: no gradient of its rows is pending, so none can be set")
+            raise ModelError(f"{self.name_in_model}: no gradient of its rows is in .grad, so none can be set")
 
     @classmethod
     def __torch_function__(

@@ -166,9 +166,12 @@ class Amp(Strategy):
         for parameter in self._model.parameters():
             yield masters.get(id(parameter), parameter)
 
-    @property
-    def may_overflow(self) -> bool:
-        return self.scaling is not None
+    def row_scale(self) -> float:
+        return 1.0 if self.scaling is None else self.scaling.value
+
+    def note_overflow(self) -> None:
+        if self.scaling is not None:
+            self.scaling.overflow.fill_(1.0)
 
     def after_step(self) -> None:
         with torch.no_grad():

@@ -30,14 +30,8 @@ class LossScaling:
     def unscale(self, gradients: Sequence[torch.Tensor], scale: float) -> None:
         """Divide in place, and remember if any of them is not finite."""
         self._factor.fill_(1.0 / scale)
-        here = [gradient for gradient in gradients if gradient.device == self._overflow.device]
-        for bucket in buckets(here):
+        for bucket in buckets(gradients):
             torch._amp_foreach_non_finite_check_and_unscale_(bucket, self._overflow, self._factor)
-        for gradient in gradients:
-            if gradient.device != self._overflow.device:  # of rows, which stay in host memory
-                gradient.mul_(1.0 / scale)
-                if not bool(torch.isfinite(gradient).all()):
-                    self._overflow.fill_(1.0)
 
     @property
     def overflow(self) -> torch.Tensor:
