@@ -82,7 +82,10 @@ def test_the_plain_model_predicts_what_the_model_does_and_has_nothing_of_servers
         with torch.no_grad():
             for batch in (inputs(99), strange(inputs(7))):
                 torch.testing.assert_close(plain(*batch), part.model(*batch), **CLOSE)
+        part.worker.save(str(tmp_path / "saved"), "inference")
+        loaded = torchfleet.to_plain(torchfleet.load_inference_model(str(tmp_path / "saved"), Slots()))
         expected = plain(*inputs(99))
+        assert torch.equal(loaded(*inputs(99)), expected)
     assert torch.equal(plain(*inputs(99)), expected)  # the servers are gone
     assert plain.mean.weight is plain.again.weight
     assert plain.any_id.ids.tolist() == sorted({-7, 1, 2, 5, 17, 1 << 62, -(1 << 62), 40, 41, 42, 43})

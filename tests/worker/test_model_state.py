@@ -149,6 +149,16 @@ def test_part_of_a_model_can_be_loaded_by_itself() -> None:
         assert_same_state(part.model.state_dict(), {**before, **loaded})
 
 
+def test_a_model_within_another_module_is_loaded_and_saved_with_it() -> None:
+    expected = {f"inner.{name}": value for name, value in pretrained().items()}
+    with one_worker(Net(), SGD, mode="async") as part:
+        outer = torch.nn.ModuleDict({"inner": part.model})  # as a LightningModule has it
+        part.step(make_batch(0))
+        outer.load_state_dict(expected)
+        part.flush()
+        assert_same_state(outer.state_dict(), expected)
+
+
 class Declared(torch.nn.Module):
     """Embeddings of torchfleet's own: two of one table, and a dense layer with a buffer."""
 

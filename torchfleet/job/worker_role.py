@@ -97,13 +97,13 @@ class WorkerRole:
         self.communicator.start()
         self._status.write(now=True)
 
-    def barrier(self, what: str = "fleet.barrier_worker()") -> None:
+    def barrier(self, what: str = "fleet.barrier_worker()", name: str = "workers") -> None:
         if self._membership is not None:
             self._membership.check()
         self.meet(what)
         self.communicator.rest()
         # One name for all of them: a worker that was started again cannot know how many there have been.
-        self.client.barrier("workers", self.info.num_workers, self.strategy.sync_timeout)
+        self.client.barrier(name, self.info.num_workers, self.strategy.sync_timeout)
 
     def meet(self, what: str) -> None:
         """Before workers wait for each other at a server: in hybrid mode one of them may be held up in a step."""
@@ -277,7 +277,7 @@ class WorkerRole:
 
     def _model_state(self) -> ModelState:
         put_network = None if self._hybrid is None else self._hybrid.put_network
-        meet = partial(self.barrier, "load_state_dict()")
+        meet = partial(self.barrier, "load_state_dict()", "load_state_dict")
         servers = Servers(self.client, self._connect, lambda: self.communicator, meet, put_network)
         is_first, is_restarted = self.info.worker_index == 0, bool(self.info.restart)
         return ModelState(self.model, self._plan, self.engine, is_first, is_restarted, servers)

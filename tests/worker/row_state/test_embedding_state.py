@@ -104,6 +104,18 @@ def test_a_copy_that_is_made_before_init_worker_reads_the_rows_afterwards() -> N
     part.worker.stop()
 
 
+def test_a_model_can_be_distributed_again_and_its_copy_cannot() -> None:
+    model = Net()
+    with one_worker(model, SGD) as part:
+        part.step(make_batch(0))
+        state, copied = part.model.state_dict(), copy.deepcopy(part.model)
+    with pytest.raises(ModelError, match="'items' is in a copy of a distributed model"):
+        jobs.make_part(lambda: copied, SGD, jobs.strategy(), jobs.roles(1, 1)[0])
+    again = jobs.make_part(lambda: model, SGD, jobs.strategy(), jobs.roles(1, 1)[0])
+    again.model.load_state_dict(state)
+    assert torch.equal(again.model.state_dict()["words.weight"], state["words.weight"])
+
+
 def test_a_layer_that_is_copied_before_the_model_is_distributed_has_rows_of_its_own() -> None:
     layer = torchfleet.nn.SparseEmbedding(2, num_embeddings=3)
     layer.load_state_dict({"weight": torch.ones(3, 2)})

@@ -70,12 +70,17 @@ def _name(model: torch.nn.Module) -> None:
 
 
 def _shared_rows(module: SparseEmbedding, shared: dict[str, TableRows]) -> TableRows:
-    """What all embeddings of a table have in common: that of the first."""
+    """What all embeddings of a table have in common: that of the first. Of an earlier job only first values stay."""
     assert module.name is not None
+    if module.is_copy:
+        raise ModelError(
+            f"'{module.path}' is in a copy of a distributed model, and its rows are the other's: distribute a new "
+            "model and load the state_dict() of the other into it, or take fleet.to_plain(model)"
+        )
     rows = shared.setdefault(module.name, module.table_rows)
     if rows is not module.table_rows:
         rows.take_over(module.table_rows)
-    rows.is_distributed = True
+    rows.is_distributed, rows.engine, rows.source = True, None, None
     return rows
 
 

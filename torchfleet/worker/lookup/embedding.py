@@ -59,7 +59,7 @@ class SparseEmbedding(EmbeddingState):
 
     `state_dict()` has all rows as `weight`, of shape (num_embeddings, dim), and `load_state_dict` takes them. Without
     `num_embeddings` it is an error, unless `state` says "rows" (ids and rows, as `keys` and `weight`) or "none" (they
-    are left out): docs/checkpoints.md.
+    are left out): docs/states.md.
 
     `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
     group can give it a learning rate of its own. Its `grad` holds the gradients that wait for the step. Computing with
