@@ -1,4 +1,4 @@
-"""Recommenders as their papers describe them, with torch's own sparse layers: two workers train to the result of torch."""
+"""Recommenders as papers describe them, of torch's own sparse layers: two workers train to the result of torch."""
 
 from __future__ import annotations
 

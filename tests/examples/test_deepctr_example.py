@@ -17,11 +17,13 @@ from support.scripts.launching import forked_fleetrun
 pytestmark = pytest.mark.xdist_group("deepctr")  # imported once, which takes seconds
 
 SCRIPT = ROOT / "examples" / "deepctr" / "train.py"
-ROWS = ["--rows", "8000", "--batch_size", "128"]
+ROWS = ["--rows", "4000", "--batch_size", "64"]
+
+PATIENCE = 110.0  # seconds of a fleet whose processes all import deepctr_torch
 
 
 def auc(output: str) -> float:
-    found = re.search(r"AUC ([0-9.]+) on 2,000 held-out rows", output)
+    found = re.search(r"AUC ([0-9.]+) on 1,000 held-out rows", output)
     assert found, output
     return float(found[1])
 
@@ -48,7 +50,7 @@ def test_one_process_in_sync_mode_is_as_good_as_plain_torch_to_the_last_digit(mo
 def test_a_server_and_two_workers_tell_clicks(tmp_path: Path) -> None:
     roles = ["--server_num", "1", "--worker_num", "2"]
     with forked_fleetrun(tmp_path / "log", *roles, str(SCRIPT), *ROWS) as job:
-        assert job.wait() == 0, job.output
+        assert job.wait(PATIENCE) == 0, job.output
     assert auc(job.output) > 0.75
 
 
