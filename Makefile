@@ -22,7 +22,7 @@ test: setup
 	$(RUN) -m pytest -n 2 --dist loadgroup
 
 # Without whole fleets and ranks, and without what takes more than ten seconds: four fifths of the tests.
-FLEETS := integration examples launch benchmarks collective
+FLEETS := integration examples launch benchmarks collective ecosystem
 quick: setup
 	$(RUN) -m pytest -n 2 --dist loadgroup -m "not slow" $(FLEETS:%=--ignore tests/%)
 

@@ -1,5 +1,5 @@
 """Neural collaborative filtering as a LightningModule, on ratings that are made up; run as a script, a worker or server
-of a fleet that trains it: `lightning_job.py OUT [MODE]` leaves the trained model's ratings in OUT."""
+of a fleet that trains it: `lightning_job.py OUT` leaves the trained model's ratings in OUT."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Ratings(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
-def distributed(module: Ratings, mode: str = "sync") -> Ratings:
+def distributed(module: Ratings) -> Ratings:
     """What a user adds: the optimizer is the fleet's, and so is the scheduler, which is made of it."""
     module = fleet.distributed_model(module)
     (inner,), _ = module.configure_optimizers()
-    optimizer = fleet.distributed_optimizer(inner, fleet.DistributedStrategy(a_sync=mode == "async"))
+    optimizer = fleet.distributed_optimizer(inner)
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
     module.configure_optimizers = lambda: ([optimizer], schedulers)
     return module
@@ -78,9 +78,9 @@ def rated(module: Ratings) -> torch.Tensor:
 
 def main() -> None:
     warnings.filterwarnings("ignore", module="lightning")
-    out, mode = Path(sys.argv[1]), sys.argv[2]
+    out = Path(sys.argv[1])
     fleet.init()
-    module = distributed(Ratings(sparse=True), mode)
+    module = distributed(Ratings(sparse=True))
     if fleet.is_server():
         fleet.init_server()
         fleet.run_server()

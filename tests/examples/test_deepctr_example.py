@@ -1,0 +1,59 @@
+"""examples/deepctr: a model of another library, trained by a fleet, tells clicks as well as without."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from support import jobs
+from support.paths import ROOT
+from support.scripts.launching import forked_fleetrun
+
+pytestmark = pytest.mark.xdist_group("deepctr")  # imported once, which takes seconds
+
+SCRIPT = ROOT / "examples" / "deepctr" / "train.py"
+ROWS = ["--rows", "4000", "--batch_size", "64"]
+
+PATIENCE = 110.0  # seconds of a fleet whose processes all import deepctr_torch
+
+
+def auc(output: str) -> float:
+    found = re.search(r"AUC ([0-9.]+) on 1,000 held-out rows", output)
+    assert found, output
+    return float(found[1])
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    """What the script prints, run in this process."""
+    out = io.StringIO()
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *arguments])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "data", raising=False)
+    with contextlib.redirect_stdout(out), jobs.clean_facade():
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    sys.modules.pop("data", None)
+    return out.getvalue()
+
+
+def test_one_process_in_sync_mode_is_as_good_as_plain_torch_to_the_last_digit(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = auc(run(monkeypatch, "--plain", *ROWS))
+    assert plain > 0.75
+    assert auc(run(monkeypatch, "--mode", "sync", *ROWS)) == pytest.approx(plain, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_server_and_two_workers_tell_clicks(tmp_path: Path) -> None:
+    roles = ["--server_num", "1", "--worker_num", "2"]
+    with forked_fleetrun(tmp_path / "log", *roles, str(SCRIPT), *ROWS) as job:
+        assert job.wait(PATIENCE) == 0, job.output
+    assert auc(job.output) > 0.75
+
+
+def test_lines_that_torchfleet_adds_are_as_few_as_the_readme_says() -> None:
+    marked = len(re.findall(r"# fleet\b", SCRIPT.read_text())) - 1  # once in the explanation
+    assert f"{marked} lines" in (SCRIPT.parent / "README.md").read_text()
