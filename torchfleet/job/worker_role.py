@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchfleet.checkpoint.manifest import Manifest
 from torchfleet.errors import FleetError
 from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
@@ -232,11 +234,15 @@ class WorkerRole:
             for module in group.modules:
                 module.bind(self.engine)
         self.engine.follow(self.model)
-        self.model.register_forward_pre_hook(lambda _, args: self.communicator.freshen())
+        freshen = torch.compiler.disable(self._freshen)  # type: ignore[no-untyped-call]
+        self.model.register_forward_pre_hook(lambda _, args: freshen())
         if self._hybrid is not None:
             self.engine.agreed, self.engine.on_training = self._hybrid.agreed, self._hybrid.begin_lookup
         self._optimizer.bind(self.engine, self.communicator)
         self._optimizer.after_step = self._step_made
+
+    def _freshen(self) -> None:
+        self.communicator.freshen()
 
     def _step_made(self) -> None:
         self._status.write()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -86,6 +87,7 @@ class SparseEmbedding(torch.nn.Module):
 
     def bind(self, engine: Lookups) -> None:
         self._engine = engine
+        _keep_from_compilers()
 
     def forward(
         self, ids: Ids, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
@@ -156,6 +158,15 @@ class SparseEmbeddingBag(SparseEmbedding):
                 )
             offsets = offsets[:-1]
         return super().forward(ids, offsets, per_sample_weights)
+
+
+@functools.cache
+def _keep_from_compilers() -> None:
+    """torch.compile compiles what stands before and behind a lookup. Called when one is bound: this imports the
+    compiler, as torch's own optimizers do."""
+    for kind in (SparseEmbedding, SparseEmbeddingBag):
+        uncompiled = torch.compiler.disable(kind.forward)  # type: ignore[no-untyped-call]
+        kind.forward = uncompiled  # type: ignore[method-assign]
 
 
 def _scaled_by_freq(out: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -55,6 +55,7 @@ class Engine(LookingAhead):
         """
         taken = self._own.gradients(self._entries)
         self._own.end_step()
+        self._compile_again()  # where parts of the model are called by themselves, no call of it comes
         return taken
 
     def drop_gradients(self) -> None:
