@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from torchfleet.checkpoint.manifest import Manifest
 from torchfleet.errors import FleetError
 from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
@@ -260,12 +262,10 @@ class WorkerRole:
         for group in self._plan.sparse.values():
             for module in group.modules:
                 module.bind(self.engine)
-        # A copy of the model has the hook, too, and parameters of its own.
-        freshen = self.model.register_forward_pre_hook(
-            lambda called, _: self.communicator.freshen() if called is self.model else None
-        )
-        for hook in (*self.engine.follow(self.model), freshen):
-            self._ends.callback(hook.remove)
+        freshen = torch.compiler.disable(self._freshen)  # type: ignore[no-untyped-call]
+        hook = self.model.register_forward_pre_hook(lambda called, _: freshen(called))
+        for handle in (*self.engine.follow(self.model), hook):
+            self._ends.callback(handle.remove)
         self._ends.callback(self.engine.use, NoRows(LEFT))
         for optimizer in self._optimizers:
             self._ends.callback(optimizer.unbind, LEFT)
@@ -281,6 +281,10 @@ class WorkerRole:
         servers = Servers(self.client, self._connect, lambda: self.communicator, meet, put_network)
         is_first, is_restarted = self.info.worker_index == 0, bool(self.info.restart)
         return ModelState(self.model, self._plan, self.engine, is_first, is_restarted, servers)
+
+    def _freshen(self, called: torch.nn.Module) -> None:
+        if called is self.model:  # a copy of the model has the hook, too, and parameters of its own
+            self.communicator.freshen()
 
     def _step_made(self) -> None:
         self._status.write()

@@ -32,7 +32,8 @@ class SampleCount:
         self._is_told = False
         self._counts = [Count() for _ in range(num_optimizers)]
         self._found = ""
-        self._hook = model.register_forward_hook(self._note_call, with_kwargs=True)
+        note_call = torch.compiler.disable(self._note_call)  # type: ignore[no-untyped-call]
+        self._hook = model.register_forward_hook(note_call, with_kwargs=True)
 
     def close(self) -> None:
         """The model's calls are counted no longer."""

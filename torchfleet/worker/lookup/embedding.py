@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -116,6 +117,7 @@ class SparseEmbedding(EmbeddingState):
         """For all embeddings of the table, copies included."""
         self.table_rows.engine = engine
         self.row_weight.pending = engine.thread
+        _keep_from_compilers()
 
     def batch_rows(self) -> torch.Tensor:
         """The distinct rows that were looked up for training since the model was called: (rows, dim), differentiable.
@@ -219,6 +221,15 @@ class SparseEmbeddingBag(SparseEmbedding):
                 )
             offsets = offsets[:-1]
         return super().forward(ids, offsets, per_sample_weights)
+
+
+@functools.cache
+def _keep_from_compilers() -> None:
+    """torch.compile compiles what stands before and behind a lookup. Called when one is bound: this imports the
+    compiler, as torch's own optimizers do."""
+    for kind in (SparseEmbedding, SparseEmbeddingBag):
+        uncompiled = torch.compiler.disable(kind.forward)  # type: ignore[no-untyped-call]
+        kind.forward = uncompiled  # type: ignore[method-assign]
 
 
 def _scaled_by_freq(out: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

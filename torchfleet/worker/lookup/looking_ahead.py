@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -42,6 +43,7 @@ class LookingAhead:
         self.num_lookups = 0
         self.num_samples = 0
         self.agreed: Callable[[Iterable[Any]], Iterable[Any]] = lambda loader: loader  # batches that all workers have
+        self._uncompiled: Any = None  # while it is there, the next call is not compiled, and recorded
         self.on_training: Callable[[], None] | None = None  # called before a lookup for training
 
     @property
@@ -82,10 +84,13 @@ class LookingAhead:
 
         Removing what is returned ends it.
         """
+        enter = torch.compiler.disable(self.enter)  # type: ignore[no-untyped-call]
+        leave = torch.compiler.disable(self._leave)  # type: ignore[no-untyped-call]
+        self._plan_recording()
         return [
-            model.register_forward_pre_hook(lambda _, args, kwargs: self.enter([args, kwargs]), with_kwargs=True),
+            model.register_forward_pre_hook(lambda _, args, kwargs: enter([args, kwargs]), with_kwargs=True),
             # Called also when the forward pass has failed.
-            model.register_forward_hook(lambda _, args, output: self._leave(), always_call=True),
+            model.register_forward_hook(lambda _, args, output: leave(), always_call=True),
         ]
 
     def enter(self, inputs: Any) -> None:
@@ -97,7 +102,7 @@ class LookingAhead:
             current = self._own.batch = self._expect(dict(tensors_of(inputs, "call")))
         current.open(inputs)
         self._own.end_recording()  # of a call that was interrupted
-        if self.foresight.wants_recording():
+        if self._uncompiled is not None:
             self._own.recorder = Recorder(current.tensors)
             self._own.recorder.begin()
 
@@ -115,6 +120,19 @@ class LookingAhead:
         if batch is not None and batch.is_open:
             self.foresight.end_call(itertools.chain(*batch.guesses.values()), batch.unforeseen)
         self._own.leave()
+        self._plan_recording()
+
+    def _compile_again(self) -> None:
+        before, self._uncompiled = self._uncompiled, None
+        if before is not None:
+            before.__exit__(None, None, None)
+
+    def _plan_recording(self) -> None:
+        """Decide about the next call. One that is recorded is not compiled: a recorder sees single functions."""
+        self._compile_again()
+        # Where no optimizer has imported the compiler nobody trains, and it is not worth an import of a second.
+        if "torch._dynamo" in sys.modules and self.foresight.wants_recording():
+            self._uncompiled = torch.compiler.set_stance("force_eager")
 
     def _count_samples(self, inputs: Any) -> None:
         num = num_samples(inputs)
