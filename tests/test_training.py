@@ -100,6 +100,18 @@ def test_one_worker_of_a_mode_that_waits_equals_a_plain_loop(tmp_path: Path, mod
         assert_equal_values(values(part), expected, 1e-5)
 
 
+def test_two_optimizers_train_as_in_a_plain_loop_and_in_one_thread_only(tmp_path: Path) -> None:
+    files, samples = make_files(tmp_path)
+    expected, _ = plain_training("adam", slotted.batches_of(samples, SIZE))
+    both = lambda model: jobs.plain_optimizers("adam", model, **RULES["adam"])  # noqa: E731
+    with job(new_model(), both, mode="half_async") as part:
+        data = slotted.dataset("queue", files, SIZE)
+        with pytest.raises(FleetError, match="thread=2: a step of 2 optimizers"):
+            fleet.train_from_dataset(part.model, data, part.optimizer, loss_of, thread=2)
+        fleet.train_from_dataset(part.model, data, part.optimizer, loss_of)
+        assert_equal_values(values(part), expected, 1e-5)
+
+
 @pytest.mark.parametrize("size", [1, 2, 1000])
 def test_batches_of_any_size_train_as_in_plain_torch(tmp_path: Path, size: int) -> None:
     """In small batches whole slots are empty now and then."""

@@ -107,7 +107,7 @@ def trained(part: Part, dataset: QueueDataset, num_threads: int = 1) -> list[int
         return part.model(batch).square().mean()
 
     report = Report("train", None, 0, None)
-    train(as_step(step, None), dataset, part.optimizer, part.worker.engine, num_threads, report)
+    train(as_step(step, None), dataset, [part.optimizer], part.worker.engine, num_threads, report)
     return seen
 
 
@@ -251,7 +251,7 @@ class TestThreads:
             dataset = make(part, files)
             step = as_step(fail, None)
             return with_timeout(
-                lambda: train(step, dataset, part.optimizer, part.worker.engine, 1, report), "an error in the step"
+                lambda: train(step, dataset, [part.optimizer], part.worker.engine, 1, report), "an error in the step"
             )
 
         (error,) = run(body, 1, num_servers=1)

@@ -10,8 +10,7 @@ from support import jobs
 from support.jobs import Net, Part, assert_equal_values, one_worker, worker_batches
 
 import torchfleet as fleet
-from torchfleet.errors import FleetError, ModelError, StrategyError
-from torchfleet.training import Report, train
+from torchfleet.errors import ModelError, StrategyError
 
 TOLERANCE = 1e-6
 STEPS = 6
@@ -99,12 +98,3 @@ def test_modes_that_count_pushes_take_one_optimizer(mode: str, configs: dict[str
 
     with pytest.raises(StrategyError, match=r"counts the pushes of one optimizer.*row_rule"):
         one_worker(Net(), make, mode=mode, **configs).__enter__()
-
-
-def test_several_threads_take_one_optimizer() -> None:
-    report = Report("train", None, 0, None)
-    with (
-        one_worker(Net(), adams, mode="half_async") as part,
-        pytest.raises(FleetError, match="thread=2: a step of 2 optimizers"),
-    ):
-        train(lambda batch: {}, fleet.InMemoryDataset(), part.optimizer, part.worker.engine, 2, report)

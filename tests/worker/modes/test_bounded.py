@@ -102,7 +102,7 @@ def test_several_threads_of_a_worker_are_refused() -> None:
         report = Report("train", None, 0, None)
         data = fleet.InMemoryDataset()
         with pytest.raises(FleetError, match=r"thread=2.*max_staleness"):
-            train_on(lambda batch: {}, data, part.optimizer, part.worker.engine, 2, report)
+            train_on(lambda batch: {}, data, [part.optimizer], part.worker.engine, 2, report)
 
 
 # Gathered updates

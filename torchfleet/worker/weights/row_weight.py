@@ -18,15 +18,18 @@ from torchfleet.errors import ModelError
 _HARMLESS = frozenset(
     (
         *("__dir__", "__format__", "__len__", "__repr__", "__setstate__", "_has_compatible_shallow_copy_type"),
-        *("_is_view", "_typed_storage", "data_ptr", "detach", "dim", "element_size", "get_device", "is_complex"),
+        *("_is_view", "_typed_storage", "data_ptr", "dim", "element_size", "get_device", "is_complex"),
         *("is_contiguous", "is_floating_point", "is_inference", "is_pinned", "is_same_size", "is_set_to", "is_shared"),
-        *("is_signed", "ndimension", "nelement", "numel", "requires_grad_", "retain_grad", "share_memory_", "size"),
+        *("is_signed", "ndimension", "nelement", "numel", "retain_grad", "share_memory_", "size"),
         *("storage_offset", "stride", "type", "untyped_storage"),
         *("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
         *("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),
     )
 )
-_MOVES = frozenset(("bfloat16", "cpu", "cuda", "double", "float", "half", "pin_memory", "to", "xpu"))
+# What gives the same weight once more, elsewhere or apart from the graph: as empty, and as useless to compute with.
+_ITSELF = frozenset(
+    (".data", "bfloat16", "cpu", "cuda", "detach", "double", "float", "half", "pin_memory", "requires_grad_", "to")
+)
 _NUMBERS = frozenset((".H", ".T", ".imag", ".mH", ".mT", ".real"))
 
 
@@ -84,12 +87,12 @@ class RowWeight(torch.nn.Parameter):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name, options = _name_of(func), kwargs or {}
-        is_harmless = name in _HARMLESS or name in _MOVES or (name.startswith(".") and name not in _NUMBERS)
+        is_harmless = name in _HARMLESS or name in _ITSELF or (name.startswith(".") and name not in _NUMBERS)
         if not is_harmless and func is not torch.autograd.grad and not _keeps_shape(name, args):
             raise ModelError(_refusal(name, args, options))
         with torch._C.DisableTorchFunctionSubclass():
             found = func(*args, **options)
-            return args[0]._like(found) if name in _MOVES and found is not args[0] else found
+            return args[0]._like(found) if name in _ITSELF and found is not args[0] else found
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RowWeight:
         """A copy that belongs to no table yet."""
@@ -108,7 +111,7 @@ class RowWeight(torch.nn.Parameter):
         return f"RowWeight(table={self.table!r}, shape={tuple(self.shape)}, requires_grad={self.requires_grad})"
 
     def _like(self, moved: torch.Tensor) -> RowWeight:
-        """The same weight on another device or in another type: still no numbers to compute with."""
+        """The same weight on another device, in another type or detached: still no numbers to compute with."""
         made: RowWeight = torch.Tensor._make_subclass(type(self), moved, False)
         made.path, made.table = self.path, self.table
         return made
