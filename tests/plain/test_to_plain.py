@@ -28,8 +28,9 @@ class Slots(torch.nn.Module):
         self.again = torchfleet.nn.SparseEmbedding(4, name="mean", pooling="mean")
         self.sized = torchfleet.nn.SparseEmbedding(3, num_embeddings=30, padding_idx=2, pooling="mean")
         self.empty = torchfleet.nn.SparseEmbedding(2, name="empty")
-        self.norm = torch.nn.BatchNorm1d(25)
-        self.out = torch.nn.Linear(25, 1)
+        self.largest = torchfleet.nn.SparseEmbedding(2, name="largest", padding_idx=5, pooling="max")
+        self.norm = torch.nn.BatchNorm1d(35)
+        self.out = torch.nn.Linear(35, 1)
 
     def forward(self, ids: torch.Tensor, values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         small = ids.abs() % 30
@@ -38,6 +39,8 @@ class Slots(torch.nn.Module):
             self.mean((values, offsets)),
             self.again([ids, (values, offsets)]).flatten(1),
             self.sized([small, ids[:, 0].abs() % 30]).flatten(1),
+            self.largest([ids, (values, offsets), ids[:, 1]]).flatten(1),
+            self.any_id(values, offsets, per_sample_weights=(values % 7).float()),
             self.sized(values.abs() % 30, offsets),
         ]
         if not self.training:

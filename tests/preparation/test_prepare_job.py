@@ -116,11 +116,37 @@ def test_embeddings_that_share_a_weight_stay_in_the_optimizer() -> None:
     torch.testing.assert_close(model["b"](torch.tensor([1])).detach(), before - 0.2)
 
 
+def test_two_optimizers_each_for_their_parameters() -> None:
+    def parts() -> tuple[Model, torch.optim.Optimizer, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Model()
+        rows = [module for module in model.modules() if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)]
+        for module in rows:
+            module.sparse = True
+        sparse = [module.weight for module in rows]
+        dense = [parameter for parameter in model.parameters() if all(parameter is not weight for weight in sparse)]
+        return model, torch.optim.SparseAdam(sparse, lr=0.01), torch.optim.Adam(dense, lr=0.01)
+
+    def losses(model: Model, *optimizers: torch.optim.Optimizer) -> list[float]:
+        found = []
+        for _ in range(4):
+            loss = model(IDS).square().mean()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    expected = losses(*parts())
+    assert losses(*fleet.prepare(*parts())) == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("objects", "message"),
     [
-        (lambda m, o, d: (m,), "expected one optimizer, found 0 among 1"),
-        (lambda m, o, d: (m, o, o), "expected one optimizer, found 2 among 3"),
+        (lambda m, o, d: (m,), "expected an optimizer, found none among 1"),
+        (lambda m, o, d: (m, o, o), "is in two optimizers"),
         (lambda m, o, d: (o, d), "expected one model, found 0"),
         (lambda m, o, d: (m, o, [1, 2]), r"argument 3: expected a model, an optimizer, a DataLoader.*found \[1, 2\]"),
     ],

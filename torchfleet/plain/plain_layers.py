@@ -19,13 +19,15 @@ class SlotLayer(torch.nn.Module):
         super().__init__()
         self.weight, self.padding_idx, self.pooling = weight, padding_idx, pooling
 
-    def forward(self, ids: Any, offsets: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, ids: Any, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if offsets is not None:
-            return self._ragged(ids, offsets)
+            return self._ragged(ids, offsets, per_sample_weights)
         if isinstance(ids, torch.Tensor):
             return self.rows(ids)
         if isinstance(ids, tuple):
-            return self._ragged(*ids)
+            return self._ragged(*ids, per_sample_weights)
         return torch.stack([self._slot(slot) for slot in ids], dim=1)
 
     @abstractmethod
@@ -35,22 +37,29 @@ class SlotLayer(torch.nn.Module):
     def _slot(self, slot: Any) -> torch.Tensor:
         if not isinstance(slot, torch.Tensor):
             return self._ragged(*slot)
-        rows = self.rows(slot)
+        rows, real = self.rows(slot), self._is_real(slot)
         if slot.dim() == 1:
             return rows
-        return self._pooled(rows.sum(dim=1), self._is_real(slot).sum(dim=1))
+        if self.pooling == "max":
+            return _or_zeros(torch.where(real.unsqueeze(-1), rows, -torch.inf).amax(dim=1))
+        return self._pooled(rows.sum(dim=1), real.sum(dim=1))
 
-    def _ragged(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def _ragged(self, ids: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
         """Which bag an id is in follows from how many bags begin at it or before it."""
         ids = ids.reshape(-1)
         begins = torch.zeros(ids.shape[0] + 1, dtype=torch.int64, device=ids.device)
         begins = begins.scatter_add(0, offsets.long(), torch.ones_like(offsets, dtype=torch.int64))
         bags = begins.cumsum(0)[:-1] - 1
-        rows, real = self.rows(ids), self._is_real(ids).long()
+        rows, real = self.rows(ids), self._is_real(ids)
+        if weights is not None:
+            rows = rows * weights.reshape(-1, 1)
         sums = torch.zeros(offsets.shape[0], rows.shape[1], dtype=rows.dtype, device=rows.device)
-        sums = sums.scatter_add(0, bags.unsqueeze(1).expand_as(rows), rows)
-        counts = torch.zeros(offsets.shape[0], dtype=torch.int64, device=rows.device).scatter_add(0, bags, real)
-        return self._pooled(sums, counts)
+        places = bags.unsqueeze(1).expand_as(rows)
+        if self.pooling == "max":
+            rows = torch.where(real.unsqueeze(-1), rows, -torch.inf)
+            return _or_zeros((sums - torch.inf).scatter_reduce(0, places, rows, "amax"))
+        counts = torch.zeros(offsets.shape[0], dtype=torch.int64, device=rows.device)
+        return self._pooled(sums.scatter_add(0, places, rows), counts.scatter_add(0, bags, real.long()))
 
     def _pooled(self, sums: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         return sums if self.pooling == "sum" else sums / counts.clamp(min=1).unsqueeze(1)
@@ -61,6 +70,11 @@ class SlotLayer(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, {self.weight.shape[1]}, padding_idx={self.padding_idx}, {self.pooling}"
+
+
+def _or_zeros(largest: torch.Tensor) -> torch.Tensor:
+    """Bags without an id are zeros."""
+    return torch.where(largest == -torch.inf, 0.0, largest)
 
 
 class SizedEmbedding(SlotLayer):

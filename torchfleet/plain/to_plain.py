@@ -64,10 +64,18 @@ def _layer(module: SparseEmbedding, rows: WholeRows, weight: torch.nn.Parameter)
     if rows.keys is not None:
         made = KeyedEmbedding(rows.keys.to(weight.device), weight, module.padding_idx, module.pooling)
     elif isinstance(module, SparseEmbeddingBag):
-        made = torch.nn.EmbeddingBag(num, dim, mode=module.pooling, padding_idx=module.padding_idx, _weight=weight)
+        made = torch.nn.EmbeddingBag(
+            *(num, dim),
+            mode=module.pooling,
+            padding_idx=module.padding_idx,
+            scale_grad_by_freq=module.scale_grad_by_freq,
+            include_last_offset=module.include_last_offset,
+            _weight=weight,
+        )
         made.weight = weight
     elif module.is_converted:
-        made = torch.nn.Embedding(num, dim, module.padding_idx, _weight=weight)
+        by_freq = module.scale_grad_by_freq
+        made = torch.nn.Embedding(num, dim, module.padding_idx, scale_grad_by_freq=by_freq, _weight=weight)
         made.weight = weight
     else:
         made = SizedEmbedding(weight, module.padding_idx, module.pooling)

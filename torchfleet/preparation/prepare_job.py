@@ -53,9 +53,9 @@ def prepare(
     sparse: str | int | None = None,
     is_collective: bool | None = None,
     dirname: str | None = None,
-) -> Any:
-    """What is given, in the same order, as parts of this process's job: a model, the optimizer that was made of its
-    parameters, DataLoaders, schedulers. One object alone is returned by itself.
+) -> tuple[Any, ...]:
+    """What is given, in the same order, as parts of this process's job: a model, the optimizers that were made of its
+    parameters, DataLoaders, schedulers.
 
     It calls fleet.init unless that was done, distributed_model, distributed_optimizer and init_worker. Every worker
     gets its share of each loader's samples. A server serves here until all workers have stopped, and then ends the
@@ -64,7 +64,9 @@ def prepare(
     `is_collective`: None for what the environment says. `sparse`: as in distributed_model. `dirname`: a saved model to
     go on from. docs/prepare.md tells more.
     """
-    model, optimizer = _one(objects, torch.nn.Module, "model"), _one(objects, torch.optim.Optimizer, "optimizer")
+    model, optimizers = _one_model(objects), [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
+    if not optimizers:
+        raise ModelError(f"fleet.prepare: expected an optimizer, found none among {len(objects)} arguments")
     for number, thing in enumerate(objects):
         if not isinstance(thing, _KINDS):
             raise FleetError(
@@ -74,8 +76,10 @@ def prepare(
     _begin(is_collective)
     before = dict(model.named_parameters(remove_duplicate=False))
     made = fleet.distributed_model(model, strategy, sparse)
-    _follow(optimizer, before, dict(made.named_parameters(remove_duplicate=False)))
-    prepared = {id(model): made, id(optimizer): fleet.distributed_optimizer(optimizer)}
+    prepared: dict[int, Any] = {id(model): made}
+    for optimizer in optimizers:
+        _follow(optimizer, before, dict(made.named_parameters(remove_duplicate=False)))
+        prepared[id(optimizer)] = fleet.distributed_optimizer(optimizer)
     _start(dirname)
     atexit.unregister(stop_at_exit)
     atexit.register(stop_at_exit)
@@ -85,8 +89,7 @@ def prepare(
             prepared[id(thing)] = PreparedLoader(shared_loader(thing, *fleet.data_shard(), _of_worker_0), device)
         elif isinstance(thing, LRScheduler):
             prepared[id(thing)] = fleet.distributed_scheduler(thing)
-    results = tuple(prepared[id(thing)] for thing in objects)
-    return results[0] if len(results) == 1 else results
+    return tuple(prepared[id(thing)] for thing in objects)
 
 
 _KINDS = (torch.nn.Module, torch.optim.Optimizer, DataLoader, LRScheduler)
@@ -108,10 +111,10 @@ def stop_at_exit() -> None:
         os._exit(1)
 
 
-def _one(objects: Sequence[Any], kind: type, name: str) -> Any:
-    found = [thing for thing in objects if isinstance(thing, kind)]
+def _one_model(objects: Sequence[Any]) -> torch.nn.Module:
+    found = [thing for thing in objects if isinstance(thing, torch.nn.Module)]
     if len(found) != 1:
-        raise ModelError(f"fleet.prepare: expected one {name}, found {len(found)} among {len(objects)} arguments")
+        raise ModelError(f"fleet.prepare: expected one model, found {len(found)} among {len(objects)} arguments")
     return found[0]
 
 
