@@ -153,8 +153,9 @@ def _follow(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             is_here = any(now is parameter for now in moved.get(id(parameter), [parameter]))
-            state = {} if is_here else optimizer.state.pop(parameter, {})
-            if state and float(state.get("step", 1)) > 0:  # Adagrad makes its state before the first step
+            state = optimizer.state.get(parameter, {}) if is_here else optimizer.state.pop(parameter, {})
+            is_kept = is_here and fleet.is_collective()  # servers have a state of their own
+            if state and not is_kept and float(state.get("step", 1)) > 0:  # Adagrad makes its own before any step
                 raise ModelError("fleet.prepare: the optimizer has made steps already: prepare it before the first one")
         group["params"] = [now for parameter in group["params"] for now in moved.get(id(parameter), [parameter])]
 
