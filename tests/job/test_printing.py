@@ -32,6 +32,16 @@ def test_the_summary_adds_up_the_staleness_of_all_servers():
     assert tables[0].endswith("0: 7, 2: 1, 16: 2")
 
 
+def test_many_tables_share_a_line():
+    worker = {"steps": 9, "samples": 9, "lookups": 9, "unforeseen_lookups": 0}
+    tables = {f"C{i}": {"kind": "array", "staleness": {0: 1, i: 2}} for i in range(1, 5)}
+    tables["dense.0"] = {"kind": "dense", "staleness": {1: 3}}
+    ages = {"staleness_dense": {}, "staleness_sparse": {}, "dropped": 0}
+    _, *lines = summary({"mode": "async", "worker": worker, "servers": [{"tables": tables}] * 2, **ages}).splitlines()
+    assert [line.partition(" (")[0] for line in lines] == ["staleness of 4 tables", "staleness of 'dense.0'"]
+    assert lines[0].endswith("0: 8, 1: 4, 2: 4, 3: 4, 4: 4")
+
+
 def test_the_summary_tells_the_network_apart_and_says_what_its_age_does():
     worker = {"steps": 9, "samples": 9, "lookups": 9, "unforeseen_lookups": 0}
     dense = {"kind": "dense", "staleness": {4: 10, 5: 1}}

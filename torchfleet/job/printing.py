@@ -65,22 +65,25 @@ def tables(plan: Plan, info: RoleInfo, servers: list[dict[str, Any]]) -> str:
 
 
 def summary(stats: dict[str, Any]) -> str:
-    """The end of training in a few lines: how old the network and the rows of each table were, over all servers."""
+    """The end of training in a few lines: how old the network and the rows were, over all servers. Many tables of rows
+    share a line."""
     worker = stats["worker"]
     lines = [
         f"{stats['mode']}: {worker['steps']:,} steps, {worker['samples']:,} samples on this worker; "
         f"{worker['unforeseen_lookups']:,} of {worker['lookups']:,} lookups unforeseen (pulled one by one, as their "
         "ids were not known before the model was called)"
     ]
-    names = dict.fromkeys(name for server in stats["servers"] for name in server["tables"])
-    for name in names:
-        tables = [server["tables"][name] for server in stats["servers"] if name in server["tables"]]
-        counts = summed(table["staleness"] for table in tables)
-        if not counts:
-            continue
-        what = "the network" if tables[0]["kind"] == "dense" else "rows"
-        text = ", ".join(f"{age}: {count:,}" for age, count in counts.items())
-        lines.append(f"staleness of '{name}' ({what}; updates between pull and push: pushes): {text}")
+    tables = [(name, table) for server in stats["servers"] for name, table in server["tables"].items()]
+    rows = {name for name, table in tables if table["kind"] != "dense" and table["staleness"]}
+    shared = f"{len(rows)} tables" if len(rows) > _MOST_NAMES else ""
+    ages: dict[tuple[str, str], list[dict[int, int]]] = {}
+    for name, table in tables:
+        what = "the network" if table["kind"] == "dense" else "rows"
+        ages.setdefault((shared if shared and name in rows else f"'{name}'", what), []).append(table["staleness"])
+    for (name, what), found in ages.items():
+        if counts := summed(found):
+            text = ", ".join(f"{age}: {count:,}" for age, count in counts.items())
+            lines.append(f"staleness of {name} ({what}; updates between pull and push: pushes): {text}")
     if stats["dropped"]:
         lines.append(f"{stats['dropped']:,} gradients of the network were too old and dropped, counted on each server")
     return "\n".join([*lines, *filter(None, [advice(stats["staleness_dense"])])])

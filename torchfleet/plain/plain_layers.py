@@ -27,7 +27,8 @@ class SlotLayer(torch.nn.Module):
         if isinstance(ids, torch.Tensor):
             return self.rows(ids)
         if isinstance(ids, tuple):
-            return self._ragged(*ids, per_sample_weights)
+            values, starts = ids
+            return self._ragged(values, starts, per_sample_weights)
         return torch.stack([self._slot(slot) for slot in ids], dim=1)
 
     @abstractmethod
