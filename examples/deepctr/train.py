@@ -40,10 +40,7 @@ def main() -> None:
         return
 
     fleet.init()  # fleet
-    for module in model.modules():  # fleet
-        if isinstance(module, torch.nn.Embedding):  # fleet
-            module.sparse = True  # fleet
-    model = fleet.distributed_model(model)  # fleet
+    model = fleet.distributed_model(model, sparse=1)  # fleet: all embeddings, small ones too
     strategy = fleet.DistributedStrategy(a_sync=options.mode != "sync")  # fleet
     if options.mode == "hybrid":
         strategy.a_sync_configs = {"hybrid": True}
