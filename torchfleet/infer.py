@@ -77,7 +77,7 @@ def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Modul
         for module in embeddings:
             module.bind(engine)
             module.table_rows.source = local
-    engine.follow(model)
+    engine.follow(model, records=False)  # the rows are here: a pull more costs nothing
     return model.eval()
 
 

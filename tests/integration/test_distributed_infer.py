@@ -133,7 +133,7 @@ def test_after_the_worker_was_stopped_an_error_says_what_to_do_instead(mode: str
     part.worker = WorkerRole(part.job)
     inferring.train(part.model, part.optimizer, worker=0, num_steps=2)
     part.worker.stop()
-    late = r"stop_worker\(\) was called.*predict before it; or save the model before it.*load_inference_model"
+    late = r"stop_worker\(\) was called.*predict before it.*or save the model before it.*load_inference_model"
     part.model.eval()
     for predict in (part.model, lambda batch: part.model.users(batch["users"])):
         with pytest.raises(FleetError, match=late):

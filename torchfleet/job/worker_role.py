@@ -267,6 +267,7 @@ class WorkerRole:
         for handle in (*self.engine.follow(self.model), hook):
             self._ends.callback(handle.remove)
         self._ends.callback(self.engine.use, NoRows(LEFT))
+        self._ends.callback(self.engine.end_recording)
         for optimizer in self._optimizers:
             self._ends.callback(optimizer.unbind, LEFT)
         if self._hybrid is not None:

@@ -265,7 +265,16 @@ def test_mistakes_on_the_command_line_are_named(what: str, tmp_path: Path, capsy
     assert read(Storage(folder)).number == 1
 
 
-@pytest.mark.parametrize("more", [["--with_state"], ["t", "p"], ["--format", "text"]])
-def test_options_for_tables_are_refused_with_out(more: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [["--with_state"], ["--format", "text"]])
+def test_options_for_tables_are_refused_of_a_model_without_any(
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = saved_net(tmp_path)
+    assert command.main(["export", str(folder), "--out", str(tmp_path / "p"), *more]) == 1
+    assert "is a collective model, which has no tables" in capsys.readouterr().err
+    assert not (tmp_path / "p").exists()
+
+
+def test_a_place_and_out_are_refused_together(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
-        command.main(["export", str(tmp_path), "--out", "p", *more])
+        command.main(["export", str(tmp_path), "--out", "p", "t", "p"])

@@ -48,8 +48,6 @@ USES: dict[str, Callable[[torch.Tensor], Any]] = {
     "embedding": lambda w: F.embedding(torch.tensor([1]), w),
     "getitem": lambda w: w[torch.tensor([1, 2])],
     "cat": lambda w: torch.cat([w, w]),
-    "detach": lambda w: w.detach().norm(),
-    "data norm": lambda w: w.data.norm(),
     "to": lambda w: w.to("cpu", torch.float64).sum(),
     "tolist": lambda w: w.tolist(),
     "init": torch.nn.init.xavier_normal_,

@@ -149,9 +149,17 @@ def _flat(parts: list[torch.Tensor]) -> Floats:
     return flat
 
 
+def check_buffers(model: torch.nn.Module) -> None:
+    """Raise ModelError for what could not be kept, whatever is trained."""
+    _refuse_extra_state(model)
+    with without_rows():
+        saved = set(model.state_dict())
+    buffers = dict(model.named_buffers())
+    _check_kept({name: value for name, value in buffers.items() if value.dtype == torch.float32 or name in saved})
+
+
 def fixed_groups(model: torch.nn.Module, trained: set[int], num_servers: int) -> list[DenseGroup]:
     """A table for the float32 parameters and buffers that are not trained, one for those of other types."""
-    _refuse_extra_state(model)
     found = {id(tensor): (name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     kept = dict(named for number, named in found.items() if number not in trained and named[1].numel())
     groups: list[DenseGroup] = []

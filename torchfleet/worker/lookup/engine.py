@@ -59,7 +59,7 @@ class Engine(LookingAhead):
         """
         taken = self._own.gradients(tables, self._entries)
         self._own.end_step(tables)
-        self._compile_again()  # where parts of the model are called by themselves, no call of it comes
+        self.end_recording()  # where parts of the model are called by themselves, no call of it comes
         return taken
 
     def end_step(self) -> None:

@@ -18,6 +18,7 @@ from torchfleet.worker.batch.batch_tensors import num_samples, tensors_of
 from torchfleet.worker.batch.foresight import Foresight, Guess
 from torchfleet.worker.batch.recipe import Replay
 from torchfleet.worker.batch.recorder import Recorder
+from torchfleet.worker.batch.uncompiled_calls import hold, let_go
 from torchfleet.worker.client.shard import Keys
 from torchfleet.worker.lookup.batch_rows import BatchRows
 from torchfleet.worker.lookup.current_batch import Batch, Thread
@@ -43,7 +44,8 @@ class LookingAhead:
         self.num_lookups = 0
         self.num_samples = 0
         self.agreed: Callable[[Iterable[Any]], Iterable[Any]] = lambda loader: loader  # batches that all workers have
-        self._uncompiled: Any = None  # while it is there, the next call is not compiled, and recorded
+        self._records = True
+        self._is_recording = False  # the next call is recorded, and not compiled: a recorder sees single functions
         self.on_training: Callable[[], None] | None = None  # called before a lookup for training
 
     @property
@@ -79,11 +81,13 @@ class LookingAhead:
             if self._own.batch is current:
                 self._own.batch = None
 
-    def follow(self, model: torch.nn.Module) -> list[RemovableHandle]:
+    def follow(self, model: torch.nn.Module, records: bool = True) -> list[RemovableHandle]:
         """From now on every call of this model is a batch: its lookups share one pull, and their rows.
 
-        Removing what is returned ends it.
+        Removing what is returned ends it. `records`: some calls are recorded, so that ids that are computed in them are
+        foreseen.
         """
+        self._records = records
         enter = torch.compiler.disable(self.enter)  # type: ignore[no-untyped-call]
         leave = torch.compiler.disable(self._leave)  # type: ignore[no-untyped-call]
         self._plan_recording()
@@ -102,7 +106,7 @@ class LookingAhead:
             current = self._own.batch = self._expect(dict(tensors_of(inputs, "call")))
         current.open(inputs)
         self._own.end_recording()  # of a call that was interrupted
-        if self._uncompiled is not None:
+        if self._is_recording:
             self._own.recorder = Recorder(current.tensors)
             self._own.recorder.begin()
 
@@ -122,17 +126,19 @@ class LookingAhead:
         self._own.leave()
         self._plan_recording()
 
-    def _compile_again(self) -> None:
-        before, self._uncompiled = self._uncompiled, None
-        if before is not None:
-            before.__exit__(None, None, None)
+    def end_recording(self) -> None:
+        """The next call is not recorded, whatever was planned."""
+        if self._is_recording:
+            self._is_recording = False
+            let_go(self)
 
     def _plan_recording(self) -> None:
-        """Decide about the next call. One that is recorded is not compiled: a recorder sees single functions."""
-        self._compile_again()
+        """Decide about the next call."""
+        self.end_recording()
         # Where no optimizer has imported the compiler nobody trains, and it is not worth an import of a second.
-        if "torch._dynamo" in sys.modules and self.foresight.wants_recording():
-            self._uncompiled = torch.compiler.set_stance("force_eager")
+        if self._records and "torch._dynamo" in sys.modules and self.foresight.wants_recording():
+            self._is_recording = True
+            hold(self)
 
     def _count_samples(self, inputs: Any) -> None:
         num = num_samples(inputs)

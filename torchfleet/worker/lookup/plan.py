@@ -13,7 +13,7 @@ from torchfleet.checkpoint.manifest import Parameter
 from torchfleet.errors import ModelError
 from torchfleet.tables.settings.spec import Rule, TableSpec
 from torchfleet.worker.lookup.conversion import sparse_embeddings
-from torchfleet.worker.lookup.dense_group import DenseGroup, fixed_groups
+from torchfleet.worker.lookup.dense_group import DenseGroup, check_buffers, fixed_groups
 from torchfleet.worker.lookup.embedding import SparseEmbedding
 from torchfleet.worker.lookup.optimizer_rules import kept_rule_of, needs_row_decay, row_rule_of, rule_of, rule_text
 
@@ -129,6 +129,7 @@ def make_share(
     `steps_here`: dense parameters are stepped by the optimizer itself, which may then be any; their tables keep them.
     `others`: the shares of optimizers that were given before.
     """
+    check_buffers(model)
     plan = Plan(num_groups=len(optimizer.param_groups))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     embeddings = sparse_embeddings(model)

@@ -18,7 +18,7 @@ from torchfleet.errors import ModelError
 _HARMLESS = frozenset(
     (
         *("__dir__", "__format__", "__len__", "__repr__", "__setstate__", "_has_compatible_shallow_copy_type"),
-        *("_is_view", "_typed_storage", "data_ptr", "dim", "element_size", "get_device", "is_complex"),
+        *("_is_view", "_typed_storage", "data_ptr", "detach", "dim", "element_size", "get_device", "is_complex"),
         *("is_contiguous", "is_floating_point", "is_inference", "is_pinned", "is_same_size", "is_set_to", "is_shared"),
         *("is_signed", "ndimension", "nelement", "numel", "retain_grad", "share_memory_", "size"),
         *("storage_offset", "stride", "type", "untyped_storage"),
@@ -26,10 +26,9 @@ _HARMLESS = frozenset(
         *("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),
     )
 )
-# What gives the same weight once more, elsewhere or apart from the graph: as empty, and as useless to compute with.
-_ITSELF = frozenset(
-    (".data", "bfloat16", "cpu", "cuda", "detach", "double", "float", "half", "pin_memory", "requires_grad_", "to")
-)
+# What gives the same weight once more, elsewhere: as empty, and as useless to compute with. What detach() and .data
+# give is a plain empty tensor: loops that copy or average all parameters go on working, and no gradient comes of it.
+_ITSELF = frozenset(("bfloat16", "cpu", "cuda", "double", "float", "half", "pin_memory", "requires_grad_", "to"))
 _NUMBERS = frozenset((".H", ".T", ".imag", ".mH", ".mT", ".real"))
 
 
@@ -111,7 +110,7 @@ class RowWeight(torch.nn.Parameter):
         return f"RowWeight(table={self.table!r}, shape={tuple(self.shape)}, requires_grad={self.requires_grad})"
 
     def _like(self, moved: torch.Tensor) -> RowWeight:
-        """The same weight on another device, in another type or detached: still no numbers to compute with."""
+        """The same weight on another device or in another type: still no numbers to compute with."""
         made: RowWeight = torch.Tensor._make_subclass(type(self), moved, False)
         made.path, made.table = self.path, self.table
         return made
