@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 
 import psutil
@@ -31,6 +32,15 @@ def no_server_outlives_the_tests() -> Iterator[None]:
     children = [child for child in psutil.Process().children(recursive=True) if _is_server(child)]
     _, left = psutil.wait_procs(children, timeout=5)
     assert not left, f"server processes were left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def compilers_are_back() -> Iterator[None]:
+    """A worker that a test leaves behind before its first call would keep later tests from compiling."""
+    yield
+    calls = sys.modules.get("torchfleet.worker.batch.uncompiled_calls")
+    for number in list(calls._holders) if calls is not None else []:
+        calls._remove(number)
 
 
 def _is_server(process: psutil.Process) -> bool:

@@ -401,10 +401,10 @@ class TestFacade:
         with pytest.raises(FleetError, match=r"fleet\.init\(\) first"):
             getattr(fleet, name)()
 
-    def test_init_is_called_once(self, fleet: Any) -> None:
+    def test_init_may_be_called_again_while_nothing_is_under_way(self, fleet: Any) -> None:
         fleet.init()
-        with pytest.raises(FleetError, match="once"):
-            fleet.init()
+        fleet.init(UserDefinedRoleMaker())
+        assert (fleet.worker_num(), fleet.is_worker()) == (1, True)
 
     def test_a_role_maker_for_the_other_kind_of_job_is_an_error(self, fleet: Any) -> None:
         with pytest.raises(RoleError, match="other kind of job"):

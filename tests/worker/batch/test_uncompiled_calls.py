@@ -9,9 +9,21 @@ from torch._dynamo.testing import CompileCounter
 from torchfleet.worker.batch.uncompiled_calls import hold, let_go
 
 
+class Owner:
+    """Something that holds."""
+
+
+def test_an_owner_that_is_gone_holds_nothing() -> None:
+    counter, owner = CompileCounter(), Owner()
+    hold(owner)
+    del owner
+    torch.compile(lambda x: x + 1, backend=counter)(torch.ones(2))
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("is_first_in", [True, False])
 def test_the_last_to_let_go_brings_the_compiler_back(is_first_in: bool) -> None:
-    counter, owners = CompileCounter(), [object(), object()]
+    counter, owners = CompileCounter(), [Owner(), Owner()]
     compiled = torch.compile(lambda x: x + 1, backend=counter)
     for owner in owners:
         hold(owner)

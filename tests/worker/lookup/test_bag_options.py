@@ -142,7 +142,7 @@ def test_weights_of_a_frozen_table_still_learn() -> None:
         weights = torch.ones(1, 3, requires_grad=True)
         model(torch.tensor([[1, 2, 3]]), None, weights).sum().backward()
         torch.testing.assert_close(weights.grad, plain.weight[1:4].sum(dim=1).detach()[None])
-        assert not part.worker.engine.take_gradients()[0]
+        assert not part.worker.engine.take_gradients(["rows"])[0]
 
 
 @pytest.mark.parametrize(
