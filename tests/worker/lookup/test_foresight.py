@@ -280,3 +280,29 @@ def test_ids_changed_in_place_after_they_were_foreseen_are_looked_up_as_they_are
             assert torch.equal(found.reshape(-1, 2), part.rows("slot 0", ids.reshape(-1)))
         last = new_ids(3) + 100_000
         assert part.rows("slot 0", last.reshape(-1)).abs().min() > 0
+
+
+@pytest.mark.parametrize("is_computed", [False, True])
+@pytest.mark.parametrize("is_ahead_first", [False, True])
+def test_plain_calls_and_batches_brought_ahead_are_both_foreseen(is_ahead_first: bool, is_computed: bool) -> None:
+    """A warm-up before, or validation between, must not spoil what is foreseen of batches that are brought ahead."""
+
+    def take(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x[:, i].long() for i in range(SLOTS)] if is_computed else columns(x)
+
+    with one_worker(Slots(take), mode="async") as part:
+        engine = part.worker.engine
+
+        def run(first: int, is_ahead: bool) -> int:
+            """How many lookups of eight steps were unforeseen."""
+            before = engine.foresight.num_unforeseen
+            batches = [(new_ids(step).float() if is_computed else new_ids(step),) for step in range(first, first + 8)]
+            for (x,) in engine.prefetch(batches) if is_ahead else batches:
+                train(part, x)
+            return engine.foresight.num_unforeseen - before
+
+        run(0, is_ahead_first)
+        assert run(10, not is_ahead_first) <= 3 * SLOTS  # its first batches
+        assert run(20, True) <= 2 * SLOTS  # the first two are asked for before a call has shown how
+        assert run(30, False) == 0
+        assert run(40, True) <= 2 * SLOTS

@@ -18,7 +18,7 @@ import torch
 
 from torchfleet.worker.batch.batch_tensors import Stamp, is_no_padding, keys_of, stamp_of
 from torchfleet.worker.batch.columns import Block, Blocks, Column, column_of, worth_it
-from torchfleet.worker.batch.recipe import CannotReplay, Input, Recipe, Replay, Shelf
+from torchfleet.worker.batch.recipe import CannotReplay, Input, Recipe, Replay, Shelf, is_in_call
 from torchfleet.worker.batch.recorder import OUTSIDE, Recorder, Refusal
 from torchfleet.worker.batch.window import Window
 from torchfleet.worker.client.shard import Keys
@@ -83,6 +83,7 @@ class Foresight:
 
     ways: tuple[Way, ...] = ()  # replaced and never changed: other threads may be going through it
     num_unforeseen: int = 0
+    aliases: dict[str, str] = field(default_factory=dict)  # from a place in the model's call to that in the batch
     reasons: dict[str, Refusal] = field(default_factory=dict)  # by table, of those whose ids are not foreseen
     _blocks: set[Block] = field(default_factory=set)  # that are computed as a whole
     _shelf: Shelf = field(default_factory=Shelf)
@@ -123,6 +124,21 @@ class Foresight:
                 self._add(Way(table, Recipe(place), padding_idx))
             elif not self._wake(replay, table, ids):
                 self._study(replay, table, ids, padding_idx, recorder)
+
+    def note_call(self, batch: Mapping[str, torch.Tensor], call: Mapping[str, torch.Tensor]) -> None:
+        """The model is called with tensors of a batch that was brought ahead. Ways begin at places in the call, so that
+        they lead there too where nothing was brought ahead."""
+        places = {id(tensor): place for place, tensor in reversed(list(batch.items()))}
+        found = {place: places[id(tensor)] for place, tensor in call.items() if id(tensor) in places}
+        self.aliases = {**self.aliases, **found}
+
+    def in_call(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The batch's tensors by their places in the call that is to come."""
+        return {call: batch[place] for call, place in self.aliases.items() if place in batch}
+
+    def lacks(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a way begins at a place that is not known here."""
+        return any(way.is_awake and not way.recipe.places <= tensors.keys() for way in self.ways)
 
     def keys(self, replay: Replay) -> dict[str, Expected]:
         """All ids that this batch is going to ask for, by table."""
@@ -208,7 +224,7 @@ def _place_of(ids: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> Input | N
             if window is not None:
                 found.append(Input(place, window))
     # Slots of a batch may share their memory: a whole tensor of it is a better guess than a window on another.
-    found.sort(key=lambda place: place.window.sizes is not None)
+    found.sort(key=lambda place: (place.window.sizes is not None, not is_in_call(place.place)))
     return found[0] if found else None
 
 

@@ -62,6 +62,11 @@ class Recipe:
     shapes: Mapping[str, torch.Size] = field(default_factory=dict, compare=False)
 
     @property
+    def places(self) -> set[str]:
+        """Of the tensors that it begins with."""
+        return {self.root.place} if isinstance(self.root, Input) else set(self.shapes)
+
+    @property
     def is_computed(self) -> bool:
         """Whether it is more than a look at the batch's own memory."""
         return not isinstance(self.root, Input)
@@ -70,6 +75,11 @@ class Recipe:
     def makes_memory(self) -> bool:
         """Whether the ids lie in memory that nobody else has."""
         return isinstance(self.root, Result) and all(out.alias_info is None for out in self.root.func._schema.returns)
+
+
+def is_in_call(place: str) -> bool:
+    """Whether it is a place in a call of the model, and not in a batch that was brought ahead of it."""
+    return place.startswith("call")
 
 
 class Sizes(NamedTuple):

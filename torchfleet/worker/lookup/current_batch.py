@@ -47,6 +47,7 @@ class Batch:
         self.under_way: list[tuple[bool, PullAhead]] = []
         self.is_entered = False  # the model was called with it: another call is another batch
         self.is_open = False  # the model is being called with it
+        self.is_lacking = False  # more could be foreseen if it were known how the model is called with it
         self.has_grad = False  # it was called with gradients
         self._own = set(map(id, tensors.values()))
         self._pointers: set[int] = set()

@@ -104,6 +104,8 @@ class LookingAhead:
         current = self._own.batch
         if current is None or current.is_entered or not any(current.holds(tensor) for _, tensor in tensors_of(inputs)):
             current = self._own.batch = self._expect(dict(tensors_of(inputs, "call")))
+        elif not self.foresight.ways or current.is_lacking:
+            self.foresight.note_call(current.tensors, dict(tensors_of(inputs, "call")))
         current.open(inputs)
         self._own.end_recording()  # of a call that was interrupted
         if self._is_recording:
@@ -148,7 +150,10 @@ class LookingAhead:
     def _foresee(self, item: Any) -> Batch | None:
         if item is _END or item is None:
             return None
-        batch = self._expect(dict(tensors_of(item, "batch")))
+        tensors = dict(tensors_of(item, "batch"))
+        tensors |= self.foresight.in_call(tensors)
+        batch = self._expect(tensors)
+        batch.is_lacking = self.foresight.lacks(tensors)
         if self._source.pulls_ahead and batch.foreseen:
             self._send(batch)
         return batch
