@@ -65,36 +65,29 @@ class BatchShard(Sampler[list[Any]]):
         return (len(self._batches) + (0 if self._drops else self._num - 1)) // self._num
 
 
-class OrderShard(Sampler[Any]):
-    """Of every `num` of a sampler one after the other, that at place `index`; as many for every worker."""
+class _OneOfEvery:
+    """Of every `num` items one after the other, that at place `index`; as many for every worker.
 
-    def __init__(self, sampler: Any, index: int, num: int) -> None:
-        self._sampler, self._index, self._num = sampler, index, num
+    Of a last round that is short some are given twice.
+    """
 
-    def __iter__(self) -> Iterator[Any]:
-        return _every(self._sampler, self._index, self._num)
-
-    def __len__(self) -> int:
-        return (len(self._sampler) + self._num - 1) // self._num
-
-
-class SampleShard(IterableDataset[Any]):
-    """Of every `num` samples of a stream one after the other, that at place `index`; as many for every worker."""
-
-    def __init__(self, dataset: Any, index: int, num: int) -> None:
-        self._dataset, self._index, self._num = dataset, index, num
+    def __init__(self, items: Any, index: int, num: int) -> None:
+        self._items, self._index, self._num = items, index, num
 
     def __iter__(self) -> Iterator[Any]:
-        return _every(self._dataset, self._index, self._num)
+        for taken in _rounds(self._items, self._num):
+            yield taken[self._index % len(taken)]
 
     def __len__(self) -> int:
-        return (len(self._dataset) + self._num - 1) // self._num
+        return (len(self._items) + self._num - 1) // self._num
 
 
-def _every(items: Iterable[Item], index: int, num: int) -> Iterator[Item]:
-    """One of every round. Of a last round that is short some are given twice."""
-    for taken in _rounds(items, num):
-        yield taken[index % len(taken)]
+class OrderShard(_OneOfEvery, Sampler[Any]):
+    """A worker's share of a sampler."""
+
+
+class SampleShard(_OneOfEvery, IterableDataset[Any]):
+    """A worker's share of a stream of samples."""
 
 
 def _rounds(items: Iterable[Item], num: int) -> Iterator[list[Item]]:

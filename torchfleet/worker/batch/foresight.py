@@ -18,7 +18,7 @@ import torch
 
 from torchfleet.worker.batch.batch_tensors import Stamp, is_no_padding, keys_of, stamp_of
 from torchfleet.worker.batch.columns import Block, Blocks, Column, column_of, worth_it
-from torchfleet.worker.batch.recipe import CannotReplay, Input, Recipe, Replay, Shelf, is_in_call
+from torchfleet.worker.batch.recipe import CannotReplay, Input, Recipe, Replay, Shelf, nearest
 from torchfleet.worker.batch.recorder import OUTSIDE, Recorder, Refusal
 from torchfleet.worker.batch.window import Window
 from torchfleet.worker.client.shard import Keys
@@ -223,9 +223,7 @@ def _place_of(ids: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> Input | N
             window = Window() if is_all else Window.of(ids, base)
             if window is not None:
                 found.append(Input(place, window))
-    # Slots of a batch may share their memory: a whole tensor of it is a better guess than a window on another.
-    found.sort(key=lambda place: (place.window.sizes is not None, not is_in_call(place.place)))
-    return found[0] if found else None
+    return nearest(found)
 
 
 def _leads_to(replay: Replay, recipe: Recipe, ids: torch.Tensor) -> bool:

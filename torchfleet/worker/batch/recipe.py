@@ -8,7 +8,7 @@ hand. A recipe is a guess: whoever uses one compares it with what is looked up.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -61,7 +61,7 @@ class Recipe:
     root: Node  # of a Shelf: recipes with the same one are the same
     shapes: Mapping[str, torch.Size] = field(default_factory=dict, compare=False)
 
-    @property
+    @cached_property
     def places(self) -> set[str]:
         """Of the tensors that it begins with."""
         return {self.root.place} if isinstance(self.root, Input) else set(self.shapes)
@@ -77,9 +77,10 @@ class Recipe:
         return isinstance(self.root, Result) and all(out.alias_info is None for out in self.root.func._schema.returns)
 
 
-def is_in_call(place: str) -> bool:
-    """Whether it is a place in a call of the model, and not in a batch that was brought ahead of it."""
-    return place.startswith("call")
+def nearest(places: Iterable[Input]) -> Input | None:
+    """The best guess among places where a tensor may lie. Slots of a batch may share their memory: a whole tensor of it
+    is better than a window on another; and a place in the model's call better than one in what was brought ahead."""
+    return min(places, key=lambda at: (at.window.sizes is not None, not at.place.startswith("call")), default=None)
 
 
 class Sizes(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from torchfleet.worker.batch.recipe import Constant, Input, Node, Recipe, Result, in_nests, is_in_call
+from torchfleet.worker.batch.recipe import Constant, Input, Node, Recipe, Result, in_nests, nearest
 from torchfleet.worker.batch.window import Window
 
 _MOST_FUNCTIONS = 256  # of a recipe
@@ -147,13 +147,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         known = self._marks.get(key)
         if isinstance(known, Refusal):
             return known
-        inputs = self._inputs.get(_storage(tensor), [])
-        # Slots of a batch may share their memory: a whole tensor of it is a better guess than a window on another.
-        windows = [(place, Window.of(tensor, base)) for place, base in inputs]
-        whole = Window()
-        for place, window in sorted(windows, key=lambda pair: (pair[1] != whole, not is_in_call(pair[0]))):
-            if window is not None:
-                return Input(place, window)
+        windows = [(place, Window.of(tensor, base)) for place, base in self._inputs.get(_storage(tensor), [])]
+        place = nearest(Input(place, window) for place, window in windows if window is not None)
+        if place is not None:
+            return place
         if known is not None:
             return known
         return PARAMETERS if tensor.requires_grad else Constant(tensor)

@@ -151,11 +151,10 @@ def _flat(parts: list[torch.Tensor]) -> Floats:
 
 def check_buffers(model: torch.nn.Module) -> None:
     """Raise ModelError for what could not be kept, whatever is trained."""
-    _refuse_extra_state(model)
-    with without_rows():
-        saved = set(model.state_dict())
+    state = _state(model)
+    _refuse_extra_state(state)
     buffers = dict(model.named_buffers())
-    _check_kept({name: value for name, value in buffers.items() if value.dtype == torch.float32 or name in saved})
+    _check_kept({name: value for name, value in buffers.items() if value.dtype == torch.float32 or name in state})
 
 
 def fixed_groups(model: torch.nn.Module, trained: set[int], num_servers: int) -> list[DenseGroup]:
@@ -165,9 +164,8 @@ def fixed_groups(model: torch.nn.Module, trained: set[int], num_servers: int) ->
     groups: list[DenseGroup] = []
     floats = [name for name, tensor in kept.items() if tensor.dtype == torch.float32]
     # Buffers that no state_dict has, such as those made anew from others, are no part of a model.
-    with without_rows():
-        saved = set(model.state_dict())
-    others = [name for name, tensor in kept.items() if tensor.dtype != torch.float32 and name in saved]
+    state = _state(model)
+    others = [name for name, tensor in kept.items() if tensor.dtype != torch.float32 and name in state]
     _check_kept({name: kept[name] for name in (*floats, *others)})
     if floats:
         spec = TableSpec("dense.fixed", "dense", size=sum(kept[n].numel() for n in floats), num_shards=num_servers)
@@ -189,10 +187,13 @@ def _check_kept(tensors: dict[str, torch.Tensor]) -> None:
             )
 
 
-def _refuse_extra_state(model: torch.nn.Module) -> None:
-    """What a module's get_extra_state adds is neither parameter nor buffer: it would be lost in silence."""
+def _state(model: torch.nn.Module) -> dict[str, Any]:
     with without_rows():
-        state = model.state_dict()
+        return model.state_dict()
+
+
+def _refuse_extra_state(state: Mapping[str, Any]) -> None:
+    """What a module's get_extra_state adds is neither parameter nor buffer: it would be lost in silence."""
     for name, value in state.items():
         if name.endswith("_extra_state") and isinstance(value, torch.Tensor):
             raise ModelError(
