@@ -14,7 +14,7 @@ import numpy.typing as npt
 from torchfleet.checkpoint.byte_words import to_bytes
 from torchfleet.checkpoint.export import FORMATS, export_table
 from torchfleet.checkpoint.manifest import Manifest, Parameter, Table, read_manifest
-from torchfleet.checkpoint.part_file import TensorEntry
+from torchfleet.checkpoint.part_file import ITEM_BYTES, entries_of, header
 from torchfleet.checkpoint.part_reader import read_dense
 from torchfleet.checkpoint.part_writer import write_file
 from torchfleet.errors import CheckpointError
@@ -22,18 +22,12 @@ from torchfleet.storage import Storage
 
 DESCRIPTION, PARAMETERS = "model.json", "parameters.safetensors"
 _ENDINGS = {"parquet": "parquet", "text": "txt"}
-# By torch's name: safetensors', and the bytes of a number.
+# By torch's name: safetensors'.
 _TYPES = {
-    **{
-        "float32": ("F32", 4),
-        "float64": ("F64", 8),
-        "float16": ("F16", 2),
-        "bfloat16": ("BF16", 2),
-        "bool": ("BOOL", 1),
-    },
-    **{f"int{8 * size}": (f"I{8 * size}", size) for size in (1, 2, 4, 8)},
-    **{f"uint{8 * size}": (f"U{8 * size}", size) for size in (1, 2, 4, 8)},
-    **{"complex64": ("C64", 8), "float8_e4m3fn": ("F8_E4M3", 1), "float8_e5m2": ("F8_E5M2", 1)},
+    **{"float32": "F32", "float64": "F64", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"},
+    **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)},
+    **{"complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
 }
 
 
@@ -90,31 +84,25 @@ def _described(table: Table, file: str, num_rows: int) -> dict[str, Any]:
 
 def _write_parameters(storage: Storage, manifest: Manifest, target: Storage) -> list[str]:
     """The names of the tensors. One table's block is in memory at a time while it is taken apart."""
-    entries: dict[str, TensorEntry] = {}
-    blocks: list[npt.NDArray[np.uint8]] = []
-    at = 0
+    described, blocks = [], []
     for table in manifest.tables:
         values = read_dense(storage, manifest, table)[0] if table.is_dense else np.empty(0, np.float32)
         for parameter in table.parameters:
             data = _bytes(parameter, values[parameter.start : parameter.start + parameter.size])
-            name, _ = _type(parameter)
-            entries[parameter.name] = TensorEntry(name, parameter.shape, (at, at + len(data)))
-            blocks.append(data)
-            at += len(data)
-    header = msgspec.json.encode({"__metadata__": {"format": "pt"}, **entries})
-    header += b" " * (-len(header) % 8)  # so that what follows is aligned
-    write_file(target, PARAMETERS, [len(header).to_bytes(8, "little"), header, *(block.data for block in blocks)])
-    return list(entries)
+            described.append((parameter.name, _type(parameter), parameter.shape, len(data)))
+            blocks.append(data.data)
+    write_file(target, PARAMETERS, [header(entries_of(described), {"format": "pt"}), *blocks])
+    return [name for name, *_ in described]
 
 
 def _bytes(parameter: Parameter, values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     if parameter.dtype == "float32":
         return np.ascontiguousarray(values).view(np.uint8)
     num = int(np.prod(parameter.shape, dtype=np.int64))
-    return to_bytes(values, num * _type(parameter)[1], parameter.name)
+    return to_bytes(values, num * ITEM_BYTES[_type(parameter)], parameter.name)
 
 
-def _type(parameter: Parameter) -> tuple[str, int]:
+def _type(parameter: Parameter) -> str:
     if parameter.dtype not in _TYPES:
         raise CheckpointError(
             f"export: '{parameter.name}' is {parameter.dtype}, for which safetensors files have no name; they have "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +21,13 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER = 1 << 20
+# Of one number, by the names that safetensors has for types.
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
 
 Arrays = dict[str, npt.NDArray[Any]]
 Pieces = dict[str, list[npt.NDArray[Any]]]  # each tensor in pieces, to be written one behind the other
@@ -40,18 +48,30 @@ def encode(arrays: Arrays) -> list[Any]:
 
 def encode_pieces(tensors: Pieces) -> list[Any]:
     """As `encode`, for tensors that come in pieces along their first dimension: they are not put together first."""
-    entries: dict[str, TensorEntry] = {}
-    at = 0
+    described = []
     for name, pieces in tensors.items():
-        size, shape = sum(piece.nbytes for piece in pieces), list(pieces[0].shape)
+        shape = list(pieces[0].shape)
         if len(pieces) > 1:
             shape[0] = sum(len(piece) for piece in pieces)
-        entries[name] = TensorEntry(_NAMES[pieces[0].dtype], shape, (at, at + size))
-        at += size
-    header = msgspec.json.encode(entries)
-    header += b" " * (-len(header) % 8)  # so that what follows is aligned
+        described.append((name, _NAMES[pieces[0].dtype], shape, sum(piece.nbytes for piece in pieces)))
     buffers = [np.ascontiguousarray(piece).data for pieces in tensors.values() for piece in pieces]
-    return [len(header).to_bytes(8, "little"), header, *buffers]
+    return [header(entries_of(described), {}), *buffers]
+
+
+def header(entries: dict[str, TensorEntry], metadata: dict[str, str]) -> bytes:
+    """What stands before the tensors."""
+    body = msgspec.json.encode({"__metadata__": metadata, **entries} if metadata else entries)
+    body += b" " * (-len(body) % 8)  # so that what follows is aligned
+    return len(body).to_bytes(8, "little") + body
+
+
+def entries_of(tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> dict[str, TensorEntry]:
+    """Of (name, dtype, shape, bytes), which stand one behind the other."""
+    entries, at = {}, 0
+    for name, dtype, shape, size in tensors:
+        entries[name] = TensorEntry(dtype, list(shape), (at, at + size))
+        at += size
+    return entries
 
 
 def checksum(buffers: list[Any]) -> int:

@@ -15,6 +15,7 @@ import torch
 
 from torchfleet.checkpoint.lock import alone
 from torchfleet.checkpoint.manifest import as_json, folder_of
+from torchfleet.checkpoint.part_file import entries_of, header
 from torchfleet.checkpoint.part_writer import write_file
 from torchfleet.collective.checkpoint.collective_manifest import (
     CollectiveManifest,
@@ -35,7 +36,7 @@ from torchfleet.collective.checkpoint.optimizer_states import (
 )
 from torchfleet.collective.checkpoint.pieces import HeldPiece, model_pieces, strategy_pieces, tied
 from torchfleet.collective.checkpoint.planning import Key, PieceSpec, Report, assign_writers, error_text, exchange
-from torchfleet.collective.checkpoint.tensor_files import Buffers, Bytes, entries_of, file_key, header, offsets_metadata
+from torchfleet.collective.checkpoint.tensor_files import Buffers, Bytes, file_key, offsets_metadata
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.monitor.progress import Progress

@@ -15,17 +15,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.checkpoint.part_file import TensorEntry
+from torchfleet.checkpoint.part_file import ITEM_BYTES
 from torchfleet.collective.checkpoint.collective_manifest import CollectiveManifest, Kind, SavedPiece, SavedTensor
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
-
-ITEM_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
-    **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
-}
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -52,22 +45,6 @@ class Buffers(Sequence[Any]):
 def file_key(kind: Kind, name: str) -> str:
     """What a tensor is called in a file: those of the model as they are in the model."""
     return name if kind == "model" else f"{kind}.{name}"
-
-
-def header(entries: dict[str, TensorEntry], metadata: dict[str, str]) -> bytes:
-    """What stands before the tensors."""
-    body = msgspec.json.encode({"__metadata__": metadata, **entries} if metadata else entries)
-    body += b" " * (-len(body) % 8)  # so that what follows is aligned
-    return len(body).to_bytes(8, "little") + body
-
-
-def entries_of(tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> dict[str, TensorEntry]:
-    """Of (name, dtype, shape, bytes), which stand one behind the other."""
-    entries, at = {}, 0
-    for name, dtype, shape, size in tensors:
-        entries[name] = TensorEntry(dtype, list(shape), (at, at + size))
-        at += size
-    return entries
 
 
 def offsets_metadata(offsets: dict[str, list[int]]) -> dict[str, str]:
