@@ -22,6 +22,7 @@ from torchfleet.tables.rows.tracking import PackedTracking, Tracking
 from torchfleet.tables.settings.clock import Clock
 from torchfleet.tables.settings.spec import Floats, TableSpec
 from torchfleet.tables.settings.table_size import HOW_TO_SET
+from torchfleet.tables.update_bounds import UpdateBounds, check_block, check_squares
 
 PACKED_BYTES = 48  # a row of so many at most (key, value and state) is stored in its map; wider ones have a store
 CHUNK = 2048  # keys taken through find and then through the next kernel while their rows are still in the cache
@@ -59,6 +60,7 @@ class RowStore:
         limit = row_limit(spec, spec.shrink, self.index)
         self._capacity = Capacity(self, limit) if limit is not None else None
         self.tracking: Tracking | PackedTracking | None = None
+        self.bounds = UpdateBounds(spec)
 
     def find(self, keys: Keys) -> Rows:
         """Row numbers of any number of keys, in a new array; -1 where there is none."""
@@ -104,6 +106,7 @@ class RowStore:
     def assign(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
         """Set values, or values and state when the rows are that wide. Of equal keys the last one stands."""
         self.check_assign(keys, values)
+        self.bounds.note(rows.largest(values))
         is_whole = values.shape[1] == self._row_words  # then nothing of a first value would remain
         for start in range(0, len(keys), CHUNK):
             some = slice(start, start + CHUNK)
@@ -118,6 +121,7 @@ class RowStore:
     def load(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
         """`assign` for many rows that `check_values` has passed, with room `reserve`d: several times as fast."""
         self.check_keys(keys)
+        self.bounds.note(rows.largest(values))
         whole = values
         if self.statistics is not None:
             block = join_columns(self.statistics.names, self._complete(columns or {}, len(keys)), len(keys))
@@ -140,6 +144,8 @@ class RowStore:
         """Raise TableError if these cannot be rows of this table; touches nothing, so any thread may call it."""
         num_words = self._row_words if values.shape[1:] == (self._row_words,) else self.spec.dim
         check_block(self.spec, keys, values, num_words, f"values (or {self._row_words} with state)")
+        if num_words > self.spec.dim:
+            check_squares(self.spec, keys, values)
 
     def erase(self, keys: Keys) -> int:
         """Drop rows; absent keys are passed over. Returns how many were there. Their memory is reused."""
@@ -227,15 +233,32 @@ class RowStore:
         """Rows for the keys whose `at` is negative."""
         fresh = self.index.insert_missing(keys, at)
         if initialise:
-            first, rule = self.spec.initializer, self.spec.rule
-            state = rule.row_rule.initial_state(rule)
-            random.initialise(
-                self.index.store, *self._layout, self.spec.dim, keys, at, fresh, self._stream,
-                _KINDS[first.name], first.a, first.b, np.float32(state),
-            )  # fmt: skip
+            self._initialise(self.index.store, keys, at, fresh)
         if self.statistics is not None:
             self.statistics.begin(at[fresh], self.clock.now, self.step)
         self._mark(at[fresh])
+
+    def _initialise(self, store: Floats, keys: Keys, at: Rows, fresh: npt.NDArray[np.int64]) -> None:
+        first, rule = self.spec.initializer, self.spec.rule
+        state = rule.row_rule.initial_state(rule)
+        random.initialise(
+            store, *self._layout, self.spec.dim, keys, at, fresh, self._stream,
+            _KINDS[first.name], first.a, first.b, np.float32(state),
+        )  # fmt: skip
+
+    def copies(self, keys: Keys, create: bool) -> tuple[Floats, Rows]:
+        """(a store with the rows of these distinct keys alone, which of the keys have one there).
+
+        `create`: those without a row have the one that they would get. Row number i belongs to the i-th of the keys.
+        """
+        width, offset = self._layout
+        at, block = self.find(keys), np.empty((len(keys), self._row_words), np.float32)
+        rows.gather(self.index.store, *self._layout, at, block)
+        store = np.zeros((len(keys), width), np.float32)
+        store[:, offset : offset + self._row_words] = block
+        if create:
+            self._initialise(store.reshape(-1), keys, np.arange(len(keys)), np.flatnonzero(at < 0))
+        return store.reshape(-1), np.flatnonzero((at >= 0) | create)
 
     def _mark(self, at: Rows) -> None:
         if self.tracking is not None:
@@ -247,21 +270,3 @@ def _stream(seed: int, name: str) -> np.uint64:
     digest = hashlib.blake2b(name.encode(), digest_size=8, key=seed.to_bytes(8, "little")).digest()
     stream: np.uint64 = np.uint64(int.from_bytes(digest, "little"))
     return stream
-
-
-def check_block(spec: TableSpec, keys: npt.NDArray[np.uint64], block: Floats, num_words: int, what: str) -> None:
-    if block.ndim != 2 or block.shape != (len(keys), num_words):
-        raise TableError(
-            f"table '{spec.name}' expects {what} of shape ({len(keys)}, {num_words}) for {len(keys)} keys, "
-            f"found {block.shape}"
-        )
-    if not rows.all_finite(block.reshape(-1).view(np.uint32)):
-        is_bad = ~np.isfinite(block)
-        is_bad[:, spec.dim :] = np.isnan(block[:, spec.dim :])  # the square of a gradient that was taken may overflow
-        if is_bad.any():
-            row = int(np.flatnonzero(is_bad.any(axis=1))[0])
-            key = int(keys[row : row + 1].view(np.int64)[0])  # signed, as ids are given
-            raise TableError(
-                f"table '{spec.name}': NaN or infinity in the row for key {key} (row {row} of {len(keys)}); "
-                "nothing was applied. Look for it in the loss, or clip the gradients."
-            )

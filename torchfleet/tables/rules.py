@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from torchfleet.errors import TableError
 from torchfleet.kernels import dense_rules, rows
@@ -22,6 +26,19 @@ def _decays(rule: Rule, rate: float) -> tuple[float, float]:
     return (0.0, 1.0 - rate * rule.weight_decay) if rule.decoupled_decay else (rule.weight_decay, 1.0)
 
 
+def _decayed(rule: Rule, rate: float, grad: float, value: float) -> tuple[float, float]:
+    """(bound on a gradient with its coupled decay, bound on a value after its decoupled decay)."""
+    coupled, factor = _decays(rule, rate)
+    value *= max(1.0, 1.000001 * abs(factor))
+    return grad + coupled * value, value
+
+
+def _ratio(rule: Rule, above: float) -> float:
+    """`above` / (√s + eps) at most, whatever s is."""
+    eps = float(np.float32(rule.eps))
+    return above / eps if eps else math.inf
+
+
 class Sgd(RowRule):
     """torch.optim.SGD; momentum for blocks only."""
 
@@ -29,6 +46,12 @@ class Sgd(RowRule):
 
     def num_dense_states(self, rule: Rule) -> int:
         return 1 if rule.momentum else 0
+
+    def reach(self, rule: Rule, rate: float, step: int, grad: float, held: Sequence[float]) -> list[float]:
+        grad, value = _decayed(rule, rate, grad, held[0])
+        velocities = [1.000001 * (rule.momentum * velocity + grad) for velocity in held[1:]]
+        step_by = grad + rule.momentum * velocities[0] if velocities and rule.nesterov else [grad, *velocities][-1]
+        return [value + 2 * rate * step_by, *velocities]
 
     def apply_to_rows(
         self, rule: Rule, store: Floats, layout: tuple[int, int], at: Any, grads: Floats, rate: float, step: int
@@ -47,12 +70,19 @@ class Adagrad(RowRule):
     """torch.optim.Adagrad, with its decay of the learning rate; the state is the sum of squares."""
 
     num_states = 1
+    squares = (0,)
 
     def initial_state(self, rule: Rule) -> float:
         return rule.initial_accumulator
 
     def rate(self, rule: Rule, lr: float, step: int) -> float:
         return lr / (1 + (step - 1) * rule.lr_decay)
+
+    def reach(self, rule: Rule, rate: float, step: int, grad: float, held: Sequence[float]) -> list[float]:
+        grad, value = _decayed(rule, rate, grad, held[0])
+        # g is at most √s, unless g² is so small that it counts as 0.
+        ratio = min(_ratio(rule, grad), 2 + _ratio(rule, 2.0**-75))
+        return [value + 2 * rate * max(grad, ratio), held[1] + 2 * grad * grad]
 
     def apply_to_rows(
         self, rule: Rule, store: Floats, layout: tuple[int, int], at: Any, grads: Floats, rate: float, step: int
@@ -69,6 +99,13 @@ class Adam(RowRule):
     """torch.optim.Adam and AdamW on blocks, SparseAdam on rows; the state is the two moments."""
 
     num_states = 2
+    squares = (1,)
+
+    def reach(self, rule: Rule, rate: float, step: int, grad: float, held: Sequence[float]) -> list[float]:
+        grad, value = _decayed(rule, rate, grad, held[0])
+        mean, square = max(held[1], grad), max(held[2], grad * grad)
+        step_by = rate / (1.0 - rule.beta1**step) * max(mean, _ratio(rule, mean))
+        return [value + 2 * step_by, mean, square]
 
     def apply_to_rows(
         self, rule: Rule, store: Floats, layout: tuple[int, int], at: Any, grads: Floats, rate: float, step: int

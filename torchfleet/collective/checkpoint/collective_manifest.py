@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from torchfleet.checkpoint.lock import remove_all_but
 from torchfleet.checkpoint.manifest import next_save
 from torchfleet.checkpoint.manifest_file import FILE, read_body, write_body
 from torchfleet.errors import CheckpointError
@@ -20,7 +20,6 @@ from torchfleet.storage import Storage
 
 FORMAT = "torchfleet collective checkpoint"
 VERSION = 1
-_FOLDER = re.compile(r"save-[0-9]{1,18}")  # other folders are not ours
 
 # model      a parameter or persistent buffer, by its name
 # master     the copy in higher precision that the optimizer has of a parameter
@@ -126,9 +125,7 @@ def next_number(storage: Storage) -> int:
 
 def remove_others(storage: Storage, kept: str) -> None:
     """Folders of saves before, and of those that never came to an end."""
-    for name in list(storage.folders()):
-        if _FOLDER.fullmatch(name) and name != kept:
-            storage.remove_folder(name)
+    remove_all_but(storage, {kept})
 
 
 def num_elements(shape: Sequence[int]) -> int:

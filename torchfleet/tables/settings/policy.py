@@ -17,6 +17,7 @@ MAX_WINDOW_COUNT = 255  # a counter of the window is one byte
 BLOCK_BYTES = 64  # of the window's counters
 NUM_BLOCKS_STEP = 5040  # divided by every number of servers up to 10, and by many more: a block then has one owner
 _MAX_DAYS = 36_500.0
+_MAX_WEIGHT = 1e9  # of shows and clicks: scores stay finite
 
 
 class AdmissionEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -50,7 +51,8 @@ class AdmissionEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             f"show_click_decay_rate must be above 0 and at most 1, found {self.show_click_decay_rate}",
         )
         for field in ("nonclick_weight", "click_weight"):
-            _expect(math.isfinite(getattr(self, field)), f"{field} must be a number, found {getattr(self, field)}")
+            weight = getattr(self, field)
+            _expect(abs(weight) <= _MAX_WEIGHT, f"{field} must be a number up to {_MAX_WEIGHT:g}, found {weight}")
         if self.predicate:
             parse(self.predicate, ADMISSION_NAMES)
 
