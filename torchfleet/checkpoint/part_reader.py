@@ -241,8 +241,8 @@ def _check_match(storage: Storage, saved: Table, spec: TableSpec) -> None:
     for name in ("kind", "dim", "size"):
         if getattr(saved, name) != getattr(spec, name):
             raise CheckpointError(
-                f"{storage.place(FILE)}: table '{spec.name}' was saved with {name}={getattr(saved, name)}, and the model "
-                f"has {name}={getattr(spec, name)}. Load it into the model that it was saved from."
+                f"{storage.place(FILE)}: table '{spec.name}' was saved with {name}={getattr(saved, name)}, and the "
+                f"model has {name}={getattr(spec, name)}. Load it into the model that it was saved from."
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from torchfleet.net.wire import (
     error_arrays,
     pack,
 )
+from torchfleet.notices import tell
 from torchfleet.server.commands import COMMANDS, CommandHandler
 from torchfleet.server.long_work import shrink_in_slices
 from torchfleet.server.save_roots import roots_of
@@ -87,7 +87,7 @@ class Server:
         state = self.state
         state.presence.look(now)
         for text in state.presence.news(now):
-            print(f"torchfleet server: {text}", file=sys.stderr, flush=True)
+            tell(f"torchfleet server: {text}")
         if state.num_workers and state.presence.is_deserted(len(state.barriers.left), state.num_workers, now):
             self.desertion = "; ".join(state.presence.lost(now).values())
             state.is_stopping = True
@@ -113,7 +113,7 @@ class Server:
         except FleetError as error:
             return _plain(error)
         except Exception as error:  # our own mistake must not end the service of all others
-            traceback.print_exc(file=sys.stderr)
+            tell(traceback.format_exc())
             return FleetError(f"internal error of the server: {type(error).__name__}: {error}")
 
     def _answer_while_loading(self, message: Message) -> Answer:

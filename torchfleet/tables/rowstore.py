@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from torchfleet.errors import TableError
 from torchfleet.kernels import random, rows
+from torchfleet.kernels.merge import unique
 from torchfleet.kernels.statistics import NEVER
 from torchfleet.tables.policies.admission import Admission
 from torchfleet.tables.policies.capacity import Capacity, row_limit
@@ -61,6 +62,7 @@ class RowStore:
         self._capacity = Capacity(self, limit) if limit is not None else None
         self.tracking: Tracking | PackedTracking | None = None
         self.bounds = UpdateBounds(spec)
+        self.num_waiting = 0  # keys that may get a row when a sync step ends
 
     def find(self, keys: Keys) -> Rows:
         """Row numbers of any number of keys, in a new array; -1 where there is none."""
@@ -80,6 +82,8 @@ class RowStore:
         if not create:
             return
         num_new, room = len(keys), self.num_free_rows
+        if self._capacity is None:
+            room -= self.num_waiting
         counted = num_new if self.admission is None else self.admission.num_free
         if num_new > min(room, self.index.easy_room, counted):
             num_new = len(np.unique(self.absent(keys)))
@@ -91,6 +95,8 @@ class RowStore:
             )
         if self.admission is not None:
             self.admission.check_room(num_new)
+        elif self._capacity is not None and len(keys) > self._capacity.max_rows:
+            self._capacity.check(len(unique(keys)[0]))
         self.index.reserve(min(num_new, self.index.num_free_rows))
 
     @property

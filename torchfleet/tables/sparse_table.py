@@ -82,6 +82,7 @@ class SparseTable(RowStore):
             strangers = unique(keys[missing])[0]
             if worker is not None:
                 self._waiting.setdefault(worker, []).append(strangers)
+                self.num_waiting += len(strangers)
             else:
                 self._admit(strangers, at)
                 at[missing] = found = self.find(keys[missing])
@@ -95,7 +96,7 @@ class SparseTable(RowStore):
 
     def admit_waiting(self) -> None:
         """The appearances of a sync step, in the order of the workers."""
-        waiting, self._waiting = self._waiting, {}
+        waiting, self._waiting, self.num_waiting = self._waiting, {}, 0
         for _, pulls in sorted(waiting.items()):
             for keys in pulls:
                 self.appear(keys)
@@ -254,11 +255,16 @@ class SparseTable(RowStore):
         }
 
     def _admit(self, keys: Keys, in_use: Rows) -> None:
-        """Rows for those of these keys, distinct and without one, that the entry lets in."""
+        """Rows for those of these keys, distinct and without one, that the entry lets in.
+
+        A capacity has room for so many beside the rows in use; a key beyond them begins to be counted anew.
+        """
         carried: Columns | None = None
         if self.admission is not None:
             keys, carried = self.admission.admit(keys)
         if self._capacity is not None:
+            if len(keys) + len(in_use) > self._capacity.max_rows:
+                keys = keys[: max(0, self._capacity.max_rows - len(np.unique(in_use[in_use >= 0])))]
             self._capacity.make_room(len(keys), in_use)
         for start in range(0, len(keys), CHUNK):
             some = slice(start, start + CHUNK)
@@ -267,4 +273,4 @@ class SparseTable(RowStore):
             self._insert(keys[some], at, True)
             if carried is not None and self.statistics is not None:
                 for name, column in carried.items():
-                    self.statistics.put(name, at, column[some])
+                    self.statistics.put(name, at, column[some][: len(at)])

@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from torchfleet.collective.checkpoint.collective_manifest import Kind, num_elements
-from torchfleet.collective.checkpoint.tensor_files import ITEM_BYTES, file_key
+from torchfleet.collective.checkpoint.collective_manifest import ITEM_BYTES, Kind, num_elements
+from torchfleet.collective.checkpoint.tensor_files import file_key
 from torchfleet.collective.world import World
 from torchfleet.errors import CheckpointError, FleetError
 
