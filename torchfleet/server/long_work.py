@@ -86,11 +86,7 @@ def shrink_tables(state: State, request: Request) -> Answer | FleetError | None:
     body = unpack(only(request), ShrinkBody)
     tables = _sparse_tables(state, body.table)
     own = not body.policy.drops_any
-    share = body.policy.max_share
-    if own and share != MAX_SHARE:  # the tables' own policies, and this once more rows, or fewer
-        chosen = [(table, msgspec.structs.replace(table.spec.shrink, max_share=share)) for table in tables]
-    else:
-        chosen = [(table, table.spec.shrink if own else body.policy) for table in tables]
+    chosen = [(table, _asked(body.policy, table.spec.shrink)) for table in tables]
     chosen = [(table, policy) for table, policy in chosen if policy.drops_any]
     if own and not chosen:
         names = ", ".join(f"'{table.spec.name}'" for table in tables) or "no sparse table"
@@ -101,6 +97,12 @@ def shrink_tables(state: State, request: Request) -> Answer | FleetError | None:
     for table, policy in chosen:
         table.check_shrink(policy)
     return in_slices(state, request, body.token, lambda long: shrink_in_slices(state, long, chosen))
+
+
+def _asked(policy: Shrink, own: Shrink) -> Shrink:
+    """The policy of a request, or the table's own if it asks for nothing; with the share of rows that either allows."""
+    share = policy.max_share if policy.max_share != MAX_SHARE else own.max_share
+    return msgspec.structs.replace(policy if policy.drops_any else own, max_share=share)
 
 
 def shrink_in_slices(state: State, long: LongRequest | None, chosen: Sequence[tuple[Table, Shrink]]) -> Work:

@@ -70,9 +70,8 @@ def _check_share(table: RowStore, policy: Shrink, where: Expression | None, now:
     if num > policy.max_share * table.index.num_keys:
         raise TableError(
             f"table '{table.spec.name}': this shrink would drop {num:,} of {table.index.num_keys:,} rows, more than "
-            f"max_share={policy.max_share:g} of them; nothing was dropped. Is the time right ({now} s since 1970)? If it "
-            f"is, allow it once: fleet.shrink('{table.spec.name}', max_share=1.0); or always: fleet.Shrink(..., "
-            "max_share=1.0)."
+            f"max_share={policy.max_share:g} of them; nothing was dropped. Is the time right ({now} s since 1970)? If "
+            "so, declare what may go: SparseEmbedding(shrink=fleet.Shrink(..., max_share=1.0))."
         )
 
 

@@ -35,7 +35,7 @@ class UpdateBounds:
 
     def allow_update(self, rate: float, step: int, grad: float) -> bool:
         """Whether an update with gradients up to `grad` is sure to leave all finite; if so, it counts as made."""
-        return self._allow(self._rule.row_rule.reach(self._rule, rate, step, grad, self._held))
+        return grad <= LIMIT and self._allow(self._rule.row_rule.reach(self._rule, rate, step, grad, self._held))
 
     def allow_addition(self, largest: float) -> bool:
         """As `allow_update`, for differences that are added to values."""

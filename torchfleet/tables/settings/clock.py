@@ -34,8 +34,9 @@ class Clock:
         elif not self._has_told:
             self._has_told = True
             tell(
-                f"torchfleet server: the clock of this machine was set by {wall - steady:+,.0f} s while this server ran. Its tables go on "
-                "counting from the time before; start the server again, or call fleet.set_time, to change that."
+                f"torchfleet server: the clock of this machine was set by {wall - steady:+,.0f} s while this server "
+                "ran. Its tables go on counting from the time before, until the server starts again or fleet.set_time "
+                "is called."
             )
         return int(steady)
 

@@ -90,7 +90,7 @@ class Shrink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     where: str | None = None
     every_hours: float | None = None
     max_share: float = (
-        MAX_SHARE  # of the rows: a shrink that would drop more, but for max_rows and max_bytes, drops none
+        MAX_SHARE  # of the rows: a shrink that would drop more drops none (max_rows, max_bytes: any number)
     )
 
     def __post_init__(self) -> None:
