@@ -35,18 +35,19 @@ def all_finite(bits_N: np.ndarray) -> bool:
 
 
 @kernel
-def largest_bits(bits_N: np.ndarray) -> np.uint32:
-    """The largest magnitude among float32 numbers, given as their bits, and returned so: without signs, bits stand in
-    the order of the numbers, and infinity and NaN behind all others."""
-    largest = np.uint32(0)
+def largest_of(bits_N: np.ndarray) -> float:
+    """The largest magnitude among float32 numbers, given as their bits: without signs, bits stand in the order of the
+    numbers, and infinity and NaN behind all others."""
+    most = np.uint32(0)
     for i in range(len(bits_N)):
-        largest = max(largest, np.uint32(bits_N[i] & _MAGNITUDE))
-    return largest
+        most = max(most, np.uint32(bits_N[i] & _MAGNITUDE))
+    found = np.uint32(most)  # whose bits are looked at as a float's: numba does so for what is assigned once
+    return found.view(np.float32)
 
 
 def largest(values: np.ndarray) -> float:
     """The largest magnitude in a block of float32 numbers; infinity or NaN if one of them is."""
-    return float(np.uint32(largest_bits(values.reshape(-1).view(np.uint32))).view(np.float32))
+    return largest_of(values.reshape(-1).view(np.uint32))
 
 
 @kernel

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from torchfleet.errors import TableError
 from torchfleet.kernels import dense_rules, rows
 from torchfleet.tables.settings.spec import MAX_FLOAT, RULES, Floats, RowRule, Rule
@@ -26,6 +24,9 @@ def _decays(rule: Rule, rate: float) -> tuple[float, float]:
     return (0.0, 1.0 - rate * rule.weight_decay) if rule.decoupled_decay else (rule.weight_decay, 1.0)
 
 
+_TINY = 1.2e-38  # float32 has fewer digits below it, or none
+
+
 def _decayed(rule: Rule, rate: float, grad: float, value: float) -> tuple[float, float]:
     """(bound on a gradient with its coupled decay, bound on a value after its decoupled decay)."""
     coupled, factor = _decays(rule, rate)
@@ -35,8 +36,7 @@ def _decayed(rule: Rule, rate: float, grad: float, value: float) -> tuple[float,
 
 def _ratio(rule: Rule, above: float) -> float:
     """`above` / (√s + eps) at most, whatever s is."""
-    eps = float(np.float32(rule.eps))
-    return above / eps if eps else math.inf
+    return above / rule.eps if rule.eps > _TINY else math.inf
 
 
 class Sgd(RowRule):

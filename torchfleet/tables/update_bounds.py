@@ -15,34 +15,59 @@ from torchfleet.kernels.merge import sum_by_key
 from torchfleet.tables.settings.spec import Floats, TableSpec
 
 LIMIT = 2.0**126  # a quarter of the largest float32
+AHEAD = 1000  # updates
 MAX_SHOWS = 2.0**50  # of a key in one push: sums of them stop growing long before they are infinite
 
 
 class UpdateBounds:
-    """Bounds on the magnitude of the values of a table, and of each number of their state."""
+    """Bounds on the magnitude of the values of a table, and of each number of their state.
+
+    Most updates are like the one before. So the bounds of rows are moved for many updates at once, whose rates and
+    gradients stay below some number; each of them then costs a comparison.
+    """
 
     def __init__(self, spec: TableSpec) -> None:
-        self._rule = spec.rule
+        self._rule, self._is_dense = spec.rule, spec.is_dense
         self._held = [spec.initializer.largest, *[spec.rule.row_rule.initial_state(spec.rule)] * spec.num_states]
+        self._num_ahead, self._rate, self._grad = 0, 0.0, 0.0  # updates that the bounds allow already, up to these
 
     def note(self, largest: float) -> None:
         """Values or state up to this magnitude were written."""
+        self._num_ahead = 0
         self._held = [max(bound, largest) for bound in self._held]
 
     def measure(self, *largest: float) -> None:
         """These are the magnitudes that are there, of values and of each number of state."""
+        self._num_ahead = 0
         self._held = list(largest)
 
     def allow_update(self, rate: float, step: int, grad: float) -> bool:
         """Whether an update with gradients up to `grad` is sure to leave all finite; if so, it counts as made."""
-        return grad <= LIMIT and self._allow(self._rule.row_rule.reach(self._rule, rate, step, grad, self._held))
+        if self._num_ahead and grad <= self._grad and rate <= self._rate:
+            self._num_ahead -= 1
+            return True
+        return grad <= LIMIT and (self._allow_many(2 * rate, step, 16 * grad) or self._allow(rate, step, grad))
 
     def allow_addition(self, largest: float) -> bool:
         """As `allow_update`, for differences that are added to values."""
-        return self._allow([self._held[0] + 2 * largest, *self._held[1:]])
+        return self._move([self._held[0] + 2 * largest, *self._held[1:]])
 
-    def _allow(self, reached: list[float] | None) -> bool:
-        if reached is None or not all(bound <= LIMIT for bound in reached):  # NaN among them
+    def _allow(self, rate: float, step: int, grad: float) -> bool:
+        return self._move(self._rule.row_rule.reach(self._rule, rate, step, grad, self._held))
+
+    def _allow_many(self, rate: float, step: int, grad: float) -> bool:
+        """Blocks have decays and momentum, which may add more in a later update than in this one."""
+        reached = None if self._is_dense else self._rule.row_rule.reach(self._rule, rate, step, grad, self._held)
+        if reached is None:
+            return False
+        far = [held + AHEAD * (bound - held) for held, bound in zip(self._held, reached, strict=True)]
+        if not self._move(far):
+            return False
+        self._num_ahead, self._rate, self._grad = AHEAD - 1, rate, grad
+        return True
+
+    def _move(self, reached: list[float] | None) -> bool:
+        if reached is None or not sum(reached) <= LIMIT:  # nor if one of them is NaN
             return False
         self._held = reached
         return True

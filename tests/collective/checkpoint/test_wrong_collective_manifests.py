@@ -134,7 +134,7 @@ VARIANTS: dict[str, Change] = {
     **{f"bytes={num}": of_piece(bytes=num) for num in (-1, 0, 47, 49, 1 << 50)},
     **{f"crc32={crc}": of_piece(crc32=crc) for crc in (-1, 0, 1 << 32)},
     **{f"file={name[:20]!r}": of_piece(file=name) for name in NAMES},
-    **{f"save={name[:20]!r}": put(name, "save") for name in ("../save-000001", "/tmp/save-000001", "", "save-x", "save-9")},
+    **{f"save={name[:20]!r}": put(name, "save") for name in ("../save-000001", "/tmp/save-1", "", "save-x", "save-9")},
     **{f"number={num}": put(num, "number") for num in (0, -1, 1 << 70, "1")},
     **{f"num_ranks={num}": put(num, "num_ranks") for num in (0, -1, 2, 1 << 70, None)},
     **{f"time={time}": put(time, "time") for time in (-1.0, 1e300)},

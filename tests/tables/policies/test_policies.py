@@ -390,6 +390,7 @@ def test_a_shrink_in_slices_drops_what_one_in_one_piece_does(monkeypatch: pytest
 def test_the_wall_clock_shrinks_tables_when_another_stretch_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [float(START)]
     monkeypatch.setattr(clock_module.time, "time", lambda: now[0])
+    monkeypatch.setattr(clock_module.time, "clock_gettime", lambda which: now[0] - START)
     spec = TableSpec("t", shrink=Shrink(delete_after_unseen_days=0.5, every_hours=8))
     tables = Tables([spec], 2)
     tables.client.pull("t", np.arange(20)).result()

@@ -102,7 +102,7 @@ class RowRule(ABC):
         """Bounds on the magnitude of values and of each number of state after one update.
 
         `held`: the bounds before it; `grad`: one on its gradients. None: not known, and every update is tried first.
-        Rounding may double what is added.
+        Rounding may double what is added. Of rows, no later update with the same bounds adds more.
         """
         return None
 
