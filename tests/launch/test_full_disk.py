@@ -10,8 +10,8 @@ import pytest
 
 from torchfleet.launch.job_spec import Task
 from torchfleet.launch.processes import Process
+from torchfleet.monitor.notices import tell
 from torchfleet.monitor.status import StatusFile
-from torchfleet.notices import tell
 
 SCRIPT = """
 import sys

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchfleet.notices import tell
+from torchfleet.monitor.notices import tell
 
 _PERIOD = 0.5  # seconds between two writes
 # Fields that torchfleet itself reports. Every other field of a worker's status is a metric of the script.

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from torchfleet.errors import FleetError, TableError, WireError
+from torchfleet.monitor.notices import tell
 from torchfleet.net.request import Request
 from torchfleet.net.wire import pack, unpack
-from torchfleet.notices import tell
 from torchfleet.server.arrays import only
 from torchfleet.server.state.state import Answer, LongRequest, State
 from torchfleet.tables.settings.clock import MAX_TIME

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Sequence
 
 from torchfleet.errors import FleetError, PermissionRefused, ServerLoading, WireError
+from torchfleet.monitor.notices import tell
 from torchfleet.net.request import Request
 from torchfleet.net.transport import Peer
 from torchfleet.net.wire import (
@@ -24,7 +25,6 @@ from torchfleet.net.wire import (
     error_arrays,
     pack,
 )
-from torchfleet.notices import tell
 from torchfleet.server.commands import COMMANDS, CommandHandler
 from torchfleet.server.long_work import shrink_in_slices
 from torchfleet.server.save_roots import roots_of

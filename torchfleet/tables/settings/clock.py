@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from torchfleet.notices import tell
+from torchfleet.monitor.notices import tell
 
 DAY = 86_400
 MAX_TIME = (1 << 32) - 1  # seconds since 1970, kept in 32 bits per row
