@@ -165,7 +165,7 @@ class Storage:
         if not self.is_local:
             return False
         folder = os.path.realpath(self.path)
-        return os.path.commonpath([folder, os.path.realpath(self.place(name))]) != folder
+        return os.path.commonpath([folder, os.path.realpath(os.path.join(self.path, name))]) != folder
 
     def folders(self) -> Iterator[str]:
         """The names of the folders in it."""

@@ -19,6 +19,7 @@ from torchfleet.tables.settings.expressions import Expression, parse
 from torchfleet.tables.settings.policy import EVICTION_NAMES, Shrink
 
 SLICE = 8192  # row numbers between two requests: a millisecond or two
+FEW = 100  # rows that a table may always lose
 MAX_ROUNDS = 4  # to a capacity: rows that are looked up while the oldest are sought stay, and others must go
 
 _KEPT = {"unseen_days": "seen", "age_days": "born", "score": "show", "click": "show", "norm": "", "tick": "tick"}
@@ -67,7 +68,7 @@ def _check_share(table: RowStore, policy: Shrink, where: Expression | None, now:
     for rows in table.slices(SLICE):
         num += len(table.index.alive(rows[_victims(table, rows, policy, where, now)])[0])
         yield 0
-    if num > policy.max_share * table.index.num_keys:
+    if num > max(FEW, policy.max_share * table.index.num_keys):
         raise TableError(
             f"table '{table.spec.name}': this shrink would drop {num:,} of {table.index.num_keys:,} rows, more than "
             f"max_share={policy.max_share:g} of them; nothing was dropped. Is the time right ({now} s since 1970)? If "
