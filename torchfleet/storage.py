@@ -68,7 +68,7 @@ class Storage:
     def _writing_here(self, place: str) -> Iterator[Any]:
         os.makedirs(os.path.dirname(place), exist_ok=True)
         try:
-            with open(f"{place}.tmp", "wb") as file:
+            with _new_file(f"{place}.tmp") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -242,6 +242,15 @@ class Storage:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _new_file(place: str) -> Any:
+    """A file that was not there; what a process left when it was killed, or a link, is removed and not written to."""
+    try:
+        return open(place, "xb")
+    except FileExistsError:
+        os.remove(place)
+        return open(place, "xb")
 
 
 def split_place(path: str) -> tuple[str, str]:

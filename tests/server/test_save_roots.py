@@ -85,6 +85,24 @@ def test_without_roots_a_server_writes_only_where_the_sender_has_made_the_folder
         assert len(os.listdir(tmp_path / "model" / held.folder)) == 1
 
 
+def test_a_folder_of_another_user_is_no_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(str(tmp_path / "model"))
+    with reserve(storage, 1, 7) as held:
+        open_folder((), storage.path, held.folder, 7)
+        uid = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+        with pytest.raises(CheckpointError, match="belongs to another user than this server's"):
+            open_folder((), storage.path, held.folder, 7)
+        open_folder(roots_of([str(tmp_path)]), storage.path, held.folder, 7)
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "a.tmp").symlink_to(tmp_path / "mine")
+    Storage(str(tmp_path)).write("a", [b"new"])
+    assert ((tmp_path / "mine").read_text(), (tmp_path / "a").read_bytes()) == ("mine", b"new")
+
+
 def test_with_roots_only_what_lies_below_them_is_written_and_links_are_followed_first(tmp_path: Path) -> None:
     root, other = tmp_path / "root", tmp_path / "root-2"
     for folder in (root, other):

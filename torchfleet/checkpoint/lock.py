@@ -118,11 +118,16 @@ def reserve(storage: Storage, first: int, token: int) -> Reservation:
     raise CheckpointError(f"cannot save to {storage.path}: save-{first:06} and {_MAX_TRIES - 1} behind it are taken")
 
 
-def check_reserved(storage: Storage, folder: str, token: int) -> None:
-    """Raise CheckpointError unless this folder is there and reserved for the save `token`."""
+def check_reserved(storage: Storage, folder: str, token: int, by_own_user: bool = False) -> None:
+    """Raise CheckpointError unless this folder is there and reserved for the save `token`.
+
+    `by_own_user`: and, on this machine, was made by the user that this process runs as.
+    """
     found = reserved_for(storage, folder)
-    if found != token:
+    is_own = not by_own_user or not storage.is_local or os.geteuid() in _owners(storage, folder)
+    if found != token or not is_own:
         what = "is reserved for another save" if found is not None else f"has no {RESERVED} of this save"
+        what = what if is_own or found != token else "belongs to another user than this server's"
         raise CheckpointError(
             f"{storage.place(folder)} {what}: whoever asks for a save makes its folder first. Is {storage.path} the "
             "same place for worker 0 and for this server?"
@@ -137,6 +142,13 @@ def reserved_for(storage: Storage, folder: str) -> int | None:
         return msgspec.json.decode(data, type=_Mark).token
     except (CheckpointError, OSError, ValueError, msgspec.MsgspecError):
         return None
+
+
+def _owners(storage: Storage, folder: str) -> set[int]:
+    """Of a reserved folder and the reservation in it, if that is one user."""
+    places = storage.place(folder), storage.place(f"{folder}/{RESERVED}")
+    owners = {os.lstat(place).st_uid for place in places if os.path.lexists(place)}
+    return owners if len(owners) == 1 else set()
 
 
 def _head(place: str) -> bytes:

@@ -1,7 +1,8 @@
 """Where a server writes saves. The folder arrives by message: it is a place to be checked, not one to be trusted.
 
 A server that was started with roots writes below them. One without writes where whoever asks has made the folder of
-the save before, with the token of this save in it: who cannot write to a place cannot make a server write there.
+the save before, as the server's own user and with the token of this save in it: who cannot write to a place as that
+user cannot make a server write there.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ _MAX_LENGTH = 4096
 class SaveFolder:
     """The folder of one save, which was checked. Files go into it as long as it belongs to this save."""
 
-    def __init__(self, storage: Storage, name: str, token: int) -> None:
+    def __init__(self, storage: Storage, name: str, token: int, by_own_user: bool) -> None:
         self.storage = storage
-        self._name, self._token = name, token
+        self._name, self._token, self._by_own_user = name, token, by_own_user
         self._is_reserved = reserved_for(storage, name) is not None
 
     def write(self, name: str, buffers: Sequence[Any]) -> None:
         """Raises CheckpointError if the folder was given up meanwhile, and perhaps taken for another save."""
         if self._is_reserved:
-            check_reserved(self.storage, self._name, self._token)
+            check_reserved(self.storage, self._name, self._token, self._by_own_user)
         self.storage.write(f"{self._name}/{name}", buffers)
 
 
@@ -55,8 +56,8 @@ def open_folder(roots: Sequence[str], dirname: str, folder: str, token: int) -> 
     if storage.leads_outside(folder):
         raise CheckpointError(f"{storage.place(folder)} is a link that leads outside of {place}")
     if not roots or reserved_for(storage, folder) is not None:
-        check_reserved(storage, folder, token)
-    return SaveFolder(storage, folder, token)
+        check_reserved(storage, folder, token, by_own_user=not roots)
+    return SaveFolder(storage, folder, token, by_own_user=not roots)
 
 
 def _checked(dirname: str, roots: Sequence[str]) -> str:
