@@ -125,10 +125,10 @@ def test_a_declared_share_is_the_tables_own_in_every_shrink(machine: Machine) ->
     with in_process(1) as fleet:
         client = fleet.client()
         client.create_table(spec)
-        client.pull("t", np.arange(1000)).result()
+        client.pull("t", np.arange(3000)).result()
         machine.run(5 * DAY)
-        client.pull("t", np.arange(100)).result()
-        assert client.shrink("t", Shrink(delete_after_unseen_days=1)) == {"t": 900}
+        client.pull("t", np.arange(300)).result()
+        assert client.shrink("t", Shrink(delete_after_unseen_days=1)) == {"t": 2700}
         machine.run(5 * DAY)
         with pytest.raises(TableError, match=r"max_share=0\.9"):
             client.shrink("t", Shrink(delete_after_unseen_days=1))
