@@ -13,7 +13,8 @@ import pytest
 from support.fleets import WAIT, in_process
 
 from torchfleet.checkpoint.lock import RESERVED, reserve
-from torchfleet.errors import CheckpointError
+from torchfleet.errors import CheckpointError, RoleError
+from torchfleet.launch.server_launcher import roots
 from torchfleet.server.save_roots import open_folder, roots_of
 from torchfleet.storage import Storage
 from torchfleet.tables.settings.spec import Rule, TableSpec
@@ -130,3 +131,7 @@ def test_roots_come_from_the_command_line_or_the_environment(monkeypatch: pytest
     monkeypatch.setenv("FLEET_SAVE_ROOTS", "/data, s3://bucket/models,")
     assert roots_of(None) == ("/data", "s3://bucket/models")
     assert roots_of(["here"]) == (os.path.abspath("here"),)
+    assert roots(["here", "s3://b"]) == {"FLEET_SAVE_ROOTS": f"{os.path.abspath('here')},s3://b"}
+    assert roots(None) == {}
+    with pytest.raises(RoleError, match="without a comma"):
+        roots(["a,b"])
