@@ -134,7 +134,8 @@ class Initializer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.name in get_args(InitializerName),
             f"initializer.name must be one of {get_args(InitializerName)}, found {self.name!r}",
         )
-        _expect(self.largest <= MAX_FLOAT, f"initializer needs numbers that make finite first values, found {self}")
+        is_finite = math.isfinite(self.a) and math.isfinite(self.b) and self.largest <= MAX_FLOAT
+        _expect(is_finite, f"initializer needs numbers that make finite first values, found {self}")
         _expect(self.name != "uniform" or self.a <= self.b, f"uniform needs low <= high, found {self.a}, {self.b}")
         _expect("normal" not in self.name or self.b >= 0, f"{self.name} needs a deviation >= 0, found {self.b}")
 
