@@ -104,8 +104,8 @@ class Adam(RowRule):
     def reach(self, rule: Rule, rate: float, step: int, grad: float, held: Sequence[float]) -> list[float]:
         grad, value = _decayed(rule, rate, grad, held[0])
         mean, square = max(held[1], grad), max(held[2], grad * grad)
-        rate /= 1.0 - rule.beta1**step
-        return [max(rate, value + 2 * rate * max(mean, _ratio(rule, mean))), mean, square]
+        rate /= 1.0 - rule.beta1**step  # which may be infinite itself: so it stands by itself below
+        return [value + rate + 2 * rate * max(mean, _ratio(rule, mean)), mean, square]
 
     def apply_to_rows(
         self, rule: Rule, store: Floats, layout: tuple[int, int], at: Any, grads: Floats, rate: float, step: int
