@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import subprocess
 import tempfile
 import threading
@@ -19,6 +20,7 @@ import numpy as np
 import psutil
 
 from benchmarks.timing import log, report
+from torchfleet.checkpoint.lock import reserve
 from torchfleet.checkpoint.manifest import Manifest, described, folder_of, write_manifest
 from torchfleet.checkpoint.part_reader import load_sparse
 from torchfleet.net.wire import Role
@@ -112,7 +114,10 @@ def save(chosen: argparse.Namespace, storage: Storage) -> tuple[dict[str, float]
         watch.start()
         with Requests(server.endpoint, chosen.rows) as busy:
             began = time.perf_counter()
-            saved = client.save(storage.path, folder_of(1), True, 900.0)
+            token = secrets.randbits(62) + 1
+            with reserve(storage, 1, token) as held:
+                saved = client.save(storage.path, held.folder, True, 900.0, token=token)
+                held.release()
             seconds = time.perf_counter() - began
         over.set()
         watch.join()

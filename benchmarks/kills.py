@@ -43,7 +43,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 POLICIES = {
     "entry": fleet.CountFilterEntry(2),
-    "shrink": fleet.Shrink(delete_after_unseen_days=1, every_hours=24),
+    "shrink": fleet.Shrink(delete_after_unseen_days=1, every_hours=24, max_share=1.0),
 }
 WAIT = 300.0  # seconds that a job may take to end by itself
 

@@ -28,7 +28,7 @@ from torchfleet.online.parts import Part, day_and_hour
 
 BATCH = 512
 DIM = 8
-DROPPED = fleet.Shrink(delete_after_unseen_days=2, every_hours=24)
+DROPPED = fleet.Shrink(delete_after_unseen_days=2, every_hours=24, max_share=1.0)
 VARIANTS: dict[str, dict[str, Any]] = {
     "all": {},
     "dropped": {"shrink": DROPPED},

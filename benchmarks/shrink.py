@@ -32,7 +32,7 @@ SPEC = TableSpec(
     dim=16,
     rule=Rule("adagrad", 0.05),
     initializer=Initializer("uniform", -0.1, 0.1),
-    shrink=Shrink(delete_after_unseen_days=1),
+    shrink=Shrink(delete_after_unseen_days=1, max_share=1.0),
 )
 
 

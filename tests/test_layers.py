@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fetch": {"errors"},
     "net": {"errors"},
     # tables and their servers: no torch
-    "tables/settings": {"kernels", "errors"},
+    "tables/settings": {"monitor", "kernels", "errors"},
     "tables/rows": {"tables/settings", "kernels", "cgroups", "errors"},
     "tables/policies": {"tables/settings", "tables/rows", "kernels", "errors"},
     "tables": {"tables/settings", "tables/rows", "tables/policies", "kernels", "errors"},
@@ -66,6 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "net",
         "kernels",
         "background",
+        "monitor",
         "errors",
     },
     # workers

@@ -68,7 +68,7 @@ class Storage:
     def _writing_here(self, place: str) -> Iterator[Any]:
         os.makedirs(os.path.dirname(place), exist_ok=True)
         try:
-            with open(f"{place}.tmp", "wb") as file:
+            with _new_file(f"{place}.tmp") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -134,6 +134,38 @@ class Storage:
         with self._telling(name, "looked for") as path:
             self._fs.invalidate_cache()
             return bool(self._fs.exists(path))
+
+    def make_folder(self, name: str) -> bool:
+        """Make a folder in it; False if there is one of this name. Stores elsewhere know no folders: True says that
+        nothing is listed under this name, which another process may see as well."""
+        if self.is_local:
+            os.makedirs(self.path, exist_ok=True)
+            try:
+                os.mkdir(self.place(name))
+            except FileExistsError:
+                return False
+            return True
+        return name not in self.folders()
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """The files of a folder in it, with their sizes in bytes; none if it is not there."""
+        if self.is_local:
+            with contextlib.suppress(FileNotFoundError):
+                names = os.listdir(self.place(name))
+                return {file: os.path.getsize(self.place(f"{name}/{file}")) for file in names}
+            return {}
+        with contextlib.suppress(FileNotFoundError), self._telling(name, "listed") as path:
+            self._fs.invalidate_cache()
+            entries = self._fs.ls(path, detail=True)
+            return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"] or 0) for entry in entries}
+        return {}
+
+    def leads_outside(self, name: str) -> bool:
+        """Whether a link stands in the way to a file of it and leads to another folder."""
+        if not self.is_local:
+            return False
+        folder = os.path.realpath(self.path)
+        return os.path.commonpath([folder, os.path.realpath(os.path.join(self.path, name))]) != folder
 
     def folders(self) -> Iterator[str]:
         """The names of the folders in it."""
@@ -210,6 +242,15 @@ class Storage:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _new_file(place: str) -> Any:
+    """A file that was not there; what a process left when it was killed, or a link, is removed and not written to."""
+    try:
+        return open(place, "xb")
+    except FileExistsError:
+        os.remove(place)
+        return open(place, "xb")
 
 
 def split_place(path: str) -> tuple[str, str]:

@@ -156,7 +156,8 @@ def policies_of(options: argparse.Namespace) -> dict[str, Any]:
     asked = {"delete_after_unseen_days": options.unseen_days, "delete_threshold": options.threshold}
     asked |= {"ttl_days": options.ttl_days, "max_rows": options.max_rows}
     given = {name: value for name, value in asked.items() if value is not None}
-    shrink = {"shrink": fleet.Shrink(**given, every_hours=options.shrink_hours)} if given else {}
+    # The time is that of the data, so a hole in it may make all rows old at once, and that is right.
+    shrink = {"shrink": fleet.Shrink(**given, every_hours=options.shrink_hours, max_share=1.0)} if given else {}
     return {**({"entry": entries} if entries else {}), **shrink}
 
 

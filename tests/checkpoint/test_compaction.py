@@ -23,8 +23,7 @@ from test_chain import links
 from torchfleet import storage as storages
 from torchfleet.checkpoint import compaction, part_writer
 from torchfleet.checkpoint.compaction import compact
-from torchfleet.checkpoint.donefile import DONEFILE
-from torchfleet.checkpoint.manifest import Manifest, read_manifest, remove_others
+from torchfleet.checkpoint.manifest import DONEFILE, Manifest, read_manifest, remove_others
 from torchfleet.checkpoint.part_reader import read_dense, read_part
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage

@@ -166,7 +166,8 @@ class TestSettings:
         tables = [table for table in manifest.tables if table.name != PLAIN.name]
         layout = [Parameter("w", [2, 2], 0), Parameter("bias", [3], 4)]
         tables = [msgspec.structs.replace(table, parameters=layout) if table.is_dense else table for table in tables]
-        write_manifest(storage, msgspec.structs.replace(manifest, tables=tables))
+        parts = [part for part in manifest.parts if part.table != PLAIN.name]
+        write_manifest(storage, msgspec.structs.replace(manifest, tables=tables, parts=parts))
         found = difference(*models)
         assert (found.only_in_a, found.only_in_b) == (["b", PLAIN.name], ["bias"])
         assert not found.is_equal

@@ -336,6 +336,8 @@ def a_manifest(save: str = "save-000003", number: int = 3, kind: str = "full") -
     ]
     made = [
         Part(SPARSE.name, "items_-1.0-00000.safetensors", 0, 3, 100, 2**32 - 1),
+        Part(SPARSE.name, "items_-1.1-00000.safetensors", 1, 0, 64, 7),
+        Part(DENSE.name, "dense.0-2.0-00000.safetensors", 0, 3, 2**40, 0),
         Part(DENSE.name, "dense.0-2.1-00000.safetensors", 1, 3, 2**40, 0, start=3),
     ]
     return Manifest(save, number, kind, 2, tables, made)
@@ -351,7 +353,7 @@ class TestManifest:
         found = read_manifest(storage)
         assert found.table(SPARSE.name).spec() == SPARSE
         assert found.table(DENSE.name).spec() == DENSE
-        assert [part.shard for part in found.parts_of(DENSE.name)] == [1]
+        assert [part.shard for part in found.parts_of(DENSE.name)] == [0, 1]
 
     @given(
         rule=st.builds(
@@ -368,7 +370,8 @@ class TestManifest:
     @settings(max_examples=80, deadline=None)
     def test_any_table_comes_back(self, rule: Rule, name: str, numbers: list[int]) -> None:
         spec = TableSpec(name, "array", dim=3, size=1 << 48, rule=rule, seed=numbers[0])
-        made = Manifest("save-1", 1, "full", 1, [described(spec, 2, numbers[1], numbers[2], [])], [])
+        table = described(spec, spec.num_states, numbers[1], numbers[2] >> 15, [])
+        made = Manifest("save-1", 1, "full", 1, [table], [Part(name, "a.safetensors", 0, 0, 64, 0)])
         place = Storage("memory://any")
         write_manifest(place, made)
         assert read_manifest(place) == made

@@ -86,6 +86,9 @@ class DictTable:
     def check_push(self, keys, grads, lr):
         self.check_values(keys, grads)
 
+    def check_add(self, keys, deltas):
+        self.check_values(keys, deltas)
+
     def update(self, keys, grads, lr):
         self.add(keys, grads * np.float32(-(self.spec.rule.lr if lr is None else lr)))
 
@@ -270,6 +273,7 @@ class TestTableKind:
     def test_a_new_kind_is_served_saved_and_loaded(
         self, module: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
+        monkeypatch.setenv("FLEET_SAVE_ROOTS", str(tmp_path))
         monkeypatch.setitem(KINDS, "dict", TableKind(module("dict_table", DICT_TABLE).DictTable, has_size=False))
         spec = dict_spec()
         with in_process(2) as fleet:

@@ -38,7 +38,7 @@ COUNTED = TableSpec(
     rule=Rule("sgd", lr=1.0),
     initializer=Initializer("constant", 0.5),
     entry=combined([CountFilterEntry(4), ShowClickEntry("show", "click", 1.0)]),
-    shrink=Shrink(ttl_days=1, every_hours=1),
+    shrink=Shrink(ttl_days=1, every_hours=1, max_share=1.0),
 )
 WINDOW = TableSpec("window", dim=1, entry=WindowCountEntry(200, 24.0, 1))
 START = 20_000 * DAY

@@ -526,7 +526,7 @@ def test_a_batch_that_fits_is_taken_and_one_that_does_not_changes_nothing() -> N
 @pytest.mark.parametrize("num_servers", [1, 3])
 def test_training_stays_within_max_rows_and_reuses_memory(num_servers: int) -> None:
     servers = jobs.Servers(num_servers)
-    model = Scorer(shrink=Shrink(max_rows=90, delete_after_unseen_days=1))
+    model = Scorer(shrink=Shrink(max_rows=90, delete_after_unseen_days=1, max_share=1.0))
     with slotted.job(model, servers=servers) as part:
         fleet.set_time(0)
         for number in range(60):
@@ -620,7 +620,7 @@ def test_shrink_and_set_time_say_what_they_cannot_do() -> None:
     for call in (fleet.shrink, lambda: fleet.set_time(1)):
         with pytest.raises(FleetError, match=r"fleet.init"):
             call()
-    model = Scorer(shrink=Shrink(delete_after_unseen_days=3))
+    model = Scorer(shrink=Shrink(delete_after_unseen_days=3, max_share=1.0))
     plain = nn.SparseEmbedding(2, name="plain")
     model.add_module("plain", plain)
     with slotted.job(model, num_servers=2) as part:
@@ -663,7 +663,7 @@ def test_a_limit_below_the_number_of_servers_is_an_error_and_the_servers_go_on()
 
 
 def test_tables_shrink_by_their_own_policies_and_count_what_goes() -> None:
-    model = Scorer(fleet.CountFilterEntry(2), Shrink(delete_after_unseen_days=1, every_hours=24))
+    model = Scorer(fleet.CountFilterEntry(2), Shrink(delete_after_unseen_days=1, every_hours=24, max_share=1.0))
     with slotted.job(model, num_servers=2) as part:
         fleet.set_time(100 * 86_400)
         for _ in range(2):

@@ -22,7 +22,8 @@ FOLDER = "cut://store/model"
 
 
 @pytest.fixture
-def part() -> Iterator[jobs.Part]:
+def part(monkeypatch: pytest.MonkeyPatch) -> Iterator[jobs.Part]:
+    monkeypatch.setenv("FLEET_SAVE_ROOTS", "/,cut://,webhdfs://")  # servers must be told of a store like this one
     CutStore.store.clear()
     with jobs.one_worker(Model(), num_servers=2) as made:
         yield made

@@ -40,7 +40,9 @@ KEPT = TableSpec(  # every statistic, candidates, counters of a window
     rule=Rule("adam", lr=0.125),
     initializer=UNIFORM,
     entry=combined([CountFilterEntry(2), WindowCountEntry(1, 48.0, 1), ShowClickEntry("show", "click", 0.5)]),
-    shrink=Shrink(delete_after_unseen_days=2, ttl_days=5, max_rows=10**5, where="slot == 3 or delta < 0"),
+    shrink=Shrink(
+        delete_after_unseen_days=2, ttl_days=5, max_rows=10**5, where="slot == 3 or delta < 0", max_share=1.0
+    ),
 )
 PLAIN = TableSpec("plain", dim=3, rule=Rule("adagrad", lr=0.5), initializer=UNIFORM)
 WINDOW = TableSpec("window", dim=1, rule=Rule("sgd", lr=0.5), entry=WindowCountEntry(3, 24.0, 1))

@@ -18,8 +18,7 @@ from support.one_number import Model, held, set_all
 from support.paths import SCRIPTS
 
 from torchfleet import storage as storages
-from torchfleet.checkpoint.donefile import DONEFILE
-from torchfleet.checkpoint.manifest import FILE, read_manifest
+from torchfleet.checkpoint.manifest import DONEFILE, FILE, read_manifest
 from torchfleet.errors import FleetError
 from torchfleet.storage import Storage
 
@@ -101,16 +100,16 @@ def test_a_kill_at_any_operation_leaves_the_last_complete_model(part: jobs.Part,
     set_all(part, 2)
     operations = num_operations(part, folder)
     assert len(operations) > 40
-    replaced = operations.index(f"replace {FILE}") + 1  # up to here it is the old model, after it the new one
     last, seen = 2, set()
     for point in range(1, len(operations) + 1):
         set_all(part, last + 1)
         with pytest.MonkeyPatch.context() as patch:
-            Disk(patch, point)
+            disk = Disk(patch, point)
             with pytest.raises((FleetError, OSError)):
                 part.worker.save(folder, "full")
         found = held(part, folder)
-        assert found == (last if point <= replaced else last + 1), f"killed at operation {point}"
+        is_replaced = f"replace {FILE}" in disk.done[: point - 1]  # till then it is the old model, then the new one
+        assert found == (last + 1 if is_replaced else last), f"killed at operation {point}"
         seen.add(found - last)
         last = int(found)
         if point % 10 == 0:  # else remains of several kills lie about together

@@ -75,6 +75,12 @@ def oracle(rule: Rule, seed: int) -> Any:
         return contents(fleet.servers)
 
 
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are made by hand, without the folder that worker 0 makes before."""
+    monkeypatch.setenv("FLEET_SAVE_ROOTS", "/,memory://")
+
+
 @pytest.fixture
 def dirname(tmp_path: Path) -> str:
     return str(tmp_path / "model")

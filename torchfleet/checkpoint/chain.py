@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from torchfleet.checkpoint.manifest import Link, Manifest, Part, Table
-from torchfleet.checkpoint.part_file import Arrays
+from torchfleet.checkpoint.part_file import STATISTICS, Arrays, check_arrays
 from torchfleet.checkpoint.part_reader import read_parts
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
@@ -17,12 +16,6 @@ from torchfleet.tables.rows.keymap import KEY_WORDS, KeyMap, Keys
 from torchfleet.tables.rows.row_statistics import row_columns
 from torchfleet.tables.table import PartKind
 
-# What may stand beside the keys, in the order of an export's columns.
-STATISTICS: dict[str, np.dtype[Any]] = {
-    **dict.fromkeys(("count", "seen", "born", "tick"), np.dtype("<u4")),
-    **dict.fromkeys(("show", "click"), np.dtype("<f4")),
-    "slot": np.dtype("<u4"),
-}
 _CHUNK = 1 << 12  # keys at a time: as many as a map takes at its best
 
 Choose = Callable[[Keys], npt.NDArray[np.bool_]]
@@ -129,20 +122,6 @@ def _where(mask: Mask, keys: Keys, arrays: Arrays) -> tuple[Keys, Arrays]:
 
 def _checked(saved: Table, part: Part, arrays: Arrays) -> tuple[Keys, Arrays]:
     """Keys in memory of their own, and what stands beside them."""
+    check_arrays(saved, part, arrays)
     rest = dict(arrays)
-    keys = np.array(rest.pop("keys", np.empty(0)))
-    num = len(keys) if keys.ndim == 1 else -1
-    expected: dict[str, tuple[Any, tuple[int, ...]]] = {name: (dtype, (num,)) for name, dtype in STATISTICS.items()}
-    if part.kind == "rows":
-        expected["rows"] = np.dtype("<f4"), (num, saved.dim * (1 + saved.num_states))
-    is_whole = part.kind != "rows" or "rows" in rest
-    if keys.dtype != np.uint64 or num != part.rows or not is_whole or not set(rest) <= set(expected):
-        shapes = ", ".join(f"{name} {array.dtype} {array.shape}" for name, array in arrays.items())
-        raise CheckpointError(f"{part.file}: expected {part.rows:,} keys and what belongs to them, found {shapes}")
-    for name, array in rest.items():
-        if (array.dtype, array.shape) != expected[name]:
-            raise CheckpointError(
-                f"{part.file}: expected {name} of shape {expected[name][1]}, found {array.dtype} {array.shape}. Was "
-                f"table '{saved.name}' changed within one chain of saves?"
-            )
-    return keys, rest
+    return np.array(rest.pop("keys")), rest

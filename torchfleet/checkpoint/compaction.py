@@ -10,7 +10,6 @@ import numpy as np
 
 from torchfleet.checkpoint import part_file
 from torchfleet.checkpoint.chain import live_candidates, live_rows
-from torchfleet.checkpoint.donefile import write_donefile
 from torchfleet.checkpoint.lock import alone
 from torchfleet.checkpoint.manifest import (
     VERSION,
@@ -20,6 +19,7 @@ from torchfleet.checkpoint.manifest import (
     next_save,
     read_manifest,
     remove_others,
+    write_donefile,
     write_manifest,
 )
 from torchfleet.checkpoint.part_writer import Files, Show, write_file
@@ -78,7 +78,7 @@ def _made(source: Storage, manifest: Manifest, target: Storage, folder: str, sho
             tables.append(msgspec.structs.replace(table, rows=num))
         written = files.written()
     return msgspec.structs.replace(
-        manifest, save=folder, parts=written, tables=tables, base=[], parent=0, version=VERSION
+        manifest, save=folder, parts=written, num_files=len(written), tables=tables, base=[], parent=0, version=VERSION
     )
 
 

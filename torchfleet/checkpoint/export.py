@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.checkpoint.chain import STATISTICS, live_rows, statistics_of
+from torchfleet.checkpoint.chain import live_rows, statistics_of
 from torchfleet.checkpoint.manifest import read_manifest
-from torchfleet.checkpoint.part_file import Arrays
+from torchfleet.checkpoint.part_file import STATISTICS, Arrays
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage, split_place
 

@@ -10,7 +10,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.errors import CheckpointError
+from torchfleet.checkpoint.manifest_parts import Part, Table
+from torchfleet.errors import CheckpointError, TableError
+from torchfleet.tables.settings.policy import BLOCK_BYTES
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
@@ -27,6 +29,13 @@ ITEM_BYTES = {
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+
+# What may stand beside the keys, in the order of an export's columns.
+STATISTICS: dict[str, np.dtype[Any]] = {
+    **dict.fromkeys(("count", "seen", "born", "tick"), np.dtype("<u4")),
+    **dict.fromkeys(("show", "click"), np.dtype("<f4")),
+    "slot": np.dtype("<u4"),
 }
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -106,3 +115,28 @@ def _array(entry: TensorEntry, body: npt.NDArray[np.uint8], place: str) -> npt.N
         return body[start:stop].view(dtype).reshape(entry.shape)
     except ValueError as error:  # more dimensions, or longer ones, than an array can have
         raise CheckpointError(f"{place}: {error}") from None
+
+
+def check_arrays(saved: Table, part: Part, arrays: Arrays) -> None:
+    """Raise TableError if a part does not hold what its kind must have, in types and shapes."""
+    num: int = part.rows
+    expected: dict[str, tuple[Any, tuple[int, ...]]] = {"keys": (np.dtype("<u8"), (num,))}
+    if part.kind == "sketch":
+        expected = {"blocks": (np.dtype("u1"), (num, BLOCK_BYTES))}
+    elif saved.is_dense:
+        expected = {"values": (np.dtype("<f4"), (1 + saved.num_states, num))}
+    elif part.kind == "rows":
+        expected["rows"] = np.dtype("<f4"), (num, saved.dim * (1 + saved.num_states))
+    known = expected if saved.is_dense or part.kind == "sketch" else {**expected, **_columns(num)}
+    if not set(expected) <= set(arrays) <= set(known):
+        raise TableError(f"expected {', '.join(expected)}, found {', '.join(arrays) or 'nothing'}")
+    for name, array in arrays.items():
+        if (array.dtype, array.shape) != known[name]:
+            raise TableError(
+                f"expected {name} of shape {known[name][1]}, found {array.dtype} {array.shape}. Was "
+                f"table '{saved.name}' changed within one chain of saves?"
+            )
+
+
+def _columns(num: int) -> dict[str, tuple[Any, tuple[int, ...]]]:
+    return {name: (dtype, (num,)) for name, dtype in STATISTICS.items()}

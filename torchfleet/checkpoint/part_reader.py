@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.checkpoint import part_file
-from torchfleet.checkpoint.manifest import Link, Manifest, Parameter, Part, Table
+from torchfleet.checkpoint.manifest import FILE, Link, Manifest, Parameter, Part, Table
 from torchfleet.checkpoint.saved_parameters import check_parameter, without_lost
-from torchfleet.errors import CheckpointError
+from torchfleet.errors import CheckpointError, FleetError, TableError
 from torchfleet.storage import Storage
 from torchfleet.tables.settings.owners import owners_of
 from torchfleet.tables.settings.spec import TableSpec, shard_range
@@ -28,8 +29,10 @@ _AHEAD = 3  # files being read while another one is taken in
 def read_part(storage: Storage, folder: str, part: Part) -> part_file.Arrays:
     """The part's arrays. A file that is missing, cut off or changed by a single bit is named."""
     name = f"{folder}/{part.file}"
-    data = storage.read(name)
     place = storage.place(name)
+    if storage.leads_outside(name):
+        raise CheckpointError(f"{place} leads outside of {storage.path}: a saved model has its files in its own folder")
+    data = storage.read(name)
     if len(data) != part.bytes:
         raise CheckpointError(f"{place} is damaged: {len(data):,} bytes, and {part.bytes:,} were saved")
     if part_file.checksum([data]) != part.crc32:
@@ -40,10 +43,15 @@ def read_part(storage: Storage, folder: str, part: Part) -> part_file.Arrays:
 def read_parts(
     storage: Storage, folder: str, chosen: Sequence[Part], prepare: Callable[[Part, part_file.Arrays], Made]
 ) -> Iterator[Made]:
-    """What `prepare` makes of each part, in turn; the next ones are read and prepared meanwhile, in threads."""
+    """What `prepare` makes of each part, in turn; the next ones are read and prepared meanwhile, in threads.
+
+    Whatever `prepare` raises is a CheckpointError that names the file.
+    """
 
     def read(part: Part) -> Made:
-        return prepare(part, read_part(storage, folder, part))
+        arrays = read_part(storage, folder, part)
+        with _naming(storage.place(f"{folder}/{part.file}")):
+            return prepare(part, arrays)
 
     with ThreadPoolExecutor(_AHEAD) as pool:
         under_way = deque(pool.submit(read, part) for part in chosen[:_AHEAD])
@@ -56,13 +64,25 @@ def read_parts(
             yield made
 
 
+@contextlib.contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """Whatever is wrong with what is in a file, the file is named."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        text = str(error) if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{place}: {text}") from error
+
+
 def load_sparse(storage: Storage, manifest: Manifest, table: RowTable, quiet: bool = False) -> int:
     """All saved rows that this shard of the table owns, with their state if the rule is the same. Returns how many.
 
     `quiet`: nothing is printed if the state is not loaded.
     """
     spec, saved = table.spec, manifest.table(table.spec.name)
-    check_match(saved, spec)
+    _check_match(storage, saved, spec)
     is_whole = spec.dim * (1 + saved.num_states) == table.num_words and _same_rule(saved, spec)
     if not is_whole and not quiet:
         _tell_of_new_state(saved, spec)
@@ -100,13 +120,18 @@ class Loading:
         entry, saved = self._table.spec.entry, self._saved.spec().entry
         if (saved.window_hours, saved.num_blocks) != (entry.window_hours, entry.num_blocks):
             return
-        for part, arrays in read_parts(self._storage, self._link.save, self._parts("sketch"), lambda *both: both):
+        for part, arrays in read_parts(self._storage, self._link.save, self._parts("sketch"), self._whole):
             self._table.load_slice(SavedSlice("sketch", arrays, part.start))
 
     def _load(self, kind: PartKind) -> None:
         """Everything of this kind that the shard owns."""
-        for arrays in read_parts(self._storage, self._link.save, self._parts(kind), self._checked):
-            self._table.load_slice(SavedSlice(kind, arrays))
+        for part, arrays in read_parts(self._storage, self._link.save, self._parts(kind), self._own):
+            before, num = self._table.num_rows, len(arrays["keys"])
+            with _naming(self._storage.place(f"{self._link.save}/{part.file}")):
+                self._table.load_slice(SavedSlice(kind, arrays))
+                num_known = num - (self._table.num_rows - before)
+                if kind == "rows" and not self._link.parent and 2 * num_known > num:
+                    raise TableError(f"of {num:,} keys {num_known:,} were there before, in this file or in another")
 
     def _parts(self, kind: PartKind) -> list[Part]:
         """The files that hold something of this shard."""
@@ -114,25 +139,28 @@ class Loading:
         is_own = self._same_cut and kind != "sketch"
         return [part for part in chosen if part.shard == self._table.spec.shard] if is_own else chosen
 
-    def _checked(self, part: Part, arrays: part_file.Arrays) -> part_file.Arrays:
+    def _whole(self, part: Part, arrays: part_file.Arrays) -> tuple[Part, part_file.Arrays]:
+        part_file.check_arrays(self._saved, part, arrays)
+        return part, arrays
+
+    def _own(self, part: Part, arrays: part_file.Arrays) -> tuple[Part, part_file.Arrays]:
+        """What this shard owns of a part."""
         spec = self._table.spec
-        found = {name: array.reshape(-1) if name != "rows" else array for name, array in arrays.items()}
-        keys = found["keys"]
-        if keys.dtype != np.uint64 or any(len(array) != len(keys) for array in found.values()):
-            raise CheckpointError(f"{part.file}: its arrays do not have one value for each of {len(keys)} keys")
-        mine = None if self._same_cut else owners_of(spec, keys, spec.num_shards) == spec.shard
-        if mine is not None:
-            found = {name: array[mine] for name, array in found.items()}
+        part_file.check_arrays(self._saved, part, arrays)
+        found = dict(arrays)
+        is_mine = owners_of(spec, found["keys"], self._link.num_servers) == part.shard
+        if not is_mine.all():
+            raise TableError(f"expected keys of server {part.shard}, found some of other servers")
+        if not self._same_cut:
+            is_mine = owners_of(spec, found["keys"], spec.num_shards) == spec.shard
+            found = {name: array[is_mine] for name, array in found.items()}
         if part.kind == "rows":
-            if found["rows"].shape[1:] != (spec.dim * (1 + self._saved.num_states),):
-                shape = arrays["rows"].shape
-                raise CheckpointError(f"{part.file}: rows of shape {shape} do not fit table '{spec.name}'")
             width = self._table.num_words if self._is_whole else spec.dim
             found["rows"] = np.ascontiguousarray(found["rows"][:, :width])
             self._table.check_values(found["keys"], found["rows"])
             if not self._is_whole:
                 found.pop("tick", None)  # steps are counted anew
-        return found
+        return part, found
 
 
 def load_dense(
@@ -149,7 +177,7 @@ def load_dense(
     """
     spec = table.spec
     if layout is None:
-        check_match(manifest.table(spec.name), spec)
+        _check_match(storage, manifest.table(spec.name), spec)
         layout = manifest.table(spec.name).parameters
     chosen = [parameter for parameter in layout if names is None or parameter.name in names]
     if not chosen:
@@ -176,7 +204,8 @@ def load_dense(
         if start < stop:
             shift = there.start - parameter.start
             block = blocks[source.name][: None if is_whole else 1, start + shift : stop + shift]
-            table.load(start - first, block)
+            with _naming(f"{storage.place(manifest.save)}/*.safetensors, parameter '{parameter.name}'"):
+                table.load(start - first, block)
             loaded.append((start, stop))
     table.loaded = loaded
     table.step = saved.step if is_whole else 0
@@ -197,25 +226,23 @@ def _tell_of_new_state(saved: Table, spec: TableSpec) -> None:
 
 def read_dense(storage: Storage, manifest: Manifest, saved: Table) -> npt.NDArray[np.float32]:
     """A dense table put together from its part files: a row of values, and one for each number of state."""
-    whole = np.empty((1 + saved.num_states, saved.size), np.float32)
-    num = 0
-    for part, arrays in read_parts(storage, manifest.save, manifest.parts_of(saved.name), lambda *both: both):
-        block = arrays["values"]
-        if block.ndim != 2 or len(block) != len(whole) or part.start < 0 or part.start + block.shape[1] > saved.size:
-            raise CheckpointError(f"{part.file}: a block of shape {block.shape} does not fit table '{saved.name}'")
-        whole[:, part.start : part.start + block.shape[1]] = block
-        num += block.shape[1]
-    if num != saved.size:
-        raise CheckpointError(f"table '{saved.name}': {num:,} of {saved.size:,} elements were saved")
+    whole = np.empty((1 + saved.num_states, saved.size), np.float32)  # all of it is filled: manifest_check.py
+
+    def prepare(part: Part, arrays: part_file.Arrays) -> None:
+        part_file.check_arrays(saved, part, arrays)
+        whole[:, part.start : part.start + part.rows] = arrays["values"]
+
+    for _ in read_parts(storage, manifest.save, manifest.parts_of(saved.name), prepare):
+        pass
     return whole
 
 
-def check_match(saved: Table, spec: TableSpec) -> None:
+def _check_match(storage: Storage, saved: Table, spec: TableSpec) -> None:
     for name in ("kind", "dim", "size"):
         if getattr(saved, name) != getattr(spec, name):
             raise CheckpointError(
-                f"table '{spec.name}' was saved with {name}={getattr(saved, name)}, and the model has "
-                f"{name}={getattr(spec, name)}. Load it into the model that it was saved from."
+                f"{storage.place(FILE)}: table '{spec.name}' was saved with {name}={getattr(saved, name)}, and the "
+                f"model has {name}={getattr(spec, name)}. Load it into the model that it was saved from."
             )
 
 

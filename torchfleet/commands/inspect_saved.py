@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from torchfleet.checkpoint.chain import live_candidates, live_rows, statistics_of
-from torchfleet.checkpoint.manifest import Link, Manifest, Table, read_manifest
+from torchfleet.checkpoint.manifest import Link, Manifest, Part, Table, read_manifest
+from torchfleet.checkpoint.part_file import Arrays, check_arrays
 from torchfleet.checkpoint.part_reader import read_parts
 from torchfleet.commands.drawing import print_summary, print_table, time_text
+from torchfleet.errors import TableError
 from torchfleet.monitor.progress import Progress
 from torchfleet.storage import Storage
 from torchfleet.tables.summary import Summary
@@ -40,14 +43,30 @@ class SavedModel:
         }
 
     def check(self) -> int:
-        """Read every file of the chain and compare its checksum; returns how many there are."""
+        """Read every file of the chain: its checksum, and what must be in it; returns how many there are.
+
+        Raises CheckpointError if a table holds what is not finite.
+        """
         num = 0
         for link in self._manifest.links():
-            for _ in read_parts(self._storage, link.save, link.parts, lambda *_: None):
+            for _ in read_parts(self._storage, link.save, link.parts, self._check_part):
                 num += 1
                 self._progress.show(f"{num:,} files are whole")
         self._progress.end(f"{num:,} files are whole")
         return num
+
+    def _check_part(self, part: Part, arrays: Arrays) -> None:
+        saved = self._manifest.table(part.table)
+        check_arrays(saved, part, arrays)
+        for name in ("rows", "values"):
+            if name in arrays and not np.isfinite(arrays[name]).all():
+                num = int((~np.isfinite(arrays[name])).sum())
+                raise TableError(
+                    f"table '{part.table}' holds NaN or infinity: {num:,} numbers of {arrays[name].size:,}"
+                )
+        num_keys = len(arrays.get("keys", ()))
+        if num_keys and 2 * len(np.unique(arrays["keys"])) < num_keys:
+            raise TableError(f"table '{part.table}': most of {num_keys:,} keys are equal to others")
 
     def summary(self, table: str, top: int) -> dict[str, Any]:
         """The summary of all rows of a sparse table; reads them from the files."""

@@ -15,6 +15,7 @@ import numpy as np
 from torchfleet.kernels.intrinsics import copy_words
 from torchfleet.kernels.jit import inlined, kernel
 
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
 _EXPONENT, _ONE_MORE, _SIGN = np.uint32(0x7F800000), np.uint32(0x00800000), np.uint32(31)
 _U0, _U1, _U6, _U63 = np.uint64(0), np.uint64(1), np.uint64(6), np.uint64(63)
 _LINE = np.uint64(16)  # words in a cache line
@@ -31,6 +32,22 @@ def all_finite(bits_N: np.ndarray) -> bool:
     for i in range(len(bits_N)):
         num = np.uint32(num + (np.uint32((bits_N[i] & _EXPONENT) + _ONE_MORE) >> _SIGN))
     return num == 0
+
+
+@kernel
+def largest_of(bits_N: np.ndarray) -> float:
+    """The largest magnitude among float32 numbers, given as their bits: without signs, bits stand in the order of the
+    numbers, and infinity and NaN behind all others."""
+    most = np.uint32(0)
+    for i in range(len(bits_N)):
+        most = max(most, np.uint32(bits_N[i] & _MAGNITUDE))
+    found = np.uint32(most)  # whose bits are looked at as a float's: numba does so for what is assigned once
+    return found.view(np.float32)
+
+
+def largest(values: np.ndarray) -> float:
+    """The largest magnitude in a block of float32 numbers; infinity or NaN if one of them is."""
+    return largest_of(values.reshape(-1).view(np.uint32))
 
 
 @kernel

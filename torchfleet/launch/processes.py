@@ -28,6 +28,36 @@ ROLES = {
 }  # fmt: skip
 
 
+class LogFile:
+    """The log of a process. A disk that is full costs lines of it, and nothing else; `report` is told once."""
+
+    def __init__(self, path: Path, mode: str, report: Callable[[str], None]) -> None:
+        self._path, self._report, self._has_told = path, report, False
+        self._file: IO[bytes] | None = None
+        try:
+            self._file = open(path, mode, buffering=0)  # noqa: SIM115  (open as long as the process)
+        except OSError as error:
+            self._tell(error)
+
+    def write(self, line: bytes) -> None:
+        """One line, or as much of it as there is room for."""
+        try:
+            if self._file is not None:
+                self._file.write(line)
+                self._has_told = False
+        except OSError as error:
+            self._tell(error)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _tell(self, error: OSError) -> None:
+        if not self._has_told:
+            self._has_told = True
+            self._report(f"[fleetrun] {self._path} cannot be written: {error}. Lines of it are lost; the job goes on.")
+
+
 class Process:
     """A task that was started, its log and its status file."""
 
@@ -38,8 +68,10 @@ class Process:
         log_dir: Path,
         echo: Callable[[str], None] | None,
         append: bool = False,
+        report: Callable[[str], None] = print,
     ) -> None:
-        self.task, self._command, self._log_dir, self._echo = task, list(command), log_dir, echo
+        """`echo` gets each line of its output; `report` gets what fleetrun itself has to say of it."""
+        self.task, self._command, self._log_dir, self._echo, self._report = task, list(command), log_dir, echo, report
         self.log = log_dir / task.log_name
         self.status_file = log_dir / f".status.{task.role}.{task.index}"
         self.num_restarts = 0
@@ -51,18 +83,17 @@ class Process:
         environment = {**around, **self.task.environment, "FLEET_STATUS_FILE": str(self.status_file)}
         if self.num_restarts:
             environment["FLEET_RESTART"] = str(self.num_restarts)
-        self._sink: IO[bytes] = open(self.log, mode)  # noqa: SIM115  (open as long as the process)
+        self._sink = LogFile(self.log, mode, self._report)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _TIE_TO_PARENT, *self._command],
             env=environment,
-            stdout=subprocess.PIPE if self._echo else self._sink,
+            stdout=subprocess.PIPE,  # not the log itself: on a full disk a process could print nothing, and would end
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._reader = threading.Thread(target=self._copy_output, daemon=True) if self._echo else None
-        if self._reader:
-            self._reader.start()
+        self._reader: threading.Thread | None = threading.Thread(target=self._copy_output, daemon=True)
+        self._reader.start()
 
     def restart(self) -> None:
         """Start the task again; its log goes on."""
@@ -98,10 +129,13 @@ class Process:
         """The end of its log."""
         if self._reader:
             self._reader.join(timeout=2)
-        with open(self.log, "rb") as log:
-            log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - 16384))
-            return log.read().decode(errors="replace").splitlines()[-num:]
+        try:
+            with open(self.log, "rb") as log:
+                log.seek(0, os.SEEK_END)
+                log.seek(max(0, log.tell() - 16384))
+                return log.read().decode(errors="replace").splitlines()[-num:]
+        except OSError as error:
+            return [f"(the log cannot be read: {error})"]
 
     def signal(self, number: int) -> None:
         """Send a signal to the whole process group: a worker's own children end with it."""
@@ -118,7 +152,6 @@ class Process:
         assert self._process.stdout
         for line in self._process.stdout:
             self._sink.write(line)
-            self._sink.flush()
             if self._echo:
                 self._echo(line.decode(errors="replace").rstrip("\n"))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
+from collections.abc import Sequence
 
 from torchfleet.cgroups import usable_cores
 from torchfleet.errors import RoleError
@@ -12,6 +14,8 @@ from torchfleet.launch.roles import JobLayout, given_threads, one_machine, sever
 from torchfleet.launch.supervisor import JobSupervisor
 from torchfleet.net.keys import is_private
 from torchfleet.tables.settings.table_size import VARIABLE, parse_bytes
+
+ROOTS = "FLEET_SAVE_ROOTS"  # read by server/save_roots.py
 
 
 class ServerLauncher:
@@ -30,6 +34,13 @@ class ServerLauncher:
             "--max_table_bytes",
             metavar="SIZE",
             help="largest size of one table on a server, such as 8GB (default: all memory of the machine or container)",
+        )
+        group.add_argument(
+            "--save_root",
+            action="append",
+            metavar="DIR",
+            help="servers write saves below this folder or URL only; may be given several times (default: wherever "
+            "worker 0 itself can write)",
         )
 
     def takes(self, options: argparse.Namespace) -> bool:
@@ -75,7 +86,7 @@ def _plan(job: JobSpec, options: argparse.Namespace, keeps_cores: bool = False) 
     layout, num_workers = _layout(job, options.servers, options.workers)
     if not job.insecure and not job.key_dir:
         _refuse_open_servers(layout)
-    base = {**job.environment, **limits(options.max_table_bytes)}
+    base = {**job.environment, **limits(options.max_table_bytes), **roots(options.save_root)}
     return layout, tasks(layout, num_workers, base, len(layout.local_servers) if keeps_cores else 0)
 
 
@@ -84,6 +95,16 @@ def limits(max_table_bytes: str | None) -> dict[str, str]:
     if max_table_bytes is None:
         return {}
     return {VARIABLE: str(parse_bytes(max_table_bytes, "--max_table_bytes"))}
+
+
+def roots(folders: Sequence[str] | None) -> dict[str, str]:
+    """The variable by which servers learn below which folders saves may be written."""
+    if not folders:
+        return {}
+    for folder in folders:
+        if "," in folder or not folder.strip():
+            raise RoleError(f"--save_root: expected a folder, or a URL, without a comma; found {folder!r}")
+    return {ROOTS: ",".join(folder if "://" in folder else os.path.abspath(folder) for folder in folders)}
 
 
 def _layout(job: JobSpec, servers: str | None, workers: str | None) -> tuple[JobLayout, int]:

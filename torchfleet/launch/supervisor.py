@@ -51,7 +51,7 @@ class JobSupervisor:
         for task in self._tasks:
             echo = (lambda line: display.report(f"[{first.name}] {line}")) if first and task is first else None
             append = self._attempt > 0  # the logs of all attempts are kept
-            self._processes.append(Process(task, self._job.command, self._log_dir, echo, append))
+            self._processes.append(Process(task, self._job.command, self._log_dir, echo, append, display.report))
         while not self._signal:
             failed = self._failed()
             if failed is not None and not self._go_on_without(failed, display):

@@ -36,6 +36,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="largest size of one table, such as 8GB (default: FLEET_MAX_TABLE_BYTES, else all memory of the machine "
         "or container)",
     )
+    parser.add_argument(
+        "--save_root",
+        action="append",
+        metavar="DIR",
+        help="write saves below this folder or URL only; may be given several times (default: FLEET_SAVE_ROOTS, else "
+        "wherever worker 0 has made the folder of its save)",
+    )
     parser.add_argument("--num_workers", type=int, default=0, help="end when so many workers have left (0: never)")
     return parser.parse_args(arguments)
 
@@ -55,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
     try:
-        server = Server(_table_bytes(options), options.num_workers)
+        server = Server(_table_bytes(options), options.num_workers, options.save_root)
         warm_up()
         listener = listen(options.endpoint, KeyFolder(options.key_dir) if options.key_dir else None, options.insecure)
     except FleetError as error:

@@ -113,7 +113,7 @@ def push(state: State, request: Request) -> Answer | None:
     flags = request.message.flags
     sections = list(push_sections(state, request))
     for section in sections:
-        section.check()
+        section.check_add() if flags & DELTA else section.check()
     if (flags & (SYNC | DELTA | GATHER | BOUNDED)).bit_count() > 1:
         raise WireError(f"flags {flags}: a push is one of a step of all workers, differences, gathered or bounded")
     if flags & SYNC:

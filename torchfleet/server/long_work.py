@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 
@@ -10,12 +9,13 @@ import msgspec
 import numpy as np
 
 from torchfleet.errors import FleetError, TableError, WireError
+from torchfleet.monitor.notices import tell
 from torchfleet.net.request import Request
 from torchfleet.net.wire import Array, pack, unpack
 from torchfleet.server.arrays import column, only
 from torchfleet.server.state.state import Answer, LongRequest, State
 from torchfleet.tables.settings.clock import MAX_TIME
-from torchfleet.tables.settings.policy import Shrink
+from torchfleet.tables.settings.policy import MAX_SHARE, Shrink
 from torchfleet.tables.summary import Summary
 from torchfleet.tables.table import Table
 
@@ -65,7 +65,7 @@ def _guarded(state: State, long: LongRequest, work: Work) -> Work:
         yield from work
     except Exception as error:
         if not isinstance(error, FleetError):
-            traceback.print_exc(file=sys.stderr)
+            tell(traceback.format_exc())
             error = FleetError(f"internal error of the server: {type(error).__name__}: {error}")
         long.result = error
         state.finish(long.request, error)
@@ -88,7 +88,7 @@ def shrink_tables(state: State, request: Request) -> Answer | FleetError | None:
     body = unpack(only(request), ShrinkBody)
     tables = _sparse_tables(state, body.table)
     own = not body.policy.drops_any
-    chosen = [(table, table.spec.shrink if own else body.policy) for table in tables]
+    chosen = [(table, _asked(body.policy, table.spec.shrink)) for table in tables]
     chosen = [(table, policy) for table, policy in chosen if policy.drops_any]
     if own and not chosen:
         names = ", ".join(f"'{table.spec.name}'" for table in tables) or "no sparse table"
@@ -101,17 +101,29 @@ def shrink_tables(state: State, request: Request) -> Answer | FleetError | None:
     return in_slices(state, request, body.token, lambda long: shrink_in_slices(state, long, chosen))
 
 
+def _asked(policy: Shrink, own: Shrink) -> Shrink:
+    """The policy of a request, or the table's own if it asks for nothing; with the share of rows that either allows."""
+    share = policy.max_share if policy.max_share != MAX_SHARE else own.max_share
+    return msgspec.structs.replace(policy if policy.drops_any else own, max_share=share)
+
+
 def shrink_in_slices(state: State, long: LongRequest | None, chosen: Sequence[tuple[Table, Shrink]]) -> Work:
     """Without a request (on the server's own schedule) nobody is told."""
     dropped: dict[str, int] = {}
+    refused: TableError | None = None
     for table, policy in chosen:
         dropped[table.spec.name] = 0
-        for num in table.shrink(policy):
-            dropped[table.spec.name] += num
-            yield True
+        try:
+            for num in table.shrink(policy):
+                dropped[table.spec.name] += num
+                yield True
+        except TableError as error:  # of one table; the others are shrunk all the same
+            refused = refused or error
     if long is not None:
-        long.result = [pack(dropped)]
+        long.result = refused or [pack(dropped)]
         state.finish(long.request, long.result)
+    elif refused is not None:
+        tell(f"torchfleet server: {refused}")
 
 
 def inspect(state: State, request: Request) -> Answer | FleetError | None:

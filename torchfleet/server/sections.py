@@ -26,6 +26,10 @@ class Section:
         """Raise TableError if it could not be applied."""
         self.table.check_push(self.keys, self.grads, self.rate)
 
+    def check_add(self) -> None:
+        """Raise TableError if its differences could not be added."""
+        self.table.check_add(self.keys, self.grads)
+
     def apply(self) -> None:
         """After `check`, and with nothing done to the table in between."""
         self.note_age()

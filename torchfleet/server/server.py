@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import secrets
-import sys
 import time
 import traceback
 from collections.abc import Sequence
 
 from torchfleet.errors import FleetError, PermissionRefused, ServerLoading, WireError
+from torchfleet.monitor.notices import tell
 from torchfleet.net.request import Request
 from torchfleet.net.transport import Peer
 from torchfleet.net.wire import (
@@ -27,6 +27,7 @@ from torchfleet.net.wire import (
 )
 from torchfleet.server.commands import COMMANDS, CommandHandler
 from torchfleet.server.long_work import shrink_in_slices
+from torchfleet.server.save_roots import roots_of
 from torchfleet.server.state.sessions import Outcome
 from torchfleet.server.state.state import Answer, State
 from torchfleet.server.waiting import end_hopeless_waits
@@ -38,10 +39,13 @@ MAX_TEXT = 2000
 class Server:
     """The state machine behind a transport: requests in, replies out, no sockets, no threads."""
 
-    def __init__(self, max_table_bytes: int | None = None, num_workers: int = 0) -> None:
-        """`max_table_bytes`: None for FLEET_MAX_TABLE_BYTES, or all memory that this process may use."""
+    def __init__(
+        self, max_table_bytes: int | None = None, num_workers: int = 0, save_roots: Sequence[str] | None = None
+    ) -> None:
+        """`max_table_bytes`: None for FLEET_MAX_TABLE_BYTES, or all memory that this process may use. `save_roots`:
+        None for FLEET_SAVE_ROOTS."""
         limit = memory.max_table_bytes() if max_table_bytes is None else max_table_bytes
-        self.state = State(limit, num_workers)
+        self.state = State(limit, roots_of(save_roots), num_workers)
         self.loading = ""  # what it does before it serves; while that is set, no request reaches the tables
         self.desertion = ""  # which workers went without leaving, if that is why it stops
         self._incarnation = secrets.randbits(63) | 1
@@ -83,7 +87,7 @@ class Server:
         state = self.state
         state.presence.look(now)
         for text in state.presence.news(now):
-            print(f"torchfleet server: {text}", file=sys.stderr, flush=True)
+            tell(f"torchfleet server: {text}")
         if state.num_workers and state.presence.is_deserted(len(state.barriers.left), state.num_workers, now):
             self.desertion = "; ".join(state.presence.lost(now).values())
             state.is_stopping = True
@@ -109,7 +113,7 @@ class Server:
         except FleetError as error:
             return _plain(error)
         except Exception as error:  # our own mistake must not end the service of all others
-            traceback.print_exc(file=sys.stderr)
+            tell(traceback.format_exc())
             return FleetError(f"internal error of the server: {type(error).__name__}: {error}")
 
     def _answer_while_loading(self, message: Message) -> Answer:

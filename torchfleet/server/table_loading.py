@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torchfleet.checkpoint.manifest import Manifest, Parameter, read_manifest
+from torchfleet.checkpoint.lock import check_written
+from torchfleet.checkpoint.manifest import FILE, Manifest, Parameter, read_manifest
 from torchfleet.checkpoint.part_reader import load_dense, load_sparse
-from torchfleet.errors import CheckpointError
+from torchfleet.errors import CheckpointError, FleetError
 from torchfleet.server.state.state import State
 from torchfleet.storage import Storage
 from torchfleet.tables.table import BlockTable, RowTable
@@ -17,21 +18,34 @@ Layouts = Mapping[str, Sequence[Parameter]]  # by dense table: where it has whic
 def load_model(state: State, dirname: str, names: Sequence[str] | None, layouts: Layouts | None = None) -> None:
     """All tables and parameters that the model has, or the named ones. A name that was not saved is an error.
 
-    `layouts`: where the model's dense tables have their parameters; without them, as they were saved.
+    `layouts`: where the model's dense tables have their parameters; without them, as they were saved. After an error
+    all tables are empty, as if they had just been made.
     """
     storage = Storage(dirname)
     manifest = read_manifest(storage)
     model = ChosenModel(storage, manifest, names, layouts or {})
-    if manifest.is_time_set:  # a job that says how late it is: by the wall clock its rows would be years old
-        state.clock.set(int(manifest.time))
-    for table in state.tables.values():
-        table.restore(model)
+    for link in manifest.links():
+        check_written(storage, link.save, {part.file: part.bytes for part in link.parts})
+    try:
+        _restore(state, model, manifest)
+    except BaseException as error:
+        state.remake_tables()
+        if isinstance(error, FleetError) or not isinstance(error, Exception):
+            raise
+        raise CheckpointError(f"{storage.place(FILE)} cannot be loaded: {type(error).__name__}: {error}") from error
     state.model = storage.path
     state.schedule.note(state.tables.values(), int(manifest.time))
     if names is None:  # all of it is here: the next save may be a delta
         for table in state.tables.values():
             table.begin_save(is_committed=True)
         state.chain.attempt = manifest.token
+
+
+def _restore(state: State, model: ChosenModel, manifest: Manifest) -> None:
+    if manifest.is_time_set:  # a job that says how late it is: by the wall clock its rows would be years old
+        state.clock.set(int(manifest.time))
+    for table in state.tables.values():
+        table.restore(model)
 
 
 class ChosenModel:

@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from torchfleet.background import BackgroundThreads
 from torchfleet.checkpoint import part_file
 from torchfleet.checkpoint.manifest import Part, Saved
 from torchfleet.checkpoint.part_writer import PART_BYTES
 from torchfleet.errors import CheckpointError, FleetError
+from torchfleet.kernels.rows import largest
 from torchfleet.net.wire import pack
+from torchfleet.server.save_roots import SaveFolder, open_folder
 from torchfleet.server.state.state import LongRequest, State
-from torchfleet.storage import Storage
 from torchfleet.tables.settings.spec import table_number
 from torchfleet.tables.table import PartKind, SavedSlice, SaveMode, Table
 
@@ -45,7 +47,8 @@ def save_in_slices(state: State, saving: LongRequest, body: SaveBody) -> Iterato
     writer: Writer | None = None
     started = time.monotonic()
     try:
-        writer = Writer(Storage(body.dirname), body.folder)
+        folder = open_folder(state.save_roots, body.dirname, body.folder, body.token)
+        writer = Writer(folder)
         steps, rows, now = {}, {}, state.clock.now
         _begin(state, body)
         for table in list(state.tables.values()):
@@ -150,8 +153,8 @@ class Filling:
 class Writer:
     """Writes files in threads of its own, so that checksums and the disk overlap; at most one file waits."""
 
-    def __init__(self, storage: Storage, folder: str) -> None:
-        self._storage, self._folder = storage, folder
+    def __init__(self, folder: SaveFolder) -> None:
+        self._folder = folder
         self._queue: queue.Queue[FileToWrite] = queue.Queue(1)
         self._num_under_way = 0
         self._is_over = False
@@ -189,14 +192,18 @@ class Writer:
                 raise
             except Exception as error:  # of the disk or the network: whoever asked is told
                 raise CheckpointError(
-                    f"cannot write to {self._storage.path}: {type(error).__name__}: {error}"
+                    f"cannot write to {self._folder.storage.path}: {type(error).__name__}: {error}"
                 ) from error
 
     def _write(self, file: FileToWrite) -> Part:
         table = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in file.table)
         name = f"{table}-{table_number(file.table):08x}.{file.shard}-{file.number:05}.safetensors"
+        for kept in ("rows", "values"):
+            for piece in file.arrays.get(kept, ()):
+                if not largest(piece) < np.inf:
+                    raise CheckpointError(f"table '{file.table}' holds NaN or infinity: a model with it would not load")
         buffers = part_file.encode_pieces(file.arrays)
         num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
-        self._storage.write(f"{self._folder}/{name}", buffers)
+        self._folder.write(name, buffers)
         crc = part_file.checksum(buffers)
         return Part(file.table, name, file.shard, file.num_rows, num_bytes, crc, file.start, file.kind)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from torchfleet.errors import TableError, WireError
-from torchfleet.kernels.rows import all_finite
+from torchfleet.kernels import rows
 from torchfleet.tables.rows.keymap import Keys
 from torchfleet.tables.rows.memory import Memory
 from torchfleet.tables.rules import learning_rate
@@ -18,6 +18,7 @@ from torchfleet.tables.settings.table_size import HOW_TO_SET
 from torchfleet.tables.staleness import Staleness
 from torchfleet.tables.summary import Summary
 from torchfleet.tables.table import SavedModel, SavedSlice, SaveMode
+from torchfleet.tables.update_bounds import UpdateBounds
 
 NO_KEYS: Keys = np.empty(0, np.uint64)
 WITH_STATE = 1  # the third number of a place: the optimizer's state comes along
@@ -41,6 +42,7 @@ class DenseTable:
             )
         block = Memory(4 * num_rows * self.size).array(np.float32)[: num_rows * self.size]
         self._weights, self._states = block[: self.size], block[self.size :].reshape(num_rows - 1, self.size)
+        self._bounds = UpdateBounds(spec)
         initial_state = spec.rule.row_rule.initial_state(spec.rule)
         if initial_state:
             self._states[:] = initial_state
@@ -99,6 +101,7 @@ class DenseTable:
     def set(self, start: int, values: Floats) -> None:
         """Overwrite elements from `start` on; the optimizer's state stays."""
         self._check_set(start, values)
+        self._bounds.note(rows.largest(values))
         self._weights[start : start + values.size] = values.reshape(-1)
         self.is_set = True
 
@@ -108,7 +111,13 @@ class DenseTable:
                 f"dense table '{self.spec.name}' expects all {self.size:,} values with {self.num_states} numbers of "
                 f"state each, found {values.size:,} numbers from element {start:,} on"
             )
-        self._check_finite(values)
+        self._check_state(values.reshape(1 + self.num_states, self.size))
+
+    def _check_state(self, block: Floats) -> float:
+        """The largest magnitude in rows of values and state."""
+        if any(block[1 + state].min(initial=0.0) < 0 for state in self.spec.rule.row_rule.squares if len(block) > 1):
+            raise TableError(f"dense table '{self.spec.name}': a negative sum of squares in the state of its elements")
+        return self._check_finite(block)
 
     def _check_set(self, start: int, values: Floats) -> None:
         self.check_range(start, start + values.size)
@@ -162,27 +171,53 @@ class DenseTable:
         """Elements from `start` on, from the rows of a saved block; state only if it has it."""
         stop = start + block.shape[1]
         self.check_range(start, stop)
-        self._check_finite(np.ascontiguousarray(block[0]))
+        self._bounds.note(self._check_state(np.ascontiguousarray(block)))
         self._weights[start:stop] = block[0]
         if len(block) > 1:
             self._states[:, start:stop] = block[1:]
 
     def add(self, keys: Keys, deltas: Floats) -> None:
         """As Table.add: weights ← weights + delta."""
-        self.check_push(keys, deltas, None)
+        self.check_add(keys, deltas)
         self.step += 1
         self._weights += deltas.reshape(-1)
 
     def check_push(self, keys: Keys, grads: Floats, lr: float | None) -> None:
         """As Table.check_push, for a whole block and no keys."""
+        self._check_size(keys, grads)
+        largest, step = self._check_finite(grads), self.step + 1
+        rate = learning_rate(self.spec.rule, lr, step)
+        if self._bounds.allow_update(rate, step, largest):
+            return
+        self._bounds.measure(rows.largest(self._weights), *map(rows.largest, self._states))
+        if not self._bounds.allow_update(rate, step, largest):
+            rule, weights, states = self.spec.rule, self._weights.copy(), self._states.copy()
+            rule.row_rule.apply_to_block(rule, weights, states, grads.reshape(-1), rate, step)
+            self._note_tried(weights, states)
+
+    def check_add(self, keys: Keys, deltas: Floats) -> None:
+        """As Table.check_add, for a whole block and no keys."""
+        self._check_size(keys, deltas)
+        if not self._bounds.allow_addition(self._check_finite(deltas)):
+            self._note_tried(self._weights + deltas.reshape(-1), self._states)
+
+    def _check_size(self, keys: Keys, grads: Floats) -> None:
         if len(keys):
             raise TableError(f"dense table '{self.spec.name}' takes a whole block and no keys")
         if grads.size != self.size:
             raise TableError(
                 f"dense table '{self.spec.name}' expects {self.size:,} gradients here, found {grads.size:,}"
             )
-        self._check_finite(grads)
-        learning_rate(self.spec.rule, lr, 1)
+
+    def _note_tried(self, weights: Floats, states: Floats) -> None:
+        """What an update has made of copies; raises TableError if that is not finite."""
+        largest = rows.largest(weights), *map(rows.largest, states)
+        if not all(number < np.inf for number in largest):
+            raise TableError(
+                f"dense table '{self.spec.name}': values or their state would become NaN or infinite; nothing was "
+                "applied. Lower the learning rate, or clip the gradients."
+            )
+        self._bounds.measure(*largest)
 
     def push(self, grads: Floats, lr: float | None = None) -> None:
         """One update of the whole block, checked first."""
@@ -221,13 +256,16 @@ class DenseTable:
                 f"{stop:,}"
             )
 
-    def _check_finite(self, values: Floats) -> None:
-        if not all_finite(values.reshape(-1).view(np.uint32)):
+    def _check_finite(self, values: Floats) -> float:
+        """The largest magnitude among them."""
+        largest = rows.largest(values)
+        if not largest < np.inf:
             at = int(np.flatnonzero(~np.isfinite(values.reshape(-1)))[0])
             raise TableError(
                 f"dense table '{self.spec.name}': NaN or infinity at element {at:,}; nothing was applied. "
                 "Look for it in the loss, or clip the gradients."
             )
+        return largest
 
 
 def _has_state(keys: Keys) -> bool:

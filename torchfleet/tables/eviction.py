@@ -19,6 +19,7 @@ from torchfleet.tables.settings.expressions import Expression, parse
 from torchfleet.tables.settings.policy import EVICTION_NAMES, Shrink
 
 SLICE = 8192  # row numbers between two requests: a millisecond or two
+FEW = 100  # rows that a table may always lose
 MAX_ROUNDS = 4  # to a capacity: rows that are looked up while the oldest are sought stay, and others must go
 
 _KEPT = {"unseen_days": "seen", "age_days": "born", "score": "show", "click": "show", "norm": "", "tick": "tick"}
@@ -52,11 +53,27 @@ def shrink(table: RowStore, policy: Shrink) -> Iterator[int]:
     check_policy(table, policy)
     now = table.clock.now
     where = parse(policy.where, EVICTION_NAMES) if policy.where is not None else None
+    if _looks_at_rows(policy) and policy.max_share < 1:
+        yield from _check_share(table, policy, where, now)
     for rows in table.slices(SLICE) if _looks_at_rows(policy) else ():
         yield _drop(table, table.index.alive(rows[_victims(table, rows, policy, where, now)])[0])
     if table.admission is not None and table.admission.candidates is not None:
         yield from _shrink_candidates(table.admission.candidates, policy, now)
     yield from _shrink_to_capacity(table, policy)
+
+
+def _check_share(table: RowStore, policy: Shrink, where: Expression | None, now: int) -> Iterator[int]:
+    """Count what would be dropped, before anything is: raises TableError if that is more than the policy allows."""
+    num = 0
+    for rows in table.slices(SLICE):
+        num += len(table.index.alive(rows[_victims(table, rows, policy, where, now)])[0])
+        yield 0
+    if num > max(FEW, policy.max_share * table.index.num_keys):
+        raise TableError(
+            f"table '{table.spec.name}': this shrink would drop {num:,} of {table.index.num_keys:,} rows, more than "
+            f"max_share={policy.max_share:g} of them; nothing was dropped. Is the time right ({now} s since 1970)? If "
+            "so, declare what may go: SparseEmbedding(shrink=fleet.Shrink(..., max_share=1.0))."
+        )
 
 
 def _looks_at_rows(policy: Shrink) -> bool:

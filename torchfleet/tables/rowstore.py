@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from torchfleet.errors import TableError
 from torchfleet.kernels import random, rows
+from torchfleet.kernels.merge import unique
 from torchfleet.kernels.statistics import NEVER
 from torchfleet.tables.policies.admission import Admission
 from torchfleet.tables.policies.capacity import Capacity, row_limit
@@ -22,6 +23,7 @@ from torchfleet.tables.rows.tracking import PackedTracking, Tracking
 from torchfleet.tables.settings.clock import Clock
 from torchfleet.tables.settings.spec import Floats, TableSpec
 from torchfleet.tables.settings.table_size import HOW_TO_SET
+from torchfleet.tables.update_bounds import UpdateBounds, check_block, check_squares
 
 PACKED_BYTES = 48  # a row of so many at most (key, value and state) is stored in its map; wider ones have a store
 CHUNK = 2048  # keys taken through find and then through the next kernel while their rows are still in the cache
@@ -59,6 +61,8 @@ class RowStore:
         limit = row_limit(spec, spec.shrink, self.index)
         self._capacity = Capacity(self, limit) if limit is not None else None
         self.tracking: Tracking | PackedTracking | None = None
+        self.bounds = UpdateBounds(spec)
+        self.num_waiting = 0  # keys that may get a row when a sync step ends
 
     def find(self, keys: Keys) -> Rows:
         """Row numbers of any number of keys, in a new array; -1 where there is none."""
@@ -78,6 +82,8 @@ class RowStore:
         if not create or isinstance(self.index, KeyRange):  # every id of a declared size has its place
             return
         num_new, room = len(keys), self.num_free_rows
+        if self._capacity is None:
+            room -= self.num_waiting
         counted = num_new if self.admission is None else self.admission.num_free
         if num_new > min(room, self.index.easy_room, counted):
             num_new = len(np.unique(self.absent(keys)))
@@ -89,6 +95,8 @@ class RowStore:
             )
         if self.admission is not None:
             self.admission.check_room(num_new)
+        elif self._capacity is not None and len(keys) > self._capacity.max_rows:
+            self._capacity.check(len(unique(keys)[0]))
         self.index.reserve(min(num_new, self.index.num_free_rows))
 
     @property
@@ -104,6 +112,7 @@ class RowStore:
     def assign(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
         """Set values, or values and state when the rows are that wide. Of equal keys the last one stands."""
         self.check_assign(keys, values)
+        self.bounds.note(rows.largest(values))
         is_whole = values.shape[1] == self._row_words  # then nothing of a first value would remain
         for start in range(0, len(keys), CHUNK):
             some = slice(start, start + CHUNK)
@@ -118,6 +127,7 @@ class RowStore:
     def load(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
         """`assign` for many rows that `check_values` has passed, with room `reserve`d: several times as fast."""
         self.check_keys(keys)
+        self.bounds.note(rows.largest(values))
         whole = values
         if self.statistics is not None:
             block = join_columns(self.statistics.names, self._complete(columns or {}, len(keys)), len(keys))
@@ -140,6 +150,8 @@ class RowStore:
         """Raise TableError if these cannot be rows of this table; touches nothing, so any thread may call it."""
         num_words = self._row_words if values.shape[1:] == (self._row_words,) else self.spec.dim
         check_block(self.spec, keys, values, num_words, f"values (or {self._row_words} with state)")
+        if num_words > self.spec.dim:
+            check_squares(self.spec, keys, values)
 
     def erase(self, keys: Keys) -> int:
         """Drop rows; absent keys are passed over. Returns how many were there. Their memory is reused."""
@@ -240,15 +252,32 @@ class RowStore:
         """Rows for the keys whose `at` is negative."""
         fresh = self.index.insert_missing(keys, at)
         if initialise:
-            first, rule = self.spec.initializer, self.spec.rule
-            state = rule.row_rule.initial_state(rule)
-            random.initialise(
-                self.index.store, *self._layout, self.spec.dim, keys, at, fresh, self._stream,
-                _KINDS[first.name], first.a, first.b, np.float32(state),
-            )  # fmt: skip
+            self._initialise(self.index.store, keys, at, fresh)
         if self.statistics is not None:
             self.statistics.begin(at[fresh], self.clock.now, self.step)
         self._mark(at[fresh])
+
+    def _initialise(self, store: Floats, keys: Keys, at: Rows, fresh: npt.NDArray[np.int64]) -> None:
+        first, rule = self.spec.initializer, self.spec.rule
+        state = rule.row_rule.initial_state(rule)
+        random.initialise(
+            store, *self._layout, self.spec.dim, keys, at, fresh, self._stream,
+            _KINDS[first.name], first.a, first.b, np.float32(state),
+        )  # fmt: skip
+
+    def copies(self, keys: Keys, create: bool) -> tuple[Floats, Rows]:
+        """(a store with the rows of these distinct keys alone, which of the keys have one there).
+
+        `create`: those without a row have the one that they would get. Row number i belongs to the i-th of the keys.
+        """
+        width, offset = self._layout
+        at, block = self.find(keys), np.empty((len(keys), self._row_words), np.float32)
+        rows.gather(self.index.store, *self._layout, at, block)
+        store = np.zeros((len(keys), width), np.float32)
+        store[:, offset : offset + self._row_words] = block
+        if create:
+            self._initialise(store.reshape(-1), keys, np.arange(len(keys)), np.flatnonzero(at < 0))
+        return store.reshape(-1), np.flatnonzero((at >= 0) | create)
 
     def _mark(self, at: Rows) -> None:
         if self.tracking is not None:
@@ -260,21 +289,3 @@ def _stream(seed: int, name: str) -> np.uint64:
     digest = hashlib.blake2b(name.encode(), digest_size=8, key=seed.to_bytes(8, "little")).digest()
     stream: np.uint64 = np.uint64(int.from_bytes(digest, "little"))
     return stream
-
-
-def check_block(spec: TableSpec, keys: npt.NDArray[np.uint64], block: Floats, num_words: int, what: str) -> None:
-    if block.ndim != 2 or block.shape != (len(keys), num_words):
-        raise TableError(
-            f"table '{spec.name}' expects {what} of shape ({len(keys)}, {num_words}) for {len(keys)} keys, "
-            f"found {block.shape}"
-        )
-    if not rows.all_finite(block.reshape(-1).view(np.uint32)):
-        is_bad = ~np.isfinite(block)
-        is_bad[:, spec.dim :] = np.isnan(block[:, spec.dim :])  # the square of a gradient that was taken may overflow
-        if is_bad.any():
-            row = int(np.flatnonzero(is_bad.any(axis=1))[0])
-            key = int(keys[row : row + 1].view(np.int64)[0])  # signed, as ids are given
-            raise TableError(
-                f"table '{spec.name}': NaN or infinity in the row for key {key} (row {row} of {len(keys)}); "
-                "nothing was applied. Look for it in the loss, or clip the gradients."
-            )

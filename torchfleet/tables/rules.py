@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +42,21 @@ def decayed(rule: Rule, store: Floats, layout: tuple[int, int], at: Any, grads: 
     return out
 
 
+_TINY = 1.2e-38  # float32 has fewer digits below it, or none
+
+
+def _decay_bounds(rule: Rule, rate: float, grad: float, value: float) -> tuple[float, float]:
+    """(bound on a gradient with its coupled decay, bound on a value after its decoupled decay)."""
+    coupled, factor = _decays(rule, rate)
+    value *= max(1.0, 1.000001 * abs(factor))
+    return grad + coupled * value, value
+
+
+def _ratio(rule: Rule, above: float) -> float:
+    """`above` / (√s + eps) at most, whatever s is."""
+    return above / rule.eps if rule.eps > _TINY else math.inf
+
+
 class Sgd(RowRule):
     """torch.optim.SGD; momentum for blocks only."""
 
@@ -47,6 +64,12 @@ class Sgd(RowRule):
 
     def num_dense_states(self, rule: Rule) -> int:
         return 1 if rule.momentum else 0
+
+    def reach(self, rule: Rule, rate: float, step: int, grad: float, held: Sequence[float]) -> list[float]:
+        grad, value = _decay_bounds(rule, rate, grad, held[0])
+        velocities = [1.000001 * (rule.momentum * velocity + grad) for velocity in held[1:]]
+        step_by = grad + rule.momentum * velocities[0] if velocities and rule.nesterov else [grad, *velocities][-1]
+        return [value + 2 * rate * step_by, *velocities]
 
     def apply_to_rows(
         self, rule: Rule, store: Floats, layout: tuple[int, int], at: Any, grads: Floats, rate: float, step: int
@@ -65,12 +88,19 @@ class Adagrad(RowRule):
     """torch.optim.Adagrad, with its decay of the learning rate; the state is the sum of squares."""
 
     num_states = 1
+    squares = (0,)
 
     def initial_state(self, rule: Rule) -> float:
         return rule.initial_accumulator
 
     def rate(self, rule: Rule, lr: float, step: int) -> float:
         return lr / (1 + (step - 1) * rule.lr_decay)
+
+    def reach(self, rule: Rule, rate: float, step: int, grad: float, held: Sequence[float]) -> list[float]:
+        grad, value = _decay_bounds(rule, rate, grad, held[0])
+        # g is at most √s, unless g² is so small that it counts as 0.
+        ratio = min(_ratio(rule, grad), 2 + _ratio(rule, 2.0**-75))
+        return [value + 2 * rate * max(grad, ratio), held[1] + 2 * grad * grad]
 
     def apply_to_rows(
         self, rule: Rule, store: Floats, layout: tuple[int, int], at: Any, grads: Floats, rate: float, step: int
@@ -87,6 +117,13 @@ class Adam(RowRule):
     """torch.optim.Adam and AdamW on blocks, SparseAdam on rows; the state is the two moments."""
 
     num_states = 2
+    squares = (1,)
+
+    def reach(self, rule: Rule, rate: float, step: int, grad: float, held: Sequence[float]) -> list[float]:
+        grad, value = _decay_bounds(rule, rate, grad, held[0])
+        mean, square = max(held[1], grad), max(held[2], grad * grad)
+        rate /= 1.0 - rule.beta1**step  # which may be infinite itself: so it stands by itself below
+        return [value + rate + 2 * rate * max(mean, _ratio(rule, mean)), mean, square]
 
     def apply_to_rows(
         self, rule: Rule, store: Floats, layout: tuple[int, int], at: Any, grads: Floats, rate: float, step: int

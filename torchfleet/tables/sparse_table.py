@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from torchfleet.errors import TableError
 from torchfleet.kernels import rows
 from torchfleet.kernels.merge import segment_sum, sum_by_key, unique
 from torchfleet.tables import eviction
 from torchfleet.tables.rows.keymap import KeyMap, Keys, Rows
 from torchfleet.tables.rows.row_statistics import NUM_PUSHED, Columns, is_pushed
-from torchfleet.tables.rowstore import CHUNK, RowStore, check_block
+from torchfleet.tables.rowstore import CHUNK, RowStore
 from torchfleet.tables.rules import decayed, learning_rate
 from torchfleet.tables.saved_rows import load_slice, save_slices
 from torchfleet.tables.settings.clock import Clock
@@ -21,6 +22,7 @@ from torchfleet.tables.settings.spec import Floats, TableSpec
 from torchfleet.tables.staleness import Staleness
 from torchfleet.tables.summary import Summary
 from torchfleet.tables.table import SavedModel, SavedSlice, SaveMode
+from torchfleet.tables.update_bounds import MAX_SHOWS, check_block, check_shows, signed
 
 
 class SparseTable(RowStore):
@@ -80,6 +82,7 @@ class SparseTable(RowStore):
             strangers = unique(keys[missing])[0]
             if worker is not None:
                 self._waiting.setdefault(worker, []).append(strangers)
+                self.num_waiting += len(strangers)
             else:
                 self._admit(strangers, at)
                 at[missing] = found = self.find(keys[missing])
@@ -93,17 +96,51 @@ class SparseTable(RowStore):
 
     def admit_waiting(self) -> None:
         """The appearances of a sync step, in the order of the workers."""
-        waiting, self._waiting = self._waiting, {}
+        waiting, self._waiting, self.num_waiting = self._waiting, {}, 0
         for _, pulls in sorted(waiting.items()):
             for keys in pulls:
                 self.appear(keys)
 
     def check_push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
-        """Raise TableError if `push` could not take this."""
+        """Raise TableError if `push` could not take this, or would leave something that is not finite."""
         is_wide = grads.shape[1:] == (self.spec.dim + NUM_PUSHED,) and is_pushed(self.spec)
-        check_block(self.spec, keys, grads, self.spec.dim + NUM_PUSHED * is_wide, "gradients")
-        learning_rate(self.spec.rule, lr, 1)
+        largest = check_block(self.spec, keys, grads, self.spec.dim + NUM_PUSHED * is_wide, "gradients")
+        rate = learning_rate(self.spec.rule, lr, self.step + 1)
         self.check_keys(keys, create=self.admission is None)
+        if not self.bounds.allow_update(rate, self.step + 1, largest * len(keys)):
+            self._try(keys, grads, rate)
+        if is_wide and largest * len(keys) > MAX_SHOWS:
+            check_shows(self.spec, keys, grads[:, self.spec.dim : -1])
+
+    def check_add(self, keys: Keys, deltas: Floats) -> None:
+        """As Table.check_add."""
+        largest = check_block(self.spec, keys, deltas, self.spec.dim, "differences")
+        self.check_keys(keys, create=True)
+        if not self.bounds.allow_addition(largest * len(keys)):
+            self._try(keys, deltas, None)
+
+    def _try(self, keys: Keys, grads: Floats, rate: float | None) -> None:
+        """An update, or (without a rate) an addition, on copies of its rows; raises TableError if one is not finite."""
+        keys, grads = sum_by_key(keys, grads)
+        grads = np.ascontiguousarray(grads[:, : self.spec.dim])
+        largest = check_block(self.spec, keys, grads, self.spec.dim, "gradients")
+        store, at = self.copies(keys, create=rate is None or self.admission is None)
+        if rate is None:
+            rows.sgd(store, *self._layout, at, grads[at], -1.0, -np.inf, np.inf)
+        else:
+            rule = self.spec.rule
+            decay = decayed(rule, store, self._layout, at, grads[at], rate)
+            rule.row_rule.apply_to_rows(rule, store, self._layout, at, decay, rate, self.step + 1)
+        width, offset = self._layout
+        made = np.ascontiguousarray(store.reshape(-1, width)[at, offset : offset + self._row_words])
+        if not rows.largest(made) < np.inf:
+            row = int(at[np.flatnonzero(~np.isfinite(made).all(axis=1))[0]])
+            raise TableError(
+                f"table '{self.spec.name}': the row for key {signed(keys, row)} would become NaN or infinite, by "
+                f"gradients up to {largest:.3g} times a rate of {1.0 if rate is None else rate:.3g}; nothing was "
+                "applied. Lower the learning rate, or clip the gradients."
+            )
+        self.bounds.note(rows.largest(made))
 
     def push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """One update: gradients of equal keys are summed, then the rule is applied once per key.
@@ -155,7 +192,7 @@ class SparseTable(RowStore):
 
     def add(self, keys: Keys, deltas: Floats) -> None:
         """value ← value + delta, for differences that another copy of the rows has learned."""
-        self.check_push(keys, deltas)
+        self.check_add(keys, deltas)
         self.step += 1
         keys, deltas = sum_by_key(keys, deltas)
         for start in range(0, len(keys), CHUNK):
@@ -221,11 +258,16 @@ class SparseTable(RowStore):
         }
 
     def _admit(self, keys: Keys, in_use: Rows) -> None:
-        """Rows for those of these keys, distinct and without one, that the entry lets in."""
+        """Rows for those of these keys, distinct and without one, that the entry lets in.
+
+        A capacity has room for so many beside the rows in use; a key beyond them begins to be counted anew.
+        """
         carried: Columns | None = None
         if self.admission is not None:
             keys, carried = self.admission.admit(keys)
         if self._capacity is not None:
+            if len(keys) + len(in_use) > self._capacity.max_rows:
+                keys = keys[: max(0, self._capacity.max_rows - len(np.unique(in_use[in_use >= 0])))]
             self._capacity.make_room(len(keys), in_use)
         for start in range(0, len(keys), CHUNK):
             some = slice(start, start + CHUNK)
@@ -234,4 +276,4 @@ class SparseTable(RowStore):
             self._insert(keys[some], at, True)
             if carried is not None and self.statistics is not None:
                 for name, column in carried.items():
-                    self.statistics.put(name, at, column[some])
+                    self.statistics.put(name, at, column[some][: len(at)])

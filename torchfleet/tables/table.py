@@ -41,6 +41,10 @@ class RowTable(Protocol):
     def num_words(self) -> int:
         """Numbers per row: values and state."""
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that are there."""
+
     def reserve(self, num_rows: int) -> None:
         """So many rows are about to be loaded."""
 
@@ -114,7 +118,10 @@ class Table(Protocol):
         """All values of a dense table as one column, in a new array; None for a table of rows."""
 
     def check_push(self, keys: Keys, grads: Floats, lr: float | None) -> None:
-        """Raise TableError if `update` or `add` could not take this."""
+        """Raise TableError if `update` could not take this, or would leave something that is not finite."""
+
+    def check_add(self, keys: Keys, deltas: Floats) -> None:
+        """Raise TableError if `add` could not take this."""
 
     def update(self, keys: Keys, grads: Floats, lr: float | None) -> None:
         """One update by the table's rule; `lr` takes the place of its own. Gradients of equal keys are summed."""

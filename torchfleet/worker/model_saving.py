@@ -10,18 +10,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from torchfleet.checkpoint.donefile import write_donefile
-from torchfleet.checkpoint.lock import alone
+from torchfleet.checkpoint.lock import Reservation, alone, check_written, reserve
 from torchfleet.checkpoint.manifest import (
     Manifest,
     Saved,
     Table,
     as_json,
     described,
-    folder_of,
     next_save,
     read_manifest,
     remove_others,
+    write_donefile,
     write_manifest,
 )
 from torchfleet.checkpoint.manifest_file import has_manifest
@@ -50,23 +49,25 @@ def save_model(
         _check_base(storage, before, plan)
     for group in plan.fixed:
         client.set_dense(group.spec.name, group.values())  # buffers live on workers: the first one's are saved
-    number, token, with_state = next_save(storage), secrets.randbits(62) + 1, kind != "inference"
+    token, with_state = secrets.randbits(62) + 1, kind != "inference"
     parent = before.token if before is not None and before.kind == "full" else 0
-    folder = folder_of(number)
-    saved = client.save(storage.path, folder, with_state, timeout, token=token, parent=parent, delta=kind == "delta")
-    manifest = Manifest(
-        folder,
-        number,
-        "full" if with_state else "inference",
-        client.num_servers,
-        _tables(plan, saved, with_state),
-        [part for server in saved for part in server.parts],
-        token=token,
-        time=max(server.time for server in saved),
-        is_time_set=any(server.is_time_set for server in saved),
-        extra=kept,
-    )
-    return _commit(storage, manifest, before if kind == "delta" else None)
+    with reserve(storage, next_save(storage), token) as held:
+        is_delta = kind == "delta"
+        saved = client.save(storage.path, held.folder, with_state, timeout, token=token, parent=parent, delta=is_delta)
+        manifest = Manifest(
+            held.folder,
+            held.number,
+            "full" if with_state else "inference",
+            client.num_servers,
+            _tables(plan, saved, with_state),
+            [part for server in saved for part in server.parts],
+            token=token,
+            time=max(server.time for server in saved),
+            is_time_set=any(server.is_time_set for server in saved),
+            extra=kept,
+            num_files=sum(len(server.parts) for server in saved),
+        )
+        return _commit(storage, manifest, before if is_delta else None, held)
 
 
 def tell_of_replacing(dirname: str, kind: Kind, known: Collection[str]) -> None:
@@ -86,9 +87,13 @@ def tell_of_replacing(dirname: str, kind: Kind, known: Collection[str]) -> None:
         )
 
 
-def _commit(storage: Storage, manifest: Manifest, before: Manifest | None) -> Manifest:
-    """Make it the model; `before` is what a delta continues, which may have been compacted since it was looked at."""
+def _commit(storage: Storage, manifest: Manifest, before: Manifest | None, held: Reservation) -> Manifest:
+    """Make it the model; `before` is what a delta continues, which may have been compacted since it was looked at.
+
+    The model of before goes last: when the files of this one are there, and its manifest has been read back.
+    """
     with alone(storage):
+        check_written(storage, manifest.save, {part.file: part.bytes for part in manifest.parts})
         if before is not None:
             now = read_manifest(storage)
             if now.token != before.token:
@@ -98,6 +103,9 @@ def _commit(storage: Storage, manifest: Manifest, before: Manifest | None) -> Ma
                 )
             manifest = msgspec.structs.replace(manifest, parent=now.number, base=now.links())
         write_manifest(storage, manifest)
+        if read_manifest(storage) != manifest:
+            raise CheckpointError(f"the manifest in {storage.path} is not the one that was written: nothing is removed")
+        held.release()
         write_donefile(storage, manifest)
         if before is None:
             remove_others(storage, manifest)

@@ -124,7 +124,7 @@ class SharedFiles:
     def __init__(self, client: Client, name: str, number: int, paths: Sequence[str], lease: float) -> None:
         self._client, self._name, self._number, self._lease = client, name, number, lease
         self._lock = threading.Lock()
-        self._wish = 0
+        self._wish, self._paths = 0, frozenset(paths)
         self._over = threading.Event()
         self._thread = BackgroundThreads([self._stay_alive], "shared files")
         self._ask(files=list(paths))
@@ -136,6 +136,10 @@ class SharedFiles:
             self._wish += 1
             what, path = self._ask(take=self._wish)
         if what == "file":
+            if path not in self._paths:
+                raise FleetError(
+                    f"file list '{self._name}': the servers gave out {path!r:.300}, which is not in this worker's list"
+                )
             return path
         return None if what == "end" else ""
 

@@ -27,7 +27,7 @@ class Scorer(torch.nn.Module):
             fleet.ShowClickEntry("show", "click", show_click_decay_rate=0.5),
             fleet.PredicateEntry("show >= 1 or count > 3"),
         ]
-        shrink = fleet.Shrink(delete_after_unseen_days=0.6, delete_threshold=-1, every_hours=6)
+        shrink = fleet.Shrink(delete_after_unseen_days=0.6, delete_threshold=-1, every_hours=6, max_share=1.0)
         self.ids = fleet.nn.SparseEmbedding(3, name="ids", entry=entry, shrink=shrink)
         self.out = torch.nn.Linear(3, 1)
 

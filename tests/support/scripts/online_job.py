@@ -31,7 +31,10 @@ class Model(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        entry, shrink = fleet.CountFilterEntry(2), fleet.Shrink(delete_after_unseen_days=0.05, every_hours=2)
+        entry, shrink = (
+            fleet.CountFilterEntry(2),
+            fleet.Shrink(delete_after_unseen_days=0.05, every_hours=2, max_share=1.0),
+        )
         self.ids = fleet.nn.SparseEmbedding(4, name="ids", entry=entry, shrink=shrink)
         self.out = torch.nn.Linear(12, 1)
 

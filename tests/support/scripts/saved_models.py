@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from torchfleet.checkpoint.lock import reserve
 from torchfleet.checkpoint.manifest import (
     Manifest,
     Parameter,
     described,
-    folder_of,
     next_save,
     read_manifest,
     remove_others,
@@ -35,8 +36,10 @@ def save(
 ) -> Manifest:
     """What worker 0 does: every server its tables, then the manifest, then the old folders go."""
     storage = Storage(dirname)
-    number = next_save(storage)
-    saved = client.save(storage.path, folder_of(number), with_state, seconds)
+    token = secrets.randbits(62) + 1
+    with reserve(storage, next_save(storage), token) as held:
+        saved = client.save(storage.path, held.folder, with_state, seconds, token=token)
+        held.release()
     tables = []
     for spec in specs:
         states = spec.num_states if with_state else 0
@@ -45,7 +48,7 @@ def save(
         tables.append(described(spec, states, step, rows, whole_layout(spec)))
     parts = [part for server in saved for part in server.parts]
     kind = "full" if with_state else "inference"
-    manifest = Manifest(folder_of(number), number, kind, client.num_servers, tables, parts)
+    manifest = Manifest(held.folder, held.number, kind, client.num_servers, tables, parts, num_files=len(parts))
     write_manifest(storage, manifest)
     remove_others(storage, manifest)
     return manifest

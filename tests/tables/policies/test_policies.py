@@ -4,6 +4,7 @@ pulls, pushes, times, shrinks, saves, restarts on another number of servers, and
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torchfleet.storage import Storage
 from torchfleet.tables import eviction
 from torchfleet.tables.rows.row_statistics import is_pushed
 from torchfleet.tables.settings import clock as clock_module
+from torchfleet.tables.settings import policy
 from torchfleet.tables.settings.clock import Clock
 from torchfleet.tables.settings.policy import (
     AdmissionEntry,
@@ -28,7 +30,6 @@ from torchfleet.tables.settings.policy import (
     PredicateEntry,
     ProbabilityEntry,
     ShowClickEntry,
-    Shrink,
     WindowCountEntry,
     combined,
 )
@@ -38,6 +39,7 @@ from torchfleet.tables.sparse_table import SparseTable
 DIM, LR, FIRST = 2, 0.5, 1.0
 LARGE = 10**6  # rows: a table declared so notes the order of lookups, and never evicts by itself
 START = 19_000 * DAY + 5 * HOUR
+Shrink = functools.partial(policy.Shrink, max_share=1.0)  # tables are small here, and may lose all their rows
 NOTHING = Shrink()
 
 
@@ -388,6 +390,7 @@ def test_a_shrink_in_slices_drops_what_one_in_one_piece_does(monkeypatch: pytest
 def test_the_wall_clock_shrinks_tables_when_another_stretch_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [float(START)]
     monkeypatch.setattr(clock_module.time, "time", lambda: now[0])
+    monkeypatch.setattr(clock_module.time, "clock_gettime", lambda which: now[0] - START)
     spec = TableSpec("t", shrink=Shrink(delete_after_unseen_days=0.5, every_hours=8))
     tables = Tables([spec], 2)
     tables.client.pull("t", np.arange(20)).result()

@@ -6,21 +6,26 @@ A piece is a box of a whole tensor (offset and shape): what one rank wrote of it
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
 
+from torchfleet.checkpoint.lock import remove_all_but
 from torchfleet.checkpoint.manifest import next_save
 from torchfleet.checkpoint.manifest_file import FILE, read_body, write_body
+from torchfleet.checkpoint.part_file import ITEM_BYTES
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
 
 FORMAT = "torchfleet collective checkpoint"
 VERSION = 1
-_FOLDER = re.compile(r"save-[0-9]{1,18}")  # other folders are not ours
+
+_FOLDER = re.compile(r"save-[0-9]{1,18}")
+_FILE = re.compile(r"rank-([0-9]{5,7})-of-([0-9]{5,7})\.safetensors")
 
 # model      a parameter or persistent buffer, by its name
 # master     the copy in higher precision that the optimizer has of a parameter
@@ -30,7 +35,7 @@ _FOLDER = re.compile(r"save-[0-9]{1,18}")  # other folders are not ours
 Kind = Literal["model", "master", "optimizer", "part", "rank"]
 
 
-class SavedPiece(msgspec.Struct, frozen=True):
+class SavedPiece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A box of a tensor: bytes start … start + number of bytes of a file."""
 
     file: str
@@ -41,7 +46,7 @@ class SavedPiece(msgspec.Struct, frozen=True):
     crc32: int
 
 
-class SavedTensor(msgspec.Struct, frozen=True):
+class SavedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str
     kind: Kind
     dtype: str  # as safetensors has it
@@ -53,14 +58,14 @@ class SavedTensor(msgspec.Struct, frozen=True):
         return sum(piece.bytes for piece in self.pieces)
 
 
-class SavedGroup(msgspec.Struct):
+class SavedGroup(msgspec.Struct, forbid_unknown_fields=True):
     """A param group: its options (learning rate, ...), and the names of its parameters."""
 
     options: dict[str, Any]
     parameters: list[str]
 
 
-class CollectiveManifest(msgspec.Struct, frozen=True):
+class CollectiveManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     save: str  # the folder with the files
     number: int
     num_ranks: int
@@ -104,15 +109,81 @@ def read(storage: Storage) -> CollectiveManifest:
         )
     try:
         manifest = msgspec.json.decode(body, type=CollectiveManifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise CheckpointError(f"{place} is not a manifest of this version: {error}") from None
     if manifest.version != VERSION:
         raise CheckpointError(f"{place}: expected {FORMAT} version {VERSION}, found version {manifest.version}")
+    for wrong in _contradictions(manifest):
+        raise CheckpointError(f"{place} describes no model: {wrong}. Load another save.")
     return manifest
 
 
+def _contradictions(manifest: CollectiveManifest) -> Iterator[str]:
+    """What cannot be true of a save, whatever its checksum."""
+    if not _FOLDER.fullmatch(manifest.save) or not 1 <= manifest.number < 10**18:
+        yield f"expected a folder save-NUMBER, found {manifest.save!r:.100} and number {manifest.number}"
+    if not 1 <= manifest.num_ranks < 10**6 or not 0 <= manifest.time < 1e12:
+        yield f"expected ranks and a time, found num_ranks={manifest.num_ranks} and time={manifest.time}"
+    names = {(tensor.kind, tensor.name) for tensor in manifest.tensors}
+    if len(names) < len(manifest.tensors):
+        yield "a tensor is in it twice"
+    for tensor in manifest.tensors:
+        yield from _wrong_pieces(tensor, manifest.num_ranks)
+    for alias, first in manifest.tied.items():
+        if ("model", first) not in names:
+            yield f"'{alias:.200}' is another name of '{first:.200}', which is not in it"
+    places = sorted(
+        (piece.file, piece.start, piece.bytes) for tensor in manifest.tensors for piece in tensor.pieces if piece.bytes
+    )
+    for (file, start, size), (other, begin, _) in itertools.pairwise(places):
+        if file == other and begin < start + size:
+            yield f"two pieces lie on each other at byte {begin:,} of {file}"
+
+
+def _wrong_pieces(tensor: SavedTensor, num_ranks: int) -> Iterator[str]:
+    """Of one tensor: pieces that do not fit into it, or onto each other, or leave something out."""
+    what = f"'{tensor.name:.200}'"
+    item = ITEM_BYTES.get(tensor.dtype, 0)
+    if not item or not _is_shape(tensor.shape):
+        yield f"{what}: expected a type and a shape, found {tensor.dtype!r:.50} {tensor.shape!s:.100}"
+        return
+    for piece in tensor.pieces:
+        rank = _FILE.fullmatch(piece.file)
+        if rank is None or int(rank[1]) >= num_ranks or int(rank[2]) != num_ranks:
+            yield f"{what}: expected the file of one of {num_ranks} ranks, found {piece.file!r:.200}"
+        fits = len(piece.offset) == len(piece.shape) == len(tensor.shape) and _is_shape(piece.shape)
+        boxes = zip(piece.offset, piece.shape, tensor.shape, strict=False)
+        if not fits or not all(0 <= start <= start + length <= whole for start, length, whole in boxes):
+            yield f"{what} of shape {tensor.shape}: a piece of {piece.shape!s:.100} at {piece.offset!s:.100} is outside"
+        elif piece.bytes != item * num_elements(piece.shape) or not 0 <= piece.start < 1 << 60:
+            yield f"{what}: a piece of {piece.shape} {tensor.dtype} takes no {piece.bytes:,} bytes at {piece.start:,}"
+        elif not 0 <= piece.crc32 < 1 << 32:
+            yield f"{what}: expected a CRC-32, found {piece.crc32}"
+    total = sum(num_elements(piece.shape) for piece in tensor.pieces)
+    if total != num_elements(tensor.shape) and (tensor.kind != "rank" or total > num_elements(tensor.shape)):
+        yield f"{what}: its pieces have {total:,} of {num_elements(tensor.shape):,} elements"
+    if _overlap(tensor.pieces):
+        yield f"{what}: two of its pieces lie on each other, so that others are missing"
+
+
+def _is_shape(shape: Sequence[int]) -> bool:
+    return len(shape) <= 64 and all(length >= 0 for length in shape) and num_elements(shape) < 1 << 56
+
+
+def _overlap(pieces: Sequence[SavedPiece]) -> bool:
+    """Whether two boxes have an element in common. Sorted by their first dimension, few have to be compared."""
+    boxes = sorted((p.offset, p.shape) for p in pieces if num_elements(p.shape) and len(p.offset) == len(p.shape))
+    for i, (offset, shape) in enumerate(boxes):
+        for other, lengths in boxes[i + 1 :]:
+            if offset and other[0] >= offset[0] + shape[0]:
+                break
+            if all(a < b + m and b < a + n for a, n, b, m in zip(offset, shape, other, lengths, strict=False)):
+                return True
+    return False
+
+
 def _head(body: bytes) -> _Head:
-    with contextlib.suppress(msgspec.DecodeError):
+    with contextlib.suppress(msgspec.MsgspecError, RecursionError, ValueError):
         return msgspec.json.decode(body, type=_Head)
     return _Head()
 
@@ -126,9 +197,7 @@ def next_number(storage: Storage) -> int:
 
 def remove_others(storage: Storage, kept: str) -> None:
     """Folders of saves before, and of those that never came to an end."""
-    for name in list(storage.folders()):
-        if _FOLDER.fullmatch(name) and name != kept:
-            storage.remove_folder(name)
+    remove_all_but(storage, {kept})
 
 
 def num_elements(shape: Sequence[int]) -> int:

@@ -33,6 +33,7 @@ def fill(reader: Reader, targets: Sequence[Target], progress: Progress | None) -
                 num += num_elements([some.stop - some.start for some in common[0]])
         if num != piece.tensor.numel():
             raise CheckpointError(f"'{source.name}': {num:,} of {piece.tensor.numel():,} elements were saved")
+    reader.check({id(source): source for source, *_ in jobs}.values())
     total, done = sum(saved.bytes for _, saved, *_ in jobs), 0
     for source, saved, piece, here, there in sorted(jobs, key=lambda job: (job[1].file, job[1].start)):
         data = torch.frombuffer(reader.read(source, saved), dtype=DTYPES[source.dtype]).view(saved.shape)

@@ -6,6 +6,8 @@ Messages among ranks, and all that is read back, are JSON and raw numbers: nothi
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import msgspec
 import torch
 
-from torchfleet.checkpoint.lock import alone
+from torchfleet.checkpoint.lock import Reservation, alone, check_written, reserve
 from torchfleet.checkpoint.manifest import as_json, folder_of
 from torchfleet.checkpoint.part_file import entries_of, header
 from torchfleet.checkpoint.part_writer import write_file
@@ -23,6 +25,7 @@ from torchfleet.collective.checkpoint.collective_manifest import (
     SavedPiece,
     SavedTensor,
     next_number,
+    read,
     remove_others,
     write,
 )
@@ -39,6 +42,7 @@ from torchfleet.collective.checkpoint.planning import Key, PieceSpec, Report, as
 from torchfleet.collective.checkpoint.tensor_files import Buffers, Bytes, file_key, offsets_metadata
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
+from torchfleet.errors import CheckpointError
 from torchfleet.monitor.progress import Progress
 from torchfleet.storage import Storage
 
@@ -73,12 +77,29 @@ def save(
     `names`: of the optimizer's parameters, if they are not the model's own. An error, on whichever rank, is raised on
     all of them, and leaves the model that was saved there before, as does being killed.
     """
+    with contextlib.ExitStack() as stack:
+        return _save(dirname, model, optimizer, strategies, world, extra, names, stack)
+
+
+def _save(
+    dirname: str,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    strategies: Sequence[Strategy],
+    world: World,
+    extra: Mapping[str, Any] | None,
+    names: Names | None,
+    stack: contextlib.ExitStack,
+) -> int:
+    """`stack` ends when the save has: what is left of one that failed is removed."""
     own: dict[Key, HeldPiece] = {("model", name): piece for name, piece in model_pieces(model, world).items()}
-    failed = None
+    failed = place = None
     try:
         holdings = _collect(own, model, optimizer, strategies, world, names)
         as_json(extra or {}, "fleet.save")
-        holdings.number = next_number(Storage(dirname)) if world.rank == 0 else 0
+        if world.rank == 0:
+            place = stack.enter_context(_reserve(Storage(dirname)))
+            holdings.number = place.number
     except Exception as error:
         holdings, failed = Holdings(error=error_text(error)), error
     held = exchange(world, holdings, failed)
@@ -87,11 +108,11 @@ def save(
     progress = Progress("fleet.save") if world.rank == 0 else None
     written = exchange(world, _write(storage, number, plan[world.rank], own, world, progress))
     done = Report()
-    if world.rank == 0:
+    if place is not None:
         tensors = _tensors(plan, written, held)
         settings = strategies[0].settings.differences() if strategies else {}
         kept = [as_json(values, "fleet.save") for values in (settings, extra or {})]
-        done = _commit(storage, _manifest(number, tensors, held, *kept))
+        done = _commit(storage, _manifest(number, tensors, held, *kept), place)
     exchange(world, done)
     if progress is not None:
         progress.end(f"save {number} is in {storage.path}")
@@ -213,11 +234,23 @@ def _merged_groups(groups_of_ranks: Sequence[Sequence[SavedGroup]]) -> list[Save
     return made
 
 
-def _commit(storage: Storage, manifest: CollectiveManifest) -> Report:
-    """From here on the new model is the model."""
+def _reserve(storage: Storage) -> Reservation:
+    return reserve(storage, next_number(storage), secrets.randbits(62) + 1)
+
+
+def _commit(storage: Storage, manifest: CollectiveManifest, held: Reservation) -> Report:
+    """From here on the new model is the model. The one of before goes last."""
+    sizes: dict[str, int] = {}
+    for tensor in manifest.tensors:
+        for piece in tensor.pieces:
+            sizes[piece.file] = max(sizes.get(piece.file, 0), piece.start + piece.bytes)
     try:
         with alone(storage):
+            check_written(storage, manifest.save, sizes)
             write(storage, manifest)
+            if read(storage) != manifest:
+                raise CheckpointError(f"the manifest in {storage.path} is not the one that was written")
+            held.release()
             remove_others(storage, manifest.save)
     except Exception as error:
         return Report(error=error_text(error))

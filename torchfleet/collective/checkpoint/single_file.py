@@ -32,6 +32,7 @@ def export(dirname: str, path: str) -> int:
         progress.show(f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
 
     with Reader(storage, manifest) as reader:
+        reader.check(tensors)
         makers = [_maker(reader, tensor) for tensor in tensors]
         buffers = Buffers(header(entries, {"format": "pt", **manifest.tied}), makers, show)
         write_file(Storage(folder), name, buffers)

@@ -7,7 +7,7 @@ writes it: its HuggingFaceStorageReader reads the folder of a save as it is.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import fsspec
@@ -15,10 +15,18 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.checkpoint.part_file import ITEM_BYTES
-from torchfleet.collective.checkpoint.collective_manifest import CollectiveManifest, Kind, SavedPiece, SavedTensor
+from torchfleet.checkpoint.part_file import ITEM_BYTES, TensorEntry
+from torchfleet.collective.checkpoint.collective_manifest import (
+    CollectiveManifest,
+    Kind,
+    SavedPiece,
+    SavedTensor,
+    num_elements,
+)
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
+
+_MAX_HEADER = 100_000_000  # bytes: as safetensors itself
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -68,10 +76,43 @@ class Reader:
         if self._file is not None:
             self._file.close()
 
+    def check(self, tensors: Iterable[SavedTensor]) -> None:
+        """Raise CheckpointError, which names the file, unless their pieces are in the files as the manifest says: by
+        name, type and shape. Values are not read."""
+        headers: dict[str, dict[str, TensorEntry]] = {}
+        for tensor, piece in in_file_order(list(tensors)):
+            place = self._storage.place(f"{self._folder}/{piece.file}")
+            if piece.file not in headers:
+                headers = {piece.file: self._header(piece.file, place)}
+            found = headers[piece.file].get(file_key(tensor.kind, tensor.name))
+            if found is None or (found.dtype, found.shape) != (tensor.dtype, piece.shape) or not _is_at(found, piece):
+                there = "nothing" if found is None else f"{found.dtype} {found.shape} at {found.data_offsets}"
+                raise CheckpointError(
+                    f"{place}: expected '{tensor.name}' of {tensor.dtype} {piece.shape} at {piece.start:,}, found "
+                    f"{there}"
+                )
+
+    def _header(self, name: str, place: str) -> dict[str, TensorEntry]:
+        """What the file says of itself, with offsets from its first byte."""
+        size = int.from_bytes(self._bytes(name, place, 0, 8), "little")
+        if size > _MAX_HEADER:
+            raise CheckpointError(f"{place}: expected a safetensors header, found one of {size:,} bytes")
+        try:
+            found = msgspec.json.decode(self._bytes(name, place, 8, size), type=dict[str, Any])
+            found.pop("__metadata__", None)
+            entries = msgspec.convert(found, dict[str, TensorEntry])
+        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+            raise CheckpointError(f"{place}: its safetensors header is damaged: {error}") from None
+        shift = 8 + size
+        return {
+            key: msgspec.structs.replace(entry, data_offsets=tuple(shift + offset for offset in entry.data_offsets))
+            for key, entry in entries.items()
+        }
+
     def read(self, tensor: SavedTensor, piece: SavedPiece) -> bytearray:
         """The bytes of a piece, in memory of their own."""
         place = self._storage.place(f"{self._folder}/{piece.file}")
-        data = self._bytes(piece, place)
+        data = self._bytes(piece.file, place, piece.start, piece.bytes)
         if len(data) != piece.bytes:
             raise CheckpointError(
                 f"{place} is cut off: expected {piece.bytes:,} bytes of '{tensor.name}' at {piece.start:,}, found "
@@ -94,11 +135,12 @@ class Reader:
             made[box(piece.offset, piece.shape)] = data
         return made.reshape(-1).view(np.uint8)
 
-    def _bytes(self, piece: SavedPiece, place: str) -> bytearray:
+    def _bytes(self, name: str, place: str, start: int, size: int) -> bytearray:
+        """So many bytes of a file, or as many as there are."""
         try:
-            file = self._open(piece.file, place)
-            file.seek(piece.start)
-            data = bytearray(piece.bytes)
+            file = self._open(name, place)
+            file.seek(start)
+            data = bytearray(size)
             view, at = memoryview(data), 0
             while at < len(data):
                 num = file.readinto(view[at:])
@@ -112,6 +154,8 @@ class Reader:
             raise CheckpointError(f"{place} cannot be read: {error}") from error
 
     def _open(self, name: str, place: str) -> Any:
+        if self._storage.leads_outside(f"{self._folder}/{name}"):
+            raise CheckpointError(f"{place} leads outside of {self._storage.path}")
         if self._file is None or self._name != name:
             if self._file is not None:
                 self._file.close()
@@ -119,6 +163,10 @@ class Reader:
             self._file = open(place, "rb", buffering=0) if here else fsspec.open(place, "rb").open()  # noqa: SIM115
             self._name = name
         return self._file
+
+
+def _is_at(entry: TensorEntry, piece: SavedPiece) -> bool:
+    return not num_elements(piece.shape) or entry.data_offsets == (piece.start, piece.start + piece.bytes)
 
 
 def box(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
@@ -142,6 +190,7 @@ def overlap(
 def check_files(reader: Reader, manifest: CollectiveManifest, show: Callable[[str], None]) -> int:
     """Read every piece and compare its checksum; returns how many there are."""
     num = 0
+    reader.check(manifest.tensors)
     for tensor, piece in in_file_order(manifest.tensors):
         reader.read(tensor, piece)
         num += 1

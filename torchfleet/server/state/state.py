@@ -70,6 +70,7 @@ class State:
     """All that a server owns."""
 
     max_table_bytes: int
+    save_roots: tuple[str, ...] = ()  # folders below which saves may be written; none: save_roots.py says where
     num_workers: int = 0  # ends when so many have left; 0: only on STOP or a signal
     tables: dict[int, Table] = field(default_factory=dict)
     sessions: Sessions = field(default_factory=Sessions)
@@ -115,6 +116,13 @@ class State:
             if len(self.tables) >= MAX_TABLES:
                 raise TableError(f"{MAX_TABLES} tables exist already, which is the limit")
             self.tables[spec.number] = make_table(spec, self.max_table_bytes, self.clock)
+
+    def remake_tables(self) -> None:
+        """All tables as they were when they had just been made, and the clock of the machine."""
+        self.clock = Clock()
+        self.tables = {
+            number: make_table(table.spec, self.max_table_bytes, self.clock) for number, table in self.tables.items()
+        }
 
     def table(self, number: int) -> Table:
         """The table that messages call by this number. Raises TableError."""

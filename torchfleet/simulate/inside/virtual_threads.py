@@ -156,6 +156,8 @@ def _install_clocks(schedule: Schedule, epoch: float) -> None:
     clocks.monotonic = clocks.perf_counter = schedule.now
     clocks.monotonic_ns = clocks.perf_counter_ns = lambda: int(schedule.now() * 1e9)
     clocks.time = lambda: epoch + schedule.now()
+    real = clocks.clock_gettime
+    clocks.clock_gettime = lambda which: schedule.now() if which == clocks.CLOCK_BOOTTIME else real(which)
     clocks.time_ns = lambda: int((epoch + schedule.now()) * 1e9)
     for module in (threading, queue):  # which have taken monotonic by another name
         for name in ("_time", "time"):

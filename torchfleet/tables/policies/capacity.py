@@ -77,12 +77,16 @@ class Capacity:
         in_use = in_use[in_use >= 0]
         if num_new + len(in_use) > self.max_rows:  # in_use may repeat
             in_use = np.unique(in_use)
-            if num_new + len(in_use) > self.max_rows:
-                raise TableError(
-                    f"table '{table.spec.name}' may have {self.max_rows:,} rows on this server, and one batch needs "
-                    f"{num_new + len(in_use):,}. Raise max_rows or max_bytes."
-                )
+            self.check(num_new + len(in_use))
         self._drop(excess, in_use)
+
+    def check(self, num_needed: int) -> None:
+        """Raise TableError if one batch needs more rows than there may be."""
+        if num_needed > self.max_rows:
+            raise TableError(
+                f"table '{self._table.spec.name}' may have {self.max_rows:,} rows on this server, and one batch needs "
+                f"{num_needed:,}. Raise max_rows or max_bytes."
+            )
 
     def _drop(self, excess: int, in_use: Rows) -> None:
         """So many rows, in laps: in each those up to the tick that is the oldest tenth's when it begins."""

@@ -17,6 +17,8 @@ MAX_WINDOW_COUNT = 255  # a counter of the window is one byte
 BLOCK_BYTES = 64  # of the window's counters
 NUM_BLOCKS_STEP = 5040  # divided by every number of servers up to 10, and by many more: a block then has one owner
 _MAX_DAYS = 36_500.0
+MAX_SHARE = 0.5  # of its rows that a table may lose in one shrink, unless it is declared otherwise
+_MAX_WEIGHT = 1e9  # of shows and clicks: scores stay finite
 
 
 class AdmissionEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -50,7 +52,8 @@ class AdmissionEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             f"show_click_decay_rate must be above 0 and at most 1, found {self.show_click_decay_rate}",
         )
         for field in ("nonclick_weight", "click_weight"):
-            _expect(math.isfinite(getattr(self, field)), f"{field} must be a number, found {getattr(self, field)}")
+            weight = getattr(self, field)
+            _expect(abs(weight) <= _MAX_WEIGHT, f"{field} must be a number up to {_MAX_WEIGHT:g}, found {weight}")
         if self.predicate:
             parse(self.predicate, ADMISSION_NAMES)
 
@@ -86,9 +89,13 @@ class Shrink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     min_norm: float | None = None
     where: str | None = None
     every_hours: float | None = None
+    max_share: float = (
+        MAX_SHARE  # of the rows: a shrink that would drop more drops none (max_rows, max_bytes: any number)
+    )
 
     def __post_init__(self) -> None:
         self._check_types()
+        _expect(0 < self.max_share <= 1, f"Shrink: max_share must be above 0 and at most 1, found {self.max_share}")
         for field in ("delete_after_unseen_days", "ttl_days"):
             days = getattr(self, field)
             _expect(days is None or 0 <= days <= _MAX_DAYS, f"Shrink: {field} must be 0 to {_MAX_DAYS:g}, found {days}")
@@ -110,7 +117,8 @@ class Shrink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
             parse(self.where, EVICTION_NAMES)
 
     def _check_types(self) -> None:
-        for field in ("delete_after_unseen_days", "delete_threshold", "ttl_days", "min_norm", "every_hours"):
+        fields = "delete_after_unseen_days", "delete_threshold", "ttl_days", "min_norm", "every_hours", "max_share"
+        for field in fields:
             _expect_number(f"Shrink: {field}", getattr(self, field), (int, float), "a number")
         for field in ("max_rows", "max_bytes"):
             _expect_number(f"Shrink: {field}", getattr(self, field), (int,), "a whole number")
@@ -121,7 +129,7 @@ class Shrink(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     @property
     def drops_any(self) -> bool:
         """Something is asked for."""
-        return msgspec.structs.replace(self, every_hours=None) != Shrink() if self.every_hours else self != Shrink()
+        return msgspec.structs.replace(self, every_hours=None, max_share=MAX_SHARE) != Shrink()
 
     @property
     def names(self) -> frozenset[str]:

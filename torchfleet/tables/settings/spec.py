@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -85,6 +85,7 @@ class RowRule(ABC):
     """
 
     num_states: int  # numbers of state per value of a sparse row
+    squares: tuple[int, ...] = ()  # which of them are sums of squares, and so never negative
 
     def num_dense_states(self, rule: Rule) -> int:
         """Numbers of state per value of a dense block."""
@@ -97,6 +98,14 @@ class RowRule(ABC):
     def rate(self, rule: Rule, lr: float, step: int) -> float:
         """The learning rate of update number `step` (1, 2, ...), where `lr` was asked for."""
         return lr
+
+    def reach(self, rule: Rule, rate: float, step: int, grad: float, held: Sequence[float]) -> list[float] | None:
+        """Bounds on the magnitude of values and of each number of state after one update.
+
+        `held`: the bounds before it; `grad`: one on its gradients. None: not known, and every update is tried first.
+        Rounding may double what is added. Of rows, no later update with the same bounds adds more.
+        """
+        return None
 
     @abstractmethod
     def apply_to_rows(
@@ -126,11 +135,17 @@ class Initializer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.name in get_args(InitializerName),
             f"initializer.name must be one of {get_args(InitializerName)}, found {self.name!r}",
         )
-        _expect(
-            abs(self.a) <= MAX_FLOAT and abs(self.b) <= MAX_FLOAT, f"initializer needs finite numbers, found {self}"
-        )
+        is_finite = math.isfinite(self.a) and math.isfinite(self.b) and self.largest <= MAX_FLOAT
+        _expect(is_finite, f"initializer needs numbers that make finite first values, found {self}")
         _expect(self.name != "uniform" or self.a <= self.b, f"uniform needs low <= high, found {self.a}, {self.b}")
         _expect("normal" not in self.name or self.b >= 0, f"{self.name} needs a deviation >= 0, found {self.b}")
+
+    @property
+    def largest(self) -> float:
+        """No first value is larger."""
+        if self.name == "normal":
+            return abs(self.a) + 9 * abs(self.b)  # 53 random bits reach 8.3 deviations
+        return abs(self.a) + 2.01 * abs(self.b) if self.name == "truncated_normal" else max(abs(self.a), abs(self.b))
 
 
 @dataclass(frozen=True)
