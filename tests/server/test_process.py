@@ -31,6 +31,7 @@ pytestmark = pytest.mark.timeout(60)
 
 PATIENT = Patience(timeout=WAIT, retries=2)
 MEGABYTE = 1 << 20
+JOINED = {"host": "h", "pid": 1, "num_workers": 1, "timeout": 60.0, "sync_timeout": 60.0}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -183,6 +184,7 @@ class TestEnd:
             for worker in (0, 1):
                 assert server.returncode is None
                 with closing(Client.connect([server.endpoint], worker=worker, patience=PATIENT)) as client:
+                    client.join({**JOINED, "num_workers": 2})
                     client.leave()
             assert server.wait(WAIT) == 0
 
@@ -204,10 +206,7 @@ class TestEnd:
 def test_it_tells_for_what_share_of_the_time_it_computes(capsys: pytest.CaptureFixture[str]) -> None:
     with ServerProcess() as server, closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
         client.create_table(TableSpec("t", dim=16, rule=Rule("adam")))
-        client.join(
-            {"process": 1, "host": "h", "pid": 1, "num_workers": 1, "timeout": 60.0, "sync_timeout": 60.0}
-            | {"waiting": 0.7}
-        )
+        client.join({**JOINED, "waiting": 0.7})
         time.sleep(2.1)  # two periods, of which the second is quiet from end to end
         idle = client.stats()[0]["busy"]
         until = time.monotonic() + 2.2

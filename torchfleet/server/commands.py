@@ -20,6 +20,7 @@ from torchfleet.net.wire import (
     BOUNDED,
     DELTA,
     GATHER,
+    MAX_BODY,
     MAX_FRAME,
     NO_CREATE,
     SYNC,
@@ -73,7 +74,7 @@ def stats(state: State, request: Request) -> Answer:
 
 def create_table(state: State, request: Request) -> Answer:
     """Make a table. Making it again with the same description changes nothing; with another one it is an error."""
-    spec = unpack(only(request), TableSpec)
+    spec = unpack(only(request), TableSpec, MAX_BODY)
     state.add_table(spec)
     return []
 
@@ -180,7 +181,7 @@ def save(state: State, request: Request) -> Answer | FleetError | None:
 
     A repeat of the request gets the same answer.
     """
-    body = unpack(only(request), SaveBody)
+    body = unpack(only(request), SaveBody, MAX_BODY)
     if not re.fullmatch(r"save-[0-9]{1,18}", body.folder):
         raise WireError(f"expected a folder save-NUMBER, found {body.folder!r}")
     apply_gathered(state)  # its pushes were acknowledged: they belong to the model
@@ -200,6 +201,8 @@ class CommandHandler:
     roles: frozenset[Role]
     once: bool = False  # a repeat does not run it again
     again: Callable[[State, Request], Answer] | None = None  # what a repeat does; None: nothing
+    as_worker: bool = False  # only the process that has joined as the message's worker may give it, if one has
+    as_worker_flags: int = 0  # the same for messages with one of these flags
 
 
 _ALL = frozenset(Role)
@@ -210,18 +213,18 @@ COMMANDS: dict[int, CommandHandler] = {
     Command.PING: CommandHandler(ping, _ALL),
     Command.STATS: CommandHandler(stats, _ALL),
     Command.CREATE_TABLE: CommandHandler(create_table, _FIRST),
-    Command.PULL: CommandHandler(pull, _ALL, again=pull_again),
-    Command.PUSH: CommandHandler(push, _ALL, once=True),
+    Command.PULL: CommandHandler(pull, _ALL, again=pull_again, as_worker_flags=SYNC | BOUNDED),
+    Command.PUSH: CommandHandler(push, _ALL, once=True, as_worker_flags=SYNC | BOUNDED),
     Command.SET: CommandHandler(set_values, _FIRST, once=True),
     Command.ERASE: CommandHandler(erase, _FIRST, once=True),
-    Command.BARRIER: CommandHandler(barrier, _ALL, once=True),
+    Command.BARRIER: CommandHandler(barrier, _ALL, once=True, as_worker=True),
     Command.LEAVE: CommandHandler(leave, _ALL),
     Command.STOP: CommandHandler(stop, _LAUNCHER),
     Command.PULL_CHANGED: CommandHandler(pull_changed, _ALL),
-    Command.GATHER: CommandHandler(gather, _ALL),
-    Command.SEND: CommandHandler(send, _ALL),
-    Command.TAKE: CommandHandler(take, _ALL),
-    Command.FILES: CommandHandler(files, _ALL),
+    Command.GATHER: CommandHandler(gather, _ALL, as_worker=True),
+    Command.SEND: CommandHandler(send, _ALL, as_worker=True),
+    Command.TAKE: CommandHandler(take, _ALL, as_worker=True),
+    Command.FILES: CommandHandler(files, _ALL, as_worker=True),
     Command.SAVE: CommandHandler(save, _FIRST),
     Command.CLOCK: CommandHandler(set_clock, _FIRST),
     Command.SHRINK: CommandHandler(shrink_tables, _FIRST),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 
-from torchfleet.errors import FleetError, PermissionRefused, ServerLoading, WireError
+from torchfleet.errors import FleetError, PermissionRefused, ServerBusy, ServerLoading, WireError
 from torchfleet.net.request import Request
 from torchfleet.net.transport import Peer
 from torchfleet.net.wire import (
@@ -21,9 +22,11 @@ from torchfleet.net.wire import (
     Role,
     call_of,
     decode,
+    decode_reply,
     encode_reply,
     error_arrays,
     pack,
+    version_of,
 )
 from torchfleet.server.commands import COMMANDS, CommandHandler
 from torchfleet.server.long_work import shrink_in_slices
@@ -33,15 +36,22 @@ from torchfleet.server.waiting import end_hopeless_waits
 from torchfleet.tables.rows import memory
 
 MAX_TEXT = 2000
+ORPHAN_TIMEOUT = 1800.0
 
 
 class Server:
     """The state machine behind a transport: requests in, replies out, no sockets, no threads."""
 
-    def __init__(self, max_table_bytes: int | None = None, num_workers: int = 0) -> None:
-        """`max_table_bytes`: None for FLEET_MAX_TABLE_BYTES, or all memory that this process may use."""
+    def __init__(
+        self, max_table_bytes: int | None = None, num_workers: int = 0, orphan_timeout: float | None = None
+    ) -> None:
+        """`max_table_bytes`: None for FLEET_MAX_TABLE_BYTES, or all memory that this process may use.
+        `orphan_timeout`: seconds after the last sign of any worker when the server ends; 0: it waits on; None: half an
+        hour if it was told the number of workers."""
         limit = memory.max_table_bytes() if max_table_bytes is None else max_table_bytes
         self.state = State(limit, num_workers)
+        default = ORPHAN_TIMEOUT if num_workers else 0.0
+        self._orphan_timeout = default if orphan_timeout is None else orphan_timeout
         self.loading = ""  # what it does before it serves; while that is set, no request reaches the tables
         self.desertion = ""  # which workers went without leaving, if that is why it stops
         self._incarnation = secrets.randbits(63) | 1
@@ -56,7 +66,7 @@ class Server:
         try:
             message = decode(frames)
         except WireError as error:
-            broken = Request(Message(Command.PING, call=call_of(frames)), peer)
+            broken = Request(Message(Command.PING, call=call_of(frames)), peer, version=version_of(frames))
             self.state.finish(broken, error)
             return self._replies()
         request = Request(message, peer, time.monotonic())
@@ -64,6 +74,29 @@ class Server:
         if result is not None:
             self.state.finish(request, result)
         return self._replies()
+
+    def refuse(self, peer: Peer, frames: Sequence[Frame], error: FleetError) -> list[tuple[Peer, list[Frame]]]:
+        """As Handler.refuse."""
+        message = Message(Command.PING, call=call_of(frames))
+        with contextlib.suppress(WireError):
+            message = decode(frames)
+        self.state.num_requests += 1
+        self.note_refusal(f"{_name_of(message)}: {error}")
+        asked = Message(message.command, worker=message.worker, call=message.call)  # no change: it was not taken in
+        self.state.finish(Request(asked, peer, version=version_of(frames)), error)
+        return self._replies()
+
+    def refused(self, reply: Sequence[Frame], error: FleetError) -> list[Frame]:
+        """As Handler.refused."""
+        answer = decode_reply(reply)
+        self.state.num_errors += 1
+        self.note_refusal(f"a reply to worker {answer.worker}: {error}")
+        answer.status, answer.arrays = ERROR, error_arrays(type(error).__name__, str(error))
+        return encode_reply(answer)
+
+    def note_refusal(self, text: str) -> None:
+        """As Handler.note_refusal."""
+        self.state.refusals.note(text, time.monotonic())
 
     def tick(self, now: float) -> list[tuple[Peer, list[Frame]]]:
         if self.loading:
@@ -87,6 +120,9 @@ class Server:
         if state.num_workers and state.presence.is_deserted(len(state.barriers.left), state.num_workers, now):
             self.desertion = "; ".join(state.presence.lost(now).values())
             state.is_stopping = True
+        elif state.presence.is_orphaned(self._orphan_timeout, now):
+            self.desertion = f"no worker has been heard of for {self._orphan_timeout:g} s (orphan_timeout)"
+            state.is_stopping = True
 
     def work(self) -> bool | None:
         """One slice of long work. None: there is none; False: it waits for a disk and could do nothing."""
@@ -100,12 +136,15 @@ class Server:
 
     def _run(self, request: Request, role: Role | None) -> Answer | FleetError | None:
         try:
-            handler = self._handler(request.message, role)
+            handler = self._handler(request, role)
             if self.loading:
                 return self._answer_while_loading(request.message)
             if not handler.once and not (handler.again is not None and request.message.sequence):
                 return handler.run(self.state, request)
             return self._run_once(handler, request)
+        except ServerBusy as error:
+            self.note_refusal(f"{_name_of(request.message)}: {error}")
+            return _plain(error)
         except FleetError as error:
             return _plain(error)
         except Exception as error:  # our own mistake must not end the service of all others
@@ -121,23 +160,34 @@ class Server:
         message = request.message
         if message.sequence < 1:
             raise WireError(f"command {message.command} changes things and needs a sequence number")
-        before = self.state.sessions.begin(message.client, message.sequence, message.floor)
+        sessions = self.state.sessions
+        is_waiting = sessions.is_running(message.client, message.sequence)
+        before = sessions.begin(
+            message.client, message.sequence, message.floor, request.arrived, message.worker, message.incarnation
+        )
         if isinstance(before, FleetError):
             return before
         if before is Outcome.APPLIED:
             return handler.again(self.state, request) if handler.again is not None else []
-        return handler.run(self.state, request)  # also for one that is waiting: its reply then goes to the repeat
+        try:
+            return handler.run(self.state, request)  # also for one that is waiting: its reply then goes to the repeat
+        except ServerBusy:
+            if not is_waiting:
+                sessions.retract(message.client, message.sequence)
+            raise
 
-    @staticmethod
-    def _handler(message: Message, proved: Role | None) -> CommandHandler:
+    def _handler(self, request: Request, proved: Role | None) -> CommandHandler:
+        message = request.message
         handler = COMMANDS.get(message.command)
         if handler is None:
             raise WireError(f"unknown command {message.command}; known are {[command.name for command in Command]}")
-        role = message.role if proved is None else proved
+        role = request.role = message.role if proved is None else proved
         if role not in handler.roles:
             allowed = ", ".join(sorted(known.name.lower() for known in handler.roles))
             name = Role(role).name.lower() if role in tuple(Role) else f"role {role}"
             raise PermissionRefused(f"{Command(message.command).name} is for {allowed}; this is a {name}")
+        if role != Role.LAUNCHER and (handler.as_worker or message.flags & handler.as_worker_flags):
+            self.state.presence.check(message.worker, message.incarnation)
         return handler
 
     def _replies(self) -> list[tuple[Peer, list[Frame]]]:
@@ -152,15 +202,20 @@ class Server:
             reply.status, reply.arrays = ERROR, error_arrays(type(result).__name__, str(result))
         else:
             reply.arrays = result
-        if message.sequence:
+        if message.sequence and not isinstance(result, ServerBusy):
             outcome = result if isinstance(result, FleetError) else Outcome.APPLIED
             self.state.sessions.settle(message.client, message.sequence, outcome)
         try:
-            return encode_reply(reply)
+            return encode_reply(reply, request.version)
         except WireError as error:  # more than a message can hold: that must not end the service of all others
             self.state.num_errors += 1
             reply.status, reply.arrays = ERROR, error_arrays(type(error).__name__, str(error))
             return encode_reply(reply)
+
+
+def _name_of(message: Message) -> str:
+    command = Command(message.command).name if message.command in tuple(Command) else f"command {message.command}"
+    return f"{command} of worker {message.worker}, client {message.client}"
 
 
 def _plain(error: FleetError) -> FleetError:

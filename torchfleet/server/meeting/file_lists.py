@@ -10,6 +10,7 @@ import msgspec
 from torchfleet.errors import DataError
 
 MAX_LISTS = 256
+MAX_LIST = 1 << 24  # bytes of a list
 WAIT, END = "wait", "end"
 _NAMES = "Give all workers one whole list, or different lists different names (set_filelist(..., name=...))."
 

@@ -16,8 +16,10 @@ from torchfleet.server.meeting.file_lists import FileLists
 from torchfleet.server.meeting.gathering import Gatherings
 from torchfleet.server.meeting.mail import Mail
 from torchfleet.server.meeting.presence import Presence
+from torchfleet.server.state.budgets import Budgets
 from torchfleet.server.state.changes import Changes
 from torchfleet.server.state.loop_load import LoopLoad
+from torchfleet.server.state.refusals import Refusals
 from torchfleet.server.state.schedule import Schedule
 from torchfleet.server.state.sessions import Sessions
 from torchfleet.tables.kinds import make_table
@@ -69,6 +71,8 @@ class State:
     num_workers: int = 0  # ends when so many have left; 0: only on STOP or a signal
     tables: dict[int, Table] = field(default_factory=dict)
     sessions: Sessions = field(default_factory=Sessions)
+    budgets: Budgets = field(default_factory=Budgets)
+    refusals: Refusals = field(default_factory=Refusals)
     barriers: Barriers = field(default_factory=Barriers)
     changes: Changes = field(default_factory=Changes)
     gatherings: Gatherings = field(default_factory=Gatherings)

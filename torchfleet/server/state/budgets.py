@@ -1,0 +1,123 @@
+"""What one client may take of a server: bytes that are kept for it, requests that wait, rows that it creates.
+
+A client is a connection (a peer of the transport). Whatever waits is held in its name until nobody refers to it any
+more: the hold is an object that lives as long as what it counts.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from torchfleet.errors import FleetError, ServerBusy
+from torchfleet.net.request import Request
+from torchfleet.net.transport import Peer
+
+MAX_HELD = 1 << 28  # bytes of one client; a single request may be larger, if nothing else is held for its client
+MAX_HELD_IN_ALL = 1 << 32
+MAX_WAITING = 64  # requests of one client
+NEW_ROWS = "FLEET_MAX_NEW_ROWS"
+DEFAULT_NEW_ROWS = 10_000_000  # a second; more than a core can make
+BURST = 4.0  # seconds' worth of rows that may be created at once
+_OVERHEAD = 1024  # bytes of a request beside its arrays
+
+
+@dataclass(slots=True)
+class Account:
+    """What one client holds now, and when it may create rows again."""
+
+    num_bytes: int = 0
+    num_waiting: int = 0
+    spent_until: float = 0.0  # rows so far are paid for by then
+
+
+class Hold:
+    """Counts bytes for a client as long as it lives."""
+
+    __slots__ = ("_accounts", "_num_bytes", "_peer")
+
+    def __init__(self, accounts: Budgets, peer: Peer, num_bytes: int) -> None:
+        self._accounts, self._peer, self._num_bytes = accounts, peer, num_bytes
+        accounts.add(peer, num_bytes, 1)
+
+    def __del__(self) -> None:
+        self._accounts.add(self._peer, -self._num_bytes, -1)
+
+
+class Budgets:
+    """By client, those that hold something."""
+
+    def __init__(self, max_new_rows: float | None = None) -> None:
+        """`max_new_rows`: per client and second; None: FLEET_MAX_NEW_ROWS, or the default; 0: any number."""
+        self._accounts: dict[Peer, Account] = {}
+        self._num_bytes = 0
+        self._max_new_rows = _given_new_rows() if max_new_rows is None else max_new_rows
+
+    def hold(self, request: Request) -> None:
+        """Keep the request in its client's name. Raises ServerBusy if that is too much; then nothing is kept."""
+        if request.hold is None:
+            request.hold = self.take(request.peer, request.num_bytes)
+
+    def take(self, peer: Peer, num_bytes: int) -> Hold:
+        """As `hold`, for bytes that are kept beside a request."""
+        account, num_bytes = self._accounts.get(peer, _NOTHING), num_bytes + _OVERHEAD
+        if account.num_waiting >= MAX_WAITING:
+            raise ServerBusy(
+                f"{account.num_waiting} requests of this client wait already, at most {MAX_WAITING}. Wait for answers."
+            )
+        if account.num_bytes and account.num_bytes + num_bytes > MAX_HELD:
+            raise ServerBusy(
+                f"{account.num_bytes:,} bytes are kept for this client, and {num_bytes:,} more were to be: at most "
+                f"{MAX_HELD:,}. Wait for answers, or send less at once."
+            )
+        if self._num_bytes and self._num_bytes + num_bytes > MAX_HELD_IN_ALL:
+            raise ServerBusy(f"{self._num_bytes:,} bytes are kept for all clients: at most {MAX_HELD_IN_ALL:,}")
+        return Hold(self, peer, num_bytes)
+
+    def add(self, peer: Peer, num_bytes: int, num_waiting: int) -> None:
+        account = self._accounts.setdefault(peer, Account())
+        account.num_bytes += num_bytes
+        account.num_waiting += num_waiting
+        self._num_bytes += num_bytes
+        if not account.num_waiting and account.spent_until <= time.monotonic():
+            self._accounts.pop(peer, None)
+
+    def check_new_rows(self, peer: Peer, now: float) -> None:
+        """Raise ServerBusy if this client has created too many rows in the last seconds."""
+        account = self._accounts.get(peer)
+        if account is not None and account.spent_until > now + BURST:
+            wait = account.spent_until - now - BURST
+            raise ServerBusy(
+                f"this client creates more than {self._max_new_rows:,.0f} rows a second. Ask again in {wait:.1f} s, or "
+                f"raise {NEW_ROWS}."
+            )
+
+    def note_new_rows(self, peer: Peer, num_rows: int, now: float) -> None:
+        if num_rows and self._max_new_rows:
+            account = self._accounts.setdefault(peer, Account())
+            account.spent_until = max(now, account.spent_until) + num_rows / self._max_new_rows
+
+    def forget_idle(self, now: float) -> None:
+        """Drop what is known of clients that hold nothing and have paid for their rows."""
+        idle = [peer for peer, known in self._accounts.items() if not known.num_waiting and known.spent_until <= now]
+        for peer in idle:
+            del self._accounts[peer]
+
+    def num_bytes_of(self, peer: Hashable) -> int:
+        return self._accounts.get(peer, _NOTHING).num_bytes
+
+
+_NOTHING = Account()
+
+
+def _given_new_rows() -> float:
+    text = os.environ.get(NEW_ROWS) or str(DEFAULT_NEW_ROWS)
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < float("inf"):
+        raise FleetError(f"{NEW_ROWS} must be a number of rows a second, 0 for any number; found {text!r}")
+    return number
