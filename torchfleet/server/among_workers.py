@@ -20,6 +20,7 @@ from torchfleet.server.state.state import Answer, State
 from torchfleet.server.sync_step import close_sync_step
 
 MAX_BARRIER_SECONDS = 7 * 24 * 3600.0
+_PER_FILE = 150  # bytes of a list beside the name
 
 
 class BarrierBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -97,7 +98,8 @@ def files(state: State, request: Request) -> Answer:
         raise WireError(f"a lease is up to {MAX_BARRIER_SECONDS:g} seconds, found {body.lease}")
     state.files.expire(request.arrived)
     message = request.message
-    return [pack(state.files.ask(message.client, message.worker, body, request.arrived))]
+    hold = state.budgets.take(request.peer, _PER_FILE * len(body.files) + request.num_bytes) if body.files else None
+    return [pack(state.files.ask(message.client, message.worker, body, request.arrived, hold))]
 
 
 def leave(state: State, request: Request) -> Answer:

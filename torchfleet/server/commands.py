@@ -42,6 +42,7 @@ from torchfleet.server.arrays import (
 )
 from torchfleet.server.kept_pushes import answer, apply_gathered, bounded_push, gather_push
 from torchfleet.server.long_work import in_slices, inspect, set_clock, shrink_tables
+from torchfleet.server.sliced_pull import begin_long_pull, pulls_long
 from torchfleet.server.state.state import Answer, State
 from torchfleet.server.sync_step import keep_for_step
 from torchfleet.server.table_saving import SaveBody, save_in_slices
@@ -79,28 +80,39 @@ def create_table(state: State, request: Request) -> Answer:
     return []
 
 
-def pull(state: State, request: Request) -> Answer:
+def pull(state: State, request: Request) -> Answer | None:
     """Per section: rows for keys of a sparse table, or a range (start, stop) of a dense one."""
     return _pull(state, request, create=not request.message.flags & NO_CREATE)
 
 
-def pull_again(state: State, request: Request) -> Answer:
+def pull_again(state: State, request: Request) -> Answer | None:
     """A pull whose reply was lost: what it has counted and created stays, and is not done twice."""
     return _pull(state, request, create=False)
 
 
-def _pull(state: State, request: Request, create: bool) -> Answer:
+def _pull(state: State, request: Request, create: bool) -> Answer | None:
     expect_distinct(request.message.arrays)
     sections = [(state.table(array.number), column(array, np.uint64)) for array in request.message.arrays]
     in_step = bool(request.message.flags & SYNC) and state.num_workers > 1
     worker = request.message.worker if in_step else None
-    num_bytes = sum(table.check_pull(keys, create) for table, keys in sections)
+    if create:
+        state.budgets.check_new_rows(request.peer, request.arrived)
+    is_long = pulls_long(sections, create)
+    num_bytes = sum(
+        4 * len(keys) * table.spec.dim if is_long and not table.spec.is_dense else table.check_pull(keys, create)
+        for table, keys in sections
+    )
     if num_bytes > MAX_FRAME:
         raise TableError(f"a reply of {num_bytes:,} bytes is too large for one message: ask for at most {MAX_FRAME:,}")
     if request.message.flags & BOUNDED:
         check_worker(state, request)
         state.bound.begin(request.message.worker)
+    if is_long:
+        begin_long_pull(state, request, sections, create, worker)
+        return None
+    before = sum(table.num_rows for table, _ in sections)
     reply = [Array(table.spec.number, table.pull(keys, create, worker)) for table, keys in sections]
+    state.budgets.note_new_rows(request.peer, sum(table.num_rows for table, _ in sections) - before, request.arrived)
     if request.message.flags & VERSIONS:
         reply.append(Array(0, np.array([[table.step] for table, _ in sections], np.uint64).reshape(-1, 1)))
     return reply
@@ -200,7 +212,7 @@ class CommandHandler:
     run: Callable[[State, Request], Answer | FleetError | None]
     roles: frozenset[Role]
     once: bool = False  # a repeat does not run it again
-    again: Callable[[State, Request], Answer] | None = None  # what a repeat does; None: nothing
+    again: Callable[[State, Request], Answer | None] | None = None  # what a repeat does; None: nothing
     as_worker: bool = False  # only the process that has joined as the message's worker may give it, if one has
     as_worker_flags: int = 0  # the same for messages with one of these flags
 

@@ -31,7 +31,7 @@ def gather_push(state: State, request: Request, sections: Sequence[Section]) -> 
         raise WireError(f"a gathered update is the mean of 1 to {MAX_GATHERED} pushes, found {num}")
     if state.gathered:
         _check_alike(state.gathered[0], request)
-    state.budgets.hold(request)
+    state.budgets.hold(request, waits=False)
     state.gathered.append(_own(request))
     if len(state.gathered) >= num:
         apply_gathered(state)

@@ -53,6 +53,7 @@ class Server:
         default = ORPHAN_TIMEOUT if num_workers else 0.0
         self._orphan_timeout = default if orphan_timeout is None else orphan_timeout
         self.loading = ""  # what it does before it serves; while that is set, no request reaches the tables
+        self._is_pulls_turn = False  # long pulls and work over whole tables take turns
         self.desertion = ""  # which workers went without leaving, if that is why it stops
         self._incarnation = secrets.randbits(63) | 1
 
@@ -69,11 +70,14 @@ class Server:
             broken = Request(Message(Command.PING, call=call_of(frames)), peer, version=version_of(frames))
             self.state.finish(broken, error)
             return self._replies()
-        request = Request(message, peer, time.monotonic())
-        result = self._run(request, role)
+        request = Request(message, peer, time.monotonic(), message.role if role is None else role)
+        self._answer(request)
+        return self._replies()
+
+    def _answer(self, request: Request) -> None:
+        result = self._run(request)
         if result is not None:
             self.state.finish(request, result)
-        return self._replies()
 
     def refuse(self, peer: Peer, frames: Sequence[Frame], error: FleetError) -> list[tuple[Peer, list[Frame]]]:
         """As Handler.refuse."""
@@ -104,6 +108,7 @@ class Server:
         self._look_for_workers(now)
         end_hopeless_waits(self.state, now)
         self.state.files.expire(now)
+        self.state.budgets.forget_idle(now)
         if not self.state.clock.is_set:
             due = self.state.schedule.note(self.state.tables.values(), self.state.clock.now)
             if due:
@@ -126,6 +131,11 @@ class Server:
 
     def work(self) -> bool | None:
         """One slice of long work. None: there is none; False: it waits for a disk and could do nothing."""
+        self._is_pulls_turn = not self._is_pulls_turn or not self.state.long_work
+        if self.state.long_pulls and self._is_pulls_turn:
+            for request in self.state.long_pulls.work():
+                self._answer(request)
+            return True
         if not self.state.long_work:
             return None
         try:
@@ -134,14 +144,17 @@ class Server:
             self.state.long_work.popleft()
             return True
 
-    def _run(self, request: Request, role: Role | None) -> Answer | FleetError | None:
+    def _run(self, request: Request) -> Answer | FleetError | None:
         try:
-            handler = self._handler(request, role)
+            handler = self._handler(request)
             if self.loading:
                 return self._answer_while_loading(request.message)
-            if not handler.once and not (handler.again is not None and request.message.sequence):
-                return handler.run(self.state, request)
-            return self._run_once(handler, request)
+            if self.state.long_pulls.is_under_way(request.peer):
+                self.state.budgets.hold(request)
+                self.state.long_pulls.wait_behind(request)
+                return None
+            is_change = handler.once or (handler.again is not None and request.message.sequence)
+            return self._run_once(handler, request) if is_change else handler.run(self.state, request)
         except ServerBusy as error:
             self.note_refusal(f"{_name_of(request.message)}: {error}")
             return _plain(error)
@@ -176,12 +189,11 @@ class Server:
                 sessions.retract(message.client, message.sequence)
             raise
 
-    def _handler(self, request: Request, proved: Role | None) -> CommandHandler:
-        message = request.message
+    def _handler(self, request: Request) -> CommandHandler:
+        message, role = request.message, request.role
         handler = COMMANDS.get(message.command)
         if handler is None:
             raise WireError(f"unknown command {message.command}; known are {[command.name for command in Command]}")
-        role = request.role = message.role if proved is None else proved
         if role not in handler.roles:
             allowed = ", ".join(sorted(known.name.lower() for known in handler.roles))
             name = Role(role).name.lower() if role in tuple(Role) else f"role {role}"

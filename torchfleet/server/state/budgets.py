@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torchfleet.errors import FleetError, ServerBusy
@@ -36,14 +35,14 @@ class Account:
 class Hold:
     """Counts bytes for a client as long as it lives."""
 
-    __slots__ = ("_accounts", "_num_bytes", "_peer")
+    __slots__ = ("_accounts", "_num_bytes", "_num_waiting", "_peer")
 
-    def __init__(self, accounts: Budgets, peer: Peer, num_bytes: int) -> None:
-        self._accounts, self._peer, self._num_bytes = accounts, peer, num_bytes
-        accounts.add(peer, num_bytes, 1)
+    def __init__(self, accounts: Budgets, peer: Peer, num_bytes: int, num_waiting: int) -> None:
+        self._accounts, self._peer, self._num_bytes, self._num_waiting = accounts, peer, num_bytes, num_waiting
+        accounts.add(peer, num_bytes, num_waiting)
 
     def __del__(self) -> None:
-        self._accounts.add(self._peer, -self._num_bytes, -1)
+        self._accounts.add(self._peer, -self._num_bytes, -self._num_waiting)
 
 
 class Budgets:
@@ -55,15 +54,16 @@ class Budgets:
         self._num_bytes = 0
         self._max_new_rows = _given_new_rows() if max_new_rows is None else max_new_rows
 
-    def hold(self, request: Request) -> None:
-        """Keep the request in its client's name. Raises ServerBusy if that is too much; then nothing is kept."""
+    def hold(self, request: Request, more: int = 0, waits: bool = True) -> None:
+        """Keep the request, and so many bytes `more` of its answer, in its client's name. `waits`: it is not answered
+        yet. Raises ServerBusy if that is too much; then nothing is kept."""
         if request.hold is None:
-            request.hold = self.take(request.peer, request.num_bytes)
+            request.hold = self.take(request.peer, request.num_bytes + more, waits)
 
-    def take(self, peer: Peer, num_bytes: int) -> Hold:
+    def take(self, peer: Peer, num_bytes: int, waits: bool = False) -> Hold:
         """As `hold`, for bytes that are kept beside a request."""
         account, num_bytes = self._accounts.get(peer, _NOTHING), num_bytes + _OVERHEAD
-        if account.num_waiting >= MAX_WAITING:
+        if waits and account.num_waiting >= MAX_WAITING:
             raise ServerBusy(
                 f"{account.num_waiting} requests of this client wait already, at most {MAX_WAITING}. Wait for answers."
             )
@@ -74,15 +74,15 @@ class Budgets:
             )
         if self._num_bytes and self._num_bytes + num_bytes > MAX_HELD_IN_ALL:
             raise ServerBusy(f"{self._num_bytes:,} bytes are kept for all clients: at most {MAX_HELD_IN_ALL:,}")
-        return Hold(self, peer, num_bytes)
+        return Hold(self, peer, num_bytes, int(waits))
 
     def add(self, peer: Peer, num_bytes: int, num_waiting: int) -> None:
         account = self._accounts.setdefault(peer, Account())
         account.num_bytes += num_bytes
         account.num_waiting += num_waiting
         self._num_bytes += num_bytes
-        if not account.num_waiting and account.spent_until <= time.monotonic():
-            self._accounts.pop(peer, None)
+        if not account.num_bytes and account.spent_until <= time.monotonic():
+            del self._accounts[peer]
 
     def check_new_rows(self, peer: Peer, now: float) -> None:
         """Raise ServerBusy if this client has created too many rows in the last seconds."""
@@ -101,12 +101,14 @@ class Budgets:
 
     def forget_idle(self, now: float) -> None:
         """Drop what is known of clients that hold nothing and have paid for their rows."""
-        idle = [peer for peer, known in self._accounts.items() if not known.num_waiting and known.spent_until <= now]
+        idle = [peer for peer, known in self._accounts.items() if not known.num_bytes and known.spent_until <= now]
         for peer in idle:
             del self._accounts[peer]
 
-    def num_bytes_of(self, peer: Hashable) -> int:
-        return self._accounts.get(peer, _NOTHING).num_bytes
+    @property
+    def num_bytes(self) -> int:
+        """That are held for all clients."""
+        return self._num_bytes
 
 
 _NOTHING = Account()

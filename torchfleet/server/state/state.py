@@ -18,6 +18,7 @@ from torchfleet.server.meeting.mail import Mail
 from torchfleet.server.meeting.presence import Presence
 from torchfleet.server.state.budgets import Budgets
 from torchfleet.server.state.changes import Changes
+from torchfleet.server.state.long_pulls import LongPulls
 from torchfleet.server.state.loop_load import LoopLoad
 from torchfleet.server.state.refusals import Refusals
 from torchfleet.server.state.schedule import Schedule
@@ -84,6 +85,7 @@ class State:
     clock: Clock = field(default_factory=Clock)
     schedule: Schedule = field(default_factory=Schedule)
     long_work: deque[Iterator[bool]] = field(default_factory=deque)  # done in slices between requests
+    long_pulls: LongPulls = field(default_factory=LongPulls)
     sync_step: dict[int, Request] = field(default_factory=dict)  # this step's pushes so far, by worker
     gathered: list[Request] = field(default_factory=list)  # pushes that wait for others to be one update with them
     num_dropped: int = 0  # pushes whose gradients of the network were too old

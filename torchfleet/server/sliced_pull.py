@@ -1,0 +1,61 @@
+"""Pulls of very many keys: done in slices between other requests, so that nobody waits for the whole of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.errors import FleetError
+from torchfleet.net.request import Request
+from torchfleet.net.wire import VERSIONS, Array
+from torchfleet.server.state.state import State
+from torchfleet.tables.rows.row_statistics import is_counted
+from torchfleet.tables.table import Table
+
+SLICE = 1 << 15  # keys: a few milliseconds
+WHOLE = 1 << 17  # keys that are pulled in one go
+
+PulledKeys = tuple[Table, npt.NDArray[np.uint64]]
+
+
+def pulls_long(sections: Sequence[PulledKeys], create: bool) -> bool:
+    """Whether a pull is worth slices, and means the same in slices: a table that counts appearances counts a key once
+    in a pull, however often it is in it."""
+    num_keys = sum(len(keys) for table, keys in sections if not table.spec.is_dense)
+    return num_keys > WHOLE and not (create and any(is_counted(table.spec) for table, _ in sections))
+
+
+def begin_long_pull(
+    state: State, request: Request, sections: Sequence[PulledKeys], create: bool, worker: int | None
+) -> None:
+    """The reply comes when all slices are done; the request waits in its client's name."""
+    state.budgets.hold(request, sum(4 * len(keys) * table.spec.dim for table, keys in sections))
+    state.long_pulls.begin(request.peer, _slices(state, request, sections, create, worker))
+
+
+def _slices(
+    state: State, request: Request, sections: Sequence[PulledKeys], create: bool, worker: int | None
+) -> Iterator[bool]:
+    """Answers when all slices are done. Versions are those of the beginning: the oldest value is no older."""
+    reply = []
+    steps = np.array([[table.step] for table, _ in sections], np.uint64).reshape(-1, 1)
+    try:
+        for table, keys in sections:
+            if table.spec.is_dense:
+                reply.append(Array(table.spec.number, table.pull(keys, create, worker)))
+                continue
+            out = np.empty((len(keys), table.spec.dim), np.float32)
+            reply.append(Array(table.spec.number, out))
+            for start in range(0, len(keys), SLICE):
+                some = keys[start : start + SLICE]
+                table.check_pull(some, create)  # others may have filled the table since
+                before = table.num_rows
+                out[start : start + SLICE] = table.pull(some, create, worker)
+                state.budgets.note_new_rows(request.peer, table.num_rows - before, request.arrived)
+                yield True
+    except FleetError as error:
+        state.finish(request, type(error)(f"{error} Rows of the keys before have been created."))
+        return
+    state.finish(request, [*reply, Array(0, steps)] if request.message.flags & VERSIONS else reply)
