@@ -13,7 +13,6 @@ from torchfleet.launch.supervisor import JobSupervisor
 from torchfleet.net.keys import is_private
 from torchfleet.tables.settings.table_size import VARIABLE, parse_bytes
 
-
 _MOST_SECONDS = 7 * 24 * 3600.0
 
 
@@ -38,7 +37,7 @@ class ServerLauncher:
             "--orphan_timeout",
             type=float,
             metavar="SECONDS",
-            help="servers end when no worker has been heard of for so long, once one was there (default: 1800; 0: never)",
+            help="servers end when no worker was heard of for so long, once one was there (default: 1800; 0: never)",
         )
 
     def takes(self, options: argparse.Namespace) -> bool:
