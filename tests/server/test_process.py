@@ -278,3 +278,30 @@ class TestBounds:
         assert process.num_fds() <= files + 5
         assert (process.memory_info().rss - before) / MEGABYTE < 20
         client.ping()
+
+
+FLOOD = """
+import os, sys, time
+import numpy as np, zmq
+from torchfleet.net.wire import Array, Command, Message, encode
+with zmq.Context() as context, context.socket(zmq.DEALER) as flood:
+    flood.set(zmq.SNDHWM, 0)
+    flood.connect(sys.argv[1])
+    keys = Array(int(sys.argv[2]), np.arange(100_000, dtype=np.uint64))
+    for call in range(400):
+        flood.send_multipart(encode(Message(Command.PULL, client=5, call=call, arrays=[keys])))
+    time.sleep(0.8)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_client_that_is_killed_while_its_requests_fill_the_queue_does_not_end_the_server() -> None:
+    """ZeroMQ's heartbeats of the server did: they are due every five seconds."""
+    spec = TableSpec("t", dim=64)
+    with ServerProcess() as server, closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
+        client.create_table(spec)
+        client.pull("t", range(100_000)).result()
+        assert run("-c", FLOOD, server.endpoint, str(spec.number)).returncode == -signal.SIGKILL
+        time.sleep(6.0)
+        assert server.returncode is None
+        client.ping()

@@ -23,6 +23,7 @@ TICK = 0.05  # seconds between two looks at the clock
 _DESK_PAUSE = 0.005  # seconds between two looks for handshakes, under load
 _HEARTBEAT_MS = 5000
 _HANDSHAKE_MS = 10_000
+_KEEPALIVE = 10  # seconds between two questions of the system whether a silent peer is there
 _HELLO = b""  # a connection's first message: small, so that the server knows it before anything large comes
 
 
@@ -205,7 +206,15 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -
     made.set(zmq.RCVHWM, QUEUED_MESSAGES)
     made.set(zmq.MAXMSGSIZE, MAX_FRAME)
     made.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-    made.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    made.set(zmq.HEARTBEAT_TIMEOUT, 6 * _HEARTBEAT_MS)
+    if kind == zmq.DEALER:
+        made.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        made.set(zmq.HEARTBEAT_TIMEOUT, 6 * _HEARTBEAT_MS)
+    else:
+        # No heartbeats of a server: libzmq (4.3.5) aborts when one is due on a connection that ended while the queue of
+        # its requests was full, which any client can bring about. The system finds peers that are gone.
+        made.set(zmq.TCP_KEEPALIVE, 1)
+        made.set(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE)
+        made.set(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE)
+        made.set(zmq.TCP_KEEPALIVE_CNT, 3)
     made.set(zmq.IPV6, int("[" in endpoint))
     return made

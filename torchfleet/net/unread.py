@@ -23,12 +23,14 @@ class Unread:
         self._bytes: dict[bytes, int] = {}
         self._sent: deque[tuple[bytes, int]] = deque()  # filled from the thread that frees frames
         self._num_bytes = 0
+        self._full: set[bytes] = set()  # peers for whom a reply had no room; until half of theirs has gone
 
     def refusal(self, peer: bytes, num_bytes: int = 0) -> str:
         """Why no reply, of so many bytes, may be added for this peer now; "" if it may."""
         self._settle()
         held = self._bytes.get(peer, 0)
-        if held and (held + num_bytes > MAX_UNREAD or held >= MAX_UNREAD):
+        if held and (held + num_bytes > MAX_UNREAD or peer in self._full):
+            self._full.add(peer)
             return f"{held:,} bytes of replies wait to be read by this client, at most {MAX_UNREAD:,}: read them first"
         if held and self._num_bytes + num_bytes > MAX_UNREAD_IN_ALL:
             return f"{self._num_bytes:,} bytes of replies wait to be read by all clients, at most {MAX_UNREAD_IN_ALL:,}"
@@ -50,6 +52,8 @@ class Unread:
             peer, num_bytes = self._sent.popleft()
             self._num_bytes -= num_bytes
             left = self._bytes[peer] - num_bytes
+            if left <= MAX_UNREAD // 2:
+                self._full.discard(peer)
             if left:
                 self._bytes[peer] = left
             else:
