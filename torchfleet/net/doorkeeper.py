@@ -36,7 +36,6 @@ class Door:
     address: str
     since: float
     is_known: bool = False  # a message has come from it
-    has_spoken: bool = False  # since the last look
     base: int = 0  # bytes received when the last message was complete
     suspected: int | None = None  # the turn at which it had sent too much
 
@@ -50,6 +49,7 @@ class Doorkeeper:
         self._turn = 0  # counts requests, and jumps when there was none
         self.news: list[str] = []  # what was shut down and why, for the log
         self._condemned: list[tuple[int, str]] = []
+        self._spoken: set[int] = set()  # connections that messages have come from since the last look
         self._monitor: zmq.Socket[Any] | None = None
         if endpoint.startswith("tcp://") and sys.platform == "linux":
             self._monitor = listening.get_monitor_socket(_EVENTS)
@@ -58,9 +58,8 @@ class Doorkeeper:
     def note(self, frame: zmq.Frame) -> None:
         """A message is here."""
         self._turn += 1
-        door = self._doors.get(_source(frame))
-        if door is not None:
-            door.is_known = door.has_spoken = True
+        if self._monitor is not None:
+            self._spoken.add(_source(frame))
 
     def shut_later(self, frame: zmq.Frame, why: str) -> None:
         """End the connection that this came from, once its peer could read why."""
@@ -75,13 +74,14 @@ class Doorkeeper:
         if self._monitor is None:
             return
         self._follow_events(now)
+        spoken, self._spoken = self._spoken, set()  # after the events: it may have come since the last look, too
         condemned, self._condemned = self._condemned, []
         for number, why in condemned:
             self.shut(number, why)
         for number, door in list(self._doors.items()):
             received = _received(number)
-            if door.has_spoken:
-                door.has_spoken, door.base, door.suspected = False, received, None
+            if number in spoken:
+                door.is_known, door.base, door.suspected = True, received, None
             limit = MAX_MESSAGE if door.is_known else MAX_FIRST
             if received - door.base <= limit:
                 continue

@@ -19,6 +19,7 @@ from torchfleet.net.unread import COUNTED, Unread, size_of
 from torchfleet.net.wire import MAX_ARRAYS, MAX_FRAME, Frame, Role
 
 QUEUED_MESSAGES = 64  # per peer and direction; a sender finds the queue full and waits, memory stays bounded
+QUEUED_REQUESTS = 8  # of one client at a server: as many as an honest one has under way
 TICK = 0.05  # seconds between two looks at the clock
 _DESK_PAUSE = 0.005  # seconds between two looks for handshakes, under load
 _HEARTBEAT_MS = 5000
@@ -203,7 +204,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -
     made = context.socket(kind)
     made.set(zmq.LINGER, 0)
     made.set(zmq.SNDHWM, QUEUED_MESSAGES)
-    made.set(zmq.RCVHWM, QUEUED_MESSAGES)
+    made.set(zmq.RCVHWM, QUEUED_MESSAGES if kind == zmq.DEALER else QUEUED_REQUESTS)
     made.set(zmq.MAXMSGSIZE, MAX_FRAME)
     made.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
     if kind == zmq.DEALER:

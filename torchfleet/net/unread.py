@@ -11,7 +11,7 @@ import zmq
 
 from torchfleet.net.wire import Frame
 
-MAX_UNREAD = 1 << 28  # bytes for one client; a single reply may be larger, if nothing else waits for that client
+MAX_UNREAD = 1 << 27  # bytes for one client; a single reply may be larger, if nothing else waits for that client
 MAX_UNREAD_IN_ALL = 1 << 32
 COUNTED = 1 << 16  # bytes of a message from which on it is counted; of smaller ones a queue holds few
 
