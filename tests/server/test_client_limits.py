@@ -6,19 +6,21 @@ import time
 
 import numpy as np
 import pytest
-from support.fleets import SgdOracle, Talk, assert_ok, keys_of, push_arrays, refusal
+from support.fleets import Fleet, SgdOracle, Talk, assert_ok, keys_of, push_arrays, refusal
 from test_waiting import ROWS, Meeting
 
 from torchfleet.net.wire import NO_CREATE, SYNC, VERSIONS, Array, Command, Role, decode_reply, pack
+from torchfleet.server import sliced_pull
 from torchfleet.server.long_work import MAX_QUEUED_OF_ONE
 from torchfleet.server.meeting import mail
 from torchfleet.server.meeting.mail import Mail, SendBody, TakeBody
 from torchfleet.server.server import Server
 from torchfleet.server.sliced_pull import SLICE, WHOLE
-from torchfleet.server.state import budgets
+from torchfleet.server.state import budgets, long_pulls, spare_memory
 from torchfleet.server.state.budgets import MAX_HELD, MAX_WAITING, Budgets
 from torchfleet.tables.settings.policy import CountFilterEntry
 from torchfleet.tables.settings.spec import Rule, TableSpec
+from torchfleet.worker.client import sharded_tables
 
 MEGABYTE = 1 << 20
 JOIN = {"host": "there", "pid": 1, "num_workers": 2, "timeout": 5.0, "sync_timeout": 50.0}
@@ -304,3 +306,58 @@ class TestOrphans:
             meeting.server._orphan_timeout = 30.0 if not meeting.server.state.presence._members else 0.0
             meeting.later(40.0, silent=(0, 1, 2))
             assert not meeting.server.is_stopping
+
+
+def test_new_rows_leave_some_memory_free(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [1 << 40]
+    monkeypatch.setattr(spare_memory, "memory_left", lambda: left[0])
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    talk = Talk(server)
+    talk.create(ROWS)
+    talk.pull(ROWS, [1])
+    left[0], now[0] = 1000, 101.0
+    for reply in (talk.ask(Command.PULL, keys_of(ROWS, [2])), talk.push(ROWS, [2], [[1]])):
+        kind, text = refusal(reply)
+        assert kind == "TableError"
+        assert text.startswith("1,000 bytes of memory are left")
+    talk.pull(ROWS, [1, 2], flags=NO_CREATE)
+    assert server.state.tables[ROWS.number].num_rows == 1
+    left[0], now[0] = 1 << 40, 102.0
+    talk.pull(ROWS, [2])
+
+
+def test_a_very_long_pull_of_a_client_is_made_of_several(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded_tables, "MAX_PULLED", 1000)
+    specs = [TableSpec("a", dim=2, rule=Rule("sgd", lr=1.0)), TableSpec("b", dim=1, rule=Rule("sgd", lr=1.0))]
+    keys = [np.random.default_rng(dim).integers(0, 50, (40, 20)).astype(np.uint64) for dim in (2, 1)]
+    with fleet.client() as client:
+        for spec in specs:
+            client.create_table(spec)
+            client.push(spec.name, range(0, 50, 2), np.full((25, spec.dim), 3, np.float32)).result()
+        before = [server.state.num_requests for server in fleet.servers]
+        pulled = client.pull_tables({"a": keys[0], "b": keys[1]}).result()
+        assert [server.state.num_requests - num for server, num in zip(fleet.servers, before, strict=True)] == [10, 10]
+    for spec, wanted in zip(specs, keys, strict=True):
+        oracle = SgdOracle(spec.dim, 1.0)
+        oracle.push(range(0, 50, 2), np.full((25, spec.dim), 3, np.float32))
+        assert np.array_equal(pulled.rows[spec.name], oracle.pull(wanted))
+    assert pulled.versions == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
+
+
+def test_a_reply_to_a_long_pull_is_bounded(server: Server) -> None:
+    talk = Talk(server)
+    wide = TableSpec("wide", dim=1024)
+    talk.create(wide)
+    keys = keys_of(wide, np.zeros(sliced_pull.MAX_BYTES // 4096 + sliced_pull.WHOLE, np.uint64))
+    kind, text = refusal(talk.ask(Command.PULL, keys))
+    assert (kind, "ask twice" in text) == ("TableError", True)
+
+
+def test_what_waits_behind_a_long_pull_is_bounded(server: Server) -> None:
+    talk = Talk(server)
+    talk.create(ROWS)
+    assert talk.send(talk.message(Command.PULL, keys_of(ROWS, np.zeros(WHOLE + 1)))) == []
+    asked = [talk.send(talk.message(Command.PING)) for _ in range(long_pulls.MAX_BEHIND + 1)]
+    assert [len(replies) for replies in asked] == [0] * long_pulls.MAX_BEHIND + [1]
+    assert refusal(asked[-1][0])[0] == "ServerBusy"

@@ -96,7 +96,7 @@ def _pull(state: State, request: Request, create: bool) -> Answer | None:
     in_step = bool(request.message.flags & SYNC) and state.num_workers > 1
     worker = request.message.worker if in_step else None
     if create:
-        state.budgets.check_new_rows(request.peer, request.arrived)
+        _check_new_rows(state, request)
     is_long = pulls_long(sections, create)
     num_bytes = sum(
         4 * len(keys) * table.spec.dim if is_long and not table.spec.is_dense else table.check_pull(keys, create)
@@ -121,6 +121,7 @@ def _pull(state: State, request: Request, create: bool) -> Answer | None:
 def push(state: State, request: Request) -> Answer | None:
     """One update of each section's table; all sections are checked before the first is applied."""
     flags = request.message.flags
+    _check_new_rows(state, request)
     sections = list(push_sections(state, request))
     for section in sections:
         section.check()
@@ -133,13 +134,22 @@ def push(state: State, request: Request) -> Answer | None:
         return bounded_push(state, request, sections)
     if flags & GATHER:
         return gather_push(state, request, sections)
+    before = sum(section.table.num_rows for section in sections)
     for section in sections:
         if flags & DELTA:
             section.add()
             state.changes.note(section.table.spec.number, section.keys, request.message.worker)
         else:
             section.apply()
+    num_new = sum(section.table.num_rows for section in sections) - before
+    state.budgets.note_new_rows(request.peer, num_new, request.arrived)
     return answer(request, sections)
+
+
+def _check_new_rows(state: State, request: Request) -> None:
+    """Raise ServerBusy or TableError if this client, or nobody, may have rows for new keys now."""
+    state.budgets.check_new_rows(request.peer, request.arrived)
+    state.spare_memory.check(request.arrived)
 
 
 def pull_changed(state: State, request: Request) -> Answer:

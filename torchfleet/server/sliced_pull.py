@@ -7,15 +7,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.errors import FleetError
+from torchfleet.errors import FleetError, TableError
 from torchfleet.net.request import Request
 from torchfleet.net.wire import VERSIONS, Array
 from torchfleet.server.state.state import State
 from torchfleet.tables.rows.row_statistics import is_counted
 from torchfleet.tables.table import Table
 
-SLICE = 1 << 15  # keys: a few milliseconds
+SLICE = 1 << 14  # keys: two or three milliseconds
 WHOLE = 1 << 17  # keys that are pulled in one go
+MAX_BYTES = 1 << 27  # of the reply to a long pull; clients ask for more in several requests
 
 PulledKeys = tuple[Table, npt.NDArray[np.uint64]]
 
@@ -31,7 +32,12 @@ def begin_long_pull(
     state: State, request: Request, sections: Sequence[PulledKeys], create: bool, worker: int | None
 ) -> None:
     """The reply comes when all slices are done; the request waits in its client's name."""
-    state.budgets.hold(request, sum(4 * len(keys) * table.spec.dim for table, keys in sections))
+    num_bytes = sum(4 * len(keys) * table.spec.dim for table, keys in sections)
+    if num_bytes > MAX_BYTES:
+        raise TableError(
+            f"a pull of so many keys may have a reply of {MAX_BYTES:,} bytes, and this one has {num_bytes:,}: ask twice"
+        )
+    state.budgets.hold(request, num_bytes)
     state.long_pulls.begin(request.peer, _slices(state, request, sections, create, worker))
 
 

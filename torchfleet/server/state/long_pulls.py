@@ -6,8 +6,12 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from torchfleet.errors import ServerBusy
 from torchfleet.net.request import Request
 from torchfleet.net.transport import Peer
+
+MAX_BEHIND = 16  # requests
+MAX_BYTES_BEHIND = 1 << 25
 
 
 @dataclass
@@ -34,8 +38,16 @@ class LongPulls:
         return bool(self._lines) and peer in self._lines
 
     def wait_behind(self, request: Request) -> None:
-        """The request waits for the pull of its client, until `work` gives it back."""
-        self._lines[request.peer].behind.append(request)
+        """The request waits for the pull of its client, until `work` gives it back. Raises ServerBusy if there is no
+        room for it."""
+        behind = self._lines[request.peer].behind
+        num_bytes = sum(waiting.num_bytes for waiting in behind)
+        if len(behind) >= MAX_BEHIND or (behind and num_bytes + request.num_bytes > MAX_BYTES_BEHIND):
+            raise ServerBusy(
+                f"{len(behind)} requests of {num_bytes:,} bytes wait for a long pull of this client, at most "
+                f"{MAX_BEHIND} and {MAX_BYTES_BEHIND:,}. Wait for its answer."
+            )
+        behind.append(request)
 
     def work(self) -> list[Request]:
         """One slice of the pull that has waited longest; returns the requests that waited for it, if it is done."""

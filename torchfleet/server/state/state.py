@@ -23,6 +23,7 @@ from torchfleet.server.state.loop_load import LoopLoad
 from torchfleet.server.state.refusals import Refusals
 from torchfleet.server.state.schedule import Schedule
 from torchfleet.server.state.sessions import Sessions
+from torchfleet.server.state.spare_memory import SpareMemory
 from torchfleet.tables.kinds import make_table
 from torchfleet.tables.settings.clock import Clock
 from torchfleet.tables.settings.spec import TableSpec, differences
@@ -73,6 +74,7 @@ class State:
     tables: dict[int, Table] = field(default_factory=dict)
     sessions: Sessions = field(default_factory=Sessions)
     budgets: Budgets = field(default_factory=Budgets)
+    spare_memory: SpareMemory = field(default_factory=SpareMemory)
     refusals: Refusals = field(default_factory=Refusals)
     barriers: Barriers = field(default_factory=Barriers)
     changes: Changes = field(default_factory=Changes)
