@@ -310,8 +310,10 @@ def test_good_messages_are_good() -> None:
     for frames in originals():
         message = decode(frames)
         replies = [decode_reply(reply) for _, reply in talk.server.handle("peer", frames, None)]
-        if message.command == Command.STOP or (message.command == Command.PUSH and message.flags == SYNC):
-            assert refusal(replies[0])[0] in ("PermissionRefused", "TableError")
+        if message.command in (Command.STOP, Command.LEAVE) or (
+            message.command == Command.PUSH and message.flags == SYNC
+        ):
+            assert refusal(replies[0])[0] in ("PermissionRefused", "RoleError", "TableError")
         elif message.command != Command.BARRIER:
             assert_ok(replies[-1])
 

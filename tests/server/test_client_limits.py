@@ -361,3 +361,22 @@ def test_what_waits_behind_a_long_pull_is_bounded(server: Server) -> None:
     asked = [talk.send(talk.message(Command.PING)) for _ in range(long_pulls.MAX_BEHIND + 1)]
     assert [len(replies) for replies in asked] == [0] * long_pulls.MAX_BEHIND + [1]
     assert refusal(asked[-1][0])[0] == "ServerBusy"
+
+
+def test_pulls_of_a_client_that_creates_rows_are_cut_smaller(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = Talk(server)
+    talk.create(ROWS)
+    sizes, table = [], server.state.tables[ROWS.number]
+    real = table.pull
+    monkeypatch.setattr(table, "pull", lambda keys, *rest: (sizes.append(len(keys)), real(keys, *rest))[1])
+    num = sliced_pull.NEW_WHOLE + 1
+    talk.pull(ROWS, range(num))
+    assert sizes == [num], "nobody knew it to create rows"
+    assert talk.send(talk.message(Command.PULL, keys_of(ROWS, range(num, 2 * num)))) == []
+    while server.work():
+        pass
+    assert max(sizes[1:]) <= sliced_pull.NEW_SLICE
+    server.tick(time.monotonic())
+    server.state.budgets.forget_idle(time.monotonic() + budgets.GROWTH + 1)
+    talk.pull(ROWS, range(num))
+    assert sizes[-1] == num, "it is not taken to create rows for ever"

@@ -128,8 +128,11 @@ class Doorkeeper:
 
 
 def _source(frame: zmq.Frame) -> int:
-    """The file descriptor of the connection that a frame came through."""
-    return int(frame.get(zmq.SRCFD))
+    """The file descriptor of the connection that a frame came through; -1: one of an old ZMTP, that does not say it."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
 
 
 @contextlib.contextmanager

@@ -86,8 +86,8 @@ class Listener:
             self._doorkeeper.shut_later(request[-1], str(error))
         elif refusal := self._unread.refusal(peer):
             self._reply(handler.refuse(peer, frames, ServerBusy(refusal)), handler)
-        elif len(frames) > 1 or len(frames[0]):  # all but a hello
-            role = self._roles.get(str(request[-1].get("User-Id"))) if self._roles else None
+        elif len(frames) != 1 or len(frames[0]):  # all but a hello
+            role = self._roles.get(str(request[-1].get("User-Id"))) if self._roles and frames else None
             self._reply(handler.handle(peer, frames, role), handler)
 
     def _next(self, timeout_ms: int) -> list[zmq.Frame] | None:

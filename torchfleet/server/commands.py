@@ -97,7 +97,7 @@ def _pull(state: State, request: Request, create: bool) -> Answer | None:
     worker = request.message.worker if in_step else None
     if create:
         _check_new_rows(state, request)
-    is_long = pulls_long(sections, create)
+    is_long = pulls_long(sections, create, state.budgets.is_growing(request.peer, request.arrived))
     num_bytes = sum(
         4 * len(keys) * table.spec.dim if is_long and not table.spec.is_dense else table.check_pull(keys, create)
         for table, keys in sections
@@ -112,7 +112,9 @@ def _pull(state: State, request: Request, create: bool) -> Answer | None:
         return None
     before = sum(table.num_rows for table, _ in sections)
     reply = [Array(table.spec.number, table.pull(keys, create, worker)) for table, keys in sections]
-    state.budgets.note_new_rows(request.peer, sum(table.num_rows for table, _ in sections) - before, request.arrived)
+    num_new = sum(table.num_rows for table, _ in sections) - before
+    if num_new:
+        state.budgets.note_pull(request.peer, sum(len(keys) for _, keys in sections), num_new, request.arrived)
     if request.message.flags & VERSIONS:
         reply.append(Array(0, np.array([[table.step] for table, _ in sections], np.uint64).reshape(-1, 1)))
     return reply

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -16,16 +17,19 @@ from torchfleet.tables.table import Table
 
 SLICE = 1 << 14  # keys: two or three milliseconds
 WHOLE = 1 << 17  # keys that are pulled in one go
+NEW_SLICE, NEW_WHOLE = 1 << 12, 1 << 15  # the same for keys that are likely to be new
 MAX_BYTES = 1 << 27  # of the reply to a long pull; clients ask for more in several requests
 
 PulledKeys = tuple[Table, npt.NDArray[np.uint64]]
 
 
-def pulls_long(sections: Sequence[PulledKeys], create: bool) -> bool:
+def pulls_long(sections: Sequence[PulledKeys], create: bool, is_growing: bool) -> bool:
     """Whether a pull is worth slices, and means the same in slices: a table that counts appearances counts a key once
     in a pull, however often it is in it."""
     num_keys = sum(len(keys) for table, keys in sections if not table.spec.is_dense)
-    return num_keys > WHOLE and not (create and any(is_counted(table.spec) for table, _ in sections))
+    return num_keys > (NEW_WHOLE if create and is_growing else WHOLE) and not (
+        create and any(is_counted(table.spec) for table, _ in sections)
+    )
 
 
 def begin_long_pull(
@@ -54,12 +58,15 @@ def _slices(
                 continue
             out = np.empty((len(keys), table.spec.dim), np.float32)
             reply.append(Array(table.spec.number, out))
-            for start in range(0, len(keys), SLICE):
-                some = keys[start : start + SLICE]
+            start, size = 0, NEW_SLICE
+            while start < len(keys):
+                some = keys[start : start + size]
                 table.check_pull(some, create)  # others may have filled the table since
                 before = table.num_rows
-                out[start : start + SLICE] = table.pull(some, create, worker)
-                state.budgets.note_new_rows(request.peer, table.num_rows - before, request.arrived)
+                out[start : start + size] = table.pull(some, create, worker)
+                num_new = table.num_rows - before
+                state.budgets.note_pull(request.peer, len(some), num_new, time.monotonic())
+                start, size = start + size, NEW_SLICE if 2 * num_new > len(some) else SLICE
                 yield True
     except FleetError as error:
         state.finish(request, type(error)(f"{error} Rows of the keys before have been created."))

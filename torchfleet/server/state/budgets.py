@@ -20,6 +20,7 @@ MAX_WAITING = 64  # requests of one client
 NEW_ROWS = "FLEET_MAX_NEW_ROWS"
 DEFAULT_NEW_ROWS = 10_000_000  # a second; more than a core can make
 BURST = 4.0  # seconds' worth of rows that may be created at once
+GROWTH = 2.0  # seconds for which a client is taken to go on creating rows
 _OVERHEAD = 1024  # bytes of a request beside its arrays
 
 
@@ -30,6 +31,10 @@ class Account:
     num_bytes: int = 0
     num_waiting: int = 0
     spent_until: float = 0.0  # rows so far are paid for by then
+    grew_until: float = 0.0  # its pulls were mostly of new keys, and count as such until then
+
+    def is_idle(self, now: float) -> bool:
+        return not self.num_bytes and max(self.spent_until, self.grew_until) <= now
 
 
 class Hold:
@@ -81,7 +86,7 @@ class Budgets:
         account.num_bytes += num_bytes
         account.num_waiting += num_waiting
         self._num_bytes += num_bytes
-        if not account.num_bytes and account.spent_until <= time.monotonic():
+        if account.is_idle(time.monotonic()):
             del self._accounts[peer]
 
     def check_new_rows(self, peer: Peer, now: float) -> None:
@@ -99,9 +104,20 @@ class Budgets:
             account = self._accounts.setdefault(peer, Account())
             account.spent_until = max(now, account.spent_until) + num_rows / self._max_new_rows
 
+    def note_pull(self, peer: Peer, num_keys: int, num_rows: int, now: float) -> None:
+        """A pull of so many keys has created so many rows."""
+        self.note_new_rows(peer, num_rows, now)
+        if 2 * num_rows > num_keys:
+            self._accounts.setdefault(peer, Account()).grew_until = now + GROWTH
+
+    def is_growing(self, peer: Peer, now: float) -> bool:
+        """Whether this client's next pull is likely to create rows: one takes as long as many that are there."""
+        account = self._accounts.get(peer)
+        return account is not None and account.grew_until > now
+
     def forget_idle(self, now: float) -> None:
         """Drop what is known of clients that hold nothing and have paid for their rows."""
-        idle = [peer for peer, known in self._accounts.items() if not known.num_bytes and known.spent_until <= now]
+        idle = [peer for peer, known in self._accounts.items() if known.is_idle(now)]
         for peer in idle:
             del self._accounts[peer]
 
