@@ -48,7 +48,8 @@ class Doorkeeper:
         self._doors: dict[int, Door] = {}
         self._turn = 0  # counts requests, and jumps when there was none
         self.news: list[str] = []  # what was shut down and why, for the log
-        self._condemned: list[tuple[int, str]] = []
+        self._condemned: list[tuple[int, str]] = []  # since the last look
+        self._told: list[tuple[int, str]] = []  # before it: their peers could read why
         self._spoken: set[int] = set()  # connections that messages have come from since the last look
         self._monitor: zmq.Socket[Any] | None = None
         if endpoint.startswith("tcp://") and sys.platform == "linux":
@@ -75,9 +76,9 @@ class Doorkeeper:
             return
         self._follow_events(now)
         spoken, self._spoken = self._spoken, set()  # after the events: it may have come since the last look, too
-        condemned, self._condemned = self._condemned, []
-        for number, why in condemned:
+        for number, why in self._told:
             self.shut(number, why)
+        self._told, self._condemned = self._condemned, []
         for number, door in list(self._doors.items()):
             received = _received(number)
             if number in spoken:

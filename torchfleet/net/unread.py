@@ -17,7 +17,8 @@ COUNTED = 1 << 16  # bytes of a message from which on it is counted; of smaller 
 
 
 class Unread:
-    """Bytes that ZeroMQ holds, by peer. A message is counted until its last frame has been handed to the system."""
+    """Bytes that ZeroMQ holds, by peer. A message is counted until its last large frame has been handed to the
+    system."""
 
     def __init__(self) -> None:
         self._bytes: dict[bytes, int] = {}
@@ -38,7 +39,7 @@ class Unread:
 
     def count(self, peer: bytes, frames: list[Frame], num_bytes: int) -> list[Frame]:
         """The frames to send in the place of these, which are counted from now on."""
-        index = max((i for i, frame in enumerate(frames) if _size(frame)), default=0)
+        index = _last(frames)
         data = frames[index]
         watched = data.view() if isinstance(data, np.ndarray) else np.frombuffer(data, np.uint8)
         weakref.finalize(watched, self._sent.append, (peer, num_bytes)).atexit = False
@@ -58,6 +59,19 @@ class Unread:
                 self._bytes[peer] = left
             else:
                 del self._bytes[peer]
+
+
+def _last(frames: list[Frame]) -> int:
+    """The last frame, or one that is large and has little behind it: only such are sent without a copy anyway."""
+    behind = 0
+    for index in range(len(frames) - 1, -1, -1):
+        size = _size(frames[index])
+        if size >= COUNTED:
+            return index
+        behind += size
+        if behind >= COUNTED:
+            break
+    return max(i for i, frame in enumerate(frames) if _size(frame))
 
 
 def size_of(frames: list[Frame]) -> int:
