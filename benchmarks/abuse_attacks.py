@@ -103,8 +103,8 @@ def gathers(attacker: Attacker) -> None:
     """Gathers of 16 MiB at which nobody else arrives, or that are kept for a repeat."""
     data = Array(0, np.zeros(16 * MEGABYTE, np.uint8))
     for number in range(60):
-        body = {"name": f"g{number}", "round": 1, "num_workers": 1 + number % 2, "timeout": 600.0}
-        attacker.send(Command.GATHER, pack(body), data, client=1000 + number)
+        body = {"name": f"g{number}", "round": 1, "num_workers": 1 + number % 2, "timeout": 600.0, "first": 5}
+        attacker.send(Command.GATHER, pack(body), data, client=1000 + number, worker=5)
         attacker.read()
     while attacker.has_time:
         attacker.read()
@@ -116,8 +116,8 @@ def barriers(attacker: Attacker) -> None:
     for number in itertools.count(1):
         if not attacker.has_time:
             return
-        body = {"name": f"{number}" + "x" * 32 * MEGABYTE, "num_workers": 2, "timeout": 600.0}
-        attacker.send(Command.BARRIER, pack(body), sequence=number, floor=1)
+        body = {"name": f"{number}" + "x" * 32 * MEGABYTE, "num_workers": 8, "timeout": 600.0}
+        attacker.send(Command.BARRIER, pack(body), sequence=number, floor=1, worker=5)
         attacker.read()
         time.sleep(0.2)
 
@@ -135,8 +135,8 @@ def refused(attacker: Attacker) -> None:
 
 
 def long_pulls(attacker: Attacker) -> None:
-    """Pulls of eight million keys, one after the other, read as they come."""
-    keys = Array(BIG.number, np.random.default_rng(1).integers(0, 1_000_000, 8_000_000).astype(np.uint64))
+    """Pulls of three million keys, about as many as are answered, one after the other, read as they come."""
+    keys = Array(BIG.number, np.random.default_rng(1).integers(0, 1_000_000, 3_000_000).astype(np.uint64))
     while attacker.has_time:
         attacker.send(Command.PULL, keys, flags=VERSIONS)
         if attacker.socket.poll(int(max(0.0, 1000 * (attacker._end - time.monotonic())))):

@@ -115,7 +115,7 @@ class TestMeetings:
             body = pack({"name": f"g{number}", "round": 1, "num_workers": 1 + number % 2, "timeout": 60.0})
             replies = talk.send(talk.message(Command.GATHER, body, data, client=1000 + number))
             kinds += [refusal(reply)[0] for reply in replies if reply.status]
-        assert kinds == ["ServerBusy"] * (60 - 15)
+        assert kinds == ["ServerBusy"] * (60 - 7)
         assert server.state.budgets.num_bytes <= MAX_HELD
         other = Talk(server, client=2)
         body = pack({"name": "o", "round": 1, "num_workers": 1, "timeout": 60.0})

@@ -305,3 +305,13 @@ def test_a_client_that_is_killed_while_its_requests_fill_the_queue_does_not_end_
         time.sleep(6.0)
         assert server.returncode is None
         client.ping()
+
+
+def test_it_ends_when_the_workers_that_were_there_are_gone() -> None:
+    options = ("--num_workers", "2", "--orphan_timeout", "1")
+    with ServerProcess("tcp://127.0.0.1:0", *options) as server:
+        with closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
+            client.join({**JOINED, "num_workers": 2})
+            assert server.returncode is None
+        assert server.wait(WAIT) == 1
+    assert run("-m", "torchfleet.server", "--orphan_timeout", "-1").returncode == 2

@@ -19,7 +19,7 @@ from torchfleet.net.unread import COUNTED, Unread, size_of
 from torchfleet.net.wire import MAX_ARRAYS, MAX_FRAME, Frame, Role
 
 QUEUED_MESSAGES = 64  # per peer and direction; a sender finds the queue full and waits, memory stays bounded
-QUEUED_REQUESTS = 8  # of one client at a server: as many as an honest one has under way
+QUEUED_REQUESTS = 4  # of one client at a server; what else it sends waits with it
 TICK = 0.05  # seconds between two looks at the clock
 _DESK_PAUSE = 0.005  # seconds between two looks for handshakes, under load
 _HEARTBEAT_MS = 5000

@@ -14,7 +14,9 @@ from torchfleet.errors import FleetError, ServerBusy
 from torchfleet.net.request import Request
 from torchfleet.net.transport import Peer
 
-MAX_HELD = 1 << 28  # bytes of one client; a single request may be larger, if nothing else is held for its client
+# Bytes of one client that wait, and of these and what was answered and is kept (pushes that are gathered, lists). A
+# single request may be larger, if nothing else is held for its client.
+MAX_HELD, MAX_KEPT = 1 << 27, 1 << 28
 MAX_HELD_IN_ALL = 1 << 32
 MAX_WAITING = 64  # requests of one client
 NEW_ROWS = "FLEET_MAX_NEW_ROWS"
@@ -72,10 +74,11 @@ class Budgets:
             raise ServerBusy(
                 f"{account.num_waiting} requests of this client wait already, at most {MAX_WAITING}. Wait for answers."
             )
-        if account.num_bytes and account.num_bytes + num_bytes > MAX_HELD:
+        limit = MAX_HELD if waits else MAX_KEPT
+        if account.num_bytes and account.num_bytes + num_bytes > limit:
             raise ServerBusy(
                 f"{account.num_bytes:,} bytes are kept for this client, and {num_bytes:,} more were to be: at most "
-                f"{MAX_HELD:,}. Wait for answers, or send less at once."
+                f"{limit:,}. Wait for answers, or send less at once."
             )
         if self._num_bytes and self._num_bytes + num_bytes > MAX_HELD_IN_ALL:
             raise ServerBusy(f"{self._num_bytes:,} bytes are kept for all clients: at most {MAX_HELD_IN_ALL:,}")
