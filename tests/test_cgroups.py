@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchfleet.cgroups import cpu_limit, memory_limit
+from torchfleet.cgroups import cpu_limit, memory_left, memory_limit
 from torchfleet.tables.rows import memory
 from torchfleet.tables.rows.memory import physical_bytes
 
@@ -149,3 +149,36 @@ def test_a_process_in_a_real_group_finds_its_limit() -> None:
         assert int(done.stdout) == min(3 * GB, physical_bytes())
     finally:
         group.rmdir()  # empty again: its one process has ended
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "left"),
+    [
+        (
+            "0::/a\n",
+            {"a/memory.max": "5000", "a/memory.current": "4000", "a/memory.stat": "anon 1\ninactive_file 500"},
+            1500,
+        ),
+        ("0::/a\n", {"a/memory.max": "max", "a/memory.current": "4000"}, 8192),
+        (
+            "4:memory:/d\n",
+            {"memory/d/memory.limit_in_bytes": "9000", "memory/d/memory.usage_in_bytes": "8000"},
+            1000,
+        ),
+        ("4:memory:/d\n", {"memory/d/memory.limit_in_bytes": V1_NONE, "memory/d/memory.usage_in_bytes": "8000"}, 8192),
+    ],
+    ids=["version 2", "version 2, no limit", "version 1", "version 1, no limit"],
+)
+def test_what_is_left_is_what_the_machine_and_all_groups_leave(
+    tmp_path: Path, membership: str, files: dict[str, str], left: int
+) -> None:
+    machine = tmp_path / "meminfo"
+    machine.write_text("MemTotal:  100 kB\nMemAvailable:  8 kB\n")
+    root, own = made_up(tmp_path, membership, files)
+    assert memory_left(root, own, machine) == left
+
+
+def test_what_is_left_here_is_less_than_there_is() -> None:
+    found = memory_left()
+    assert found is not None
+    assert 0 < found <= physical_bytes()

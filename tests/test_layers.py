@@ -55,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tables": {"tables/settings", "tables/rows", "tables/policies", "kernels", "errors"},
     "checkpoint": {*TABLES, "storage", "errors"},
     "server/meeting": {"net", "errors"},
-    "server/state": {*TABLES, "server/meeting", "net", "kernels", "errors"},
+    "server/state": {*TABLES, "server/meeting", "net", "kernels", "cgroups", "errors"},
     "server": {
         *TABLES,
         "tables/policies",

@@ -105,6 +105,12 @@ class TestEnvironment:
             monkeypatch.setenv(name, value)
         assert UserDefinedRoleMaker().read().worker_timeout == 2.5
 
+    def test_a_server_may_wait_for_workers_for_ever(self) -> None:
+        for text, seconds in (("0", 0.0), ("60", 60.0), ("", 1800.0)):
+            assert PaddleCloudRoleMaker(environment={"FLEET_ORPHAN_TIMEOUT": text}).read().orphan_timeout == seconds
+        with pytest.raises(RoleError, match=r"FLEET_ORPHAN_TIMEOUT must be .* or 0 for never, found '0.5'"):
+            PaddleCloudRoleMaker(environment={"FLEET_ORPHAN_TIMEOUT": "0.5"}).read()
+
     @pytest.mark.parametrize("name", ["FLEET_START_TIMEOUT", "FLEET_WORKER_TIMEOUT"])
     @pytest.mark.parametrize("value", ["0.5", "-1", "nan", "inf", "soon", "1e9"])
     def test_a_time_out_that_is_none_is_refused(self, name: str, value: str) -> None:

@@ -6,7 +6,7 @@ import math
 import os
 from pathlib import Path, PurePosixPath
 
-_ROOT, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+_ROOT, _OWN, _MACHINE = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/meminfo")
 
 
 def memory_limit(root: Path = _ROOT, own: Path = _OWN) -> int | None:
@@ -18,6 +18,24 @@ def memory_limit(root: Path = _ROOT, own: Path = _OWN) -> int | None:
         text for path in _files(root, own, "memory", "memory.limit_in_bytes", "memory.max") if (text := _read(path))
     ]
     return min((int(text) for text in texts if text != "max"), default=None)
+
+
+def memory_left(root: Path = _ROOT, own: Path = _OWN, machine: Path = _MACHINE) -> int | None:
+    """Bytes that this process could still get: of the machine, or of its groups if they leave less; None: not known.
+
+    What is only kept of files counts as free.
+    """
+    left = [1024 * number for name, number in _numbers(machine) if name == "MemAvailable:"]
+    for file, used, cached in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        for path in _files(root, own, "memory", "memory.limit_in_bytes", "memory.max"):
+            limit, in_use = _read(path), _read(path.with_name(used))
+            if path.name == file and limit and limit != "max" and in_use:
+                files = dict(_numbers(path.with_name("memory.stat"))).get(cached, 0)
+                left.append(int(limit) - int(in_use) + files)
+    return min(left, default=None)
 
 
 def cpu_limit(root: Path = _ROOT, own: Path = _OWN) -> float | None:
@@ -64,6 +82,12 @@ def _files(root: Path, own: Path, controller: str, file1: str, file2: str) -> li
 def _upwards(mount: Path, group: str, file: str) -> list[Path]:
     parts = [part for part in PurePosixPath(group).parts if part not in ("/", "..")]
     return [mount.joinpath(*parts[:end], file) for end in range(len(parts), -1, -1)]
+
+
+def _numbers(path: Path) -> list[tuple[str, int]]:
+    """Of a file with a name and a number on every line."""
+    lines = [line.split() for line in (_read(path) or "").splitlines()]
+    return [(line[0], int(line[1])) for line in lines if len(line) > 1 and line[1].isdigit()]
 
 
 def _read(path: Path) -> str | None:

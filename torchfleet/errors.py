@@ -57,6 +57,10 @@ class ServerLoading(FleetError):
     """A server is there, and does not serve yet."""
 
 
+class ServerBusy(FleetError):
+    """A server refuses a request for now: this client has used up its share. Asking again later may help."""
+
+
 class ServerError(FleetError):
     """A server answered a request with an error."""
 

@@ -33,6 +33,7 @@ class RoleInfo:
     restart: int = 0
     start_timeout: float = 1800.0  # seconds that a worker waits for a server that gives no sign
     worker_timeout: float = 10.0  # seconds of silence after which those who wait for a worker are told
+    orphan_timeout: float = 1800.0  # seconds after the last sign of any worker when a server ends; 0: never
     debug: bool = False
     num_threads: int = 0  # of torch; 0: as torch decides
     is_collective: bool = False
@@ -59,7 +60,7 @@ class PaddleCloudRoleMaker:
     FLEET_SERVER_INDEX                      POD_IP and PADDLE_PORT, looked up in the list of servers
     FLEET_WORKER_ENDPOINTS                  PADDLE_TRAINER_ENDPOINTS
     CPU_NUM: threads of torch; PSERVER_DEBUG=1: print the plan and the servers' tables
-    FLEET_START_TIMEOUT, FLEET_WORKER_TIMEOUT: seconds, see RoleInfo
+    FLEET_START_TIMEOUT, FLEET_WORKER_TIMEOUT, FLEET_ORPHAN_TIMEOUT: seconds, see RoleInfo
 
     For collective training (is_collective=True):
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torch's launchers set them; or
@@ -269,17 +270,21 @@ def _process_settings(found: Mapping[str, str]) -> dict[str, Any]:
         "num_threads": int(threads),
         "start_timeout": _seconds(found, "FLEET_START_TIMEOUT", RoleInfo.start_timeout),
         "worker_timeout": _seconds(found, "FLEET_WORKER_TIMEOUT", RoleInfo.worker_timeout),
+        "orphan_timeout": _seconds(found, "FLEET_ORPHAN_TIMEOUT", RoleInfo.orphan_timeout, or_never=True),
     }
 
 
-def _seconds(found: Mapping[str, str], name: str, default: float) -> float:
+def _seconds(found: Mapping[str, str], name: str, default: float, or_never: bool = False) -> float:
+    """`or_never`: 0 is allowed, and stands for it."""
     text = found.get(name) or str(default)
     try:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 1.0 <= seconds <= MAX_SECONDS:  # NaN among them
-        raise RoleError(f"{name} must be a number of seconds from 1 to {MAX_SECONDS:g}, found {text!r}")
+    is_never = or_never and text.strip() in ("0", "0.0")
+    if not is_never and not 1.0 <= seconds <= MAX_SECONDS:  # NaN among them
+        never = ", or 0 for never" if or_never else ""
+        raise RoleError(f"{name} must be a number of seconds from 1 to {MAX_SECONDS:g}{never}, found {text!r}")
     return seconds
 
 

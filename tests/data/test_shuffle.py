@@ -585,7 +585,7 @@ def test_over_servers_different_slots_are_an_error_on_all() -> None:
 
 def test_over_servers_a_worker_that_has_left_is_an_error_for_the_others() -> None:
     with in_process(1) as servers:
-        servers.client(worker=1, role=Role.WORKER).leave()
+        servers.client(worker=1, role=Role.LAUNCHER).leave()
         dataset = Loaded(store_of(range(5)), lambda: real_workers(servers, 2)(0))
         with pytest.raises(DataError, match="needs all 2 workers, and only 1"):
             dataset.global_shuffle()

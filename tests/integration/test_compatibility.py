@@ -36,7 +36,7 @@ CLOSE = 1e-6  # other processors round a multiplication and addition in one step
 def recorded() -> list[Exchange]:
     return [
         Exchange(server, peer, request, [tuple(reply) for reply in replies])
-        for server, peer, request, replies in json.loads((RECORDED / "wire.json").read_text())
+        for server, peer, request, replies in json.loads((RECORDED / "wire_2.json").read_text())
     ]
 
 
@@ -62,6 +62,20 @@ def test_a_server_answers_a_worker_of_before_as_it_was_answered_then(recorded: l
             assert_same_reply(reply, frames_of(expected))
 
 
+def test_a_worker_of_version_1_is_told_in_its_own_version() -> None:
+    """Its release read the first 48 bytes of the header, and the error behind them."""
+    server = make_server()
+    for _, peer, request, _ in json.loads((RECORDED / "wire.json").read_text())[::7]:
+        ((_, reply),) = answers(server, peer, frames_of(request))
+        assert reply[0][:5] == b"TFLT\x01"
+        assert len(reply[0]) == 48 + 20
+        assert reply[0][24:32] == frames_of(request)[0][24:32], "it would not know which of its calls this answers"
+        found = wire.decode_reply(reply)
+        assert found.status == wire.ERROR
+        text = msgspec.msgpack.decode(reply[1])["text"]
+        assert text == "expected protocol version 2, found 1: use the same torchfleet on both sides"
+
+
 def test_workers_and_servers_say_what_they_said_before(recorded: list[Exchange], dice: list[int]) -> None:
     def spec(fields: dict[str, Any]) -> TableSpec:
         return msgspec.convert(fields, TableSpec)
@@ -79,7 +93,7 @@ def test_the_record_has_every_command_but_later_ones_and_those_that_look_at_cloc
     recorded: list[Exchange],
 ) -> None:
     said = {wire.decode(frames_of(exchange.request)).command for exchange in recorded}
-    assert set(wire.Command) - said == {wire.Command.STATS, wire.Command.SAVE, wire.Command.JOIN, wire.Command.WALK}
+    assert set(wire.Command) - said == {wire.Command.STATS, wire.Command.SAVE, wire.Command.WALK}
 
 
 def frames_of(frames: list[str]) -> list[bytes]:

@@ -174,7 +174,7 @@ def test_the_schedules_find_mail_that_keeps_repeats(monkeypatch: pytest.MonkeyPa
     send = mail.Mail.send
 
     def forgetful(box: mail.Mail, sender: int, body: mail.SendBody, parcel: list[Array]) -> bool:
-        box._topic(body.topic).sent.clear()
+        box._topic(body.topic, sender).sent.clear()
         return send(box, sender, body, parcel)
 
     monkeypatch.setattr(mail.Mail, "send", forgetful)

@@ -68,6 +68,7 @@ def test_a_server_answers_while_it_loads_and_serves_when_it_runs(
     assert "waiting for server 0 (tcp://127.0.0.1:" in (told := capsys.readouterr().out)
     assert "): it is loading models/today, " in told
     assert client.unready(SECONDS) == {}
+    client.join({"host": "h", "pid": 1, "num_workers": 1, "timeout": 60.0, "sync_timeout": 60.0})
     client.leave()
     thread.join(SECONDS)
     assert not thread.is_alive()

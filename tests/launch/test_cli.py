@@ -71,6 +71,8 @@ class TestRefusedCommandLines:
             (("--max_table_bytes", "much"), "--max_table_bytes must be a number of bytes above 0, such as 8GB"),
             (("--max_table_bytes", "0"), "--max_table_bytes must be a number of bytes above 0"),
             (("--max_table_bytes", "8GB", "--nproc_per_node", "2"), "use one kind"),
+            (("--orphan_timeout", "0.5"), "--orphan_timeout must be 0 or a number of seconds from 1 to 604800"),
+            (("--orphan_timeout", "60", "--nproc_per_node", "2"), "use one kind"),
             (("--simulate", *LISTS), "leave --servers, --workers out"),
             (("--simulate", "--gpus", "0", "--max_restart", "1"), "leave --gpus, --max_restart out"),
             (("--simulate", "--worker_num", "0"), "must be at least 1, found 1 and 0"),

@@ -59,7 +59,7 @@ ARRAY = TableSpec("array", "array", size=50, dim=1, rule=Rule("adagrad"))
 DENSE = TableSpec("dense", "dense", size=6, rule=Rule("adam"))
 FUZZED = [ROWS, ARRAY, DENSE]
 
-HEADER = struct.Struct("<4sBBBBIHxxQQQQ")
+HEADER = struct.Struct("<4sBBBBIHxxQQQQQII")
 ENTRY = struct.Struct("<IBxxxIQ")
 # Offset and format of every number in a header, and in the entry of an array.
 HEADER_FIELDS = [
@@ -73,6 +73,9 @@ HEADER_FIELDS = [
     (24, "Q"),
     (32, "Q"),
     (40, "Q"),
+    (48, "Q"),
+    (56, "I"),
+    (60, "I"),
 ]
 ENTRY_FIELDS = [(0, "I"), (4, "B"), (8, "I"), (12, "Q")]
 EXTREMES = {
@@ -307,8 +310,10 @@ def test_good_messages_are_good() -> None:
     for frames in originals():
         message = decode(frames)
         replies = [decode_reply(reply) for _, reply in talk.server.handle("peer", frames, None)]
-        if message.command == Command.STOP or (message.command == Command.PUSH and message.flags == SYNC):
-            assert refusal(replies[0])[0] in ("PermissionRefused", "TableError")
+        if message.command in (Command.STOP, Command.LEAVE) or (
+            message.command == Command.PUSH and message.flags == SYNC
+        ):
+            assert refusal(replies[0])[0] in ("PermissionRefused", "RoleError", "TableError")
         elif message.command != Command.BARRIER:
             assert_ok(replies[-1])
 

@@ -15,15 +15,20 @@ from hypothesis.extra import numpy as hnp
 
 from torchfleet.errors import FleetError, WireError
 from torchfleet.net.wire import (
+    ERROR,
     MAX_ARRAYS,
     MAX_FRAME,
     Array,
     Command,
     Message,
+    Reply,
     Role,
     call_of,
     decode,
+    decode_reply,
     encode,
+    encode_reply,
+    error_arrays,
     pack,
     unpack,
 )
@@ -31,7 +36,7 @@ from torchfleet.server.among_workers import BarrierBody
 from torchfleet.tables.settings.spec import Rule, TableSpec
 
 DTYPES = [np.dtype(name) for name in ("u1", "<u8", "<f4", "<f8")]
-HEADER_BYTES, ARRAY_BYTES = 48, 20
+HEADER_BYTES, ARRAY_BYTES = 64, 20
 CODES = {np.dtype("u1"): 1, np.dtype("<u8"): 2, np.dtype("<f4"): 3, np.dtype("<f8"): 4}
 
 U8, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (8, 32, 64))
@@ -42,7 +47,7 @@ ARRAYS = st.builds(
         lambda dtype: hnp.arrays(dtype, hnp.array_shapes(min_dims=2, max_dims=2, min_side=0, max_side=6))
     ),
 )
-MESSAGES = st.builds(Message, U8, U8, U8, U32, U64, U64, U64, U64, st.lists(ARRAYS, max_size=4))
+MESSAGES = st.builds(Message, U8, U8, U8, U32, U64, U64, U64, U64, st.lists(ARRAYS, max_size=4), U64)
 
 
 def as_bytes(frame: object) -> bytes:
@@ -77,7 +82,7 @@ class TestRoundTrip:
     def test_what_is_encoded_is_decoded(self, carry: Callable[[object], object], message: Message) -> None:
         frames = [carry(frame) for frame in encode(message)]
         found = decode(frames)
-        for name in ("command", "role", "flags", "worker", "client", "call", "sequence", "floor"):
+        for name in ("command", "role", "flags", "worker", "client", "call", "sequence", "floor", "incarnation"):
             assert getattr(found, name) == getattr(message, name)
         assert call_of(frames) == message.call
         assert len(found.arrays) == len(message.arrays)
@@ -120,9 +125,9 @@ class TestRoundTrip:
 
     def test_the_bytes_are_those_of_the_protocol(self) -> None:
         """Clients and servers of one version must understand each other whenever they were built."""
-        message = Message(Command.PUSH, Role.WORKER, 2, 3, 4, 5, 6, 7, [Array(8, np.ones((9, 10), np.float32))])
+        message = Message(Command.PUSH, Role.WORKER, 2, 3, 4, 5, 6, 7, [Array(8, np.ones((9, 10), np.float32))], 11)
         header, frame = encode(message)
-        expected = b"TFLT" + bytes([1, 5, 1, 2]) + struct.pack("<IHxxQQQQ", 3, 1, 4, 5, 6, 7)
+        expected = b"TFLT" + bytes([2, 5, 1, 2]) + struct.pack("<IHxxQQQQQII", 3, 1, 4, 5, 6, 7, 11, 0, 0)
         assert header == expected + struct.pack("<IBxxxIQ", 8, 3, 10, 9)
         assert as_bytes(frame) == np.ones(90, "<f4").tobytes()
 
@@ -138,8 +143,9 @@ class TestRoundTrip:
             encode(Message(Command.PING, arrays=[Array(1, data)]))
 
 
-def header(num_arrays: int = 1, magic: bytes = b"TFLT", version: int = 1) -> bytes:
-    return magic + bytes([version, Command.PING, 1, 0]) + struct.pack("<IHxxQQQQ", 0, num_arrays, 1, 42, 0, 0)
+def header(num_arrays: int = 1, magic: bytes = b"TFLT", version: int = 2) -> bytes:
+    numbers = struct.pack("<IHxxQQQQQII", 0, num_arrays, 1, 42, 0, 0, 0, 0, 0)
+    return magic + bytes([version, Command.PING, 1, 0]) + numbers
 
 
 def array_entry(rows: int, columns: int, code: int = 3, table: int = 1) -> bytes:
@@ -155,12 +161,16 @@ BROKEN: dict[str, tuple[list[bytes], str]] = {
     "no frame": ([], "no frame at all"),
     "an empty frame": ([b""], "at least 48 bytes, found 0"),
     "another magic": ([header(0, magic=b"HTTP")], "magic bytes"),
-    "a newer version": ([header(0, version=2)], "protocol version 1, found 2"),
-    "version 0": ([header(0, version=0)], "protocol version 1, found 0"),
-    "a truncated header": ([header(0)[:-1]], "at least 48 bytes, found 47"),
-    "bytes behind the header": ([header(0) + b"\0"], "cannot have 49 bytes"),
-    "half an array entry": ([header() + array_entry(1, 1)[:-1], bytes(4)], "cannot have 67 bytes"),
-    "an entry too many": ([header() + array_entry(1, 1) * 2, bytes(4)], "cannot have 88 bytes"),
+    "a newer version": ([header(0, version=3)], "protocol version 2, found 3"),
+    "an older version": ([header(0, version=1)[:48]], "protocol version 2, found 1: use the same torchfleet"),
+    "version 0": ([header(0, version=0)], "protocol version 2, found 0"),
+    "a header of version 1 that says 2": ([header(0)[:48]], "at least 64 bytes, found 48"),
+    "a truncated header": ([header(0)[:-1]], "at least 64 bytes, found 63"),
+    "a shard": ([header(0)[:56] + b"\1" + bytes(7)], "expected shard 0 and term 0, found 1 and 0"),
+    "a term": ([header(0)[:60] + b"\1" + bytes(3)], "shard 0 and term 0, found 0 and 1"),
+    "bytes behind the header": ([header(0) + b"\0"], "cannot have 65 bytes"),
+    "half an array entry": ([header() + array_entry(1, 1)[:-1], bytes(4)], "cannot have 83 bytes"),
+    "an entry too many": ([header() + array_entry(1, 1) * 2, bytes(4)], "cannot have 104 bytes"),
     "more arrays than allowed": ([header(5000) + array_entry(0, 1) * 5000] + [b""] * 5000, "header for 5000 arrays"),
     "a frame too few": ([header() + array_entry(1, 1)], "announces 1 arrays, found 0"),
     "a frame too many": ([header() + array_entry(1, 1), bytes(4), bytes(4)], "announces 1 arrays, found 2"),
@@ -222,7 +232,8 @@ class TestStrictness:
         [
             ([], 0),
             ([b""], 0),
-            ([header(0)[:-1]], 0),
+            ([header(0)[:47]], 0),
+            ([header(0, version=1)[:48]], 42),
             ([header(0, magic=b"HTTP")], 0),
             ([header(3)], 42),
             ([header(0, version=9) + bytes(1000), b"x"], 42),
@@ -230,6 +241,19 @@ class TestStrictness:
     )
     def test_the_call_of_a_broken_request_is_found_where_it_has_one(self, frames: list[bytes], call: int) -> None:
         assert call_of(frames) == call
+
+
+def test_a_peer_of_version_1_can_read_why_it_is_refused() -> None:
+    """Byte for byte what its own release would have written."""
+    reply = Reply(Command.PULL, ERROR, 3, 900, 42, error_arrays("WireError", "no"))
+    first, body = encode_reply(reply, version=1)
+    expected = b"TFLT" + bytes([1, 4, 1, 0]) + struct.pack("<IHxxQQQQ", 3, 1, 900, 42, 0, 0)
+    assert first == expected + struct.pack("<IBxxxIQ", 0, 1, 1, len(as_bytes(body)))
+    found = decode_reply([first, body])
+    assert (found.command, found.status, found.worker, found.incarnation, found.call) == (4, ERROR, 3, 900, 42)
+    assert unpack(found.arrays[0], dict) == {"kind": "WireError", "text": "no"}
+    again = decode_reply(encode_reply(reply))
+    assert (again.incarnation, again.call, again.status) == (900, 42, ERROR)
 
 
 class TestBodies:

@@ -57,6 +57,7 @@ def some_arrays(command: Command) -> list[Array]:
         Command.SET: [keys_of(ROWS, [1]), values_of(ROWS, [[1, 1]])],
         Command.ERASE: [keys_of(ROWS, [1])],
         Command.BARRIER: [pack({"name": "b", "num_workers": 1, "timeout": 1.0})],
+        Command.JOIN: [pack({"host": "h", "pid": 1, "num_workers": 1, "timeout": 1.0, "sync_timeout": 1.0})],
     }
     return one.get(command, [])
 
@@ -72,6 +73,7 @@ class TestRoles:
             Role.LAUNCHER if command is Command.STOP else Role.FIRST_WORKER if command in self.FIRST else Role.WORKER
         )
         claimed = Role.LAUNCHER if is_proved else role
+        assert_ok(talk.ask(Command.JOIN, *some_arrays(Command.JOIN)))
         message = talk.message(command, *some_arrays(command), once=COMMANDS[command].once, role=claimed)
         (answer,) = talk.server.handle(talk, wire.encode(message), role if is_proved else None)
         reply = decode_reply(answer[1])

@@ -249,7 +249,7 @@ def test_nobody_waits_for_a_worker_that_rests_or_is_gone(how: str) -> None:
     elif how == "leave":
         replies = job.workers[2].send(job.workers[2].message(Command.LEAVE))
     else:  # another process in its place
-        body = {"process": 9, "host": "h", "pid": 1, "num_workers": 3, "timeout": 5.0, "sync_timeout": 9.0}
+        body = {"host": "h", "pid": 1, "num_workers": 3, "timeout": 5.0, "sync_timeout": 9.0}
         replies = job.workers[2].send(job.workers[2].message(Command.JOIN, pack(body)))
     assert 0 in {reply.worker for reply in replies}
     assert job.stats()["tables"]["block"]["step"] == 3

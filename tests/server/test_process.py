@@ -31,6 +31,7 @@ pytestmark = pytest.mark.timeout(60)
 
 PATIENT = Patience(timeout=WAIT, retries=2)
 MEGABYTE = 1 << 20
+JOINED = {"host": "h", "pid": 1, "num_workers": 1, "timeout": 60.0, "sync_timeout": 60.0}
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -183,6 +184,7 @@ class TestEnd:
             for worker in (0, 1):
                 assert server.returncode is None
                 with closing(Client.connect([server.endpoint], worker=worker, patience=PATIENT)) as client:
+                    client.join({**JOINED, "num_workers": 2})
                     client.leave()
             assert server.wait(WAIT) == 0
 
@@ -204,10 +206,7 @@ class TestEnd:
 def test_it_tells_for_what_share_of_the_time_it_computes(capsys: pytest.CaptureFixture[str]) -> None:
     with ServerProcess() as server, closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
         client.create_table(TableSpec("t", dim=16, rule=Rule("adam")))
-        client.join(
-            {"process": 1, "host": "h", "pid": 1, "num_workers": 1, "timeout": 60.0, "sync_timeout": 60.0}
-            | {"waiting": 0.7}
-        )
+        client.join({**JOINED, "waiting": 0.7})
         time.sleep(2.1)  # two periods, of which the second is quiet from end to end
         idle = client.stats()[0]["busy"]
         until = time.monotonic() + 2.2
@@ -279,3 +278,40 @@ class TestBounds:
         assert process.num_fds() <= files + 5
         assert (process.memory_info().rss - before) / MEGABYTE < 20
         client.ping()
+
+
+FLOOD = """
+import os, sys, time
+import numpy as np, zmq
+from torchfleet.net.wire import Array, Command, Message, encode
+with zmq.Context() as context, context.socket(zmq.DEALER) as flood:
+    flood.set(zmq.SNDHWM, 0)
+    flood.connect(sys.argv[1])
+    keys = Array(int(sys.argv[2]), np.arange(100_000, dtype=np.uint64))
+    for call in range(400):
+        flood.send_multipart(encode(Message(Command.PULL, client=5, call=call, arrays=[keys])))
+    time.sleep(0.8)
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_client_that_is_killed_while_its_requests_fill_the_queue_does_not_end_the_server() -> None:
+    """ZeroMQ's heartbeats of the server did: they are due every five seconds."""
+    spec = TableSpec("t", dim=64)
+    with ServerProcess() as server, closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
+        client.create_table(spec)
+        client.pull("t", range(100_000)).result()
+        assert run("-c", FLOOD, server.endpoint, str(spec.number)).returncode == -signal.SIGKILL
+        time.sleep(6.0)
+        assert server.returncode is None
+        client.ping()
+
+
+def test_it_ends_when_the_workers_that_were_there_are_gone() -> None:
+    options = ("--num_workers", "2", "--orphan_timeout", "1")
+    with ServerProcess("tcp://127.0.0.1:0", *options) as server:
+        with closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
+            client.join({**JOINED, "num_workers": 2})
+            assert server.returncode is None
+        assert server.wait(WAIT) == 1
+    assert run("-m", "torchfleet.server", "--orphan_timeout", "-1").returncode == 2

@@ -28,7 +28,7 @@ class Meeting:
             assert_ok(self.join(worker))
 
     def join(self, worker: Talk, **fields: Any) -> Reply:
-        base = {"process": worker.client, "host": "here", "pid": 100 + worker.worker, "num_workers": self.num_workers}
+        base = {"host": "here", "pid": 100 + worker.worker, "num_workers": self.num_workers}
         return worker.ask(Command.JOIN, pack({**base, "timeout": TIMEOUT, "sync_timeout": SYNC_TIMEOUT, **fields}))
 
     def push(self, worker: int) -> list[Reply]:

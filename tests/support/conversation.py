@@ -1,7 +1,8 @@
 """A fixed conversation of two workers with two servers, and a record of every byte of it.
 
-The record in recorded/wire.json was made by the release before the package was laid out anew: what a worker and a
-server of today say must be the same bytes, or they could not talk to those of then.
+The record in recorded/wire_2.json was made by the release before the package was laid out anew, and carried over to
+version 2 of the protocol: what a worker and a server of today say must be the same bytes, or they could not talk to
+those of then.
 """
 
 from __future__ import annotations
@@ -130,6 +131,7 @@ def converse(wire: Wire) -> list[Exchange]:
     first.erase("words", np.array([5, 77], np.uint64))
     _refused(wire, first)
     for worker in (first, second):
+        worker.join({"host": "here", "pid": 1, "num_workers": 2, "timeout": 60.0, "sync_timeout": 60.0})
         worker.leave()
     launcher.stop_servers()
     return record
@@ -137,7 +139,7 @@ def converse(wire: Wire) -> list[Exchange]:
 
 def _client(wire: Wire, doors: list[Door], name: str, worker: int, role: Any, dice: int) -> Any:
     wire.set_dice(dice)
-    return wire.client([door.connect(name) for door in doors], worker=worker, role=role)
+    return wire.client([door.connect(name) for door in doors], worker=worker, role=role, process=dice)
 
 
 def _worker(wire: Wire, doors: list[Door], index: int) -> Any:

@@ -134,11 +134,13 @@ class Talk:
 
     def __init__(self, server: Server, client: int = 7, role: int = Role.LAUNCHER, worker: int = 0) -> None:
         self.server, self.client, self.role, self.worker = server, client, role, worker
+        self.incarnation = client  # as if every client were a process of its own
         self._calls, self._sequences = itertools.count(1), itertools.count(1)
 
     def message(self, command: int, *arrays: Array, once: bool = False, **fields: Any) -> Message:
         sequence = next(self._sequences) if once else 0
         base = {"role": self.role, "worker": self.worker, "client": self.client, "call": next(self._calls)}
+        base["incarnation"] = self.incarnation
         return Message(command, **{**base, "sequence": sequence, "floor": sequence, "arrays": list(arrays), **fields})
 
     def send(self, message: Message) -> list[Reply]:

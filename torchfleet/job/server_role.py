@@ -35,7 +35,7 @@ class ServerRole:
 
     def __init__(self, setup: JobSetup) -> None:
         self._info, self._layouts = setup.info, setup.plan.layouts
-        self._server = Server(num_workers=setup.info.num_workers)
+        self._server = Server(num_workers=setup.info.num_workers, orphan_timeout=setup.info.orphan_timeout)
         for spec in setup.plan.specs:
             self._server.state.add_table(spec.for_shard(setup.info.server_index, setup.info.num_servers))
         self._say = self._server.state.say = speaker(f"server {setup.info.server_index}")

@@ -209,7 +209,9 @@ class WorkerRole:
     def _connect(self, worker: int | None = None) -> Client:
         """`worker`: another one for whom this one speaks."""
         patience = Patience(self.strategy.rpc_timeout, self.strategy.rpc_retry_times)
-        role = Role.FIRST_WORKER if self.info.worker_index == 0 else Role.WORKER
+        # One process is its own launcher: nobody has to join, or may leave in its name.
+        alone = Role.LAUNCHER if self._local is not None else Role.FIRST_WORKER
+        role = alone if self.info.worker_index == 0 else Role.WORKER
         number = self.info.worker_index if worker is None else worker
         options: dict[str, Any] = {"worker": number, "role": role, "patience": patience}
         if self._local is not None:

@@ -11,7 +11,7 @@ from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.rank_plan import RankPlan, make_plan, require_gpus
 
 _OPTIONS = ("nproc_per_node", "gpus", "nnodes", "master", "rank", "ips")
-_OPTIONS_OF_SERVERS = ("server_num", "worker_num", "servers", "workers", "max_table_bytes")
+_OPTIONS_OF_SERVERS = ("server_num", "worker_num", "servers", "workers", "max_table_bytes", "orphan_timeout")
 
 
 class RankLauncher:

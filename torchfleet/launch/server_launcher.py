@@ -16,6 +16,7 @@ from torchfleet.net.keys import is_private
 from torchfleet.tables.settings.table_size import VARIABLE, parse_bytes
 
 ROOTS = "FLEET_SAVE_ROOTS"  # read by server/save_roots.py
+_MOST_SECONDS = 7 * 24 * 3600.0
 
 
 class ServerLauncher:
@@ -41,6 +42,12 @@ class ServerLauncher:
             metavar="DIR",
             help="servers write saves below this folder or URL only; may be given several times (default: wherever "
             "worker 0 itself can write)",
+        )
+        group.add_argument(
+            "--orphan_timeout",
+            type=float,
+            metavar="SECONDS",
+            help="servers end when no worker was heard of for so long, once one was there (default: 1800; 0: never)",
         )
 
     def takes(self, options: argparse.Namespace) -> bool:
@@ -86,15 +93,24 @@ def _plan(job: JobSpec, options: argparse.Namespace, keeps_cores: bool = False) 
     layout, num_workers = _layout(job, options.servers, options.workers)
     if not job.insecure and not job.key_dir:
         _refuse_open_servers(layout)
-    base = {**job.environment, **limits(options.max_table_bytes), **roots(options.save_root)}
+    bounds = limits(options.max_table_bytes, options.orphan_timeout)
+    base = {**job.environment, **bounds, **roots(options.save_root)}
     return layout, tasks(layout, num_workers, base, len(layout.local_servers) if keeps_cores else 0)
 
 
-def limits(max_table_bytes: str | None) -> dict[str, str]:
-    """The variable by which servers, and workers with tables of their own, learn how large a table may be."""
-    if max_table_bytes is None:
-        return {}
-    return {VARIABLE: str(parse_bytes(max_table_bytes, "--max_table_bytes"))}
+def limits(max_table_bytes: str | None, orphan_timeout: float | None) -> dict[str, str]:
+    """The variables by which servers learn how large a table may be, which workers with tables of their own learn too,
+    and for how long they wait for workers."""
+    found = {}
+    if max_table_bytes is not None:
+        found[VARIABLE] = str(parse_bytes(max_table_bytes, "--max_table_bytes"))
+    if orphan_timeout is not None:
+        if not (orphan_timeout == 0 or 1 <= orphan_timeout <= _MOST_SECONDS):
+            raise RoleError(
+                f"--orphan_timeout must be 0 or a number of seconds from 1 to {_MOST_SECONDS:g}, found {orphan_timeout}"
+            )
+        found["FLEET_ORPHAN_TIMEOUT"] = f"{orphan_timeout:g}"
+    return found
 
 
 def roots(folders: Sequence[str] | None) -> dict[str, str]:

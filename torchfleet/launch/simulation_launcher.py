@@ -138,4 +138,5 @@ def _plan(job: JobSpec, options: argparse.Namespace) -> tuple[JobLayout, list[Ta
         raise RoleError(f"--server_num and --worker_num must be at least 1, found {num_servers} and {num_workers}")
     servers = tuple(f"127.0.0.1:{_FIRST_PORT + i}" for i in range(num_servers))
     layout = JobLayout(servers, ("127.0.0.1:0",) * num_workers, tuple(range(num_servers)), tuple(range(num_workers)))
-    return layout, tasks(layout, num_workers, {**limits(options.max_table_bytes), **roots(options.save_root)})
+    bounds = limits(options.max_table_bytes, options.orphan_timeout)
+    return layout, tasks(layout, num_workers, {**bounds, **roots(options.save_root)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchfleet.net.transport import Peer
-from torchfleet.net.wire import Message
+from torchfleet.net.wire import VERSION, Message
 
 
 @dataclass(slots=True)
@@ -15,3 +15,10 @@ class Request:
     message: Message
     peer: Peer
     arrived: float = 0.0
+    role: int = 0  # by its key, or as it says where there are no keys
+    version: int = VERSION  # of the protocol, in which the reply is written
+    hold: object = None  # what the server's memory of it is counted by, while it waits
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.data.nbytes for array in self.message.arrays)

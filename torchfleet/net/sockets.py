@@ -8,16 +8,24 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
-from torchfleet.errors import FleetError
+from torchfleet.errors import FleetError, ServerBusy, WireError
+from torchfleet.net.admission_desk import AdmissionDesk
+from torchfleet.net.doorkeeper import Doorkeeper
 from torchfleet.net.keys import KeyFolder, require_keys
+from torchfleet.net.long_messages import drop_rest
 from torchfleet.net.transport import Handler
-from torchfleet.net.wire import MAX_FRAME, Frame, Role
+from torchfleet.net.unread import COUNTED, Unread, size_of
+from torchfleet.net.wire import MAX_ARRAYS, MAX_FRAME, Frame, Role
 
 QUEUED_MESSAGES = 64  # per peer and direction; a sender finds the queue full and waits, memory stays bounded
+QUEUED_REQUESTS = 4  # of one client at a server; what else it sends waits with it
 TICK = 0.05  # seconds between two looks at the clock
+_DESK_PAUSE = 0.005  # seconds between two looks for handshakes, under load
 _HEARTBEAT_MS = 5000
+_HANDSHAKE_MS = 10_000
+_KEEPALIVE = 10  # seconds between two questions of the system whether a silent peer is there
+_HELLO = b""  # a connection's first message: small, so that the server knows it before anything large comes
 
 
 class Listener:
@@ -27,9 +35,11 @@ class Listener:
         require_keys(endpoint, keys, insecure)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._roles = keys.roles() if keys else {}
-        self._authenticator = self._admit_only(self._roles) if keys else None
+        self._desk = AdmissionDesk(self._context, frozenset(key.encode() for key in self._roles)) if keys else None
         self._socket = _socket(self._context, zmq.ROUTER, endpoint)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        self._doorkeeper = Doorkeeper(self._socket, endpoint)
+        self._unread = Unread()
         self.num_dropped_replies = 0
         if keys:
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.server_pair()
@@ -42,57 +52,91 @@ class Listener:
                 f"cannot listen on {endpoint}: {error}. Is the port in use, the address of this machine?"
             ) from None
         self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0")
+        self._poller = zmq.Poller()
+        for watched in (self._socket, *([self._desk.socket] if self._desk else [])):
+            self._poller.register(watched, zmq.POLLIN)
 
     def serve(self, handler: Handler, is_over: Callable[[], bool]) -> None:
         """Answer requests until `is_over`, which is looked at after every request and every TICK."""
-        next_tick, worked = 0.0, None
+        next_tick, next_desk, worked = 0.0, 0.0, None
         while not is_over():
             request = self._next(0 if worked else int(TICK * 1000) if worked is None else 1)
             if request is not None:
-                peer, *frames = request
-                role = self._role(frames[-1]) if self._roles and frames else None
-                self._reply(handler.handle(peer.bytes, [frame.buffer for frame in frames], role))
-                del request, peer, frames  # the memory of a request is free before the next one is taken
+                self._take(request, handler)
+                del request  # its memory is free before the next one is taken
             worked = handler.work()
             now = time.monotonic()
+            if self._desk is not None and now >= next_desk:
+                self._desk.answer(now)
+                next_desk = now + _DESK_PAUSE
             if worked or now >= next_tick:
-                self._reply(handler.tick(now))
+                self._reply(handler.tick(now), handler)
+            if now >= next_tick:
+                self._doorkeeper.look(now)
+                self._tell(handler)
                 next_tick = now + TICK
 
+    def _take(self, request: list[zmq.Frame], handler: Handler) -> None:
+        self._doorkeeper.note(request[-1])
+        peer, frames = request[0].bytes, [frame.buffer for frame in request[1:]]
+        if len(request) > MAX_ARRAYS + 2:
+            num = len(request) - 1 + drop_rest(self._socket)
+            error = WireError(f"a message of {num:,} frames, at most {MAX_ARRAYS + 1:,}: the connection is ended")
+            self._reply(handler.refuse(peer, frames, error), handler)
+            self._doorkeeper.shut_later(request[-1], str(error))
+        elif refusal := self._unread.refusal(peer):
+            self._reply(handler.refuse(peer, frames, ServerBusy(refusal)), handler)
+        elif len(frames) != 1 or len(frames[0]):  # all but a hello
+            role = self._roles.get(str(request[-1].get("User-Id"))) if self._roles and frames else None
+            self._reply(handler.handle(peer, frames, role), handler)
+
     def _next(self, timeout_ms: int) -> list[zmq.Frame] | None:
-        """The next request. Under load there is one already, and a poll, which is dearer than taking it, is saved."""
+        """The next request, or as many of its frames as a request may have and one more. Under load there is one
+        already, and a poll, which is dearer than taking it, is saved."""
         with contextlib.suppress(zmq.Again):
-            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        if timeout_ms and self._socket.poll(timeout_ms):
-            return self._socket.recv_multipart(copy=False)
+            return self._frames()
+        self._doorkeeper.rest()
+        if timeout_ms and self._poller.poll(timeout_ms):
+            with contextlib.suppress(zmq.Again):
+                return self._frames()
         return None
 
+    def _frames(self) -> list[zmq.Frame]:
+        frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+        frames = [frame]
+        while frame.more and len(frames) <= MAX_ARRAYS + 2:
+            frame = self._socket.recv(copy=False)
+            frames.append(frame)
+        return frames
+
+    def _tell(self, handler: Handler) -> None:
+        news, self._doorkeeper.news = self._doorkeeper.news, []
+        for text in news:
+            handler.note_refusal(text)
+
     def close(self) -> None:
+        self._doorkeeper.close()
         self._socket.close(linger=500)
-        if self._authenticator:
-            self._authenticator.stop()
+        if self._desk is not None:
+            self._desk.close()
         self._context.term()
 
-    def _reply(self, replies: Sequence[tuple[Any, list[Frame]]]) -> None:
+    def _reply(self, replies: Sequence[tuple[Any, list[Frame]]], handler: Handler) -> None:
         for peer, frames in replies:
-            try:
-                self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
-            except zmq.ZMQError:  # the peer is gone, or does not read its replies: it will ask again or not
+            num_bytes = size_of(frames)
+            if num_bytes < COUNTED:
+                self._send(peer, frames)
+            elif refusal := self._unread.refusal(peer, num_bytes):
                 self.num_dropped_replies += 1
+                self._send(peer, handler.refused(frames, ServerBusy(refusal)))
+            else:
+                self._send(peer, self._unread.count(peer, frames, num_bytes))
 
-    def _role(self, frame: zmq.Frame) -> Role | None:
-        return self._roles.get(str(frame.get("User-Id")))
-
-    def _admit_only(self, roles: dict[str, Role]) -> ThreadAuthenticator:
-        class Provider:
-            @staticmethod
-            def callback(domain: str, key: bytes) -> bool:
-                return key.decode() in roles  # in printable form, as in the key files
-
-        authenticator = ThreadAuthenticator(self._context)
-        authenticator.start()
-        authenticator.configure_curve_callback(domain="*", credentials_provider=Provider())
-        return authenticator
+    def _send(self, peer: bytes, frames: list[Frame]) -> None:
+        try:
+            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError:  # the peer is gone, or does not read its replies: it will ask again or not
+            self.num_dropped_replies += 1
 
 
 class SocketChannel:
@@ -140,6 +184,7 @@ class SocketChannel:
             raise FleetError(
                 f"not an address to connect to: {self._endpoint!r} ({error}); expected tcp://host:port"
             ) from None
+        connection.send(_HELLO, zmq.NOBLOCK)
         return connection
 
 
@@ -159,9 +204,18 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -
     made = context.socket(kind)
     made.set(zmq.LINGER, 0)
     made.set(zmq.SNDHWM, QUEUED_MESSAGES)
-    made.set(zmq.RCVHWM, QUEUED_MESSAGES)
+    made.set(zmq.RCVHWM, QUEUED_MESSAGES if kind == zmq.DEALER else QUEUED_REQUESTS)
     made.set(zmq.MAXMSGSIZE, MAX_FRAME)
-    made.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-    made.set(zmq.HEARTBEAT_TIMEOUT, 6 * _HEARTBEAT_MS)
+    made.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    if kind == zmq.DEALER:
+        made.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+        made.set(zmq.HEARTBEAT_TIMEOUT, 6 * _HEARTBEAT_MS)
+    else:
+        # No heartbeats of a server: libzmq (4.3.5) aborts when one is due on a connection that ended while the queue of
+        # its requests was full, which any client can bring about. The system finds peers that are gone.
+        made.set(zmq.TCP_KEEPALIVE, 1)
+        made.set(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE)
+        made.set(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE)
+        made.set(zmq.TCP_KEEPALIVE_CNT, 3)
     made.set(zmq.IPV6, int("[" in endpoint))
     return made

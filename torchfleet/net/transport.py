@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from torchfleet.errors import FleetError
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.wire import Frame, Role
 
@@ -41,6 +42,15 @@ class Handler(Protocol):
 
     def handle(self, peer: Peer, frames: Sequence[Frame], role: Role | None) -> list[tuple[Peer, list[Frame]]]:
         """Replies that are now ready, to this or to other peers. `role` is what the transport proved, if it did."""
+
+    def refuse(self, peer: Peer, frames: Sequence[Frame], error: FleetError) -> list[tuple[Peer, list[Frame]]]:
+        """Replies to a request that the transport does not pass on: its peer is told why."""
+
+    def refused(self, reply: Sequence[Frame], error: FleetError) -> list[Frame]:
+        """What takes the place of a reply that the transport does not send."""
+
+    def note_refusal(self, text: str) -> None:
+        """The transport refused somebody without a reply: who, and why."""
 
     def tick(self, now: float) -> list[tuple[Peer, list[Frame]]]:
         """Replies that became due by the passing of time, or by work."""

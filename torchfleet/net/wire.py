@@ -21,10 +21,13 @@ import numpy.typing as npt
 from torchfleet.errors import WireError
 
 MAGIC = b"TFLT"
-VERSION = 1
+VERSION = 2
 MAX_ARRAYS = 4096
 MAX_FRAME = 1 << 30
-_HEADER = struct.Struct("<4sBBBBIHxxQQQQ")
+MAX_BODY = 1 << 16  # bytes of a structured body
+# shard and term are for replicas of servers, which there are none of yet: zero
+_HEADER = struct.Struct("<4sBBBBIHxxQQQQQII")
+_FIRST_HEADER = struct.Struct("<4sBBBBIHxxQQQQ")  # of version 1
 _ARRAY = struct.Struct("<IBxxxIQ")
 _DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u8"), 3: np.dtype("<f4"), 4: np.dtype("<f8")}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
@@ -102,11 +105,12 @@ class Message:
     sequence: int = 0  # numbers a client's changes per server from 1 on; 0: a request that may be repeated freely
     floor: int = 0  # all changes of this client below this sequence are settled
     arrays: list[Array] = field(default_factory=list)
+    incarnation: int = 0  # a random number per process: tells a worker from the one that had its number before
 
 
 @dataclass(slots=True)
 class Reply:
-    """The answer to a request, with the same header: status and incarnation stand where a request has role and client.
+    """The answer to a request, with the same header: the status stands where a request has the role.
 
     It repeats command, worker and call of its request.
     """
@@ -119,17 +123,27 @@ class Reply:
     arrays: list[Array] = field(default_factory=list)
 
 
-def encode_reply(reply: Reply) -> list[Frame]:
-    """As `encode`."""
-    return encode(
-        Message(reply.command, reply.status, 0, reply.worker, reply.incarnation, reply.call, arrays=reply.arrays)
-    )
+def encode_reply(reply: Reply, version: int = VERSION) -> list[Frame]:
+    """As `encode`. `version`: that of the request; one of before can read that it is refused, and why."""
+    message = Message(reply.command, reply.status, 0, reply.worker, call=reply.call, arrays=reply.arrays)
+    message.incarnation = reply.incarnation
+    frames = encode(message)
+    if version == 1:
+        fields = _HEADER.unpack_from(frames[0])
+        first = _FIRST_HEADER.pack(MAGIC, 1, *fields[2:7], reply.incarnation, *fields[8:11])
+        frames[0] = first + frames[0][_HEADER.size :]
+    return frames
 
 
 def decode_reply(frames: Sequence[Frame]) -> Reply:
-    """As `decode`."""
+    """As `decode`; also what a server of version 1 says, which is that it does not understand."""
+    if version_of(frames) == 1:
+        header = bytes(_as_bytes(frames[0]))
+        fields = _FIRST_HEADER.unpack_from(header)
+        rest = header[_FIRST_HEADER.size :]
+        frames = [_HEADER.pack(MAGIC, VERSION, *fields[2:], fields[7], 0, 0) + rest, *frames[1:]]
     message = decode(frames)
-    return Reply(message.command, message.role, message.worker, message.client, message.call, message.arrays)
+    return Reply(message.command, message.role, message.worker, message.incarnation, message.call, message.arrays)
 
 
 def encode(message: Message) -> list[Frame]:
@@ -151,7 +165,7 @@ def encode(message: Message) -> list[Frame]:
         raise WireError(f"{len(message.arrays)} arrays in one message, at most {MAX_ARRAYS}")
     parts[0] = _HEADER.pack(
         MAGIC, VERSION, message.command, message.role, message.flags, message.worker, len(message.arrays),
-        message.client, message.call, message.sequence, message.floor,
+        message.client, message.call, message.sequence, message.floor, message.incarnation, 0, 0,
     )  # fmt: skip
     frames[0] = b"".join(parts)
     return frames
@@ -159,8 +173,16 @@ def encode(message: Message) -> list[Frame]:
 
 def call_of(frames: Sequence[Frame]) -> int:
     """The call number of a request that may be broken in every other way, so that its sender can be told; else 0."""
-    header = bytes(_as_bytes(frames[0])[: _HEADER.size]) if frames else b""
-    return int(_HEADER.unpack(header)[8]) if len(header) == _HEADER.size and header.startswith(MAGIC) else 0
+    return int(_FIRST_HEADER.unpack_from(_as_bytes(frames[0]).data)[8]) if version_of(frames) else 0
+
+
+def version_of(frames: Sequence[Frame]) -> int:
+    """The version of a message that may be broken in every other way; 0 if it is none of ours.
+
+    The first 48 bytes are the same in all versions.
+    """
+    header = bytes(_as_bytes(frames[0])[: _FIRST_HEADER.size]) if frames else b""
+    return header[4] if len(header) == _FIRST_HEADER.size and header.startswith(MAGIC) else 0
 
 
 def decode(frames: Sequence[Frame]) -> Message:
@@ -168,21 +190,28 @@ def decode(frames: Sequence[Frame]) -> Message:
     if not frames:
         raise WireError("expected a header frame, found no frame at all")
     header = _as_bytes(frames[0]).data
+    if len(header) < _FIRST_HEADER.size:
+        raise WireError(f"expected a header of at least {_FIRST_HEADER.size} bytes, found {len(header)}")
+    if header[: len(MAGIC)] != MAGIC:
+        found = bytes(header[: len(MAGIC)])
+        raise WireError(f"expected the magic bytes {MAGIC!r}, found {found!r}: this is not a torchfleet client")
+    if header[4] != VERSION:
+        raise WireError(
+            f"expected protocol version {VERSION}, found {header[4]}: use the same torchfleet on both sides"
+        )
     if len(header) < _HEADER.size:
         raise WireError(f"expected a header of at least {_HEADER.size} bytes, found {len(header)}")
-    magic, version, command, role, flags, worker, num_arrays, client, call, sequence, floor = _HEADER.unpack_from(
-        header
-    )
-    if magic != MAGIC:
-        raise WireError(f"expected the magic bytes {MAGIC!r}, found {magic!r}: this is not a torchfleet client")
-    if version != VERSION:
-        raise WireError(f"expected protocol version {VERSION}, found {version}: use the same torchfleet on both sides")
+    (
+        _, _, command, role, flags, worker, num_arrays, client, call, sequence, floor, incarnation, shard, term
+    ) = _HEADER.unpack_from(header)  # fmt: skip
+    if shard or term:
+        raise WireError(f"expected shard 0 and term 0, found {shard} and {term}: this torchfleet knows no replicas")
     if num_arrays > MAX_ARRAYS or len(header) != _HEADER.size + num_arrays * _ARRAY.size:
         raise WireError(f"a header for {num_arrays} arrays cannot have {len(header)} bytes")
     if len(frames) != 1 + num_arrays:
         raise WireError(f"the header announces {num_arrays} arrays, found {len(frames) - 1}")
     arrays = [_decode_array(header, i, frames[1 + i]) for i in range(num_arrays)]
-    return Message(command, role, flags, worker, client, call, sequence, floor, arrays)
+    return Message(command, role, flags, worker, client, call, sequence, floor, arrays, incarnation)
 
 
 def _decode_array(header: memoryview, index: int, frame: Frame) -> Array:
@@ -216,10 +245,12 @@ def pack(body: object) -> Array:
     return Array(0, np.frombuffer(msgspec.msgpack.encode(body), np.uint8).reshape(-1, 1))
 
 
-def unpack(array: Array, expected: type[Body]) -> Body:
+def unpack(array: Array, expected: type[Body], max_bytes: int = MAX_FRAME) -> Body:
     """The body, checked field by field against its type. Raises WireError."""
     if array.data.dtype != np.uint8:
         raise WireError(f"expected a body of bytes, found an array of {array.data.dtype}")
+    if array.data.nbytes > max_bytes:
+        raise WireError(f"expected a body of at most {max_bytes:,} bytes, found {array.data.nbytes:,}")
     try:
         return msgspec.msgpack.decode(array.data.tobytes(), type=expected)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -43,12 +43,26 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="write saves below this folder or URL only; may be given several times (default: FLEET_SAVE_ROOTS, else "
         "wherever worker 0 has made the folder of its save)",
     )
+    parser.add_argument(
+        "--orphan_timeout",
+        type=float,
+        metavar="SECONDS",
+        help="end when no worker has been heard of for so long, once one was there (default: 1800 with --num_workers; "
+        "0: never)",
+    )
     parser.add_argument("--num_workers", type=int, default=0, help="end when so many workers have left (0: never)")
     return parser.parse_args(arguments)
 
 
 def _table_bytes(options: argparse.Namespace) -> int | None:
     return None if options.max_table_bytes is None else parse_bytes(options.max_table_bytes, "--max_table_bytes")
+
+
+def _orphan_timeout(options: argparse.Namespace) -> float | None:
+    seconds: float | None = options.orphan_timeout
+    if seconds is not None and not 0 <= seconds < float("inf"):
+        raise FleetError(f"--orphan_timeout must be a number of seconds, 0 for never; found {seconds}")
+    return seconds
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -62,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
     try:
-        server = Server(_table_bytes(options), options.num_workers, options.save_root)
+        server = Server(_table_bytes(options), options.num_workers, options.save_root, _orphan_timeout(options))
         warm_up()
         listener = listen(options.endpoint, KeyFolder(options.key_dir) if options.key_dir else None, options.insecure)
     except FleetError as error:

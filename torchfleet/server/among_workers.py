@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 import numpy as np
 
 from torchfleet.errors import RoleError, WireError, WorkerMissing
 from torchfleet.net.request import Request
-from torchfleet.net.wire import Array, pack, unpack
+from torchfleet.net.wire import MAX_ARRAYS, MAX_BODY, Array, Role, pack, unpack
 from torchfleet.server.arrays import MAX_WORKERS, check_worker, only
 from torchfleet.server.kept_pushes import apply_gathered, apply_waiting
-from torchfleet.server.meeting.file_lists import FilesBody
+from torchfleet.server.meeting.file_lists import MAX_LIST, FilesBody
 from torchfleet.server.meeting.gathering import GatherBody
 from torchfleet.server.meeting.mail import SendBody, TakeBody
-from torchfleet.server.meeting.presence import JoinBody
+from torchfleet.server.meeting.presence import MAX_NAME, JoinBody
 from torchfleet.server.state.state import Answer, State
 from torchfleet.server.sync_step import close_sync_step
 
 MAX_BARRIER_SECONDS = 7 * 24 * 3600.0
+_PER_FILE = 150  # bytes of a list beside the name
 
 
 class BarrierBody(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
     num_workers: int
     timeout: float
 
 
 def join(state: State, request: Request) -> Answer:
     """A worker is there, or still there. One that was told of another number of workers than this server is refused."""
-    body, worker = unpack(only(request), JoinBody), request.message.worker
+    body, worker = unpack(only(request), JoinBody, MAX_BODY), request.message.worker
     if not all(0 < seconds <= MAX_BARRIER_SECONDS for seconds in (body.timeout, body.sync_timeout)):
         raise WireError(f"time-outs of a worker are above 0, up to {MAX_BARRIER_SECONDS:g} s; found {body}")
     if state.num_workers and (body.num_workers != state.num_workers or worker >= state.num_workers):
@@ -37,13 +40,15 @@ def join(state: State, request: Request) -> Answer:
             "all servers and workers the same FLEET_NUM_WORKERS / PADDLE_TRAINERS_NUM (in code: worker_num)."
         )
     check_worker(state, request)
-    state.presence.join(worker, body, request.arrived)
+    replaces = state.presence.join(worker, request.message.incarnation, body, request.arrived)
     if not body.again:
         again = f", started again ({body.restart})" if body.restart else ""
         state.say(f"worker {worker} has joined from {body.host}, pid {body.pid}{again}")
     if body.restart and not body.again:
         state.barriers.forget(worker)
         state.gatherings.forget(worker)
+    if replaces:
+        _drop_step(state, worker)
     if not body.again:  # a new process, perhaps in the place of one that was killed
         _forget(state, worker)
     return []
@@ -51,18 +56,20 @@ def join(state: State, request: Request) -> Answer:
 
 def barrier(state: State, request: Request) -> None:
     """Wait until all workers that have not left are here."""
-    body = unpack(only(request), BarrierBody)
+    body = unpack(only(request), BarrierBody, MAX_BODY)
     if not 0 < body.timeout <= MAX_BARRIER_SECONDS or body.num_workers < 1:
         raise WireError(f"a barrier needs a timeout of up to {MAX_BARRIER_SECONDS:g} s and workers, found {body}")
+    state.budgets.hold(request)
     for going in state.barriers.arrive(body.name, request, body.num_workers, body.timeout, request.arrived):
         state.finish(going, [])
 
 
 def gather(state: State, request: Request) -> None:
     """What every worker brought, to every worker, once all are there."""
-    body = unpack(_bodies(request, 2)[0], GatherBody)
+    body = unpack(_bodies(request, 2, 2)[0], GatherBody, MAX_BODY)
     if not 0 < body.timeout <= MAX_BARRIER_SECONDS or body.num_workers < 1 or body.first < 0:
         raise WireError(f"a gathering needs a timeout of up to {MAX_BARRIER_SECONDS:g} s and workers, found {body}")
+    state.budgets.hold(request)
     for going, reply in state.gatherings.arrive(body, request):
         state.finish(going, reply)
 
@@ -70,7 +77,7 @@ def gather(state: State, request: Request) -> None:
 def send(state: State, request: Request) -> Answer:
     """Keep a parcel for another worker. The reply is 1, or 0 if there was no room: then it must be sent again."""
     check_worker(state, request)
-    body = unpack(_bodies(request, 2)[0], SendBody)
+    body = unpack(_bodies(request, 2)[0], SendBody, MAX_BODY)
     if not 0 <= body.to < (state.num_workers or MAX_WORKERS):
         raise WireError(f"no worker has number {body.to}")
     accepted = state.mail.send(request.message.worker, body, request.message.arrays[1:])
@@ -81,7 +88,7 @@ def take(state: State, request: Request) -> Answer:
     """Parcels for this worker: each its number and the count of its arrays, then these."""
     check_worker(state, request)
     reply = []
-    for number, parcel in state.mail.take(request.message.worker, unpack(only(request), TakeBody)):
+    for number, parcel in state.mail.take(request.message.worker, unpack(only(request), TakeBody, MAX_BODY)):
         reply += [Array(0, np.array([number, len(parcel)], np.uint64)), *parcel]
     return reply
 
@@ -89,33 +96,59 @@ def take(state: State, request: Request) -> Answer:
 def files(state: State, request: Request) -> Answer:
     """Take the next file of a list, and say which ones are done."""
     check_worker(state, request)
-    body = unpack(only(request), FilesBody)
+    body = unpack(only(request), FilesBody, MAX_LIST)
     if not 0 < body.lease <= MAX_BARRIER_SECONDS:
         raise WireError(f"a lease is up to {MAX_BARRIER_SECONDS:g} seconds, found {body.lease}")
     state.files.expire(request.arrived)
     message = request.message
-    return [pack(state.files.ask(message.client, message.worker, body, request.arrived))]
+    hold = state.budgets.take(request.peer, _PER_FILE * len(body.files) + request.num_bytes) if body.files else None
+    return [pack(state.files.ask(message.client, message.worker, body, request.arrived, hold))]
 
 
 def leave(state: State, request: Request) -> Answer:
     """The worker has done its work: nobody waits for it any more, and after the last one the server ends."""
     check_worker(state, request)
+    worker = request.message.worker
+    _check_leave(state, request)
     apply_gathered(state)
-    is_news = request.message.worker not in state.barriers.left
-    _forget(state, request.message.worker)
-    for going in state.barriers.leave(request.message.worker):
+    is_news = worker not in state.barriers.left
+    _forget(state, worker)
+    for going in state.barriers.leave(worker):
         state.finish(going, [])
-    for going, reply in state.gatherings.leave(request.message.worker):
+    for going, reply in state.gatherings.leave(worker):
         state.finish(going, reply)
-    state.files.leave(request.message.worker)
-    state.presence.leave(request.message.worker)
+    state.files.leave(worker)
+    joined = state.presence.incarnation(worker)
+    if joined is not None:
+        state.sessions.leave(worker, joined)
+    state.presence.leave(worker)
     close_sync_step(state)
     if is_news:
         of = f" of {state.num_workers}" if state.num_workers else ""
-        state.say(f"worker {request.message.worker} has left ({len(state.barriers.left)}{of})")
+        state.say(f"worker {worker} has left ({len(state.barriers.left)}{of})")
     if state.num_workers and len(state.barriers.left) >= state.num_workers:
         state.is_stopping = True
     return []
+
+
+def _check_leave(state: State, request: Request) -> None:
+    """Only the process that has joined may leave, and a launcher for it; whoever has left may say so again."""
+    message = request.message
+    joined = state.presence.incarnation(message.worker)
+    if request.role == Role.LAUNCHER or message.worker in state.barriers.left or joined == message.incarnation:
+        return
+    where = "has not joined" if joined is None else "is another process"
+    raise RoleError(
+        f"LEAVE for worker {message.worker}, which {where}: only the process that has joined may leave, or a launcher "
+        "in its name"
+    )
+
+
+def _drop_step(state: State, worker: int) -> None:
+    """The push of the worker's process of before is not one of the step that its successor makes."""
+    old = state.sync_step.pop(worker, None)
+    if old is not None:
+        state.finish(old, WorkerMissing(f"worker {worker} was started again while the push of this process waited"))
 
 
 def _forget(state: State, worker: int) -> None:
@@ -126,7 +159,7 @@ def _forget(state: State, worker: int) -> None:
     apply_waiting(state)
 
 
-def _bodies(request: Request, at_least: int) -> list[Array]:
-    if len(request.message.arrays) < at_least:
-        raise WireError(f"expected at least {at_least} arrays, found {len(request.message.arrays)}")
+def _bodies(request: Request, at_least: int, at_most: int = MAX_ARRAYS) -> list[Array]:
+    if not at_least <= len(request.message.arrays) <= at_most:
+        raise WireError(f"expected {at_least} to {at_most} arrays, found {len(request.message.arrays)}")
     return request.message.arrays

@@ -20,6 +20,7 @@ from torchfleet.net.wire import (
     BOUNDED,
     DELTA,
     GATHER,
+    MAX_BODY,
     MAX_FRAME,
     NO_CREATE,
     SYNC,
@@ -41,6 +42,7 @@ from torchfleet.server.arrays import (
 )
 from torchfleet.server.kept_pushes import answer, apply_gathered, bounded_push, gather_push
 from torchfleet.server.long_work import in_slices, inspect, set_clock, shrink_tables, walk
+from torchfleet.server.sliced_pull import begin_long_pull, pulls_long
 from torchfleet.server.state.state import Answer, State
 from torchfleet.server.sync_step import keep_for_step
 from torchfleet.server.table_saving import SaveBody, save_in_slices
@@ -73,7 +75,7 @@ def stats(state: State, request: Request) -> Answer:
 
 def create_table(state: State, request: Request) -> Answer:
     """Make a table. Making it again with the same description changes nothing; with another one it is an error."""
-    spec = unpack(only(request), TableSpec)
+    spec = unpack(only(request), TableSpec, MAX_BODY)
     num_before = len(state.tables)
     state.add_table(spec)
     if len(state.tables) > num_before:
@@ -81,28 +83,41 @@ def create_table(state: State, request: Request) -> Answer:
     return []
 
 
-def pull(state: State, request: Request) -> Answer:
+def pull(state: State, request: Request) -> Answer | None:
     """Per section: rows for keys of a sparse table, or a range (start, stop) of a dense one."""
     return _pull(state, request, create=not request.message.flags & NO_CREATE)
 
 
-def pull_again(state: State, request: Request) -> Answer:
+def pull_again(state: State, request: Request) -> Answer | None:
     """A pull whose reply was lost: what it has counted and created stays, and is not done twice."""
     return _pull(state, request, create=False)
 
 
-def _pull(state: State, request: Request, create: bool) -> Answer:
+def _pull(state: State, request: Request, create: bool) -> Answer | None:
     expect_distinct(request.message.arrays)
     sections = [(state.table(array.number), column(array, np.uint64)) for array in request.message.arrays]
     in_step = bool(request.message.flags & SYNC) and state.num_workers > 1
     worker = request.message.worker if in_step else None
-    num_bytes = sum(table.check_pull(keys, create) for table, keys in sections)
+    if create:
+        _check_new_rows(state, request)
+    is_long = pulls_long(sections, create, state.budgets.is_growing(request.peer, request.arrived))
+    num_bytes = sum(
+        4 * len(keys) * table.spec.dim if is_long and not table.spec.is_dense else table.check_pull(keys, create)
+        for table, keys in sections
+    )
     if num_bytes > MAX_FRAME:
         raise TableError(f"a reply of {num_bytes:,} bytes is too large for one message: ask for at most {MAX_FRAME:,}")
     if request.message.flags & BOUNDED:
         check_worker(state, request)
         state.bound.begin(request.message.worker)
+    if is_long:
+        begin_long_pull(state, request, sections, create, worker)
+        return None
+    before = sum(table.num_rows for table, _ in sections)
     reply = [Array(table.spec.number, table.pull(keys, create, worker)) for table, keys in sections]
+    num_new = sum(table.num_rows for table, _ in sections) - before
+    if num_new:
+        state.budgets.note_pull(request.peer, sum(len(keys) for _, keys in sections), num_new, request.arrived)
     if request.message.flags & VERSIONS:
         reply.append(Array(0, np.array([[table.step] for table, _ in sections], np.uint64).reshape(-1, 1)))
     return reply
@@ -111,6 +126,7 @@ def _pull(state: State, request: Request, create: bool) -> Answer:
 def push(state: State, request: Request) -> Answer | None:
     """One update of each section's table; all sections are checked before the first is applied."""
     flags = request.message.flags
+    _check_new_rows(state, request)
     sections = list(push_sections(state, request))
     for section in sections:
         section.check_add() if flags & DELTA else section.check()
@@ -123,13 +139,22 @@ def push(state: State, request: Request) -> Answer | None:
         return bounded_push(state, request, sections)
     if flags & GATHER:
         return gather_push(state, request, sections)
+    before = sum(section.table.num_rows for section in sections)
     for section in sections:
         if flags & DELTA:
             section.add()
             state.changes.note(section.table.spec.number, section.keys, request.message.worker)
         else:
             section.apply()
+    num_new = sum(section.table.num_rows for section in sections) - before
+    state.budgets.note_new_rows(request.peer, num_new, request.arrived)
     return answer(request, sections)
+
+
+def _check_new_rows(state: State, request: Request) -> None:
+    """Raise ServerBusy or TableError if this client, or nobody, may have rows for new keys now."""
+    state.budgets.check_new_rows(request.peer, request.arrived)
+    state.spare_memory.check(request.arrived)
 
 
 def pull_changed(state: State, request: Request) -> Answer:
@@ -183,7 +208,7 @@ def save(state: State, request: Request) -> Answer | FleetError | None:
 
     A repeat of the request gets the same answer.
     """
-    body = unpack(only(request), SaveBody)
+    body = unpack(only(request), SaveBody, MAX_BODY)
     if not re.fullmatch(r"save-[0-9]{1,18}", body.folder):
         raise WireError(f"expected a folder save-NUMBER, found {body.folder!r}")
     apply_gathered(state)  # its pushes were acknowledged: they belong to the model
@@ -202,7 +227,9 @@ class CommandHandler:
     run: Callable[[State, Request], Answer | FleetError | None]
     roles: frozenset[Role]
     once: bool = False  # a repeat does not run it again
-    again: Callable[[State, Request], Answer] | None = None  # what a repeat does; None: nothing
+    again: Callable[[State, Request], Answer | None] | None = None  # what a repeat does; None: nothing
+    as_worker: bool = False  # only the process that has joined as the message's worker may give it, if one has
+    as_worker_flags: int = 0  # the same for messages with one of these flags
 
 
 _ALL = frozenset(Role)
@@ -213,18 +240,18 @@ COMMANDS: dict[int, CommandHandler] = {
     Command.PING: CommandHandler(ping, _ALL),
     Command.STATS: CommandHandler(stats, _ALL),
     Command.CREATE_TABLE: CommandHandler(create_table, _FIRST),
-    Command.PULL: CommandHandler(pull, _ALL, again=pull_again),
-    Command.PUSH: CommandHandler(push, _ALL, once=True),
+    Command.PULL: CommandHandler(pull, _ALL, again=pull_again, as_worker_flags=SYNC | BOUNDED),
+    Command.PUSH: CommandHandler(push, _ALL, once=True, as_worker_flags=SYNC | BOUNDED),
     Command.SET: CommandHandler(set_values, _FIRST, once=True),
     Command.ERASE: CommandHandler(erase, _FIRST, once=True),
-    Command.BARRIER: CommandHandler(barrier, _ALL, once=True),
+    Command.BARRIER: CommandHandler(barrier, _ALL, once=True, as_worker=True),
     Command.LEAVE: CommandHandler(leave, _ALL),
     Command.STOP: CommandHandler(stop, _LAUNCHER),
     Command.PULL_CHANGED: CommandHandler(pull_changed, _ALL),
-    Command.GATHER: CommandHandler(gather, _ALL),
-    Command.SEND: CommandHandler(send, _ALL),
-    Command.TAKE: CommandHandler(take, _ALL),
-    Command.FILES: CommandHandler(files, _ALL),
+    Command.GATHER: CommandHandler(gather, _ALL, as_worker=True),
+    Command.SEND: CommandHandler(send, _ALL, as_worker=True),
+    Command.TAKE: CommandHandler(take, _ALL, as_worker=True),
+    Command.FILES: CommandHandler(files, _ALL, as_worker=True),
     Command.SAVE: CommandHandler(save, _FIRST),
     Command.CLOCK: CommandHandler(set_clock, _FIRST),
     Command.SHRINK: CommandHandler(shrink_tables, _FIRST),

@@ -31,6 +31,7 @@ def gather_push(state: State, request: Request, sections: Sequence[Section]) -> 
         raise WireError(f"a gathered update is the mean of 1 to {MAX_GATHERED} pushes, found {num}")
     if state.gathered:
         _check_alike(state.gathered[0], request)
+    state.budgets.hold(request, waits=False)
     state.gathered.append(_own(request))
     if len(state.gathered) >= num:
         apply_gathered(state)
@@ -83,6 +84,7 @@ def bounded_push(state: State, request: Request, sections: Sequence[Section]) ->
             f"max_staleness={limit} cannot be kept with {state.num_workers} workers: the last of them to push comes "
             f"after all others. Use at least {max(1, state.num_workers - 1)}."
         )
+    state.budgets.hold(request)
     state.bound.arrive(request, limit)
     apply_waiting(state)
     return None

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 import numpy as np
 
-from torchfleet.errors import FleetError, TableError, WireError
+from torchfleet.errors import FleetError, ServerBusy, TableError, WireError
 from torchfleet.monitor.notices import tell
 from torchfleet.net.request import Request
-from torchfleet.net.wire import Array, pack, unpack
+from torchfleet.net.wire import MAX_BODY, Array, pack, unpack
 from torchfleet.server.arrays import column, only
 from torchfleet.server.state.state import Answer, LongRequest, State
 from torchfleet.tables.settings.clock import MAX_TIME
@@ -20,6 +20,7 @@ from torchfleet.tables.summary import Summary
 from torchfleet.tables.table import Table
 
 MAX_KEPT = 16  # outcomes that are remembered, for a repeat of the request
+MAX_QUEUED, MAX_QUEUED_OF_ONE = 64, 4  # requests over whole tables that wait, or are worked on
 MAX_TOP = 1000
 MAX_WALKED = 1 << 24  # numbers in a reply to WALK: 64 MB
 SLICE = 1 << 13
@@ -52,11 +53,23 @@ def in_slices(
     if known is not None:
         known.request = request
         return known.result
+    _check_queue(state, request)
     known = state.long_requests[token] = LongRequest(request)
     state.long_work.append(_guarded(state, known, make(known)))
-    while len(state.long_requests) > MAX_KEPT:
-        state.long_requests.pop(next(iter(state.long_requests)))
+    done = [key for key, long in state.long_requests.items() if long.result is not None]
+    for key in done[: max(0, len(state.long_requests) - MAX_KEPT)]:
+        del state.long_requests[key]
     return None
+
+
+def _check_queue(state: State, request: Request) -> None:
+    waiting = [long for long in state.long_requests.values() if long.result is None]
+    own = sum(long.request.peer == request.peer for long in waiting)
+    if own >= MAX_QUEUED_OF_ONE or len(waiting) >= MAX_QUEUED:
+        raise ServerBusy(
+            f"{own} requests over whole tables of this client wait or are worked on, at most {MAX_QUEUED_OF_ONE}, and "
+            f"{len(waiting)} of all clients, at most {MAX_QUEUED}. Wait for their answers."
+        )
 
 
 def _guarded(state: State, long: LongRequest, work: Work) -> Work:
@@ -73,7 +86,7 @@ def _guarded(state: State, long: LongRequest, work: Work) -> Work:
 
 def set_clock(state: State, request: Request) -> Answer | FleetError | None:
     """It is `now`. The reply comes when the shrinks that this makes due are done."""
-    body = unpack(only(request), ClockBody)
+    body = unpack(only(request), ClockBody, MAX_BODY)
     if not 0 <= body.now <= MAX_TIME:
         raise WireError(f"a time is a number of seconds since 1970, 0 to {MAX_TIME}; found {body.now}")
     due: list[tuple[Table, Shrink]] = []
@@ -85,7 +98,7 @@ def set_clock(state: State, request: Request) -> Answer | FleetError | None:
 
 def shrink_tables(state: State, request: Request) -> Answer | FleetError | None:
     """Drop rows by a policy. The reply: how many of which table."""
-    body = unpack(only(request), ShrinkBody)
+    body = unpack(only(request), ShrinkBody, MAX_BODY)
     tables = _sparse_tables(state, body.table)
     own = not body.policy.drops_any
     chosen = [(table, _asked(body.policy, table.spec.shrink)) for table in tables]
@@ -128,7 +141,7 @@ def shrink_in_slices(state: State, long: LongRequest | None, chosen: Sequence[tu
 
 def inspect(state: State, request: Request) -> Answer | FleetError | None:
     """A table's histograms and top keys."""
-    body = unpack(only(request), InspectBody)
+    body = unpack(only(request), InspectBody, MAX_BODY)
     if not 0 <= body.top <= MAX_TOP:
         raise WireError(f"expected 0 to {MAX_TOP} top keys, found {body.top}")
     table = _sparse_tables(state, body.table)[0]

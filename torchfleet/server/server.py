@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 import traceback
 from collections.abc import Sequence
 
-from torchfleet.errors import FleetError, PermissionRefused, ServerLoading, WireError
+from torchfleet.errors import FleetError, PermissionRefused, ServerBusy, ServerLoading, WireError
 from torchfleet.monitor.notices import tell
 from torchfleet.net.request import Request
 from torchfleet.net.transport import Peer
@@ -21,9 +22,11 @@ from torchfleet.net.wire import (
     Role,
     call_of,
     decode,
+    decode_reply,
     encode_reply,
     error_arrays,
     pack,
+    version_of,
 )
 from torchfleet.server.commands import COMMANDS, CommandHandler
 from torchfleet.server.long_work import shrink_in_slices
@@ -34,19 +37,28 @@ from torchfleet.server.waiting import end_hopeless_waits
 from torchfleet.tables.rows import memory
 
 MAX_TEXT = 2000
+ORPHAN_TIMEOUT = 1800.0
 
 
 class Server:
     """The state machine behind a transport: requests in, replies out, no sockets, no threads."""
 
     def __init__(
-        self, max_table_bytes: int | None = None, num_workers: int = 0, save_roots: Sequence[str] | None = None
+        self,
+        max_table_bytes: int | None = None,
+        num_workers: int = 0,
+        save_roots: Sequence[str] | None = None,
+        orphan_timeout: float | None = None,
     ) -> None:
         """`max_table_bytes`: None for FLEET_MAX_TABLE_BYTES, or all memory that this process may use. `save_roots`:
-        None for FLEET_SAVE_ROOTS."""
+        None for FLEET_SAVE_ROOTS. `orphan_timeout`: seconds after the last sign of any worker when the server ends; 0:
+        it waits on; None: half an hour if it was told the number of workers."""
         limit = memory.max_table_bytes() if max_table_bytes is None else max_table_bytes
         self.state = State(limit, roots_of(save_roots), num_workers)
+        default = ORPHAN_TIMEOUT if num_workers else 0.0
+        self._orphan_timeout = default if orphan_timeout is None else orphan_timeout
         self.loading = ""  # what it does before it serves; while that is set, no request reaches the tables
+        self._is_pulls_turn = False  # long pulls and work over whole tables take turns
         self.desertion = ""  # which workers went without leaving, if that is why it stops
         self._incarnation = secrets.randbits(63) | 1
 
@@ -60,14 +72,40 @@ class Server:
         try:
             message = decode(frames)
         except WireError as error:
-            broken = Request(Message(Command.PING, call=call_of(frames)), peer)
+            broken = Request(Message(Command.PING, call=call_of(frames)), peer, version=version_of(frames))
             self.state.finish(broken, error)
             return self._replies()
-        request = Request(message, peer, time.monotonic())
-        result = self._run(request, role)
+        request = Request(message, peer, time.monotonic(), message.role if role is None else role)
+        self._answer(request)
+        return self._replies()
+
+    def _answer(self, request: Request) -> None:
+        result = self._run(request)
         if result is not None:
             self.state.finish(request, result)
+
+    def refuse(self, peer: Peer, frames: Sequence[Frame], error: FleetError) -> list[tuple[Peer, list[Frame]]]:
+        """As Handler.refuse."""
+        message = Message(Command.PING, call=call_of(frames))
+        with contextlib.suppress(WireError):
+            message = decode(frames)
+        self.state.num_requests += 1
+        self.note_refusal(f"{_name_of(message)}: {error}")
+        asked = Message(message.command, worker=message.worker, call=message.call)  # no change: it was not taken in
+        self.state.finish(Request(asked, peer, version=version_of(frames)), error)
         return self._replies()
+
+    def refused(self, reply: Sequence[Frame], error: FleetError) -> list[Frame]:
+        """As Handler.refused."""
+        answer = decode_reply(reply)
+        self.state.num_errors += 1
+        self.note_refusal(f"a reply to worker {answer.worker}: {error}")
+        answer.status, answer.arrays = ERROR, error_arrays(type(error).__name__, str(error))
+        return encode_reply(answer)
+
+    def note_refusal(self, text: str) -> None:
+        """As Handler.note_refusal."""
+        self.state.refusals.note(text, time.monotonic())
 
     def tick(self, now: float) -> list[tuple[Peer, list[Frame]]]:
         if self.loading:
@@ -75,6 +113,7 @@ class Server:
         self._look_for_workers(now)
         end_hopeless_waits(self.state, now)
         self.state.files.expire(now)
+        self.state.budgets.forget_idle(now)
         if not self.state.clock.is_set:
             due = self.state.schedule.note(self.state.tables.values(), self.state.clock.now)
             if due:
@@ -91,9 +130,17 @@ class Server:
         if state.num_workers and state.presence.is_deserted(len(state.barriers.left), state.num_workers, now):
             self.desertion = "; ".join(state.presence.lost(now).values())
             state.is_stopping = True
+        elif state.presence.is_orphaned(self._orphan_timeout, now):
+            self.desertion = f"no worker has been heard of for {self._orphan_timeout:g} s (orphan_timeout)"
+            state.is_stopping = True
 
     def work(self) -> bool | None:
         """One slice of long work. None: there is none; False: it waits for a disk and could do nothing."""
+        self._is_pulls_turn = not self._is_pulls_turn or not self.state.long_work
+        if self.state.long_pulls and self._is_pulls_turn:
+            for request in self.state.long_pulls.work():
+                self._answer(request)
+            return True
         if not self.state.long_work:
             return None
         try:
@@ -102,14 +149,20 @@ class Server:
             self.state.long_work.popleft()
             return True
 
-    def _run(self, request: Request, role: Role | None) -> Answer | FleetError | None:
+    def _run(self, request: Request) -> Answer | FleetError | None:
         try:
-            handler = self._handler(request.message, role)
+            handler = self._handler(request)
             if self.loading:
                 return self._answer_while_loading(request.message)
-            if not handler.once and not (handler.again is not None and request.message.sequence):
-                return handler.run(self.state, request)
-            return self._run_once(handler, request)
+            if self.state.long_pulls.is_under_way(request.peer):
+                self.state.budgets.hold(request)
+                self.state.long_pulls.wait_behind(request)
+                return None
+            is_change = handler.once or (handler.again is not None and request.message.sequence)
+            return self._run_once(handler, request) if is_change else handler.run(self.state, request)
+        except ServerBusy as error:
+            self.note_refusal(f"{_name_of(request.message)}: {error}")
+            return _plain(error)
         except FleetError as error:
             return _plain(error)
         except Exception as error:  # our own mistake must not end the service of all others
@@ -125,23 +178,33 @@ class Server:
         message = request.message
         if message.sequence < 1:
             raise WireError(f"command {message.command} changes things and needs a sequence number")
-        before = self.state.sessions.begin(message.client, message.sequence, message.floor)
+        sessions = self.state.sessions
+        is_waiting = sessions.is_running(message.client, message.sequence)
+        before = sessions.begin(
+            message.client, message.sequence, message.floor, request.arrived, message.worker, message.incarnation
+        )
         if isinstance(before, FleetError):
             return before
         if before is Outcome.APPLIED:
             return handler.again(self.state, request) if handler.again is not None else []
-        return handler.run(self.state, request)  # also for one that is waiting: its reply then goes to the repeat
+        try:
+            return handler.run(self.state, request)  # also for one that is waiting: its reply then goes to the repeat
+        except ServerBusy:
+            if not is_waiting:
+                sessions.retract(message.client, message.sequence)
+            raise
 
-    @staticmethod
-    def _handler(message: Message, proved: Role | None) -> CommandHandler:
+    def _handler(self, request: Request) -> CommandHandler:
+        message, role = request.message, request.role
         handler = COMMANDS.get(message.command)
         if handler is None:
             raise WireError(f"unknown command {message.command}; known are {[command.name for command in Command]}")
-        role = message.role if proved is None else proved
         if role not in handler.roles:
             allowed = ", ".join(sorted(known.name.lower() for known in handler.roles))
             name = Role(role).name.lower() if role in tuple(Role) else f"role {role}"
             raise PermissionRefused(f"{Command(message.command).name} is for {allowed}; this is a {name}")
+        if role != Role.LAUNCHER and (handler.as_worker or message.flags & handler.as_worker_flags):
+            self.state.presence.check(message.worker, message.incarnation)
         return handler
 
     def _replies(self) -> list[tuple[Peer, list[Frame]]]:
@@ -156,15 +219,20 @@ class Server:
             reply.status, reply.arrays = ERROR, error_arrays(type(result).__name__, str(result))
         else:
             reply.arrays = result
-        if message.sequence:
+        if message.sequence and not isinstance(result, ServerBusy):
             outcome = result if isinstance(result, FleetError) else Outcome.APPLIED
             self.state.sessions.settle(message.client, message.sequence, outcome)
         try:
-            return encode_reply(reply)
+            return encode_reply(reply, request.version)
         except WireError as error:  # more than a message can hold: that must not end the service of all others
             self.state.num_errors += 1
             reply.status, reply.arrays = ERROR, error_arrays(type(error).__name__, str(error))
             return encode_reply(reply)
+
+
+def _name_of(message: Message) -> str:
+    command = Command(message.command).name if message.command in tuple(Command) else f"command {message.command}"
+    return f"{command} of worker {message.worker}, client {message.client}"
 
 
 def _plain(error: FleetError) -> FleetError:

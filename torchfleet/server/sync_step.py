@@ -15,6 +15,7 @@ def keep_for_step(state: State, request: Request) -> None:
     check_worker(state, request)
     if not state.num_workers:
         raise TableError("this server was not told the number of workers, so it cannot wait for all: use num_workers")
+    state.budgets.hold(request)
     repeated = state.sync_step.get(request.message.worker)
     if repeated is not None:
         request.arrived = repeated.arrived  # a repeat has waited as long as the first

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
-import secrets
 import socket
 import threading
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from torchfleet.background import BackgroundThreads
 from torchfleet.errors import ServerRestarted, ServerUnreachable
 from torchfleet.worker.client.client import Client
 
-_PROCESS = secrets.randbits(63)  # tells this process from another one with the same worker index
 _SIGNS = 5  # signs of life in a time-out
 _FAREWELL = 1.0  # seconds that the end of a process may wait for servers that are perhaps gone
 
@@ -38,7 +36,6 @@ class Membership:
         another thread. Raises RoleError if a server refuses this worker."""
         self._client, self._timeout, self._waiting = client, timeout, waiting
         self._body = {
-            "process": _PROCESS,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "num_workers": num_workers,

@@ -13,7 +13,7 @@ from support.fleets import WAIT, Fleet, Talk, assert_ok, endpoints, in_process, 
 
 from torchfleet.errors import BarrierError, FleetError
 from torchfleet.net.request import Request
-from torchfleet.net.wire import Command, Message, pack
+from torchfleet.net.wire import Command, Message, Role, pack
 from torchfleet.server.meeting import barrier as module
 from torchfleet.server.meeting.barrier import Barriers
 from torchfleet.server.server import Server
@@ -250,7 +250,7 @@ class TestWorkers:
         waiting = [workers(met_fleet.client(worker=i).barrier, "b", 3, WAIT) for i in range(2)]
         time.sleep(0.2)
         assert not any(future.done() for future in waiting)
-        met_fleet.client(worker=2).leave()
+        met_fleet.client(worker=2, role=Role.LAUNCHER).leave()
         for future in waiting:
             future.result(WAIT)
 

@@ -15,7 +15,7 @@ from support.fleets import WAIT, Fleet, Talk, assert_ok, endpoints, in_process, 
 
 from torchfleet.errors import BarrierError, FleetError, TableError
 from torchfleet.net.request import Request
-from torchfleet.net.wire import Array, Command, Message, pack
+from torchfleet.net.wire import Array, Command, Message, Role, pack
 from torchfleet.server.meeting import gathering as module
 from torchfleet.server.meeting.gathering import GatherBody, Gatherings
 from torchfleet.server.server import Server
@@ -359,7 +359,7 @@ class TestWorkers:
         waiting = [start(workers(met_fleet, i, 3).gather, "g", b"%d" % i) for i in (0, 2)]
         time.sleep(0.2)
         assert not any(future.done() for future in waiting)
-        met_fleet.client(worker=1).leave()
+        met_fleet.client(worker=1, role=Role.LAUNCHER).leave()
         for future in waiting:
             assert future.result(WAIT) == [b"0", b"2"]
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.fleets import Talk, assert_ok, keys_of, refusal, values_of
 
-from torchfleet.errors import TableError, WireError
+from torchfleet.errors import ServerBusy, TableError, WireError
 from torchfleet.net.wire import Command, pack
 from torchfleet.server.server import Server
 from torchfleet.server.state import sessions as module
@@ -84,22 +84,79 @@ class TestSessions:
                 break
         assert len(sessions._sessions[1].outcomes) <= MAX_AHEAD
 
-    def test_the_client_idle_longest_is_forgotten_first(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_newcomer_is_refused_and_nobody_is_forgotten_for_it(self) -> None:
+        """After 66,000 client numbers the first client's push is still known."""
+        sessions = Sessions()
+        for client in range(module.MAX_CLIENTS):
+            apply(sessions, client, 1)
+        for client in range(1000):
+            with pytest.raises(ServerBusy, match=r"65,536 clients are known here, which is the limit"):
+                sessions.begin(module.MAX_CLIENTS + client, 1, 1, now=10.0)
+        assert len(sessions) == module.MAX_CLIENTS
+        assert not any(apply(sessions, client, 1) for client in (0, 1, module.MAX_CLIENTS - 1))
+
+    def test_the_client_idle_longest_makes_room_after_its_lease(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "MAX_CLIENTS", 3)
         sessions = Sessions()
         for client in (1, 2, 3):
             apply(sessions, client, 1)
-        assert not apply(sessions, 1, 1)  # client 1 speaks again, so client 2 is idle longest
-        apply(sessions, 4, 1)
+        assert sessions.begin(1, 1, 1, now=60.0) is Outcome.APPLIED  # so client 2 is idle longest
+        with pytest.raises(ServerBusy):
+            sessions.begin(4, 1, 1, now=module.LEASE - 1)
+        assert sessions.begin(4, 1, 1, now=module.LEASE) is Outcome.RUNNING
         assert len(sessions) == 3
-        assert [client for client in (1, 3, 4) if apply(sessions, client, 1)] == []
-        assert apply(sessions, 2, 1)
+        assert [client for client in (1, 3) if apply(sessions, client, 1)] == []
 
-    def test_the_number_of_clients_is_bounded(self) -> None:
+    def test_one_that_waits_for_its_answer_keeps_its_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "MAX_CLIENTS", 1)
         sessions = Sessions()
-        for client in range(module.MAX_CLIENTS + 1000):
-            sessions.begin(client, 1, 1)
-        assert len(sessions) == module.MAX_CLIENTS
+        sessions.begin(1, 1, 1)
+        with pytest.raises(ServerBusy):
+            sessions.begin(2, 1, 1, now=10 * module.LEASE)
+
+    def test_clients_of_a_worker_that_has_left_go_first_and_repeat_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "MAX_CLIENTS", 3)
+        sessions = Sessions()
+        for client, worker in ((1, 0), (2, 1), (3, 1)):
+            sessions.begin(client, 1, 1, worker=worker, incarnation=70)
+            sessions.settle(client, 1, Outcome.APPLIED)
+        sessions.leave(1, incarnation=71)  # another process
+        with pytest.raises(ServerBusy):
+            sessions.begin(4, 1, 1)
+        sessions.leave(1, incarnation=70)
+        assert sessions.begin(3, 9, 1) is Outcome.APPLIED, "a late copy of a change is applied again"
+        assert sessions.begin(4, 1, 1) is Outcome.RUNNING
+        assert not apply(sessions, 1, 1)
+
+    def test_refused_changes_keep_their_reason_for_a_while_and_their_refusal_for_ever(self) -> None:
+        sessions = Sessions()
+        tracemalloc.start()
+        try:
+            for n in range(1, MAX_AHEAD):
+                sessions.begin(1, n, 1)
+                sessions.settle(1, n, TableError(f"{n} " + "x" * 2000))
+            size, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert size < 1_000_000, f"{size:,} bytes for refused changes of one client"
+        assert str(sessions.begin(1, MAX_AHEAD - 1, 1)).startswith(f"{MAX_AHEAD - 1} x")
+        assert sessions.begin(1, 1, 1) is module.REFUSED
+
+    def test_outcomes_of_all_clients_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(module, "MAX_OUTCOMES", 100)
+        monkeypatch.setattr(module, "FAIR_SHARE", 10)
+        sessions = Sessions()
+        for n in range(1, 100):
+            apply(sessions, 1, n)
+        apply(sessions, 2, 1)
+        with pytest.raises(ServerBusy, match="100 changes of all clients are not settled, of which 99 are this one's"):
+            sessions.begin(1, 100, 1)
+        assert apply(sessions, 2, 2)
+        assert not apply(sessions, 1, 99)
+        assert apply(sessions, 1, 100, floor=50)
+        assert sessions.num_outcomes == sum(len(session.outcomes) for session in sessions._sessions.values())
 
     def test_an_answer_for_a_forgotten_client_is_passed_over(self) -> None:
         sessions = Sessions()

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.lossy import Faults, Network
+from support.lossy import Faults, LossyChannel, Network
 
 from torchfleet import errors
 from torchfleet.errors import BarrierError, FleetError, ServerError, ServerUnreachable, TableError, WireError
 from torchfleet.net import wire
 from torchfleet.net.transport import Peer
 from torchfleet.net.wire import ERROR, Array, Command, Frame, Message, Role, decode, encode, error_arrays, pack
+from torchfleet.server.server import Server
 from torchfleet.worker.client.connection import Call, Connection, Patience
 
 
@@ -313,3 +314,39 @@ class TestErrors:
         line.channel.receive = receive_a_thousand_times
         with pytest.raises(FleetError):
             line.connection.wait(call)
+
+
+class Suspended(LossyChannel):
+    """The process sleeps for a while (SIGSTOP, a laptop's lid) in the middle of its first wait, and its connection with
+    it: the answer is lost."""
+
+    seconds = 45.0
+
+    def receive(self, timeout: float) -> list[bytes] | None:
+        if self.seconds:
+            self._network.now += self.seconds
+            self.seconds = 0.0
+            self._inbox.clear()
+            return None
+        return super().receive(timeout)
+
+
+@pytest.mark.parametrize("seconds", [33.0, 45.0, 3600.0])
+def test_a_suspended_client_does_not_count_its_sleep_as_the_servers_silence(seconds: float) -> None:
+    network = Network(1, Faults(delay=0.01))
+    channel = Suspended(network, Server(1 << 20))
+    channel.seconds = seconds
+    connection = Connection("s", channel, 0, Role.LAUNCHER, Patience(30.0, 3), 8)
+    started = network.now
+    assert connection.wait(connection.submit(Command.PING, [])) == []
+    assert network.now - started < seconds + 10
+
+
+def test_a_server_that_stays_silent_after_the_sleep_is_given_up_in_time() -> None:
+    network = Network(1, Faults(lose=1.0))
+    channel = Suspended(network, Server(1 << 20))
+    connection = Connection("s", channel, 0, Role.LAUNCHER, Patience(30.0, 3), 8)
+    started = network.now
+    with pytest.raises(ServerUnreachable):
+        connection.wait(connection.submit(Command.PING, []))
+    assert 45 + 25 < network.now - started < 45 + 40

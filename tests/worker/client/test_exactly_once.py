@@ -175,8 +175,8 @@ def test_the_schedules_find_a_server_that_applies_repeats(monkeypatch: pytest.Mo
 def test_the_schedules_find_a_server_that_forgets_what_is_not_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = Sessions.begin
 
-    def with_too_high_a_floor(sessions: Sessions, client: int, sequence: int, floor: int) -> object:
-        return begin(sessions, client, sequence, sequence)
+    def with_too_high_a_floor(sessions: Sessions, client: int, sequence: int, floor: int, *more: float) -> object:
+        return begin(sessions, client, sequence, sequence, *more)
 
     monkeypatch.setattr(Sessions, "begin", with_too_high_a_floor)
     with pytest.raises(Mismatch):

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
 
 from torchfleet.errors import DataError
+from torchfleet.server.meeting.presence import MAX_NAME
 
 MAX_LISTS = 256
+MAX_LIST = 1 << 24  # bytes of a list
 WAIT, END = "wait", "end"
 _NAMES = "Give all workers one whole list, or different lists different names (set_filelist(..., name=...))."
 
 
 class FilesBody(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
     number: int  # of the pass
     lease: float  # seconds of silence after which the worker is given up
     files: list[str] = []
@@ -41,6 +44,7 @@ class Pass:
     holders: dict[int, Holder] = field(default_factory=dict)  # by client
     num_done: int = 0
     wishes: dict[int, int] = field(default_factory=dict)  # by client: the last wish; an older one comes late
+    hold: object = None  # what its memory is counted by
     former: set[int] = field(default_factory=set)  # clients of workers that were started again since
 
     @property
@@ -62,13 +66,16 @@ class FileLists:
         )  # of those that are over a hash of the list
         self._first: dict[str, int] = {}  # by name: all passes before this one are over, or were left by all
 
-    def ask(self, client: int, worker: int, body: FilesBody, now: float) -> tuple[str, str]:
-        """("file", path), or WAIT while others hold the last ones, or END. ("", "") where no file was wished for."""
+    def ask(self, client: int, worker: int, body: FilesBody, now: float, hold: object = None) -> tuple[str, str]:
+        """("file", path), or WAIT while others hold the last ones, or END. ("", "") where no file was wished for.
+
+        `hold`: is kept as long as the list, if this request opens it.
+        """
         place = (body.name, body.number)
         if body.number < self._first.get(body.name, 0):
             return (END, "") if body.take else ("", "")
         if body.files and place not in self._passes:
-            self._open(place, body.files)
+            self._open(place, body.files, hold)
         if place not in self._passes:
             raise DataError(f"file list '{body.name}', pass {body.number}: not known to this server; was it restarted?")
         current = self._passes[place]
@@ -106,7 +113,7 @@ class FileLists:
                 if isinstance(current, Pass) and now > holder.heard + holder.lease:
                     current.give_up(client)
 
-    def _open(self, place: tuple[str, int], files: list[str]) -> None:
+    def _open(self, place: tuple[str, int], files: list[str], hold: object) -> None:
         if len(set(files)) < len(files):
             raise DataError(f"file list '{place[0]}': a file is in it twice")
         if len(self._passes) >= MAX_LISTS:  # the oldest pass of a list of which there are more: over, or left by all
@@ -116,7 +123,7 @@ class FileLists:
             name, number = free[0]
             del self._passes[free[0]]
             self._first[name] = max(self._first.get(name, 0), number + 1)
-        self._passes[place] = Pass(frozenset(files), deque(files))
+        self._passes[place] = Pass(frozenset(files), deque(files), hold=hold)
 
     @staticmethod
     def _holder(current: Pass, client: int, worker: int, lease: float, now: float) -> Holder:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from typing import Annotated
 
 import msgspec
 
@@ -11,6 +12,7 @@ from torchfleet.errors import FleetError, TableError
 from torchfleet.net.request import Request
 from torchfleet.net.wire import Array
 from torchfleet.server.meeting.barrier import NOBODY, Barriers
+from torchfleet.server.meeting.presence import MAX_NAME
 
 MAX_BYTES = 1 << 24  # that one worker may bring
 MAX_KEPT = 1 << 12
@@ -19,7 +21,7 @@ Answers = list[tuple[Request, list[Array] | FleetError]]
 
 
 class GatherBody(msgspec.Struct, forbid_unknown_fields=True):
-    name: str
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
     round: int  # numbers a client's gatherings: a repeat of the last one is answered with what it was
     num_workers: int
     timeout: float
@@ -37,7 +39,8 @@ class Gatherings:
         self._rounds: dict[
             tuple[str, int], tuple[int, int]
         ] = {}  # by name and worker, of those that wait: client, round
-        self._kept: OrderedDict[int, tuple[int, list[Array] | FleetError]] = OrderedDict()  # by client
+        # By client, with what its bytes are counted by.
+        self._kept: OrderedDict[int, tuple[int, list[Array] | FleetError, object]] = OrderedDict()
 
     def arrive(self, body: GatherBody, request: Request) -> Answers:
         """The requests that may go on, with their replies: none while workers are missing."""
@@ -94,7 +97,7 @@ class Gatherings:
         client, number = self._rounds.pop((name, request.message.worker))
         kept = self._kept.get(client)
         if kept is None or kept[0] < number:
-            self._kept[client] = number, answer
+            self._kept[client] = number, answer, request.hold
         self._kept.move_to_end(client)
         while len(self._kept) > MAX_KEPT:
             self._kept.popitem(last=False)

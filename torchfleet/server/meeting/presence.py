@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 import msgspec
 
-from torchfleet.errors import RoleError
+from torchfleet.errors import RoleError, ServerBusy, WireError
 
 # Seconds before others are told that a worker has ended: a launcher that watches it sees its exit status first, and
 # names it as the cause.
@@ -14,11 +15,12 @@ GRACE = 2.0
 MAX_PAUSE = 1.0  # seconds between two looks at the clock; what is longer was a pause of the server itself
 # Time-outs after which a server gives up workers of which one has ended: long enough to start that one again.
 RESTART_TIMEOUTS = 6
+QUIET = 0.3  # of a worker's time-out: it has missed a sign of life; a launcher that says it was killed is believed then
+MAX_NAME = 256  # characters
 
 
 class JoinBody(msgspec.Struct, forbid_unknown_fields=True):
-    process: int  # a random number of the worker's process
-    host: str
+    host: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
     pid: int
     num_workers: int  # of the job, as the worker was told
     timeout: float  # seconds of silence after which those who wait for this worker are told
@@ -34,6 +36,7 @@ class Member:
     """A worker that has joined."""
 
     body: JoinBody
+    incarnation: int  # of its process
     heard: float
     ended: float | None = None  # when it said that its process ends
     is_noted: bool = False  # its silence has been printed
@@ -49,21 +52,49 @@ class Presence:
     def __init__(self) -> None:
         self._members: dict[int, Member] = {}
         self._looked = 0.0
+        self.heard: float | None = None  # when a worker was last heard of; None: none has ever joined
 
-    def join(self, worker: int, body: JoinBody, now: float) -> None:
-        """Take in a worker, or a sign of life of it. Raises RoleError if another process has its number."""
+    def join(self, worker: int, incarnation: int, body: JoinBody, now: float) -> bool:
+        """Take in a worker, or a sign of life of it; returns whether it takes the place of another process.
+
+        Raises RoleError if that has its number, ServerBusy if that is to be seen in a moment.
+        """
+        if not incarnation:
+            raise WireError("a worker that joins says which process it is (incarnation), found 0")
         known = self._members.get(worker)
-        if known is not None and known.body.process != body.process and not self._may_replace(known, body, now):
+        is_other = known is not None and known.incarnation != incarnation
+        if known is not None and is_other and not self._may_replace(known, body, now):
+            if not body.again and body.restart > known.body.restart:
+                raise ServerBusy(
+                    f"worker {worker} was started again, and its process of before ({known.place}) was heard of "
+                    f"{now - known.heard:.1f} s ago; its number is free when that is silent"
+                )
             raise RoleError(
                 f"worker {worker} is here already, from {known.place}, and {body.host}, pid {body.pid} came with the "
                 "same number. Give every worker its own FLEET_WORKER_INDEX / PADDLE_TRAINER_ID; if the first one was "
                 f"killed, its number is free after {known.body.timeout:g} s of silence."
             )
+        self.heard = now
         if not body.again:
-            self._members[worker] = Member(body, now)
+            self._members[worker] = Member(body, incarnation, now)
         elif known is not None:  # one that has left is not brought back by a late copy
             known.heard, known.is_noted, known.body = now, False, body
             known.ended = (known.ended or now) if body.ended else None
+        return is_other and not body.again
+
+    def check(self, worker: int, incarnation: int) -> None:
+        """Raise RoleError if the worker is another process than the one that asks in its name."""
+        known = self._members.get(worker)
+        if known is not None and known.incarnation != incarnation:
+            raise RoleError(
+                f"worker {worker} is another process now, {known.place}: it was started again when this one had been "
+                "silent. What this process still sends is not taken; end it."
+            )
+
+    def incarnation(self, worker: int) -> int | None:
+        """Of the process that has joined as this worker; None: there is none."""
+        known = self._members.get(worker)
+        return None if known is None else known.incarnation
 
     def leave(self, worker: int) -> None:
         self._members.pop(worker, None)
@@ -72,6 +103,8 @@ class Presence:
         """It is `now`. While the server itself did not look, it could not hear anybody: such time does not count."""
         pause = now - self._looked
         if pause > MAX_PAUSE:
+            if self.heard is not None:
+                self.heard = min(now, self.heard + pause)
             for member in self._members.values():
                 member.heard = min(now, member.heard + pause)
         self._looked = now
@@ -106,6 +139,10 @@ class Presence:
             for member in self._members.values()
         )
 
+    def is_orphaned(self, timeout: float, now: float) -> bool:
+        """Whether workers were there, and none has been heard of for so long; 0: that is never too long."""
+        return bool(timeout) and self.heard is not None and now - self.heard >= timeout
+
     def sync_timeout(self) -> float | None:
         """How long a step of all workers may take; None if no worker has said it."""
         return min((member.body.sync_timeout for member in self._members.values()), default=None)
@@ -124,5 +161,7 @@ class Presence:
 
     @staticmethod
     def _may_replace(known: Member, body: JoinBody, now: float) -> bool:
-        is_gone = known.ended is not None or now - known.heard >= known.body.timeout
-        return not body.again and (is_gone or body.restart > known.body.restart)
+        silent = now - known.heard
+        is_gone = known.ended is not None or silent >= known.body.timeout
+        was_restarted = body.restart > known.body.restart and silent >= QUIET * known.body.timeout
+        return not body.again and (is_gone or was_restarted)

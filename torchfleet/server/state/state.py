@@ -16,10 +16,14 @@ from torchfleet.server.meeting.file_lists import FileLists
 from torchfleet.server.meeting.gathering import Gatherings
 from torchfleet.server.meeting.mail import Mail
 from torchfleet.server.meeting.presence import Presence
+from torchfleet.server.state.budgets import Budgets
 from torchfleet.server.state.changes import Changes
+from torchfleet.server.state.long_pulls import LongPulls
 from torchfleet.server.state.loop_load import LoopLoad
+from torchfleet.server.state.refusals import Refusals
 from torchfleet.server.state.schedule import Schedule
 from torchfleet.server.state.sessions import Sessions
+from torchfleet.server.state.spare_memory import SpareMemory
 from torchfleet.tables.kinds import make_table
 from torchfleet.tables.settings.clock import Clock
 from torchfleet.tables.settings.spec import TableSpec, differences
@@ -74,6 +78,9 @@ class State:
     num_workers: int = 0  # ends when so many have left; 0: only on STOP or a signal
     tables: dict[int, Table] = field(default_factory=dict)
     sessions: Sessions = field(default_factory=Sessions)
+    budgets: Budgets = field(default_factory=Budgets)
+    spare_memory: SpareMemory = field(default_factory=SpareMemory)
+    refusals: Refusals = field(default_factory=Refusals)
     barriers: Barriers = field(default_factory=Barriers)
     changes: Changes = field(default_factory=Changes)
     gatherings: Gatherings = field(default_factory=Gatherings)
@@ -85,6 +92,7 @@ class State:
     clock: Clock = field(default_factory=Clock)
     schedule: Schedule = field(default_factory=Schedule)
     long_work: deque[Iterator[bool]] = field(default_factory=deque)  # done in slices between requests
+    long_pulls: LongPulls = field(default_factory=LongPulls)
     sync_step: dict[int, Request] = field(default_factory=dict)  # this step's pushes so far, by worker
     gathered: list[Request] = field(default_factory=list)  # pushes that wait for others to be one update with them
     num_dropped: int = 0  # pushes whose gradients of the network were too old

@@ -50,7 +50,14 @@ class Client(Walks):
     def pull_tables(
         self, keys: Mapping[str, npt.ArrayLike], create: bool = True, in_step: bool = False
     ) -> Future[Pulled]:
-        """Rows of several tables in one message per server. `in_step`: of a step that all workers make together."""
+        """Rows of several tables in one message per server, or in several messages if they are very many. `in_step`: of
+        a step that all workers make together."""
+        parts = self._tables.parts_of(keys, create)
+        if len(parts) > 1:
+            return Future.joined([self._pull_part(part, create, in_step) for part in parts], Pulled.joined)
+        return self._pull_part(keys, create, in_step)
+
+    def _pull_part(self, keys: Mapping[str, npt.ArrayLike], create: bool, in_step: bool) -> Future[Pulled]:
         tables = self._tables
         shards = {name: tables.shard_keys(name, wanted) for name, wanted in keys.items()}
         arrays = [

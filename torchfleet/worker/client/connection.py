@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchfleet import errors
-from torchfleet.errors import FleetError, ServerError, ServerRestarted, ServerUnreachable, WireError
+from torchfleet.errors import FleetError, ServerBusy, ServerError, ServerRestarted, ServerUnreachable, WireError
 from torchfleet.net.transport import Channel
 from torchfleet.net.wire import ERROR, Array, Command, Frame, Message, Role, decode_reply, encode, unpack
 
 DEFAULT_WINDOW = 8
 MAX_AHEAD = 1 << 10  # changes above the oldest without an answer; a server remembers four times as many
+BUSY_PAUSE = 0.25  # seconds before a request is sent again that a server was too busy for; twice as long every time
+MAX_BUSY_PAUSE = 2.0
+AWAY = 2.0  # seconds without a look at the channel; in what is longer nobody listened, and it is not a server's silence
+
+_incarnations: dict[int, int] = {}  # by pid: a forked child is a process of its own
+
+
+def incarnation() -> int:
+    """A random number of this process: servers tell it from others with the same worker index by it."""
+    return _incarnations.setdefault(os.getpid(), secrets.randbits(63) | 1)
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,8 @@ class Call:
     timeout: float
     resend_at: float
     attempt: int = 1
+    num_refused: int = 0
+    refused: FleetError | None = None  # why the server does not take it now
     reply: list[Array] | None = None
     error: FleetError | None = None
 
@@ -56,7 +69,18 @@ class Call:
 class Connection:
     """A client's side of the talk with one server. Belongs to one thread; whoever waits does the work."""
 
-    def __init__(self, name: str, channel: Channel, worker: int, role: Role, patience: Patience, window: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        channel: Channel,
+        worker: int,
+        role: Role,
+        patience: Patience,
+        window: int,
+        process: int | None = None,
+    ) -> None:
+        """`process`: the number of the worker's process, if it is not this one."""
+        self._process = incarnation() if process is None else process
         self.name, self._channel, self._patience, self._window = name, channel, patience, window
         self._worker, self._role = worker, role
         self._client = secrets.randbits(63) | 1
@@ -65,7 +89,7 @@ class Connection:
         self._incarnation = 0
         self.num_retries = 0
         self._is_closed = False
-        self._heard = channel.now()
+        self._heard = self._looked = channel.now()
 
     def submit(
         self, command: Command, arrays: list[Array], flags: int = 0, once: bool = False, timeout: float | None = None
@@ -81,6 +105,7 @@ class Connection:
         sequence = self._next_sequence if once else 0
         self._next_sequence += once
         message = Message(command, self._role, flags, self._worker, self._client, self._next_call, sequence, 0, arrays)
+        message.incarnation = self._process
         self._next_call += 1
         now = self._channel.now()
         seconds = self._patience.timeout if timeout is None else timeout
@@ -134,13 +159,27 @@ class Connection:
 
     def _work(self) -> None:
         """Take in replies: those that are here, or the first that comes before the next deadline."""
-        now = self._channel.now()
+        now = self._notice_absence()
         pause = min((call.resend_at for call in self._calls.values()), default=now) - now
         frames = self._channel.receive(max(0.0, min(pause, 1.0)))
         while frames is not None:
             self._take(frames)
             frames = self._channel.receive(0.0)
-        self._look_at_clock(self._channel.now())
+        self._look_at_clock(self._notice_absence())
+
+    def _notice_absence(self) -> float:
+        """The time. What passed while this process was suspended, or computed, was no silence of the server: it could
+        have answered at once. So requests get that time again."""
+        now = self._channel.now()
+        away = now - self._looked
+        if away > AWAY and self._calls:
+            for call in self._calls.values():
+                missed = min(away - AWAY, now - call.started)
+                call.started += missed
+                call.resend_at += missed
+            self._heard += away - AWAY
+        self._looked = now
+        return now
 
     def _take(self, frames: Sequence[Frame]) -> None:
         try:
@@ -151,6 +190,8 @@ class Connection:
         call = self._calls.get(reply.call)
         if call is None:
             return  # the answer to a repeat
+        if reply.status == ERROR and self._is_busy(call, reply.arrays):
+            return
         del self._calls[call.number]
         if self._incarnation not in (0, reply.incarnation):
             call.error = ServerRestarted(
@@ -162,6 +203,16 @@ class Connection:
         else:
             call.reply = reply.arrays
         self._incarnation = self._incarnation or reply.incarnation
+
+    def _is_busy(self, call: Call, arrays: list[Array]) -> bool:
+        """Whether the server takes it later; then it is sent again in a moment, within its time."""
+        error = self._error(call, arrays)
+        if not isinstance(error, ServerBusy):
+            return False
+        pause = min(MAX_BUSY_PAUSE, BUSY_PAUSE * 2**call.num_refused)
+        call.num_refused, call.refused = min(call.num_refused + 1, 8), error
+        call.resend_at = min(self._channel.now() + pause, call.started + call.timeout)
+        return True
 
     def _error(self, call: Call, arrays: list[Array]) -> FleetError:
         """The server's error, as the class it had there where that is one of ours."""
@@ -179,18 +230,26 @@ class Connection:
         for call in late:
             if now >= call.started + call.timeout:
                 del self._calls[call.number]
-                call.error = ServerUnreachable(
+                call.error = call.refused or ServerUnreachable(
                     f"{self.name} gave no answer to {Command(call.command).name} within {call.timeout:g} s "
                     f"({call.attempt} attempts). Is its process alive, the address right, and (with keys) this "
                     "client's key known to it?"
                 )
-            else:
+            elif call.refused is None:
                 call.attempt += 1
                 call.resend_at = self._patience.resend_at(call.started, call.attempt, call.timeout)
-        if any(not call.is_done for call in late):
+        again = [call for call in late if not call.is_done]
+        if any(call.refused is None for call in again):
             # A connection that lost one message is not trusted with the others: a new one, and all of them again.
             self._channel.reconnect()
-            for call in list(self._calls.values()):
-                self.num_retries += 1
-                if not call.is_done:
-                    self._send(call)
+            again = list(self._calls.values())
+        for call in again:
+            self.num_retries += 1
+            if not call.is_done:
+                self._send_again(call, now)
+
+    def _send_again(self, call: Call, now: float) -> None:
+        if call.refused is not None:
+            call.refused = None
+            call.resend_at = self._patience.resend_at(now, 1, max(0.0, call.started + call.timeout - now))
+        self._send(call)

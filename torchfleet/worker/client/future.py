@@ -33,6 +33,12 @@ class Pulled:
     rows: dict[str, Floats]
     versions: dict[str, list[float]]
 
+    @staticmethod
+    def joined(parts: list[Pulled]) -> Pulled:
+        """Rows of all parts, in their order; versions of the first, which are the oldest."""
+        rows = {name: np.concatenate([part.rows[name] for part in parts]) for name in parts[0].rows}
+        return Pulled(rows, parts[0].versions)
+
 
 @dataclass(slots=True)
 class Changed:
@@ -57,7 +63,7 @@ class Changed:
 
 
 class Future(Generic[Result]):
-    """A request under way to all servers it concerns."""
+    """Requests under way to all servers they concern."""
 
     def __init__(self, waits: Sequence[tuple[Connection, Call]], finish: Callable[[list[list[Array]]], Result]) -> None:
         self._waits, self._finish = waits, finish
@@ -72,6 +78,18 @@ class Future(Generic[Result]):
         """Wait for all answers. Raises the first error; every wait ends at the request's time-out."""
         self.is_awaited = True
         return self._finish([connection.wait(call) for connection, call in self._waits])
+
+    @classmethod
+    def joined(cls, futures: Sequence[Future[Other]], join: Callable[[list[Other]], Result]) -> Future[Result]:
+        """Several at once; `join` makes one result of theirs."""
+        numbers = [len(future._waits) for future in futures]
+        ends = [sum(numbers[: i + 1]) for i in range(len(numbers))]
+
+        def finish(replies: list[list[Array]]) -> Result:
+            parts = zip(futures, numbers, ends, strict=True)
+            return join([future._finish(replies[end - num : end]) for future, num, end in parts])
+
+        return cls([wait for future in futures for wait in future._waits], finish)
 
     def then(self, choose: Callable[[Result], Other]) -> Future[Other]:
         """The same request, of whose result `choose` makes another."""

@@ -40,13 +40,15 @@ class Requests:
         role: Role = Role.FIRST_WORKER,
         patience: Patience | None = None,
         window: int = DEFAULT_WINDOW,
+        process: int | None = None,
     ) -> None:
+        """`process`: the number of the worker's process, if it is not this one."""
         if not channels:
             raise FleetError("a client needs at least one server")
         labels = names or [f"server {i}" for i in range(len(channels))]
         self._patience = patience or Patience()
         self._connections = [
-            Connection(label, channel, worker, role, self._patience, window)
+            Connection(label, channel, worker, role, self._patience, window, process)
             for label, channel in zip(labels, channels, strict=True)
         ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import numpy.typing as npt
 
@@ -13,6 +15,7 @@ from torchfleet.tables.settings.spec import TableSpec, shard_range
 from torchfleet.worker.client.shard import Floats, Shards, as_keys, shard
 
 NO_KEYS = np.empty(0, np.uint64)
+MAX_PULLED = 1 << 26  # bytes of rows in one request; a server answers with at most twice as many
 
 Pairs = list[tuple[Array, Array]]  # by server: keys and rows
 
@@ -49,6 +52,16 @@ class ShardedTables:
         if spec.is_dense:
             raise TableError(f"table '{table}' is dense and has no keys: use pull_dense, push_dense and set_dense")
         return shard(spec, as_keys(keys), self._num_servers)
+
+    def parts_of(self, keys: Mapping[str, npt.ArrayLike], create: bool) -> list[Mapping[str, npt.ArrayLike]]:
+        """The keys of a pull in as many parts as it takes to keep replies short. A pull that counts appearances is one:
+        it counts a key once, however often it is in it."""
+        num_bytes = sum(4 * np.size(wanted) * self.spec(name).dim for name, wanted in keys.items())
+        if num_bytes <= MAX_PULLED or (create and any(self.counted[name] for name in keys)):
+            return [keys]
+        num = -(-num_bytes // MAX_PULLED)
+        flat = {name: as_keys(wanted) for name, wanted in keys.items()}
+        return [{name: np.array_split(wanted, num)[i] for name, wanted in flat.items()} for i in range(num)]
 
     def gather_rows(self, table: str, shards: Shards, replies: list[Floats]) -> Floats:
         """The servers' rows, in the order of the keys as they came."""

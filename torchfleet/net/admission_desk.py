@@ -1,0 +1,60 @@
+"""Which keys are let in: answers ZeroMQ's question (ZAP, RFC 27) in the server's own loop, without a thread.
+
+A known key is answered at once. An unknown one waits for its refusal: a client that connects again and again with it
+then costs a handshake a second, and not as many as it can make.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+
+import zmq
+from zmq.utils import z85
+
+_ADDRESS = "inproc://zeromq.zap.01"  # where libzmq asks
+_VERSION, _OK, _REFUSED = b"1.0", b"200", b"400"
+DELAY = 1.0  # seconds before an unknown key is refused
+MAX_PER_TURN = 16  # questions answered between two requests
+MAX_DELAYED = 1024  # refusals that wait; what is beyond gets none, and its handshake times out
+
+
+class AdmissionDesk:
+    """Belongs to the thread that serves."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], known: frozenset[bytes]) -> None:
+        """`known`: public keys in printable form. Must be made before the socket that it decides for is bound."""
+        self._known = known
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.bind(_ADDRESS)
+        self._delayed: deque[tuple[float, list[bytes], bytes]] = deque()
+
+    def answer(self, now: float) -> None:
+        """Answer what was asked, some of it, and refuse what has waited."""
+        for _ in range(MAX_PER_TURN):
+            with contextlib.suppress(zmq.Again):
+                self._take(self.socket.recv_multipart(zmq.NOBLOCK), now)
+                continue
+            break
+        while self._delayed and self._delayed[0][0] <= now:
+            _, way, number = self._delayed.popleft()
+            self._reply(way, number, _REFUSED, b"unknown key", b"")
+
+    def close(self) -> None:
+        self.socket.close(linger=0)
+
+    def _take(self, frames: list[bytes], now: float) -> None:
+        split = frames.index(b"") + 1  # of where the answer goes, and the question
+        way, question = frames[:split], frames[split:]
+        if len(question) < 7 or question[0] != _VERSION or question[5] != b"CURVE":
+            return  # not a question of this protocol: no answer, and the handshake times out
+        key = z85.encode(question[6])
+        if key in self._known:
+            self._reply(way, question[1], _OK, b"OK", key)
+        elif len(self._delayed) < MAX_DELAYED:
+            self._delayed.append((now + DELAY, way, question[1]))
+
+    def _reply(self, way: list[bytes], number: bytes, status: bytes, text: bytes, user: bytes) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # the connection is gone, and nobody waits for it
+            self.socket.send_multipart([*way, _VERSION, number, status, text, user, b""], zmq.NOBLOCK)
