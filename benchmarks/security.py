@@ -1,12 +1,16 @@
-"""What encryption costs: the quick start trained plain and with CURVE keys, in turns; and bare pulls as the worst case.
+"""What it costs to keep others out: the quick start trained plain, with keys and over sockets of the job, in turns;
+and bare pulls as the worst case.
 
-python -m benchmarks.security --json          about two minutes
+python -m benchmarks.security --json          about three minutes
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -23,6 +27,8 @@ from torchfleet.worker.client.client import Client
 
 _SCRIPT = Path(__file__).parent.parent / "examples" / "wide_deep" / "train.py"
 _BATCH, _PULLS = 26_000, 60
+_LOOPBACK = "tcp://127.0.0.1:0"
+WAYS = {"plain": ["--plain"], "curve": ["--private", "keys"], "ipc": ["--private", "ipc"]}  # options of fleetrun
 
 
 def options() -> argparse.Namespace:
@@ -34,26 +40,28 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def trained_samples_per_s(chosen: argparse.Namespace, key_dir: str | None) -> float:
-    """Samples per second of a worker beside one server."""
+def trained(chosen: argparse.Namespace, *way: str) -> tuple[float, float]:
+    """Samples per second of a worker beside one server, and processor seconds of the whole job."""
+    before = os.times()
     with tempfile.TemporaryDirectory() as log_dir:
         roles = ["--server_num", "1", "--worker_num", "1", "--log_dir", log_dir]
-        keys = ["--key_dir", key_dir] if key_dir else []
         script = [str(_SCRIPT), "--rows", str(chosen.rows), "--mode", chosen.mode]
-        command = [sys.executable, "-m", "torchfleet.launch", *roles, *keys, *script]
+        command = [sys.executable, "-m", "torchfleet.launch", *roles, *way, *script]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     found = re.search(r"([\d,]+) samples/s on this worker", done.stdout)
     if done.returncode or found is None:
         raise SystemExit(f"training failed:\n{done.stdout}\n{done.stderr}")
-    return float(found.group(1).replace(",", ""))
+    after = os.times()
+    spent = after.children_user - before.children_user + after.children_system - before.children_system
+    return float(found.group(1).replace(",", "")), spent
 
 
-def pulled_keys_per_s(key_dir: str | None) -> float:
+def pulled_keys_per_s(endpoint: str, key_dir: str | None = None) -> float:
     """Bare pulls of 1 MB replies, nothing else: the most that encryption can cost."""
     arguments = ["--key_dir", key_dir] if key_dir else []
     keys = KeyFolder(key_dir) if key_dir else None
     with (
-        ServerProcess("tcp://127.0.0.1:0", *arguments) as server,
+        ServerProcess(endpoint, *arguments) as server,
         Client.connect([server.endpoint], keys, role=Role.FIRST_WORKER) as client,
     ):
         client.create_table(TableSpec("rows", dim=10))
@@ -69,20 +77,29 @@ def pulled_keys_per_s(key_dir: str | None) -> float:
 
 def main() -> None:
     chosen = options()
+    spent: dict[str, list[float]] = {name: [] for name in WAYS}
+
+    def train(name: str) -> float:
+        samples_per_s, seconds = trained(chosen, *WAYS[name])
+        spent[name].append(seconds)
+        return samples_per_s
+
     with tempfile.TemporaryDirectory() as folder:
         key_dir = str(Path(folder) / "keys")
         keygen(key_dir)
         found = interleave(
             chosen.rounds,
             {
-                "plain_samples_per_s": lambda: trained_samples_per_s(chosen, None),
-                "curve_samples_per_s": lambda: trained_samples_per_s(chosen, key_dir),
-                "plain_pull_keys_per_s": lambda: pulled_keys_per_s(None),
-                "curve_pull_keys_per_s": lambda: pulled_keys_per_s(key_dir),
+                **{f"{name}_samples_per_s": functools.partial(train, name) for name in WAYS},
+                "plain_pull_keys_per_s": lambda: pulled_keys_per_s(_LOOPBACK),
+                "curve_pull_keys_per_s": lambda: pulled_keys_per_s(_LOOPBACK, key_dir),
+                "ipc_pull_keys_per_s": lambda: pulled_keys_per_s(f"ipc://{folder}/server"),
             },
         )
-    found["training_ratio"] = found["curve_samples_per_s"] / found["plain_samples_per_s"]
-    found["pull_ratio"] = found["curve_pull_keys_per_s"] / found["plain_pull_keys_per_s"]
+    found |= {f"{name}_cpu_s": statistics.median(seconds) for name, seconds in spent.items()}
+    for name, title in (("curve", ""), ("ipc", "ipc_")):
+        found[f"{title}training_ratio"] = found[f"{name}_samples_per_s"] / found["plain_samples_per_s"]
+        found[f"{title}pull_ratio"] = found[f"{name}_pull_keys_per_s"] / found["plain_pull_keys_per_s"]
     report({**found, **{name: value for name, value in vars(chosen).items() if name != "json"}}, chosen.json)
 
 

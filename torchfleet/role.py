@@ -29,6 +29,7 @@ class RoleInfo:
     worker_endpoints: tuple[str, ...] = ()
     key_dir: str | None = None
     insecure: bool = False
+    socket_dir: str | None = None  # the servers' sockets are files in it, and their addresses only names
     status_file: str | None = None
     restart: int = 0
     start_timeout: float = 1800.0  # seconds that a worker waits for a server that gives no sign
@@ -247,7 +248,8 @@ class UserDefinedRoleMaker:
         )
 
     def read(self) -> RoleInfo:
-        return replace(self._info, **_process_settings(os.environ))
+        key_dir = self._info.key_dir or os.environ.get("FLEET_KEY_DIR")
+        return replace(self._info, key_dir=key_dir, **_process_settings(os.environ))
 
 
 def _process_settings(found: Mapping[str, str]) -> dict[str, Any]:
@@ -256,6 +258,7 @@ def _process_settings(found: Mapping[str, str]) -> dict[str, Any]:
     if not (threads.isascii() and threads.isdigit()):
         raise RoleError(f"CPU_NUM must be a number of threads, found {threads!r}")
     return {
+        "socket_dir": found.get("FLEET_SOCKET_DIR"),
         "status_file": found.get("FLEET_STATUS_FILE"),
         "debug": found.get("PSERVER_DEBUG", "0") not in ("", "0"),
         "num_threads": int(threads),

@@ -171,7 +171,8 @@ class TestDryRun:
         log_dir = tmp_path / "log"
         arguments = ("--log_dir", str(log_dir), "--server_num", "2", "--worker_num", "2", "--dry_run")
         assert status_of(*arguments, script, "--epochs", "3") == 0
-        blocks = re.split(r"^(?=\S)", capsys.readouterr().out, flags=re.MULTILINE)[1:]
+        private, *blocks = re.split(r"^(?=\S)", capsys.readouterr().out, flags=re.MULTILINE)[1:]
+        assert private.startswith("private: ")
         heads = [block.splitlines()[0] for block in blocks]
         command = " ".join(script_command(script, ["--epochs", "3"]))
         for head, name in zip(heads, ("server 0", "server 1", "worker 0", "worker 1"), strict=True):
@@ -345,6 +346,28 @@ class TestDisplay:
         states = [rows[f"worker {i}"][1].strip() for i in range(4)]
         assert states == ["running", "starting", "done", "ended with -9"]
 
+    def test_names_are_not_markup_and_do_not_command_the_terminal(self) -> None:
+        rows = {"emb[/]": 1, "[red]x:smile:": 2, "a\x1b]52;c;ZXZpbA==\x07b": 3}
+        shown = self.table(FakeProcess("server", 0, {"rows": rows}), FakeProcess("worker", 0, {"auc[/bold]": 0.5}))
+        assert "emb[/] 1, [red]x:smile: 2, ab 3" in shown
+        assert "auc[/bold] 0.5000" in shown
+
+    @pytest.mark.parametrize("is_terminal", [True, False])
+    def test_a_workers_output_keeps_its_colours_and_commands_no_terminal(
+        self, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+    ) -> None:
+        out = io.StringIO()
+        monkeypatch.setattr(out, "isatty", lambda: is_terminal)
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setenv("TERM", "xterm-256color")
+        shown = display.Display()
+        shown.report("[worker 0] \x1b[31mred[/]\x1b[0m \x1b]52;c;ZXZpbA==\x07\x1b[5nend\n")
+        shown.close()
+        text = out.getvalue()
+        assert "\x1b[31mred[/]\x1b[0m end" in text
+        assert "ZXZpbA" not in text
+        assert "\x1b[5n" not in text
+
     def test_without_a_terminal_it_prints_lines_now_and_then_with_what_the_job_waits_for(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -424,7 +447,7 @@ def _cells(log: str, title: str) -> list[list[str]]:
 def _check_configuration(log: str, worker: int) -> None:
     """The effective settings are printed as a table at the start."""
     settings = {row[0]: row[1] for row in _cells(log, f"torchfleet worker {worker}")}
-    assert settings["fleet"] == "2 servers, 2 workers (plain)"
+    assert settings["fleet"] in ("2 servers, 2 workers (keys)", "2 servers, 2 workers (sockets of this user)")
     assert settings["mode"] == "sync"
     assert settings["rpc_timeout"] == "30.0"
     assert settings["a_sync_configs.send_queue_size"] == "2"

@@ -160,7 +160,7 @@ class TestStandIns:
             assert job.left(grace=1.0) == []
 
     def test_processes_end_with_a_launcher_that_was_killed(self, tmp_path: Path) -> None:
-        with fleetrun(tmp_path, "--worker_num", "2", STAND_IN, "serve", "sleep") as job:
+        with fleetrun(tmp_path, "--plain", "--worker_num", "2", STAND_IN, "serve", "sleep") as job:
             wait_until(in_log(tmp_path / "latest" / "serverlog.0", "listening on"), 40, "server")
             wait_until(in_log(tmp_path / "latest" / "workerlog.1", "sleep"), 20, "worker")
             os.kill(job.process.pid, signal.SIGKILL)
@@ -192,7 +192,7 @@ class TestStandIns:
         assert "goes on without it" not in job.output
 
     def test_a_job_that_lost_its_last_worker_does_not_say_that_it_finished(self, tmp_path: Path) -> None:
-        with fleetrun(tmp_path, STAND_IN, "serve", "async,reach,sleep:0.3,die") as job:
+        with fleetrun(tmp_path, "--plain", STAND_IN, "serve", "async,reach,sleep:0.3,die") as job:
             assert job.wait(50) == 1
         assert "worker 0 was killed by SIGKILL" in job.output
         for wrong in ("goes on without it", "the others finished", "finished; logs in"):

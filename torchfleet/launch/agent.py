@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import signal
 import subprocess
@@ -76,7 +75,7 @@ class Rank(Process):
     def __init__(self, rank: int, process: subprocess.Popen[bytes], log_dir: Path) -> None:
         self.task = Task("rank", rank)
         self.log, self.status_file = log_of(log_dir, rank), status_file_of(log_dir, rank)
-        self._process, self._reader, self._sink = process, None, io.BytesIO()
+        self._process, self._reader = process, None
 
     def status(self) -> dict[str, Any]:
         """Never empty: a rank counts as running from the start, even if its script reports nothing."""

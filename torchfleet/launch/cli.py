@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchfleet.errors import FleetError, RoleError
+from torchfleet.guard.printable import say
 from torchfleet.launch.job_spec import JobSpec
 from torchfleet.launch.launchers import LAUNCHERS, launcher_of
 from torchfleet.launch.processes import script_command
@@ -91,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(options)
     except FleetError as error:
-        print(f"fleetrun: {error}", file=sys.stderr)
+        say(f"fleetrun: {error}", file=sys.stderr)
         return 2
 
 

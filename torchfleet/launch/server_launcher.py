@@ -8,6 +8,7 @@ import dataclasses
 from torchfleet.cgroups import usable_cores
 from torchfleet.errors import RoleError
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
+from torchfleet.launch.privacy import KINDS, kind_of, private_folder, told
 from torchfleet.launch.roles import JobLayout, given_threads, one_machine, several_machines, spare_servers, tasks
 from torchfleet.launch.supervisor import JobSupervisor
 from torchfleet.net.keys import is_private
@@ -32,25 +33,46 @@ class ServerLauncher:
             help="largest size of one table on a server, such as 8GB (default: all memory of the machine or container)",
         )
 
+        group.add_argument(
+            "--log_max_bytes",
+            metavar="SIZE",
+            help="largest size of a log; a full one becomes NAME.1, in the place of the one before (default: 1GB)",
+        )
+        group.add_argument(
+            "--private",
+            choices=KINDS,
+            help="how a job on this machine alone keeps its other users out: keys of its own, or sockets in a folder "
+            "of this user (default: keys on x86, ipc elsewhere)",
+        )
+        group.add_argument("--plain", action="store_true", help="let every user of this machine reach the servers")
+
     def takes(self, options: argparse.Namespace) -> bool:
         return True
 
     def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
         job, reasons = _with_servers(job)
-        _, local_tasks = _plan(job, options, bool(reasons))
+        layout, num_workers = _layout(job, options.servers, options.workers)
+        reasons += told(kind_of(job, layout, options.private, options.plain))
+        local_tasks = _tasks(job, options, layout, num_workers)
         lines = (describe_task(task, job.command, f"log: {job.latest / task.log_name}") for task in local_tasks)
         return [*reasons, *(line for described in lines for line in described)]
 
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
         job, reasons = _with_servers(job)
-        _plan(job, options)  # mistakes are found before a folder is made
+        if options.log_max_bytes is not None:
+            job = dataclasses.replace(job, max_log_bytes=parse_bytes(options.log_max_bytes, "--log_max_bytes"))
+        layout, num_workers = _layout(job, options.servers, options.workers)
+        _tasks(job, options, layout, num_workers)  # mistakes are found before a folder is made
+        kind = kind_of(job, layout, options.private, options.plain)
         code, run_dir = 0, job.make_run_dir()
         for line in (f"logs in {run_dir}", *reasons):
             print(f"[fleetrun] {line}", flush=True)
         for attempt in range(job.max_job_restart + 1):
-            layout, local_tasks = _plan(job, options, bool(reasons))  # free ports are found anew for every attempt
-            supervisor = JobSupervisor(job, layout, local_tasks, run_dir, attempt)
-            code = supervisor.run()
+            layout, num_workers = _layout(job, options.servers, options.workers)  # new free ports for every attempt
+            with private_folder(job, layout, kind) as made:
+                local_tasks = _tasks(made, options, layout, num_workers)
+                supervisor = JobSupervisor(made, layout, local_tasks, run_dir, attempt)
+                code = supervisor.run()
             if code != 1 or supervisor.is_finished:
                 break
             if attempt < job.max_job_restart:
@@ -67,16 +89,13 @@ def _with_servers(job: JobSpec) -> tuple[JobSpec, list[str]]:
     return dataclasses.replace(job, num_servers=num_servers), [why]
 
 
-def _plan(job: JobSpec, options: argparse.Namespace, keeps_cores: bool = False) -> tuple[JobLayout, list[Task]]:
-    """Where all servers and workers are, and the processes to start on this machine.
-
-    `keeps_cores`: the workers' threads leave a core to every server.
-    """
-    layout, num_workers = _layout(job, options.servers, options.workers)
+def _tasks(job: JobSpec, options: argparse.Namespace, layout: JobLayout, num_workers: int) -> list[Task]:
+    """The processes to start on this machine. With `--server_num auto` the workers' threads leave a core to every
+    server."""
     if not job.insecure and not job.key_dir:
         _refuse_open_servers(layout)
     base = {**job.environment, **limits(options.max_table_bytes)}
-    return layout, tasks(layout, num_workers, base, len(layout.local_servers) if keeps_cores else 0)
+    return tasks(layout, num_workers, base, len(layout.local_servers) if options.server_num == "auto" else 0)
 
 
 def limits(max_table_bytes: str | None) -> dict[str, str]:
