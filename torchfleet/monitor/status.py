@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -30,5 +31,6 @@ class StatusFile:
             return
         self._next = time.monotonic() + _PERIOD
         unfinished = f"{self._path}.part"
-        Path(unfinished).write_text(json.dumps(self._make()))
-        os.replace(unfinished, self._path)
+        with contextlib.suppress(OSError):  # a full disk, or no file to be had: what is shown gets old, nothing else
+            Path(unfinished).write_text(json.dumps(self._make()))
+            os.replace(unfinished, self._path)

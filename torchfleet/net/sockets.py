@@ -12,6 +12,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from torchfleet.errors import FleetError
 from torchfleet.net.keys import KeyFolder, require_keys
+from torchfleet.net.open_files import Door, bind
 from torchfleet.net.transport import Handler
 from torchfleet.net.wire import MAX_FRAME, Frame, Role
 
@@ -34,8 +35,9 @@ class Listener:
         if keys:
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.server_pair()
             self._socket.curve_server = True
+        self._door: Door | None = None
         try:
-            self._socket.bind(endpoint)
+            self._door = Door(bind(self._socket, endpoint))
         except zmq.ZMQError as error:
             self.close()
             raise FleetError(
@@ -45,6 +47,7 @@ class Listener:
 
     def serve(self, handler: Handler, is_over: Callable[[], bool]) -> None:
         """Answer requests until `is_over`, which is looked at after every request and every TICK."""
+        assert self._door
         next_tick, worked = 0.0, None
         while not is_over():
             request = self._next(0 if worked else int(TICK * 1000) if worked is None else 1)
@@ -57,6 +60,7 @@ class Listener:
             now = time.monotonic()
             if worked or now >= next_tick:
                 self._reply(handler.tick(now))
+                self._door.look()
                 next_tick = now + TICK
 
     def _next(self, timeout_ms: int) -> list[zmq.Frame] | None:
@@ -69,6 +73,8 @@ class Listener:
 
     def close(self) -> None:
         self._socket.close(linger=500)
+        if self._door:
+            self._door.close()
         if self._authenticator:
             self._authenticator.stop()
         self._context.term()
