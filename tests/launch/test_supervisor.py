@@ -122,7 +122,7 @@ class TestTraining:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             place = f"127.0.0.1:{taken.getsockname()[1]}"
-            with fleetrun(tmp_path, "--servers", place, "--workers", "127.0.0.1:0", TINY) as job:
+            with fleetrun(tmp_path, "--plain", "--servers", place, "--workers", "127.0.0.1:0", TINY) as job:
                 assert job.wait() == 1
                 assert job.left(grace=0) == []
         assert f"server 0 ({place}) ended with exit status 1; the job ends" in job.output

@@ -167,7 +167,7 @@ def read_manifest(storage: Storage) -> Manifest:
     body, place = read_body(storage), storage.place(FILE)
     try:
         manifest = msgspec.json.decode(body, type=Manifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{place} is not a manifest of this version: {error}") from None
     if manifest.format != FORMAT or manifest.version not in READABLE:
         raise CheckpointError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 
 from torchfleet.cgroups import usable_cores
 from torchfleet.errors import RoleError
@@ -13,6 +14,9 @@ from torchfleet.launch.roles import JobLayout, given_threads, one_machine, sever
 from torchfleet.launch.supervisor import JobSupervisor
 from torchfleet.net.keys import is_private
 from torchfleet.tables.settings.table_size import VARIABLE, parse_bytes
+
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_MOST = 1 << 16  # ports of a host, and more than any job has processes
 
 
 class ServerLauncher:
@@ -142,13 +146,15 @@ def _expanded(option: str, address: str) -> list[str]:
     host, _, port = place.rpartition(":")
     least = 1 if option == "--servers" else 0  # workers must know a server's port; a worker needs none
     numbers = [port, count] if star else [port]
-    if not host or not all(number.isascii() and number.isdigit() for number in numbers) or int(port) < least:
+    if not host or not all(_NUMBER.fullmatch(number) for number in numbers) or int(port) < least:
         raise RoleError(
             f"{option} expects host:port, or host:port*N for N of them, separated by commas; found {address!r}"
         )
     first, num = int(port), int(count or 1) if star else 1
-    if num < 1 or first + (num - 1) * bool(first) >= 1 << 16:
-        raise RoleError(f"{option} expects host:port with ports below {1 << 16:,}, and at least one; found {address!r}")
+    if not 0 < num < _MOST or first + (num - 1) * bool(first) >= _MOST:
+        raise RoleError(
+            f"{option} expects host:port with ports below {_MOST:,}, and fewer of them than that; found {address!r}"
+        )
     return [f"{host}:{first + i * bool(first)}" for i in range(num)] if star else [place]
 
 

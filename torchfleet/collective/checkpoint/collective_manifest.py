@@ -104,7 +104,7 @@ def read(storage: Storage) -> CollectiveManifest:
         )
     try:
         manifest = msgspec.json.decode(body, type=CollectiveManifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{place} is not a manifest of this version: {error}") from None
     if manifest.version != VERSION:
         raise CheckpointError(f"{place}: expected {FORMAT} version {VERSION}, found version {manifest.version}")
@@ -112,7 +112,7 @@ def read(storage: Storage) -> CollectiveManifest:
 
 
 def _head(body: bytes) -> _Head:
-    with contextlib.suppress(msgspec.DecodeError):
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return msgspec.json.decode(body, type=_Head)
     return _Head()
 
