@@ -37,7 +37,7 @@ FORBIDDEN_MODULES = {
 }
 # Calls that run code, start processes, or open what an address names. A name that ends in .* stands for all below it.
 WATCHED = (
-    "eval", "exec", "compile", "__import__", "builtins.*", "runpy.*", "importlib.*", "ctypes.CDLL", "ctypes.cdll.*",
+    "eval", "exec", "compile", "__import__", "builtins.e*", "builtins.compile", "runpy.*", "importlib.*", "ctypes.CDLL", "ctypes.cdll.*",
     "os.system", "os.popen", "os.exec*", "os.spawn*", "os.posix_spawn*", "os.fork", "os.forkpty", "pty.spawn",
     "subprocess.*", "multiprocessing.*", "asyncio.create_subprocess*", "yaml.*", "fsspec.*", "urllib.request.*",
     "torch.hub.*", "torch.load", "numpy.load", "np.load", "joblib.*",
@@ -79,7 +79,8 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             first, _, rest = ast.unparse(node.func).partition(".")
-            yield ".".join(filter(None, (names.get(first, first), rest))), node
+            if "(" not in first + rest:  # else it is a method of what another call gave
+                yield ".".join(filter(None, (names.get(first, first), rest))), node
 
 
 def is_watched(name: str) -> bool:
@@ -178,4 +179,4 @@ def test_a_server_under_fuzzed_messages_runs_nothing_and_writes_in_its_folder_on
     assert found["seen"] == {}
     assert found["answers"] > 4000
     assert found["written"] > 3, "saves were made under the hook"
-    assert found["control"] == ["compile None", f"open {tmp_path}/own.outside"], "the hook sees what it must"
+    assert found["control"] == ["compile b'1'", f"open {tmp_path}/own.outside"], "the hook sees what it must"

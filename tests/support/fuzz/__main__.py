@@ -37,9 +37,8 @@ def main() -> int:
             print(f"  {num:,} executions, {time.process_time() - started:,.0f} s", file=sys.stderr, flush=True)
     found = {name: search.found for name, search in searches.items()}
     for name, one in found.items():
-        print(
-            f"{name:20} {one.executions:>12,} executions  {one.taken:>4} of {one.branches:>4} branches  {len(one.kept):>5} kept"
-        )
+        taken = f"{one.taken:>4} of {one.branches:>4} branches"
+        print(f"{name:20} {one.executions:>12,} executions  {taken}  {len(one.kept):>5} kept")
     faults = [(name, what, data) for name, one in found.items() for what, data in one.faults.items()]
     for name, what, data in faults:
         print(f"FAULT in {name}: {what}\n    {data[:400]!r}")

@@ -19,12 +19,13 @@ class Branches:
 
     def __init__(self, modules: Iterable[ModuleType]) -> None:
         self._files = {str(module.__file__) for module in modules}
-        self.all = {arc for file in self._files for arc in _arcs_of(file)}
+        self._all = {arc for file in self._files for arc in _arcs_of(file)}
         self.seen: set[Arc] = set()  # more than branches: every step from a line to the next
 
-    @property
-    def num_taken(self) -> int:
-        return len(self.all & self.seen)
+    def counts(self) -> tuple[int, int]:
+        """Branches that were taken, and how many there are, in functions that were entered."""
+        entered = {arc[:2] for arc in self.seen}
+        return len(self._all & self.seen), sum(arc[:2] in entered for arc in self._all)
 
     def watch(self, call: Callable[[], Any]) -> None:
         """Call, and note what it takes. What it raises is raised."""

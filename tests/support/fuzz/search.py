@@ -51,7 +51,7 @@ class Search:
         self._dice = random.Random(seed)
         self._mutator = Mutator(seed, target.tokens)
         self._branches = Branches(target.modules)
-        self.found = Found(kept=list(target.seeds), branches=len(self._branches.all))
+        self.found = Found(kept=list(target.seeds))
         for data in target.seeds:
             self._execute(data, is_watched=True)
 
@@ -67,7 +67,7 @@ class Search:
                 kept.append(data)
             if found.executions % 256 == 0 and (time.monotonic() > deadline or len(found.faults) >= _MOST_FAULTS):
                 break
-        found.taken = self._branches.num_taken
+        found.taken, found.branches = self._branches.counts()
         return found
 
     def _execute(self, data: bytes, is_watched: bool) -> bool:

@@ -107,7 +107,9 @@ def _file_run(path: Path, read: Callable[[Path], Any]) -> Callable[[bytes], None
 
 
 def _prototxt(folder: Path) -> Target:
-    seed = b'amp: true\namp_configs {\n init_loss_scaling: 32768\n custom_white_list: "a\\x41"\n}\na_sync_configs <k_steps: 4>'
+    seed = (
+        b'amp: true\namp_configs {\n init_loss_scaling: 9\n custom_white_list: "a\\x41"\n}\na_sync_configs <k_steps: 4>'
+    )
     tokens = [b"amp: true", b"sharding_configs {", b"}", b"[1, 2]", b"hybrid_configs { mp_degree: 2 }", b"inf", b"0x1F"]
     run = _file_run(folder / "s.prototxt", DistributedStrategy.load_from_prototxt)
     return Target("prototxt", run, [seed], [prototxt, textformat], tokens)

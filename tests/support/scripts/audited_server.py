@@ -1,4 +1,4 @@
-"""A server under fuzzed messages, watched by an audit hook: `audited_server.py FOLDER NUM` prints what it was seen to do.
+"""A server under fuzzed messages and an audit hook: `audited_server.py FOLDER NUM` prints what it was seen to do.
 
 All messages are sent twice, to two servers: the first compiles kernels, which numba keeps as pickles; the second is
 watched. At the end the script itself does what a server must not do, so that a hook that sees nothing is noticed.
@@ -15,8 +15,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from support.fuzz.messages import SPEC, frames_of, joined, messages
 from support.fuzz.mutation import Mutator
-from support.fuzz.targets import SPEC, frames_of, joined, messages
 
 from torchfleet.errors import FleetError
 from torchfleet.net.wire import Command, Message, Role, decode, pack
