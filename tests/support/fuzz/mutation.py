@@ -17,7 +17,7 @@ class Mutator:
 
     def __init__(self, seed: int, tokens: Sequence[bytes]) -> None:
         self._dice = random.Random(seed)
-        self._words = [*tokens, *_TEXTS]
+        self._tokens = list(tokens)
         self._ways = (
             self._flip, self._put_byte, self._put_number, self._put_text, self._insert, self._remove, self._repeat,
             self._swap, self._decimal,
@@ -31,6 +31,10 @@ class Mutator:
         for _ in range(1 << self._dice.randrange(4)):
             data = self._dice.choice(self._ways)(data)
         return data[:_LONGEST]
+
+    def _word(self) -> bytes:
+        is_known = self._tokens and self._dice.random() < 0.5
+        return self._dice.choice(self._tokens if is_known else _TEXTS)
 
     def _place(self, data: bytes) -> int:
         return self._dice.randrange(len(data) + 1)
@@ -56,11 +60,11 @@ class Mutator:
 
     def _put_text(self, data: bytes) -> bytes:
         start, stop = self._stretch(data)
-        return data[:start] + self._dice.choice(self._words) + data[stop:]
+        return data[:start] + self._word() + data[stop:]
 
     def _insert(self, data: bytes) -> bytes:
         at = self._place(data)
-        return data[:at] + self._dice.choice(self._words) + data[at:]
+        return data[:at] + self._word() + data[at:]
 
     def _remove(self, data: bytes) -> bytes:
         start, stop = self._stretch(data)
