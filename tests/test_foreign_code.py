@@ -65,6 +65,7 @@ EXCEPTIONS = {
     ("simulate/forks.py", "ctypes.CDLL"): "prctl of the C library",
     ("tables/rows/memory.py", "ctypes.CDLL"): "mallopt of the C library",
 }
+SAFE_OPTIONS = ("weights_only", "allow_pickle", "shell")
 SHELLS = {("data/reading/pipe.py", "subprocess.Popen")}
 
 
@@ -78,10 +79,17 @@ def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call):
-            first, _, rest = ast.unparse(node.func).partition(".")
-            if "(" not in first + rest:  # else it is a method of what another call gave
-                yield ".".join(filter(None, (names.get(first, first), rest))), node
+        if isinstance(node, ast.Call) and (path := dotted(node.func)):
+            yield ".".join((names.get(path[0], path[0]), *path[1:])), node
+
+
+def dotted(node: ast.AST) -> list[str]:
+    """a.b.c as its parts; of a method of what a call gave, the method alone."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute):
+        return [*(dotted(node.value) or ["()"]), node.attr]
+    return []
 
 
 def is_watched(name: str) -> bool:
@@ -98,7 +106,7 @@ def offences(tree: ast.AST, file: str = "") -> list[str]:
     """What is forbidden everywhere, and watched calls that are no exception."""
     found = sorted(modules(tree) & FORBIDDEN_MODULES)
     for name, call in calls(tree):
-        options = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        options = {word.arg: ast.unparse(word.value) for word in call.keywords if word.arg in SAFE_OPTIONS}
         is_wrong = (
             (is_watched(name) and (file, name) not in EXCEPTIONS and not _is_safe_load(name, options))
             or name.rpartition(".")[2] in ("recv_pyobj", "send_pyobj")
