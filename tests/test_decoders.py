@@ -9,7 +9,7 @@ import pytest
 from support.fuzz.search import Search, Target
 from support.fuzz.targets import all_targets, fast_folder
 
-from torchfleet.errors import CheckpointError, FleetError, RoleError
+from torchfleet.errors import CheckpointError, FleetError, RoleError, StrategyError
 from torchfleet.role import PaddleCloudRoleMaker
 from torchfleet.tables.settings import expressions
 
@@ -61,6 +61,13 @@ def test_a_number_of_thousands_of_digits_is_refused(variable: str) -> None:
     }
     with pytest.raises(RoleError, match=variable):
         PaddleCloudRoleMaker(environment={**given, variable: "9" * 5000}).read()
+
+
+@pytest.mark.xdist_group("decoders")
+def test_a_few_lines_of_yaml_that_stand_for_a_billion_values_are_refused(targets: dict[str, Target]) -> None:
+    lines = [b"- &a0 [x, x, x, x, x, x, x, x, x, x]", *(b"- &a%d [%s]" % (i + 1, b"*a%d, " % i * 10) for i in range(9))]
+    with pytest.raises(StrategyError, match=r"stands for more than 10,000 values.*without aliases"):
+        targets["strategy YAML"].run(b"rpc_timeout:\n" + b"\n".join(lines))
 
 
 def test_what_is_declared_is_an_error_of_ours(targets: dict[str, Target]) -> None:

@@ -67,7 +67,8 @@ class TestTraining:
 
     def test_an_async_job_goes_on_without_a_killed_worker_but_does_not_count_as_a_success(self, tmp_path: Path) -> None:
         done = tmp_path / "done"
-        with fleetrun(tmp_path, "--worker_num", "2", TINY, *ENDLESS, "--mode", "async", "--until", str(done)) as job:
+        arguments = ("--private", "keys", "--worker_num", "2", TINY, *ENDLESS, "--mode", "async", "--until", str(done))
+        with fleetrun(tmp_path, *arguments) as job:
             wait_for_training(job, tmp_path, 2)
             os.kill(job.pid("WORKER", 1), signal.SIGKILL)
             job.wait_for("worker 1 was killed by SIGKILL; async training goes on without it", 20)

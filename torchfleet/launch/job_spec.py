@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchfleet.errors import RoleError
-from torchfleet.launch.log_file import DEFAULT_BYTES
+from torchfleet.monitor.log_file import DEFAULT_BYTES
 from torchfleet.net.private_jobs import Way
 
 

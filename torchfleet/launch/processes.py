@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchfleet.launch.job_spec import Task
-from torchfleet.launch.log_file import DEFAULT_BYTES, LogFile, last_bytes
+from torchfleet.monitor.log_file import DEFAULT_BYTES, LogFile, last_bytes
 
 _LINE = 1 << 16  # bytes of output that are taken at a time
 _GRACE = 3.0  # seconds between SIGTERM and SIGKILL

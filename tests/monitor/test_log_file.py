@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from torchfleet.launch.job_spec import Task
-from torchfleet.launch.log_file import LogFile, before, last_bytes
 from torchfleet.launch.processes import Process
+from torchfleet.monitor.log_file import LogFile, before, last_bytes
 
 
 def test_a_full_log_is_put_aside_and_only_one(tmp_path: Path) -> None:
