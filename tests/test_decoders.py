@@ -9,9 +9,10 @@ import pytest
 from support.fuzz.search import Search, Target
 from support.fuzz.targets import all_targets, fast_folder
 
-from torchfleet.errors import CheckpointError, FleetError, RoleError, StrategyError
+from torchfleet.errors import CheckpointError, FleetError, RoleError, StrategyError, TableError
 from torchfleet.role import PaddleCloudRoleMaker
 from torchfleet.tables.settings import expressions
+from torchfleet.tables.settings.table_size import parse_bytes
 
 NUM = 800
 TAKEN = 0.5  # of the branches of functions that a decoder enters, at least
@@ -68,6 +69,18 @@ def test_a_few_lines_of_yaml_that_stand_for_a_billion_values_are_refused(targets
     lines = [b"- &a0 [x, x, x, x, x, x, x, x, x, x]", *(b"- &a%d [%s]" % (i + 1, b"*a%d, " % i * 10) for i in range(9))]
     with pytest.raises(StrategyError, match=r"stands for more than 10,000 values.*without aliases"):
         targets["strategy YAML"].run(b"rpc_timeout:\n" + b"\n".join(lines))
+
+
+@pytest.mark.xdist_group("decoders")
+@pytest.mark.parametrize("number", ["09", "9" * 5000])
+def test_what_is_no_number_in_a_prototxt_is_shown_with_its_line(targets: dict[str, Target], number: str) -> None:
+    with pytest.raises(StrategyError, match="line 2: expected a number, found"):
+        targets["prototxt"].run(b"amp: true\nauto: " + number.encode())
+
+
+def test_a_size_beyond_all_numbers_is_refused() -> None:
+    with pytest.raises(TableError, match="must be a number of bytes"):
+        parse_bytes("9" * 400, "--max_table_bytes")
 
 
 def test_what_is_declared_is_an_error_of_ours(targets: dict[str, Target]) -> None:
