@@ -7,16 +7,20 @@ python -m benchmarks.security --json          about three minutes
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from benchmarks.timing import interleave, rate, report
 from torchfleet.net.keys import KeyFolder, keygen
@@ -36,6 +40,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, default=200_000, help="rows that the quick start trains on")
     parser.add_argument("--mode", default="async", choices=["sync", "half_async", "async"])
+    parser.add_argument("--pulls_only", action="store_true", help="bare pulls, without training")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     return parser.parse_args()
 
@@ -56,8 +61,9 @@ def trained(chosen: argparse.Namespace, *way: str) -> tuple[float, float]:
     return float(found.group(1).replace(",", "")), spent
 
 
-def pulled_keys_per_s(endpoint: str, key_dir: str | None = None) -> float:
-    """Bare pulls of 1 MB replies, nothing else: the most that encryption can cost."""
+def pulled(endpoint: str, key_dir: str | None) -> tuple[float, float]:
+    """Bare pulls of 1 MB replies, nothing else: keys per second, and processor milliseconds of server and client for a
+    pull. The most that encryption can cost."""
     arguments = ["--key_dir", key_dir] if key_dir else []
     keys = KeyFolder(key_dir) if key_dir else None
     with (
@@ -72,34 +78,42 @@ def pulled_keys_per_s(endpoint: str, key_dir: str | None = None) -> float:
             for future in [client.pull("rows", wanted) for _ in range(_PULLS)]:
                 future.result()
 
-        return rate(_BATCH * _PULLS, pull_all)
+        before = _processor_seconds(server.pid)
+        keys_per_s = rate(_BATCH * _PULLS, pull_all)
+        return keys_per_s, (_processor_seconds(server.pid) - before) / _PULLS * 1000
+
+
+def _processor_seconds(server: int) -> float:
+    times = psutil.Process(server).cpu_times()
+    return float(times.user + times.system) + time.process_time()
 
 
 def main() -> None:
     chosen = options()
-    spent: dict[str, list[float]] = {name: [] for name in WAYS}
+    spent: dict[str, list[float]] = defaultdict(list)
 
-    def train(name: str) -> float:
-        samples_per_s, seconds = trained(chosen, *WAYS[name])
-        spent[name].append(seconds)
-        return samples_per_s
+    def noted(name: str, measure: Callable[[], tuple[float, float]]) -> float:
+        speed, cost = measure()
+        spent[name].append(cost)
+        return speed
 
     with tempfile.TemporaryDirectory() as folder:
         key_dir = str(Path(folder) / "keys")
         keygen(key_dir)
-        found = interleave(
-            chosen.rounds,
-            {
-                **{f"{name}_samples_per_s": functools.partial(train, name) for name in WAYS},
-                "plain_pull_keys_per_s": lambda: pulled_keys_per_s(_LOOPBACK),
-                "curve_pull_keys_per_s": lambda: pulled_keys_per_s(_LOOPBACK, key_dir),
-                "ipc_pull_keys_per_s": lambda: pulled_keys_per_s(f"ipc://{folder}/server"),
-            },
-        )
-    found |= {f"{name}_cpu_s": statistics.median(seconds) for name, seconds in spent.items()}
+        places = {"plain": (_LOOPBACK, None), "curve": (_LOOPBACK, key_dir), "ipc": (f"ipc://{folder}/server", None)}
+        runs = {f"{name}_pull_keys_per_s": partial(noted, f"{name}_pull_cpu_ms", partial(pulled, *place))
+                for name, place in places.items()}  # fmt: skip
+        if not chosen.pulls_only:
+            runs |= {f"{name}_samples_per_s": partial(noted, f"{name}_cpu_s", partial(trained, chosen, *way))
+                     for name, way in WAYS.items()}  # fmt: skip
+        found = interleave(chosen.rounds, runs)
+    found |= {name: statistics.median(costs) for name, costs in spent.items()}
     for name, title in (("curve", ""), ("ipc", "ipc_")):
-        found[f"{title}training_ratio"] = found[f"{name}_samples_per_s"] / found["plain_samples_per_s"]
         found[f"{title}pull_ratio"] = found[f"{name}_pull_keys_per_s"] / found["plain_pull_keys_per_s"]
+        found[f"{title}pull_cpu_ratio"] = found["plain_pull_cpu_ms"] / found[f"{name}_pull_cpu_ms"]
+        if not chosen.pulls_only:
+            found[f"{title}training_ratio"] = found[f"{name}_samples_per_s"] / found["plain_samples_per_s"]
+            found[f"{title}training_cpu_ratio"] = found["plain_cpu_s"] / found[f"{name}_cpu_s"]
     report({**found, **{name: value for name, value in vars(chosen).items() if name != "json"}}, chosen.json)
 
 
