@@ -12,6 +12,8 @@ import psutil
 import pytest
 from support.fleets import WAIT
 
+from torchfleet.errors import FleetError
+from torchfleet.net.sockets import Listener
 from torchfleet.tables.settings.spec import TableSpec
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
@@ -64,3 +66,11 @@ def test_a_full_server_says_so_and_serves_those_who_are_in() -> None:
 def test_the_limit_is_raised_as_far_as_the_system_allows() -> None:
     with server(64, 128) as (process, _):
         assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE) == (128, 128)
+
+
+@pytest.mark.timeout(20)
+def test_an_address_that_is_taken_is_an_error_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(FleetError, match=f"cannot listen on {place}"):
+            Listener(place)

@@ -71,6 +71,7 @@ def bind(bound: zmq.Socket[bytes], endpoint: str) -> socket.socket | None:
         listening = socket.socket(fileno=os.dup(recv_monitor_message(monitor)["value"]))
     finally:
         bound.disable_monitor()
+        monitor.close(linger=0)  # an open socket would keep its context from ending
     listening.setblocking(False)
     return listening
 
