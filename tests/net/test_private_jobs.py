@@ -139,3 +139,14 @@ def test_a_path_that_is_too_long_for_a_socket_is_refused(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 25)))
     with pytest.raises(SecurityError, match=r"107 bytes.* set TMPDIR to a shorter folder"):
         PrivateJob([place], IPC)
+
+
+def test_a_folder_of_sockets_that_was_given_by_hand_must_be_the_users_own(tmp_path: Path) -> None:
+    Way().check()
+    tmp_path.chmod(0o700)
+    Way(socket_dir=str(tmp_path)).check()
+    tmp_path.chmod(0o777)
+    with pytest.raises(SecurityError, match="can be written to by others"):
+        Way(socket_dir=str(tmp_path)).check()
+    with pytest.raises(SecurityError, match=r"no folder of sockets \(FLEET_SOCKET_DIR\)"):
+        Way(socket_dir=str(tmp_path / "none")).check()

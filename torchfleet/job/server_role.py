@@ -45,6 +45,7 @@ class ServerRole:
 
     def listen(self) -> None:
         """Take the address. From now on until `run`, a worker that asks is told what this server is doing."""
+        self._way.check()
         place = self._info.server_endpoints[self._info.server_index]
         listener = self._listener = listen(self._way.endpoint(place), self._keys, self._info.insecure)
         self._server.loading = "it is starting"

@@ -58,6 +58,7 @@ class WorkerRole:
         self._local = self._local_server(dirname, var_names) if self.info.is_local else None
         self._keys = KeyFolder(self.info.key_dir) if self.info.key_dir else None
         self._way = Way(self.info.key_dir, self.info.socket_dir)
+        self._way.check()
         self.client = self._connect()
         self._started = time.monotonic()
         self._reported: dict[str, float] = {}

@@ -40,6 +40,14 @@ class Way:
         """The address to listen on or to connect to, for a server that is known as host:port."""
         return f"ipc://{_socket(self.socket_dir, place)}" if self.socket_dir else f"tcp://{place}"
 
+    def check(self) -> None:
+        """Raise SecurityError if there is a folder of sockets that is not this user's alone."""
+        try:
+            if self.socket_dir:
+                check_own(Path(self.socket_dir))
+        except OSError as error:
+            raise SecurityError(f"no folder of sockets (FLEET_SOCKET_DIR): {error}. Make it with mode 0700.") from None
+
 
 class PrivateJob:
     """The folder of a job that runs on this machine alone. Its launcher makes it and removes it."""
