@@ -7,6 +7,7 @@ FLEET_DEVICE in collective/world.py.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,7 @@ from torchfleet.errors import RoleError
 
 WORKER, SERVER = "worker", "server"
 MAX_SECONDS = 7 * 24 * 3600.0
+_NUMBER = re.compile(r"[0-9]{1,18}")  # longer ones may be more than int() takes
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class RoleInfo:
     worker_endpoints: tuple[str, ...] = ()
     key_dir: str | None = None
     insecure: bool = False
+    socket_dir: str | None = None  # the servers' sockets are files in it, and their addresses only names
     status_file: str | None = None
     restart: int = 0
     start_timeout: float = 1800.0  # seconds that a worker waits for a server that gives no sign
@@ -194,7 +197,7 @@ class PaddleCloudRoleMaker:
 
     def _number(self, *names: str, at_least: int = 0) -> int:
         value = self._get(*names)
-        if not (value.isascii() and value.removeprefix("-").isdigit()) or int(value) < at_least:
+        if not _NUMBER.fullmatch(value.removeprefix("-")) or int(value) < at_least:
             raise RoleError(f"{' / '.join(names)} must be a number of at least {at_least}, found {value!r}")
         return int(value)
 
@@ -256,7 +259,8 @@ class UserDefinedRoleMaker:
         )
 
     def read(self) -> RoleInfo:
-        return replace(self._info, **_process_settings(os.environ))
+        key_dir = self._info.key_dir or os.environ.get("FLEET_KEY_DIR")
+        return replace(self._info, key_dir=key_dir, **_process_settings(os.environ))
 
 
 def _process_settings(found: Mapping[str, str]) -> dict[str, Any]:
@@ -265,6 +269,7 @@ def _process_settings(found: Mapping[str, str]) -> dict[str, Any]:
     if not (threads.isascii() and threads.isdigit()):
         raise RoleError(f"CPU_NUM must be a number of threads, found {threads!r}")
     return {
+        "socket_dir": found.get("FLEET_SOCKET_DIR"),
         "status_file": found.get("FLEET_STATUS_FILE"),
         "debug": found.get("PSERVER_DEBUG", "0") not in ("", "0"),
         "num_threads": int(threads),
@@ -293,7 +298,7 @@ def _endpoints(text: str, source: str) -> tuple[str, ...]:
     addresses = tuple(address.strip() for address in text.split(",") if address.strip())
     for address in addresses:
         host, colon, port = address.rpartition(":")
-        if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        if not (host and colon and _NUMBER.fullmatch(port) and int(port) < 1 << 16):
             raise RoleError(f"{source}: an address must be host:port, found {address!r} in {text!r}")
     if len(set(addresses)) != len(addresses):
         raise RoleError(f"{source}: an address appears twice in {text!r}")

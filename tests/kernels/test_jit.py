@@ -63,3 +63,23 @@ def test_the_folder_that_the_user_has_chosen_is_used(package: Path, tmp_path: Pa
     assert ended.returncode == 0, ended.stderr
     assert not ended.stderr
     assert list((tmp_path / "chosen").rglob("*.nbi"))
+
+
+def test_a_chosen_folder_in_which_others_can_write_is_refused(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "chosen").mkdir()
+    (tmp_path / "chosen").chmod(0o777)
+    ended = run(package, tmp_path, NUMBA_CACHE_DIR=str(tmp_path / "chosen"))
+    assert ended.returncode == 1
+    assert "SecurityError: NUMBA_CACHE_DIR: compiled kernels are executed when they are loaded." in ended.stderr
+    assert f"chmod go-w {tmp_path}/chosen" in ended.stderr
+
+
+def test_kernels_beside_their_sources_are_not_used_where_others_can_write(package: Path, tmp_path: Path) -> None:
+    open_to_all = package / "torchfleet" / "kernels" / "__pycache__"
+    open_to_all.unlink()
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    ended = run(package, tmp_path, HOME=str(tmp_path / "home"))
+    assert ended.returncode == 0, ended.stderr
+    assert not list(open_to_all.glob("*.nb?"))
+    assert list((tmp_path / "home" / ".cache" / "torchfleet").rglob("*.nbi"))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+import platform
 import pty
 import re
 import select
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from torchfleet.launch import cli, display, roles, server_launcher
 from torchfleet.launch.job_spec import Task
 from torchfleet.launch.processes import script_command
 from torchfleet.launch.roles import free_ports
-from torchfleet.net.keys import KeyFolder
+from torchfleet.net.keys import KeyFolder, keygen
 from torchfleet.net.wire import Role
 
 LISTS = ("--servers", "127.0.0.1:7000", "--workers", "127.0.0.1:0")
@@ -122,6 +124,7 @@ class TestRefusedCommandLines:
             "127.0.0.1:7000*-1",
             "127.0.0.1:65535*2",
             "127.0.0.1:0*4",
+            "127.0.0.1:7000*99999999999999999999",
         ],
     )
     def test_servers_that_no_worker_could_find_are_refused_before_anything_starts(
@@ -177,7 +180,8 @@ class TestDryRun:
         log_dir = tmp_path / "log"
         arguments = ("--log_dir", str(log_dir), "--server_num", "2", "--worker_num", "2", "--dry_run")
         assert status_of(*arguments, script, "--epochs", "3") == 0
-        blocks = re.split(r"^(?=\S)", capsys.readouterr().out, flags=re.MULTILINE)[1:]
+        private, *blocks = re.split(r"^(?=\S)", capsys.readouterr().out, flags=re.MULTILINE)[1:]
+        assert private.startswith("private: ")
         heads = [block.splitlines()[0] for block in blocks]
         command = " ".join(script_command(script, ["--epochs", "3"]))
         for head, name in zip(heads, ("server 0", "server 1", "worker 0", "worker 1"), strict=True):
@@ -228,6 +232,60 @@ class TestDryRun:
         names = re.findall(r"^(\w+ \d):", told, flags=re.MULTILINE)
         assert names == ["server 0", "server 1", "worker 0", "worker 1"]
         assert f"FLEET_SERVER_ENDPOINTS={servers}" in told
+
+
+class TestPrivacy:
+    """What other users of the machine can reach. `tests/net/test_private_jobs.py` tries to."""
+
+    @pytest.fixture
+    def told(self, capsys: pytest.CaptureFixture[str], script: str) -> Callable[..., str]:
+        def run(status: int, *arguments: str) -> str:
+            assert status_of("--dry_run", *arguments, script) == status
+            shown = capsys.readouterr()
+            return shown.out + shown.err
+
+        return run
+
+    @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+    def test_a_job_on_this_machine_is_private_by_what_is_faster_there(
+        self, told: Callable[..., str], monkeypatch: pytest.MonkeyPatch, machine: str
+    ) -> None:
+        monkeypatch.setattr(platform, "machine", lambda: machine)
+        expected = "private: keys" if machine == "x86_64" else "private: sockets"
+        assert told(0).startswith(expected)
+        assert told(0, "--servers", "127.0.0.1:7000*2", "--workers", "127.0.0.1:0*2").startswith(expected)
+        assert told(0, "--private", "ipc").startswith("private: sockets")
+        assert told(0, "--private", "keys").startswith("private: keys")
+
+    def test_plain_is_what_it_says_and_keys_of_the_user_are_used(
+        self, told: Callable[..., str], tmp_path: Path
+    ) -> None:
+        assert told(0, "--plain").startswith("server 0: ")
+        keygen(tmp_path / "keys")
+        assert told(0, "--key_dir", str(tmp_path / "keys")).startswith("server 0: ")
+
+    def test_contradictions_are_refused(
+        self, told: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        keygen(tmp_path / "keys")
+        assert "--private ipc keeps other users of this machine out, --plain lets them in" in told(
+            2, "--plain", "--private", "ipc"
+        )
+        assert "--plain and --key_dir" in told(2, "--plain", "--key_dir", str(tmp_path / "keys"))
+        for option in (("--plain",), ("--private", "ipc"), ("--log_max_bytes", "1MB")):
+            assert option[0] in told(2, *option, "--nproc_per_node", "2")
+            assert option[0] in told(2, *option, "--simulate")
+        monkeypatch.setattr(roles, "own_addresses", lambda: {"192.0.2.7"})
+        lists = ("--insecure", "--servers", "192.0.2.7:7000", "--workers", "192.0.2.7:0")
+        assert "--plain is for jobs whose processes all are on this machine" in told(2, "--plain", *lists)
+
+    def test_a_size_of_logs_that_is_none_is_refused(self, capsys: pytest.CaptureFixture[str], script: str) -> None:
+        assert status_of("--log_max_bytes", "many", script) == 2
+        assert "--log_max_bytes must be a number of bytes" in capsys.readouterr().err
+
+    def test_more_workers_than_a_machine_can_have_are_refused(self, told: Callable[..., str]) -> None:
+        lists = ("--servers", "127.0.0.1:7000", "--workers", "127.0.0.1:0*99999999999")
+        assert "fewer of them than that" in told(2, *lists) or "host:port*N" in told(2, *lists)
 
 
 class TestKeys:
@@ -351,6 +409,28 @@ class TestDisplay:
         states = [rows[f"worker {i}"][1].strip() for i in range(4)]
         assert states == ["running", "starting", "done", "ended with -9"]
 
+    def test_names_are_not_markup_and_do_not_command_the_terminal(self) -> None:
+        rows = {"emb[/]": 1, "[red]x:smile:": 2, "a\x1b]52;c;ZXZpbA==\x07b": 3}
+        shown = self.table(FakeProcess("server", 0, {"rows": rows}), FakeProcess("worker", 0, {"auc[/bold]": 0.5}))
+        assert "emb[/] 1, [red]x:smile: 2, ab 3" in shown
+        assert "auc[/bold] 0.5000" in shown
+
+    @pytest.mark.parametrize("is_terminal", [True, False])
+    def test_a_workers_output_keeps_its_colours_and_commands_no_terminal(
+        self, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
+    ) -> None:
+        out = io.StringIO()
+        monkeypatch.setattr(out, "isatty", lambda: is_terminal)
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setenv("TERM", "xterm-256color")
+        shown = display.Display()
+        shown.report("[worker 0] \x1b[31mred[/]\x1b[0m \x1b]52;c;ZXZpbA==\x07\x1b[5nend\n")
+        shown.close()
+        text = out.getvalue()
+        assert "\x1b[31mred[/]\x1b[0m end" in text
+        assert "ZXZpbA" not in text
+        assert "\x1b[5n" not in text
+
     def test_without_a_terminal_it_prints_lines_now_and_then_with_what_the_job_waits_for(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -430,7 +510,7 @@ def _cells(log: str, title: str) -> list[list[str]]:
 def _check_configuration(log: str, worker: int) -> None:
     """The effective settings are printed as a table at the start."""
     settings = {row[0]: row[1] for row in _cells(log, f"torchfleet worker {worker}")}
-    assert settings["fleet"] == "2 servers, 2 workers (plain)"
+    assert settings["fleet"] in ("2 servers, 2 workers (keys)", "2 servers, 2 workers (sockets of this user)")
     assert settings["mode"] == "sync"
     assert settings["rpc_timeout"] == "30.0"
     assert settings["a_sync_configs.send_queue_size"] == "2"

@@ -67,7 +67,8 @@ class TestTraining:
 
     def test_an_async_job_goes_on_without_a_killed_worker_but_does_not_count_as_a_success(self, tmp_path: Path) -> None:
         done = tmp_path / "done"
-        with fleetrun(tmp_path, "--worker_num", "2", TINY, *ENDLESS, "--mode", "async", "--until", str(done)) as job:
+        arguments = ("--private", "keys", "--worker_num", "2", TINY, *ENDLESS, "--mode", "async", "--until", str(done))
+        with fleetrun(tmp_path, *arguments) as job:
             wait_for_training(job, tmp_path, 2)
             os.kill(job.pid("WORKER", 1), signal.SIGKILL)
             job.wait_for("worker 1 was killed by SIGKILL; async training goes on without it", 20)
@@ -122,7 +123,7 @@ class TestTraining:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             place = f"127.0.0.1:{taken.getsockname()[1]}"
-            with fleetrun(tmp_path, "--servers", place, "--workers", "127.0.0.1:0", TINY) as job:
+            with fleetrun(tmp_path, "--plain", "--servers", place, "--workers", "127.0.0.1:0", TINY) as job:
                 assert job.wait() == 1
                 assert job.left(grace=0) == []
         assert f"server 0 ({place}) ended with exit status 1; the job ends" in job.output
@@ -160,7 +161,7 @@ class TestStandIns:
             assert job.left(grace=1.0) == []
 
     def test_processes_end_with_a_launcher_that_was_killed(self, tmp_path: Path) -> None:
-        with fleetrun(tmp_path, "--worker_num", "2", STAND_IN, "serve", "sleep") as job:
+        with fleetrun(tmp_path, "--plain", "--worker_num", "2", STAND_IN, "serve", "sleep") as job:
             wait_until(in_log(tmp_path / "latest" / "serverlog.0", "listening on"), 40, "server")
             wait_until(in_log(tmp_path / "latest" / "workerlog.1", "sleep"), 20, "worker")
             os.kill(job.process.pid, signal.SIGKILL)
@@ -192,7 +193,7 @@ class TestStandIns:
         assert "goes on without it" not in job.output
 
     def test_a_job_that_lost_its_last_worker_does_not_say_that_it_finished(self, tmp_path: Path) -> None:
-        with fleetrun(tmp_path, STAND_IN, "serve", "async,reach,sleep:0.3,die") as job:
+        with fleetrun(tmp_path, "--plain", STAND_IN, "serve", "async,reach,sleep:0.3,die") as job:
             assert job.wait(50) == 1
         assert "worker 0 was killed by SIGKILL" in job.output
         for wrong in ("goes on without it", "the others finished", "finished; logs in"):

@@ -19,6 +19,7 @@ from torchfleet.commands.diff import diff
 from torchfleet.commands.inspect_collective import export_collective, inspect_collective
 from torchfleet.commands.inspect_saved import inspect_model
 from torchfleet.errors import FleetError
+from torchfleet.guard.printable import say
 from torchfleet.monitor.progress import Progress
 from torchfleet.storage import Storage
 
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run: Callable[[argparse.Namespace], int] = options.run
         return run(options)
     except FleetError as error:
-        print(f"fleet: {error}", file=sys.stderr)
+        say(f"fleet: {error}", file=sys.stderr)
         return 2 if options.command == "diff" else 1
     except BrokenPipeError:  # `fleet inspect ... | head`: Python would fail again when it flushes stdout
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,6 +8,7 @@ import msgspec
 
 from torchfleet.checkpoint.comparison import Comparison, TableDifference, compare
 from torchfleet.checkpoint.matching import Difference
+from torchfleet.guard.printable import say
 from torchfleet.monitor.progress import Progress
 
 
@@ -20,9 +21,9 @@ def diff(a: str, b: str, max_bytes: int | None, as_json: bool) -> bool:
         whole = {"equal": found.is_equal, "a": a, "b": b, **msgspec.to_builtins(found)}
         print(msgspec.json.format(msgspec.json.encode(whole), indent=2).decode())
     else:
-        print(f"A: {a}\nB: {b}")
+        say(f"A: {a}\nB: {b}")
         for line in _lines(found):
-            print(line)
+            say(line)
     return not found.is_equal
 
 

@@ -8,9 +8,9 @@ from datetime import datetime, timezone
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from torchfleet.guard.printable import bare, say
 from torchfleet.tables.summary import bin_limits
 
 _BAR = 40  # characters
@@ -28,8 +28,8 @@ def print_table(headings: Sequence[str], lines: Sequence[Sequence[Any]], left: S
     for heading in headings:
         shown.add_column(heading, justify="left" if heading in left else "right")
     for line in lines:
-        shown.add_row(*(f"{cell:,}" if isinstance(cell, int) else escape(str(cell)) for cell in line))
-    console = Console()
+        shown.add_row(*(f"{cell:,}" if isinstance(cell, int) else bare(str(cell)) for cell in line))
+    console = Console(markup=False, emoji=False, highlight=False)  # names are not markup
     if not console.is_terminal:
         console.width = 10_000  # a pipe or a log: nothing has to be cut
     console.print(shown)
@@ -44,14 +44,14 @@ def time_text(seconds: float) -> str:
 def print_summary(table: str, summary: Mapping[str, Any], histograms: bool, top: int) -> None:
     """Print what Summary.as_dict returned for a table."""
     mean, largest = summary["norm_mean"], summary["norm_max"]
-    print(f"\n{table}: {summary['rows']:,} rows, norm {mean:.4g} in the mean, {largest:.4g} at most")
+    say(f"\n{table}: {summary['rows']:,} rows, norm {mean:.4g} in the mean, {largest:.4g} at most")
     for name, bins in summary["histograms"].items() if histograms else ():
         if bins:
-            print(f"\n{table}: {_TITLES.get(name, name)}")
+            say(f"\n{table}: {_TITLES.get(name, name)}")
             for line in bars(name, bins):
                 print(line)
     if top and summary["top"]:
-        print(f"\n{table}: top keys by {summary['top_by']}")
+        say(f"\n{table}: top keys by {summary['top_by']}")
         headings = list(summary["top"][0])
         lines = [
             [_number(line.get(name)) if name != "key" else str(line[name]) for name in headings]

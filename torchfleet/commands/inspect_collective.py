@@ -11,6 +11,7 @@ from torchfleet.collective.checkpoint.collective_manifest import CollectiveManif
 from torchfleet.collective.checkpoint.single_file import export
 from torchfleet.collective.checkpoint.tensor_files import Reader, check_files
 from torchfleet.commands.drawing import print_table, time_text
+from torchfleet.guard.printable import say
 from torchfleet.monitor.progress import Progress
 from torchfleet.storage import Storage
 
@@ -72,15 +73,13 @@ def _describe_tensor(tensor: SavedTensor) -> dict[str, Any]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    print(
-        f"{found['path']}, {found['save']}: collective, by {found['num_ranks']} ranks, {time_text(found['time'])} UTC"
-    )
+    say(f"{found['path']}, {found['save']}: collective, by {found['num_ranks']} ranks, {time_text(found['time'])} UTC")
     for name in ("strategy", "extra", "tied"):
         if found[name]:
-            print(f"{name}: {msgspec.json.encode(found[name]).decode()}")
+            say(f"{name}: {msgspec.json.encode(found[name]).decode()}")
     for number, group in enumerate(found["groups"]):
         options = ", ".join(f"{key}={value}" for key, value in group.items() if key != "num_parameters")
-        print(f"{found['optimizer']}, group {number}: {group['num_parameters']:,} parameters, {options}")
+        say(f"{found['optimizer']}, group {number}: {group['num_parameters']:,} parameters, {options}")
     sizes = ", ".join(f"{kind} {size:,}" for kind, size in found["bytes"].items())
     print(f"{found['files']} files, bytes: {sizes}")
     names = ["name", "dtype", "shape", "elements", "bytes", "pieces"]

@@ -13,6 +13,7 @@ from torchfleet.checkpoint.part_file import Arrays, check_arrays
 from torchfleet.checkpoint.part_reader import read_parts
 from torchfleet.commands.drawing import print_summary, print_table, time_text
 from torchfleet.errors import TableError
+from torchfleet.guard.printable import say
 from torchfleet.monitor.progress import Progress
 from torchfleet.storage import Storage
 from torchfleet.tables.summary import Summary
@@ -100,7 +101,7 @@ def inspect_model(dirname: str, check: bool, tables: list[str], histograms: bool
     for table, summary in summaries.items():
         print_summary(table, summary, histograms, top)
         if summary["candidates"]:
-            print(f"\n{table}: {summary['candidates']:,} keys were seen and have no row yet")
+            say(f"\n{table}: {summary['candidates']:,} keys were seen and have no row yet")
     if check:
         print(f"{model.check()} files are whole")
 
@@ -147,9 +148,9 @@ def _describe_table(manifest: Manifest, table: Table) -> dict[str, Any]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    print(f"{found['path']}, {found['save']}: {found['kind']}, by {found['num_servers']} servers")
+    say(f"{found['path']}, {found['save']}: {found['kind']}, by {found['num_servers']} servers")
     if found["extra"]:
-        print(f"extra: {msgspec.json.encode(found['extra']).decode()}")
+        say(f"extra: {msgspec.json.encode(found['extra']).decode()}")
     names = ["number", "parent", "kind", "folder", "num_servers", "rows", "gone", "candidates", "bytes", "files"]
     links = [[*(link[name] for name in names), time_text(link["time"])] for link in found["chain"]]
     print_table([*(name.replace("num_", "") for name in names), "time (UTC)"], links, ("kind", "folder"))

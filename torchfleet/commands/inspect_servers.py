@@ -8,7 +8,9 @@ import msgspec
 
 from torchfleet.commands.drawing import print_summary, print_table
 from torchfleet.errors import FleetError
+from torchfleet.guard.printable import say
 from torchfleet.net.keys import KeyFolder
+from torchfleet.net.private_jobs import way_in
 from torchfleet.tables.summary import merged
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
@@ -20,7 +22,8 @@ def inspect_servers(
     endpoints: list[str], keys: str | None, tables: list[str], histograms: bool, top: int, as_json: bool
 ) -> None:
     """Print the tables of these servers; histograms and top keys of `tables`, or of all sparse ones."""
-    with Client.connect(endpoints, KeyFolder(keys) if keys else None, patience=_PATIENCE) as client:
+    reached, keys = way_in(endpoints, keys)
+    with Client.connect(reached, KeyFolder(keys) if keys else None, patience=_PATIENCE) as client:
         servers = client.stats()
         known = {name: table["kind"] for server in servers for name, table in server["tables"].items()}
         for table in tables:
@@ -49,7 +52,7 @@ def _summary(client: Client, table: str, top: int) -> dict[str, Any]:
 def _print(endpoints: list[str], servers: list[dict[str, Any]]) -> None:
     for endpoint, server in zip(endpoints, servers, strict=True):
         counts = ", ".join(f"{server[name]:,} {name}" for name in ("requests", "errors", "clients"))
-        print(f"{endpoint}: up for {server['uptime']:,.0f} s, {counts}, model {server['model'] or '-'}")
+        say(f"{endpoint}: up for {server['uptime']:,.0f} s, {counts}, model {server['model'] or '-'}")
     headings = ["server", "table", "kind", "rows", "bytes", "candidates", "evicted", "steps"]
     lines = [
         [endpoint, name, table["kind"], table["rows"], table["bytes"], table.get("candidates", "-"),

@@ -8,8 +8,10 @@ import msgspec
 
 from torchfleet.commands.drawing import print_table
 from torchfleet.errors import FleetError, ServerUnreachable
+from torchfleet.guard.printable import say
 from torchfleet.monitor.bottleneck import bottleneck
 from torchfleet.net.keys import KeyFolder
+from torchfleet.net.private_jobs import way_in
 from torchfleet.net.probe import mechanism_at
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
@@ -20,10 +22,11 @@ _PATIENCE = Patience(timeout=5.0)
 def show_stats(addresses: str, key_dir: str | None, as_json: bool) -> None:
     """Print tables, requests and workers of the servers at `addresses`: host:port, separated by commas."""
     endpoints = [_endpoint(address.strip()) for address in addresses.split(",")]
-    for endpoint in endpoints:
+    reached, key_dir = way_in(endpoints, key_dir)
+    for endpoint in reached:
         _expect_server(endpoint, bool(key_dir))
     keys = KeyFolder(key_dir) if key_dir else None
-    with Client.connect(endpoints, keys, patience=_PATIENCE) as client:
+    with Client.connect(reached, keys, patience=_PATIENCE) as client:
         try:
             servers = client.stats()
         except ServerUnreachable as error:
@@ -70,7 +73,7 @@ def _print(endpoints: list[str], servers: list[dict[str, Any]]) -> None:
         counts = ", ".join(f"{server[name]:,} {name}" for name in ("requests", "errors", "clients"))
         workers = ", ".join(f"{line['worker']} ({line['place']})" for line in server["workers"]) or "none"
         busy = "" if server["busy"] is None else f", computing {server['busy']:.0%} of the time"
-        print(f"{endpoint}: up for {server['uptime']:,.0f} s{busy}, {counts}; workers: {workers}")
+        say(f"{endpoint}: up for {server['uptime']:,.0f} s{busy}, {counts}; workers: {workers}")
     if told := _bottleneck(servers):
         print(told)
     lines = [

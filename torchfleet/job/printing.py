@@ -20,7 +20,8 @@ _MOST_NAMES = 3
 def configuration(info: RoleInfo, strategy: DistributedStrategy) -> str:
     """The effective settings at the start of a worker."""
     place = "one process" if info.is_local else f"{info.num_servers} servers, {info.num_workers} workers"
-    security = "in process" if info.is_local else "keys" if info.key_dir else "plain"
+    sockets = "sockets of this user" if info.socket_dir else "plain"
+    security = "in process" if info.is_local else "keys" if info.key_dir else sockets
     table = Table(title=f"torchfleet worker {info.worker_index}", title_justify="left")
     table.add_column("setting")
     table.add_column("value", overflow="fold")
@@ -91,5 +92,5 @@ def summary(stats: dict[str, Any]) -> str:
 
 def _text(table: Table) -> str:
     out = io.StringIO()
-    Console(file=out, width=120).print(table)
+    Console(file=out, width=120, markup=False, emoji=False, highlight=False).print(table)  # names are not markup
     return out.getvalue()

@@ -18,6 +18,7 @@ from torchfleet.monitor.freshness import ages_by_kind
 from torchfleet.monitor.status import StatusFile
 from torchfleet.net.addresses import listen
 from torchfleet.net.keys import KeyFolder
+from torchfleet.net.private_jobs import Way
 from torchfleet.net.transport import ServerSocket
 from torchfleet.net.wire import Role
 from torchfleet.role import RoleInfo
@@ -35,6 +36,7 @@ class ServerRole:
 
     def __init__(self, setup: JobSetup) -> None:
         self._info, self._layouts = setup.info, setup.plan.layouts
+        self._way = Way(setup.info.key_dir, setup.info.socket_dir)
         self._server = Server(num_workers=setup.info.num_workers, orphan_timeout=setup.info.orphan_timeout)
         for spec in setup.plan.specs:
             self._server.state.add_table(spec.for_shard(setup.info.server_index, setup.info.num_servers))
@@ -46,8 +48,9 @@ class ServerRole:
 
     def listen(self) -> None:
         """Take the address. From now on until `run`, a worker that asks is told what this server is doing."""
+        self._way.check()
         place = self._info.server_endpoints[self._info.server_index]
-        listener = self._listener = listen(f"tcp://{place}", self._keys, self._info.insecure)
+        listener = self._listener = listen(self._way.endpoint(place), self._keys, self._info.insecure)
         self._server.loading = "it is starting"
         self._say(f"listening on {place} for {self._info.num_workers} workers")
         self._say(tables_text(self._server.state.tables.values()))
@@ -101,7 +104,7 @@ class ServerRole:
         num = info.num_servers if comm_world == "server" else info.num_workers + info.num_servers
         patience = Patience(settings.rpc_timeout, settings.rpc_retry_times)
         number = info.num_workers + info.server_index
-        places = [f"tcp://{info.server_endpoints[0]}"]
+        places = [self._way.endpoint(info.server_endpoints[0])]
         with Client.connect(places, self._keys, worker=number, role=Role.WORKER, patience=patience) as client:
             wait_for_servers(client, info.start_timeout)
             name = meeting_name(name, comm_world, info)

@@ -21,6 +21,7 @@ from torchfleet.job.worker_start import check_loaded, make_tables, wait_for_serv
 from torchfleet.monitor.freshness import ages_by_kind
 from torchfleet.monitor.status import StatusFile
 from torchfleet.net.keys import KeyFolder
+from torchfleet.net.private_jobs import Way
 from torchfleet.net.transport import InProcess
 from torchfleet.net.wire import Role
 from torchfleet.server.server import Server
@@ -62,6 +63,8 @@ class WorkerRole:
         self._ends = contextlib.ExitStack()  # what `abandon` does, the latest first
         self._local = self._local_server(dirname, var_names) if self.info.is_local else None
         self._keys = KeyFolder(self.info.key_dir) if self.info.key_dir else None
+        self._way = Way(self.info.key_dir, self.info.socket_dir)
+        self._way.check()
         self._started = time.monotonic()
         self._reported: dict[str, float] = {}
         self._left = False
@@ -217,7 +220,8 @@ class WorkerRole:
         if self._local is not None:
             client = Client([self._local.connect()], names=["the local server"], **options)
         else:
-            client = Client.connect([f"tcp://{place}" for place in self.info.server_endpoints], self._keys, **options)
+            endpoints = [self._way.endpoint(place) for place in self.info.server_endpoints]
+            client = Client.connect(endpoints, self._keys, **options)
         for spec in self._plan.specs:
             client.attach(spec)
         return client

@@ -13,24 +13,33 @@ from pathlib import Path
 
 import numba as nb
 
+from torchfleet.errors import SecurityError
+from torchfleet.guard.ownership import make_own
+
 
 def keep_kernels(folder: Path) -> None:
     """Let numba keep compiled kernels beside their sources in `folder`, else in the user's own cache folder, else in
-    a temporary one, which is compiled into anew by every process: one line on stderr says so."""
-    if nb.config.CACHE_DIR:  # NUMBA_CACHE_DIR: the user has chosen
+    a temporary one, which is compiled into anew by every process: one line on stderr says so.
+
+    What numba keeps is a pickle, and machine code: it is executed when it is loaded. A folder in which others can write
+    is not used; if NUMBA_CACHE_DIR names one, SecurityError is raised.
+    """
+    if nb.config.CACHE_DIR:  # the user has chosen
+        _check_choice(Path(nb.config.CACHE_DIR))
         return
     stamp = _stamp(folder)
-    if _is_writable(folder / "__pycache__"):
+    if _is_usable(folder / "__pycache__"):
         _forget_old_kernels(folder / "__pycache__", stamp)
         return
     home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     own = home / "torchfleet" / f"kernels-{stamp}"
-    if not _is_writable(own, mode=0o700):  # what is loaded from there is executed
+    if not _is_usable(own):
         own = Path(tempfile.mkdtemp(prefix="torchfleet-kernels-"))
         atexit.register(_remove, own, os.getpid())
         print(
             f"torchfleet: compiled kernels can be kept neither in {folder} nor in {home}, and are compiled anew in "
-            "every process, which takes a minute or more. Set NUMBA_CACHE_DIR to a folder that can be written to.",
+            "every process, which takes a minute or more. Set NUMBA_CACHE_DIR to a folder that you, and nobody else, "
+            "can write to.",
             file=sys.stderr,
             flush=True,
         )
@@ -53,13 +62,23 @@ def _forget_old_kernels(kept: Path, stamp: str) -> None:
             noted.write_text(stamp)
 
 
-def _is_writable(folder: Path, mode: int = 0o777) -> bool:
+def _is_usable(folder: Path) -> bool:
+    """Whether this user can write there, and nobody else."""
     try:
-        folder.mkdir(mode, parents=True, exist_ok=True)
+        make_own(folder)
         with tempfile.TemporaryFile(dir=folder):
             return True
-    except OSError:
+    except (OSError, SecurityError):
         return False
+
+
+def _check_choice(folder: Path) -> None:
+    try:
+        make_own(folder.resolve())
+    except OSError:
+        return  # numba says what is wrong with it
+    except SecurityError as error:
+        raise SecurityError(f"NUMBA_CACHE_DIR: compiled kernels are executed when they are loaded. {error}") from None
 
 
 def _remove(folder: Path, owner: int) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, S
 from torchfleet.launch.display import Display
 from torchfleet.launch.job_spec import JobSpec, Task
 from torchfleet.launch.machines.rendezvous import Rendezvous
-from torchfleet.launch.processes import LogFile, Process, end_all
+from torchfleet.launch.processes import Process, end_all
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Run before the script itself. If the launcher is killed, the kernel ends its ranks (PR_SET_PDEATHSIG). Output is
@@ -75,7 +75,7 @@ class Rank(Process):
     def __init__(self, rank: int, process: subprocess.Popen[bytes], log_dir: Path) -> None:
         self.task = Task("rank", rank)
         self.log, self.status_file = log_of(log_dir, rank), status_file_of(log_dir, rank)
-        self._process, self._reader, self._sink = process, None, LogFile(Path(os.devnull), "ab", print)
+        self._process, self._reader = process, None
 
     def status(self) -> dict[str, Any]:
         """Never empty: a rank counts as running from the start, even if its script reports nothing."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torchfleet import __version__
 from torchfleet.errors import FleetError, RoleError
+from torchfleet.guard.printable import say
 from torchfleet.launch.job_spec import JobSpec
 from torchfleet.launch.launchers import LAUNCHERS, launcher_of
 from torchfleet.launch.processes import module_command, script_command
@@ -98,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(options)
     except FleetError as error:
-        print(f"fleetrun: {error}", file=sys.stderr)
+        say(f"fleetrun: {error}", file=sys.stderr)
         return 2
 
 

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchfleet.cgroups import usable_cores
+from torchfleet.guard.printable import bare, printable
 from torchfleet.launch.processes import Process
 from torchfleet.monitor.job_load import JobLoad
 from torchfleet.monitor.status import KNOWN
@@ -33,10 +34,12 @@ class Display:
         self._load = JobLoad(usable_cores())
 
     def report(self, line: str) -> None:
+        """Show a line, which may come from a process: without what commands a terminal, but for colours."""
+        shown = printable(line)
         if self._live:
-            self._live.console.print(line, markup=False, highlight=False)
+            self._live.console.print(Text.from_ansi(shown))
         else:
-            print(line, flush=True)
+            print(shown, flush=True)
 
     def show(self, processes: Sequence[Process]) -> None:
         running = {(p.task.role, p.task.index): p.status() for p in processes if p.returncode is None}
@@ -79,7 +82,7 @@ def _line(process: Process) -> str:
 
 
 def _metrics(status: dict[str, Any]) -> str:
-    return "".join(f", {name} {value:.4f}" for name, value in status.items() if name not in KNOWN)
+    return "".join(f", {bare(name)} {value:.4f}" for name, value in status.items() if name not in KNOWN)
 
 
 def _share(share: float | None) -> str:
@@ -93,7 +96,7 @@ def _table(processes: Sequence[Process]) -> Table:
         table.add_column(heading, justify="left" if heading in ("role", "state", "metrics", "rows") else "right")
     for process in processes:
         status = process.status()
-        rows = ", ".join(f"{name} {num:,}" for name, num in status.get("rows", {}).items())
+        rows = ", ".join(f"{bare(name)} {num:,}" for name, num in status.get("rows", {}).items())
         table.add_row(
             process.task.name,
             state(process),
@@ -102,7 +105,7 @@ def _table(processes: Sequence[Process]) -> Table:
             f"{status['samples_per_s']:,.0f}" if "samples_per_s" in status else "",
             str(status.get("queue", "")),
             *([_share(status.get("waiting")), _share(status.get("busy"))] if loads else []),
-            _metrics(status).removeprefix(", "),
-            rows,
+            Text(_metrics(status).removeprefix(", ")),  # not markup, whatever a name looks like
+            Text(rows),
         )
     return table

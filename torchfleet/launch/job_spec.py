@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from torchfleet.errors import RoleError
+from torchfleet.monitor.log_file import DEFAULT_BYTES
+from torchfleet.net.private_jobs import Way
 
 
 @dataclass(frozen=True)
@@ -23,13 +25,22 @@ class JobSpec:
     max_restart: int = 0  # restarts of a failed worker; in a collective job, of all ranks together
     max_job_restart: int = 0  # restarts of the whole job
     key_dir: str | None = None
+    socket_dir: str | None = None  # of the servers, if all processes are on this machine
     insecure: bool = False
+    max_log_bytes: int = DEFAULT_BYTES  # of one file; there are at most two of a process
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables by which servers and workers find their keys, or learn that they go without."""
+        """The variables by which servers and workers find keys or sockets, or learn that they go without."""
         variables = {"FLEET_KEY_DIR": str(Path(self.key_dir).absolute())} if self.key_dir else {}
+        if self.socket_dir:
+            variables["FLEET_SOCKET_DIR"] = self.socket_dir
         return {**variables, "FLEET_INSECURE": "1"} if self.insecure else variables
+
+    @property
+    def way(self) -> Way:
+        """How this job's servers are reached."""
+        return Way(self.key_dir, self.socket_dir)
 
     @property
     def latest(self) -> Path:

@@ -12,10 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torchfleet.launch.job_spec import Task
+from torchfleet.monitor.log_file import DEFAULT_BYTES, LogFile, last_bytes
 
+_LINE = 1 << 16  # bytes of output that are taken at a time
 _GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 # Run before the script itself: should the launcher be killed outright, the kernel ends its children (PR_SET_PDEATHSIG).
 _TIE_TO_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
@@ -23,39 +25,9 @@ _TIE_TO_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.exe
 # The launcher may itself run as a process of a job. Its processes must not inherit that role.
 ROLES = {
     "FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_INDEX", "FLEET_SERVER_INDEX", "FLEET_WORKER_ENDPOINTS",
-    "TRAINING_ROLE", "PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID",
+    "FLEET_SOCKET_DIR", "TRAINING_ROLE", "PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID",
     "PADDLE_TRAINER_ENDPOINTS",
 }  # fmt: skip
-
-
-class LogFile:
-    """The log of a process. A disk that is full costs lines of it, and nothing else; `report` is told once."""
-
-    def __init__(self, path: Path, mode: str, report: Callable[[str], None]) -> None:
-        self._path, self._report, self._has_told = path, report, False
-        self._file: IO[bytes] | None = None
-        try:
-            self._file = open(path, mode, buffering=0)  # noqa: SIM115  (open as long as the process)
-        except OSError as error:
-            self._tell(error)
-
-    def write(self, line: bytes) -> None:
-        """One line, or as much of it as there is room for."""
-        try:
-            if self._file is not None:
-                self._file.write(line)
-                self._has_told = False
-        except OSError as error:
-            self._tell(error)
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def _tell(self, error: OSError) -> None:
-        if not self._has_told:
-            self._has_told = True
-            self._report(f"[fleetrun] {self._path} cannot be written: {error}. Lines of it are lost; the job goes on.")
 
 
 class Process:
@@ -66,24 +38,25 @@ class Process:
         task: Task,
         command: Sequence[str],
         log_dir: Path,
-        echo: Callable[[str], None] | None,
+        report: Callable[[str], None],
+        echo: bool = False,
         append: bool = False,
-        report: Callable[[str], None] = print,
+        max_log_bytes: int = DEFAULT_BYTES,
     ) -> None:
-        """`echo` gets each line of its output; `report` gets what fleetrun itself has to say of it."""
-        self.task, self._command, self._log_dir, self._echo, self._report = task, list(command), log_dir, echo, report
-        self.log = log_dir / task.log_name
+        """`report` takes lines for the user: complaints, and with `echo` all output."""
+        self.task, self._command, self._report, self._echo = task, list(command), report, echo
+        self.log, self._max_log_bytes = log_dir / task.log_name, max_log_bytes
         self.status_file = log_dir / f".status.{task.role}.{task.index}"
         self.num_restarts = 0
-        self._start("ab" if append else "wb")
+        self._start(append)
 
-    def _start(self, mode: str) -> None:
+    def _start(self, append: bool) -> None:
         self.status_file.unlink(missing_ok=True)
         around = {name: value for name, value in os.environ.items() if name not in ROLES}
         environment = {**around, **self.task.environment, "FLEET_STATUS_FILE": str(self.status_file)}
         if self.num_restarts:
             environment["FLEET_RESTART"] = str(self.num_restarts)
-        self._sink = LogFile(self.log, mode, self._report)
+        sink = LogFile(self.log, append, self._max_log_bytes, lambda text: self._report(f"[fleetrun] {text}"))
         self._process = subprocess.Popen(
             [sys.executable, "-c", _TIE_TO_PARENT, *self._command],
             env=environment,
@@ -92,15 +65,16 @@ class Process:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._reader: threading.Thread | None = threading.Thread(target=self._copy_output, daemon=True)
+        self._reader: threading.Thread | None = threading.Thread(
+            target=self._copy_output, args=(self._process, sink), daemon=True
+        )
         self._reader.start()
 
     def restart(self) -> None:
         """Start the task again; its log goes on."""
         self.kill()  # what is left of its group
         self.num_restarts += 1
-        self._sink.close()
-        self._start("ab")
+        self._start(append=True)
 
     def kill(self) -> None:
         """Its whole group has ended when this returns."""
@@ -129,13 +103,7 @@ class Process:
         """The end of its log."""
         if self._reader:
             self._reader.join(timeout=2)
-        try:
-            with open(self.log, "rb") as log:
-                log.seek(0, os.SEEK_END)
-                log.seek(max(0, log.tell() - 16384))
-                return log.read().decode(errors="replace").splitlines()[-num:]
-        except OSError as error:
-            return [f"(the log cannot be read: {error})"]
+        return last_bytes(self.log, 16384).decode(errors="replace").splitlines()[-num:]
 
     def signal(self, number: int) -> None:
         """Send a signal to the whole process group: a worker's own children end with it."""
@@ -143,17 +111,26 @@ class Process:
             os.killpg(self._process.pid, number)
 
     def close(self) -> None:
-        """Kill what is left of the process group, and close its files."""
+        """Kill what is left of the process group, and remove its status."""
         self.kill()
-        self._sink.close()
         self.status_file.unlink(missing_ok=True)
 
-    def _copy_output(self) -> None:
-        assert self._process.stdout
-        for line in self._process.stdout:
-            self._sink.write(line)
-            if self._echo:
-                self._echo(line.decode(errors="replace").rstrip("\n"))
+    def _copy_output(self, process: subprocess.Popen[bytes], sink: LogFile) -> None:
+        assert process.stdout
+        with process.stdout as output, contextlib.closing(sink):
+            rest = b""
+            while data := os.read(output.fileno(), _LINE):
+                sink.write(data)
+                if self._echo:
+                    *lines, rest = (rest + data).split(b"\n")
+                    if len(rest) > _LINE:  # one that never ends is shown in pieces
+                        lines, rest = [*lines, rest], b""
+                    self._show(lines)
+            self._show([rest] if rest else [])
+
+    def _show(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            self._report(f"[{self.task.name}] {line.decode(errors='replace')}")
 
 
 def end_all(processes: Sequence[Process]) -> None:

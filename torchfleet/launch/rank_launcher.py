@@ -11,7 +11,10 @@ from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.rank_plan import RankPlan, make_plan, require_gpus
 
 _OPTIONS = ("nproc_per_node", "gpus", "nnodes", "master", "rank", "ips")
-_OPTIONS_OF_SERVERS = ("server_num", "worker_num", "servers", "workers", "max_table_bytes", "orphan_timeout")
+_OPTIONS_OF_SERVERS = (
+    "server_num", "worker_num", "servers", "workers", "max_table_bytes", "save_root", "orphan_timeout", "private",
+    "log_max_bytes",
+)  # fmt: skip
 
 
 class RankLauncher:
@@ -29,7 +32,7 @@ class RankLauncher:
     def takes(self, options: argparse.Namespace) -> bool:
         given = [f"--{name}" for name in _OPTIONS if getattr(options, name) is not None]
         others = [f"--{name}" for name in _OPTIONS_OF_SERVERS if getattr(options, name) is not None]
-        others += ["--max_job_restart"] if options.max_job_restart else []
+        others += [f"--{name}" for name in ("max_job_restart", "plain") if getattr(options, name)]
         if given and others:
             raise RoleError(
                 f"{', '.join(given)} start a collective job, {', '.join(others)} one with parameter servers: use one "

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 from collections.abc import Sequence
 
 from torchfleet.cgroups import usable_cores
 from torchfleet.errors import RoleError
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
+from torchfleet.launch.privacy import KINDS, kind_of, private_folder, told
 from torchfleet.launch.roles import JobLayout, given_threads, one_machine, several_machines, spare_servers, tasks
 from torchfleet.launch.supervisor import JobSupervisor
 from torchfleet.net.keys import is_private
@@ -17,6 +19,8 @@ from torchfleet.tables.settings.table_size import VARIABLE, parse_bytes
 
 ROOTS = "FLEET_SAVE_ROOTS"  # read by server/save_roots.py
 _MOST_SECONDS = 7 * 24 * 3600.0
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_MOST = 1 << 16  # ports of a host, and more than any job has processes
 
 
 class ServerLauncher:
@@ -50,25 +54,46 @@ class ServerLauncher:
             help="servers end when no worker was heard of for so long, once one was there (default: 1800; 0: never)",
         )
 
+        group.add_argument(
+            "--log_max_bytes",
+            metavar="SIZE",
+            help="largest size of a log; a full one becomes NAME.1, in the place of the one before (default: 1GB)",
+        )
+        group.add_argument(
+            "--private",
+            choices=KINDS,
+            help="how a job on this machine alone keeps its other users out: keys of its own, or sockets in a folder "
+            "of this user (default: keys on x86, ipc elsewhere)",
+        )
+        group.add_argument("--plain", action="store_true", help="let every user of this machine reach the servers")
+
     def takes(self, options: argparse.Namespace) -> bool:
         return True
 
     def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
         job, reasons = _with_servers(job)
-        _, local_tasks = _plan(job, options, bool(reasons))
+        layout, num_workers = _layout(job, options.servers, options.workers)
+        reasons += told(kind_of(job, layout, options.private, options.plain))
+        local_tasks = _tasks(job, options, layout, num_workers)
         lines = (describe_task(task, job.command, f"log: {job.latest / task.log_name}") for task in local_tasks)
         return [*reasons, *(line for described in lines for line in described)]
 
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
         job, reasons = _with_servers(job)
-        _plan(job, options)  # mistakes are found before a folder is made
+        if options.log_max_bytes is not None:
+            job = dataclasses.replace(job, max_log_bytes=parse_bytes(options.log_max_bytes, "--log_max_bytes"))
+        layout, num_workers = _layout(job, options.servers, options.workers)
+        _tasks(job, options, layout, num_workers)  # mistakes are found before a folder is made
+        kind = kind_of(job, layout, options.private, options.plain)
         code, run_dir = 0, job.make_run_dir()
         for line in (f"logs in {run_dir}", *reasons):
             print(f"[fleetrun] {line}", flush=True)
         for attempt in range(job.max_job_restart + 1):
-            layout, local_tasks = _plan(job, options, bool(reasons))  # free ports are found anew for every attempt
-            supervisor = JobSupervisor(job, layout, local_tasks, run_dir, attempt)
-            code = supervisor.run()
+            layout, num_workers = _layout(job, options.servers, options.workers)  # new free ports for every attempt
+            with private_folder(job, layout, kind) as made:
+                local_tasks = _tasks(made, options, layout, num_workers)
+                supervisor = JobSupervisor(made, layout, local_tasks, run_dir, attempt)
+                code = supervisor.run()
             if code != 1 or supervisor.is_finished:
                 break
             if attempt < job.max_job_restart:
@@ -85,17 +110,14 @@ def _with_servers(job: JobSpec) -> tuple[JobSpec, list[str]]:
     return dataclasses.replace(job, num_servers=num_servers), [why]
 
 
-def _plan(job: JobSpec, options: argparse.Namespace, keeps_cores: bool = False) -> tuple[JobLayout, list[Task]]:
-    """Where all servers and workers are, and the processes to start on this machine.
-
-    `keeps_cores`: the workers' threads leave a core to every server.
-    """
-    layout, num_workers = _layout(job, options.servers, options.workers)
+def _tasks(job: JobSpec, options: argparse.Namespace, layout: JobLayout, num_workers: int) -> list[Task]:
+    """The processes to start on this machine. With `--server_num auto` the workers' threads leave a core to every
+    server."""
     if not job.insecure and not job.key_dir:
         _refuse_open_servers(layout)
     bounds = limits(options.max_table_bytes, options.orphan_timeout)
     base = {**job.environment, **bounds, **roots(options.save_root)}
-    return layout, tasks(layout, num_workers, base, len(layout.local_servers) if keeps_cores else 0)
+    return tasks(layout, num_workers, base, len(layout.local_servers) if options.server_num == "auto" else 0)
 
 
 def limits(max_table_bytes: str | None, orphan_timeout: float | None) -> dict[str, str]:
@@ -160,13 +182,15 @@ def _expanded(option: str, address: str) -> list[str]:
     host, _, port = place.rpartition(":")
     least = 1 if option == "--servers" else 0  # workers must know a server's port; a worker needs none
     numbers = [port, count] if star else [port]
-    if not host or not all(number.isascii() and number.isdigit() for number in numbers) or int(port) < least:
+    if not host or not all(_NUMBER.fullmatch(number) for number in numbers) or int(port) < least:
         raise RoleError(
             f"{option} expects host:port, or host:port*N for N of them, separated by commas; found {address!r}"
         )
     first, num = int(port), int(count or 1) if star else 1
-    if num < 1 or first + (num - 1) * bool(first) >= 1 << 16:
-        raise RoleError(f"{option} expects host:port with ports below {1 << 16:,}, and at least one; found {address!r}")
+    if not 0 < num < _MOST or first + (num - 1) * bool(first) >= _MOST:
+        raise RoleError(
+            f"{option} expects host:port with ports below {_MOST:,}, and fewer of them than that; found {address!r}"
+        )
     return [f"{host}:{first + i * bool(first)}" for i in range(num)] if star else [place]
 
 

@@ -49,9 +49,11 @@ class JobSupervisor:
     def _run(self, display: Display) -> int:
         first = next((task for task in self._tasks if task.role == "worker"), None)
         for task in self._tasks:
-            echo = (lambda line: display.report(f"[{first.name}] {line}")) if first and task is first else None
             append = self._attempt > 0  # the logs of all attempts are kept
-            self._processes.append(Process(task, self._job.command, self._log_dir, echo, append, display.report))
+            started = Process(
+                task, self._job.command, self._log_dir, display.report, task is first, append, self._job.max_log_bytes
+            )
+            self._processes.append(started)
         while not self._signal:
             failed = self._failed()
             if failed is not None and not self._go_on_without(failed, display):
@@ -158,7 +160,7 @@ class JobSupervisor:
         """Leave the job in the name of a lost worker, so that the servers end with the last of the others."""
         try:
             keys = KeyFolder(self._job.key_dir) if self._job.key_dir else None
-            endpoints = [f"tcp://{address}" for address in self._layout.servers]
+            endpoints = [self._job.way.endpoint(address) for address in self._layout.servers]
             with Client.connect(
                 endpoints, keys, worker=worker, role=Role.LAUNCHER, patience=Patience(5.0, 1)
             ) as client:

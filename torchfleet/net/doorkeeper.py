@@ -8,6 +8,7 @@ it held for it. Linux only; elsewhere, and for ipc://, nothing is watched.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import sys
@@ -24,6 +25,7 @@ MAX_FIRST = 1 << 16  # bytes before the first message: greeting, handshake, and 
 MAX_MESSAGE = MAX_FRAME + (1 << 24)  # bytes of a message that is not complete
 MAX_STRANGERS = 256  # connections per address that have been there for a while without a message
 STRANGER_AGE = 3.0  # seconds
+_PATIENCE_MS = 1000  # for the report of a socket that listens already
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED
 _RECEIVED = struct.Struct("<Q")  # tcpi_bytes_received of struct tcp_info
 _OFFSET = 128
@@ -51,15 +53,23 @@ class Doorkeeper:
         self._condemned: list[tuple[int, str]] = []  # since the last look
         self._told: list[tuple[int, str]] = []  # before it: their peers could read why
         self._spoken: set[int] = set()  # connections that messages have come from since the last look
-        self._monitor: zmq.Socket[Any] | None = None
-        if endpoint.startswith("tcp://") and sys.platform == "linux":
-            self._monitor = listening.get_monitor_socket(_EVENTS)
-            self._listening = listening
+        self._is_watching = endpoint.startswith("tcp://") and sys.platform == "linux"
+        self._listening = listening
+        events = zmq.EVENT_LISTENING | (_EVENTS if self._is_watching else 0)
+        self._monitor: zmq.Socket[Any] = listening.get_monitor_socket(events)
+
+    def listening(self) -> socket.socket | None:
+        """A second handle of what the socket listens with; to be asked for once, after it was bound."""
+        if not self._monitor.poll(_PATIENCE_MS):
+            return None
+        handle = socket.socket(fileno=os.dup(recv_monitor_message(self._monitor)["value"]))
+        handle.setblocking(False)
+        return handle
 
     def note(self, frame: zmq.Frame) -> None:
         """A message is here."""
         self._turn += 1
-        if self._monitor is not None:
+        if self._is_watching:
             self._spoken.add(_source(frame))
 
     def shut_later(self, frame: zmq.Frame, why: str) -> None:
@@ -72,7 +82,7 @@ class Doorkeeper:
 
     def look(self, now: float) -> None:
         """Shut down what has sent too much."""
-        if self._monitor is None:
+        if not self._is_watching:
             return
         self._follow_events(now)
         spoken, self._spoken = self._spoken, set()  # after the events: it may have come since the last look, too
@@ -103,12 +113,10 @@ class Doorkeeper:
         self.news.append(f"ended a connection from {door.address}: {why}")
 
     def close(self) -> None:
-        if self._monitor is not None:
-            self._listening.disable_monitor()
-            self._monitor = None
+        self._listening.disable_monitor()
+        self._monitor.close(linger=0)  # an open socket would keep its context from ending
 
     def _follow_events(self, now: float) -> None:
-        assert self._monitor is not None
         with contextlib.suppress(zmq.Again):
             while True:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)

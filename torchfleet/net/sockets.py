@@ -14,6 +14,7 @@ from torchfleet.net.admission_desk import AdmissionDesk
 from torchfleet.net.doorkeeper import Doorkeeper
 from torchfleet.net.keys import KeyFolder, require_keys
 from torchfleet.net.long_messages import drop_rest
+from torchfleet.net.open_files import OpenFiles
 from torchfleet.net.transport import Handler
 from torchfleet.net.unread import COUNTED, Unread, size_of
 from torchfleet.net.wire import MAX_ARRAYS, MAX_FRAME, Frame, Role
@@ -44,6 +45,7 @@ class Listener:
         if keys:
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.server_pair()
             self._socket.curve_server = True
+        self._files: OpenFiles | None = None
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -51,6 +53,7 @@ class Listener:
             raise FleetError(
                 f"cannot listen on {endpoint}: {error}. Is the port in use, the address of this machine?"
             ) from None
+        self._files = OpenFiles(self._doorkeeper.listening())
         self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0")
         self._poller = zmq.Poller()
         for watched in (self._socket, *([self._desk.socket] if self._desk else [])):
@@ -58,6 +61,7 @@ class Listener:
 
     def serve(self, handler: Handler, is_over: Callable[[], bool]) -> None:
         """Answer requests until `is_over`, which is looked at after every request and every TICK."""
+        assert self._files is not None
         next_tick, next_desk, worked = 0.0, 0.0, None
         while not is_over():
             request = self._next(0 if worked else int(TICK * 1000) if worked is None else 1)
@@ -74,6 +78,7 @@ class Listener:
             if now >= next_tick:
                 self._doorkeeper.look(now)
                 self._tell(handler)
+                self._files.look()
                 next_tick = now + TICK
 
     def _take(self, request: list[zmq.Frame], handler: Handler) -> None:
@@ -117,6 +122,8 @@ class Listener:
     def close(self) -> None:
         self._doorkeeper.close()
         self._socket.close(linger=500)
+        if self._files is not None:
+            self._files.close()
         if self._desk is not None:
             self._desk.close()
         self._context.term()

@@ -22,6 +22,8 @@ _COLLECTIVE = (*FIELDS, *(f"{name}_configs" for name in CONFIGS), *OBJECTS)
 _KEYS = fields_of(AsyncConfigs)
 _ORDER = (*fields_of(ServerFields), *_COLLECTIVE)  # of files and of what is printed: dictionaries come after switches
 
+_MOST_VALUES = 10_000  # of a file
+
 
 class DistributedStrategy(ServerFields, CollectiveFields):
     """Settings of a job, set by attribute or keyword. Nothing is accepted and ignored.
@@ -152,6 +154,11 @@ class DistributedStrategy(ServerFields, CollectiveFields):
             fields = msgspec.yaml.decode(Path(path).read_bytes())
         except (OSError, ValueError, msgspec.MsgspecError) as error:  # ValueError: dates and numbers of YAML
             raise StrategyError(f"cannot read a strategy from {path}: {error}") from None
+        if _is_endless(fields):
+            raise StrategyError(
+                f"{path} stands for more than {_MOST_VALUES:,} values, and no strategy has as many: write it without "
+                "aliases (*)"
+            )
         if not isinstance(fields, dict):
             raise StrategyError(f"{path} should hold `field: value` lines, found {type(fields).__name__}")
         return cls(**{str(name): value for name, value in fields.items()})
@@ -174,6 +181,20 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Configs):
         return dict(value)
     return dict(vars(value)) if isinstance(value, ObjectFields) else value
+
+
+def _is_endless(value: Any) -> bool:
+    """Whether it has too many values, each counted as often as it is referred to: aliases of YAML may make of a few
+    lines what no memory holds, and the text of an error would."""
+    waiting, num = [value], 0
+    while waiting and num <= _MOST_VALUES:
+        found = waiting.pop()
+        num += 1
+        if isinstance(found, dict):
+            waiting += [*found.keys(), *found.values()]
+        elif isinstance(found, list):
+            waiting += found
+    return num > _MOST_VALUES
 
 
 def _flat(name: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -37,6 +37,7 @@ _KNOWN: dict[str, Mapping[str, Key[Any]]] = {
 _MESSAGES = {name for name in (*_KNOWN, *ABSENT, *WITHOUT_SWITCH) if name}
 _DEGREES = {"tensor_parallel": "mp_degree", "pipeline": "pp_degree", "sharding": "sharding_degree"}
 _BOOLEANS = {"true": True, "false": False, "True": True, "False": False, "t": True, "f": False, "1": True, "0": False}
+_LARGEST = float(np.finfo(np.float64).max)
 _KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 
 
@@ -142,7 +143,9 @@ def _scalar(name: str, kind: type, value: Any) -> Any:
     if kind is bool and (isinstance(value, Word) or type(value) is int) and str(value) in _BOOLEANS:
         return _BOOLEANS[str(value)]
     if kind is float and isinstance(value, (int, float)):
-        return float(str(np.float32(value)))  # older protobuf wrote a float of 0.001 as 0.0010000000474974513
+        with np.errstate(over="ignore"):  # a number beyond protobuf's float is infinite there
+            single = np.float32(min(max(value, -_LARGEST), _LARGEST))  # an integer may be beyond any float
+        return float(str(single))  # older protobuf wrote a float of 0.001 as 0.0010000000474974513
     if (kind is int and type(value) is int) or (kind is str and isinstance(value, str)):
         return str(value) if kind is str else value
     raise StrategyError(f"{name} expects a {_KINDS[kind]}, found {value!r}")

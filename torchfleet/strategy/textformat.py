@@ -80,7 +80,7 @@ class _Reader:
         if self._kind == "sign" and self._token in _CLOSING:
             return self.message(_CLOSING[self._take()], depth + 1)
         if self._kind == "number":
-            return _number(self._take())
+            return self._number()
         if self._kind == "word":
             return Word(self._take())
         if self._kind != "text":
@@ -90,6 +90,14 @@ class _Reader:
             texts.append(self._unquoted(self._token))
             self._advance()
         return "".join(texts)
+
+    def _number(self) -> int | float:
+        try:
+            number = _number(self._token)
+        except ValueError:  # 09, which is no octal number; or more digits than int() takes
+            raise self._error("a number") from None
+        self._advance()
+        return number
 
     def _unquoted(self, token: str) -> str:
         def plain(found: re.Match[bytes]) -> bytes:

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from support.paths import ROOT
 
 import torchfleet as fleet
 from torchfleet.data.queue_dataset import QueueDataset
-from torchfleet.data.samples.slots import Ragged, Slot
+from torchfleet.data.reading import reader
+from torchfleet.data.samples.slots import Ragged, SampleLayout, Slot
 from torchfleet.errors import DataError
 
 READER = """
@@ -689,3 +690,20 @@ def test_a_script_written_for_paddle_runs_with_only_its_import_changed(
             assert 0 <= found < 1_000_001
             assert ids_of.setdefault((column, field), found) == found  # one id for one field
     assert len(set(ids_of.values())) > len(ids_of) * 0.99
+
+
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "MAX_LINE", 1000)
+    path = tmp_path / "part-0"
+    path.write_bytes(b"1\n" * 3 + b"7" * 5000)
+    made = reader.ReadOptions([Slot("a")], Echo())
+    source = made.reader(SampleLayout(made.use_var)).source(str(path))
+    with pytest.raises(DataError, match=f"{path}, line 4 is longer than 1,000 characters"):
+        list(made.reader(SampleLayout(made.use_var)).read(str(path), source))
+
+
+class Echo(fleet.MultiSlotDataGenerator):
+    def generate_sample(self, line: str | None) -> Callable[[], Iterator[Any]]:
+        return lambda: iter([[("a", [int(line or 0)])]])

@@ -10,7 +10,9 @@ import lzma
 import os
 import random
 import re
+import tracemalloc
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import pytest
 import zstandard
 from fsspec.implementations.memory import MemoryFileSystem
 
+from torchfleet.data.reading.decompression import FORMATS, Decompressed
 from torchfleet.data.reading.streams import CHUNK, check_files, chunks, compression, open_file
 from torchfleet.errors import DataError
 
@@ -285,3 +288,69 @@ def test_paths_are_taken_as_text_and_as_path_objects(tmp_path: Path) -> None:
 def test_what_is_no_list_of_paths_is_refused(files: Any) -> None:
     with pytest.raises(DataError, match="set_filelist: expected"):
         check_files(files)
+
+
+# Bombs: few bytes that stand for many
+
+
+@endings
+def test_what_a_few_bytes_stand_for_is_never_in_memory_as_a_whole(tmp_path: Path, ending: str) -> None:
+    size = 64 << 20
+    bomb = make(tmp_path, "bomb" + ending, COMPRESS[ending](bytes(size)))
+    assert os.path.getsize(bomb) < size / 200
+    tracemalloc.start()
+    try:
+        found = sum(map(len, chunks(open_file(bomb), bomb)))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found == size
+    assert peak < 8 * CHUNK, f"{peak:,} bytes"
+
+
+def test_every_shape_of_zstd_frame_comes_back_whole(tmp_path: Path) -> None:
+    """Headers of all lengths; raw, repeated and compressed blocks; tiny ones; frames behind one another."""
+    dice = random.Random(3)
+    parts, frames = [], []
+    for i in range(60):
+        data = [dice.randbytes(dice.randrange(400_000)), bytes(dice.randrange(900_000)), TEXT[: dice.randrange(10**6)]][
+            i % 3
+        ]
+        made = zstandard.ZstdCompressor(
+            level=1 + i % 5, write_checksum=bool(i & 1), write_content_size=bool(i & 2), threads=0
+        )
+        if i % 4:
+            frames.append(made.compress(data))
+        else:
+            out = made.compressobj()
+            pieces = [data[at : at + 10_000] for at in range(0, len(data), 10_000)]
+            flushed = (out.compress(piece) + out.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK) for piece in pieces)
+            frames.append(b"".join([*flushed, out.flush()]))
+        parts.append(data)
+    path = make(tmp_path, "part.zst", b"".join(frames))
+    assert read(path) == b"".join(parts)
+    with open(path, "rb") as raw, io.BufferedReader(Decompressed(Trickle(raw), FORMATS[".zst"])) as stream:
+        assert stream.read(1 << 20) == b"".join(parts)[: 1 << 20]
+
+
+class Trickle(io.BytesIO):
+    """A file that is read a few bytes at a time."""
+
+    def __init__(self, raw: io.BufferedReader) -> None:
+        super().__init__(raw.read())
+        self._dice = random.Random(4)
+
+    def read(self, size: int | None = -1) -> bytes:
+        return super().read(self._dice.randrange(1, 40))
+
+
+def test_a_dictionary_that_is_too_large_is_refused(tmp_path: Path) -> None:
+    lying = bytearray(lzma.compress(b"a", preset=0))
+    # The size of the dictionary is one byte of the block's header, behind the filter's number and the length of this.
+    at = lying.index(b"\x21\x01") + 2
+    lying[at] = 37  # 1.5 GiB
+    end = 12 + (lying[12] + 1) * 4 - 4
+    lying[end : end + 4] = zlib.crc32(bytes(lying[12:end])).to_bytes(4, "little")
+    path = make(tmp_path, "part.xz", bytes(lying))
+    with pytest.raises(DataError, match="Memory usage limit exceeded"):
+        read(path)

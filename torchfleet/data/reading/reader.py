@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchfleet.data.reading import streams
 from torchfleet.data.reading.criteo import CriteoFormat
-from torchfleet.data.reading.formats import LineSource, MultiSlotParser, Parser
+from torchfleet.data.reading.formats import MAX_LINE, LineSource, MultiSlotParser, Parser
 from torchfleet.data.reading.generator import DataGenerator
 from torchfleet.data.reading.pipe import piped
 from torchfleet.data.samples.sample_rows import SampleRows
@@ -85,7 +86,7 @@ class FileReader:
         names = [slot.name for slot in self._layout.slots]
         group: list[str] = []
         size = 0
-        for text in generator.lines(lines, complain, names):
+        for text in generator.lines(_bounded(lines, source.name), complain, names):
             group.append(text)
             size += len(text)
             if size >= _GROUP:
@@ -93,6 +94,17 @@ class FileReader:
                 group, size = [], 0
         if group:
             yield "".join(group).encode(errors="surrogateescape")
+
+
+def _bounded(lines: io.TextIOWrapper, name: str) -> Iterator[str]:
+    """The lines, of which none may be too long to be kept."""
+    for number in itertools.count(1):
+        line = lines.readline(MAX_LINE)
+        if len(line) == MAX_LINE and not line.endswith("\n"):
+            raise DataError(f"{name}, line {number} is longer than {MAX_LINE:,} characters: is this a text file?")
+        if not line:
+            return
+        yield line
 
 
 class _Chunked(io.RawIOBase):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import bz2
 import io
-import lzma
 import os
 import re
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, BinaryIO, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import BinaryIO, cast
 
 import fsspec
-import zstandard
 
+from torchfleet.data.reading.decompression import FORMATS, Decompressed
 from torchfleet.errors import DataError
 
 CHUNK = 1 << 20
@@ -22,12 +19,6 @@ _MAGIC = {
     ".zst": re.compile(rb"\x28\xb5\x2f\xfd"),
     ".xz": re.compile(rb"\xfd7zXZ\x00"),
     ".bz2": re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)"),  # "BZh" alone may begin a text
-}
-_DECOMPRESS: dict[str, Callable[[], Any]] = {
-    ".gz": lambda: zlib.decompressobj(wbits=31),
-    ".zst": lambda: zstandard.ZstdDecompressor().decompressobj(),
-    ".xz": lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ),
-    ".bz2": bz2.BZ2Decompressor,
 }
 
 
@@ -72,44 +63,7 @@ def open_file(path: str) -> BinaryIO:
     """The file's contents, decompressed."""
     ending = compression(path)
     raw = _open_raw(path)
-    return cast(BinaryIO, io.BufferedReader(_Decompressed(raw, _DECOMPRESS[ending]), CHUNK)) if ending else raw
-
-
-class _Decompressed(io.RawIOBase):
-    """Concatenated compressed members. A damaged or truncated member is an error, never an early end."""
-
-    def __init__(self, raw: BinaryIO, make: Callable[[], Any]) -> None:
-        self._raw, self._make = raw, make
-        self._decompressor: Any = None
-        self._rest, self._unused = memoryview(b""), b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        while not self._rest:
-            data = self._unused or self._raw.read(1 << 16)
-            self._unused = b""
-            if self._decompressor is None:
-                if data and not data.strip(b"\0"):
-                    continue  # members may be padded with zeros
-                if not data:
-                    return 0
-                self._decompressor = self._make()
-                data = data.lstrip(b"\0")
-            elif not data:
-                raise EOFError("it ends in the middle of a compressed part")
-            self._rest = memoryview(self._decompressor.decompress(data))
-            if self._decompressor.eof:
-                self._unused, self._decompressor = self._decompressor.unused_data, None
-        num = min(len(buffer), len(self._rest))
-        buffer[:num] = self._rest[:num]
-        self._rest = self._rest[num:]
-        return num
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
+    return cast(BinaryIO, io.BufferedReader(Decompressed(raw, FORMATS[ending]), CHUNK)) if ending else raw
 
 
 def chunks(stream: BinaryIO, path: str) -> Iterator[bytes]:

@@ -18,7 +18,7 @@ _MOST = 1 << 56  # more than any machine has; a sum of such sizes is still a 64-
 def parse_bytes(text: str, where: str) -> int:
     """A number of bytes: 1073741824, 512MB, 8GB, 1.5T. Units are powers of 1024. Errors begin with `where`."""
     found = _SIZE.fullmatch(text.strip())
-    num_bytes = int(float(found[1]) * 1024 ** _UNITS[found[2].upper()]) if found else 0
+    num_bytes = int(min(float(found[1]) * 1024 ** _UNITS[found[2].upper()], 2 * _MOST)) if found else 0  # inf is no int
     if not 0 < num_bytes <= _MOST:
         raise TableError(f"{where} must be a number of bytes above 0, such as 8GB, 512MB or 1073741824, found {text!r}")
     return num_bytes

@@ -1,0 +1,90 @@
+"""Messages as bytes, and the decoders that they meet: of frames, and of a whole server."""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from typing import Any
+
+import numpy as np
+from support.fuzz.search import Target
+
+from torchfleet.errors import WireError
+from torchfleet.net import wire
+from torchfleet.net.wire import Array, Command, Message, Role
+from torchfleet.server import among_workers, arrays, commands, sections
+from torchfleet.server.server import Server
+from torchfleet.tables.settings.spec import Rule, TableSpec
+
+_PER_SERVER = 1000  # messages to one server before a fresh one takes its place
+SPEC = TableSpec("rows", dim=2, rule=Rule("sgd", lr=1.0))
+
+
+def frames_of(data: bytes) -> list[bytes]:
+    """Frames, each of which stands behind its length; the last takes the rest."""
+    frames = []
+    while len(data) > 2:
+        size = int.from_bytes(data[:2], "little")
+        frames.append(data[2 : 2 + size])
+        data = data[2 + size :]
+    return frames
+
+
+def joined(message: Message) -> bytes:
+    frames = [bytes(memoryview(frame)) for frame in wire.encode(message)]
+    return b"".join(struct.pack("<H", len(frame)) + frame for frame in frames)
+
+
+def messages() -> list[bytes]:
+    keys = Array(SPEC.number, np.arange(3, dtype=np.uint64))
+    rows = Array(SPEC.number, np.ones((3, 2), np.float32))
+    barrier = {"name": "b", "num_workers": 2, "timeout": 0.5}
+    made = [
+        Message(Command.PING),
+        Message(Command.STATS),
+        Message(Command.CREATE_TABLE, Role.LAUNCHER, arrays=[wire.pack(SPEC)]),
+        Message(Command.PULL, arrays=[keys]),
+        Message(Command.PUSH, arrays=[Array(0, np.full((1, 2), np.nan)), keys, rows]),
+        Message(Command.SET, Role.FIRST_WORKER, arrays=[keys, rows]),
+        Message(Command.ERASE, Role.FIRST_WORKER, arrays=[keys]),
+        Message(Command.BARRIER, arrays=[wire.pack(barrier)]),
+        Message(Command.LEAVE),
+        Message(Command.PULL_CHANGED, arrays=[Array(0, np.zeros(1, np.uint64)), Array(SPEC.number, np.zeros(0))]),
+    ]
+    for i, message in enumerate(made):
+        message.worker, message.client, message.call, message.sequence, message.floor = i % 3, 9, i + 1, 1, 1
+    return [joined(message) for message in made]
+
+
+def wire_target() -> Target:
+    def run(data: bytes) -> None:
+        frames = frames_of(data)
+        message = wire.decode(frames)
+        again = [bytes(memoryview(frame)) for frame in wire.encode(message)]
+        assert wire.decode(again).arrays is not None
+        wire.decode_reply(frames)
+
+    return Target("wire", run, messages(), [wire], [b"TFLT"])
+
+
+def server_target() -> Target:
+    """Whatever a server is sent, it answers, and not with an internal error. It may not stop, and not write files."""
+    state: dict[str, Any] = {"num": _PER_SERVER}
+
+    def run(data: bytes) -> None:
+        if state["num"] >= _PER_SERVER:
+            state["server"], state["num"] = Server(max_table_bytes=1 << 16), 0
+            state["server"].state.add_table(SPEC)
+        state["num"] += 1
+        frames = frames_of(data)
+        with contextlib.suppress(WireError):
+            if wire.decode(frames).command in (Command.SAVE, Command.STOP):
+                return
+        for _, reply in state["server"].handle("peer", frames, None):
+            answer = wire.decode_reply(reply)
+            if answer.status == wire.ERROR:
+                text = answer.arrays[-1].data.tobytes() if answer.arrays else b""
+                assert b"internal error" not in text, text
+        state["server"].work()
+
+    return Target("server", run, messages(), [wire, commands, among_workers, arrays, sections], [b"TFLT"])

@@ -1,0 +1,208 @@
+"""The decoders of everything that comes from outside, each with a few good inputs to begin with."""
+
+from __future__ import annotations
+
+import bz2
+import contextlib
+import gzip
+import lzma
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import zstandard
+from support.fuzz.messages import SPEC, server_target, wire_target
+from support.fuzz.search import Target
+
+from torchfleet import role
+from torchfleet.checkpoint import manifest, manifest_file, part_file
+from torchfleet.collective.checkpoint import collective_manifest
+from torchfleet.data.reading import criteo, decompression, formats, streams
+from torchfleet.data.samples.slots import SampleLayout, Slot
+from torchfleet.errors import FleetError
+from torchfleet.guard import printable
+from torchfleet.launch import server_launcher
+from torchfleet.simulate import conditions
+from torchfleet.simulate.network import links
+from torchfleet.storage import Storage
+from torchfleet.strategy import distributed_strategy, prototxt, textformat
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.tables.settings import expressions, table_size
+
+_SHARED_MEMORY = "/dev/shm"
+
+
+def all_targets(folder: Path) -> list[Target]:
+    """Every one of them; files are made in `folder`."""
+    makers = (_manifest, _collective, _part, _prototxt, _yaml, _condition, _multi_slot, _criteo)
+    others = [make(folder) for make in (*makers, _compressed, _addresses, _sizes, _terminal)]
+    return [wire_target(), server_target(), *others]
+
+
+def fast_folder() -> contextlib.AbstractContextManager[str]:
+    return tempfile.TemporaryDirectory(dir=_SHARED_MEMORY if os.path.isdir(_SHARED_MEMORY) else None)
+
+
+# Saved models
+
+
+def _manifest_run(folder: Path, name: str, read: Callable[[Storage], Any]) -> Callable[[bytes], None]:
+    place = folder / name
+    place.mkdir()
+    storage = Storage(str(place))
+
+    def run(data: bytes) -> None:
+        (place / manifest_file.FILE).write_bytes(manifest_file._encode(data))  # its checksum fits
+        read(storage)
+
+    return run
+
+
+def _manifest(folder: Path) -> Target:
+    part = manifest.Part("rows", "rows-0.safetensors", 0, 3, 100, 7)
+    table = manifest.described(SPEC, 0, 5, 3, [])
+    made = manifest.Manifest("save-000001", 1, "full", 1, [table], [part])
+    run = _manifest_run(folder, "ps", manifest.read_manifest)
+    modules = [manifest, manifest_file]
+    return Target("manifest", run, [msgspec.json.encode(made)], modules, [b'"version":', b'"format":', b"save-000009"])
+
+
+def _collective(folder: Path) -> Target:
+    piece = collective_manifest.SavedPiece("f", [0], [2], 0, 8, 7)
+    tensor = collective_manifest.SavedTensor("w", "model", "F32", [2], [piece])
+    made = collective_manifest.CollectiveManifest("save-000001", 1, 2, [tensor], "", [], {}, {}, {}, {})
+    run = _manifest_run(folder, "collective", collective_manifest.read)
+    return Target("collective manifest", run, [msgspec.json.encode(made)], [collective_manifest], [b'"version":'])
+
+
+def _part(folder: Path) -> Target:
+    arrays = {
+        "keys": np.arange(4, dtype=np.uint64),
+        "values": np.ones((4, 2), np.float32),
+        "none": np.zeros(0, np.uint8),
+    }
+    whole = b"".join(bytes(memoryview(buffer)) for buffer in part_file.encode(arrays) if len(buffer))
+
+    def run(data: bytes) -> None:
+        for array in part_file.decode(data, "part").values():
+            array.sum()  # every element is in the file
+
+    tokens = [b'"dtype":"F32"', b'"shape":[1,2]', b'"data_offsets":[0,8]', b"U64"]
+    return Target("part file", run, [whole], [part_file], tokens)
+
+
+# Settings
+
+
+def _file_run(path: Path, read: Callable[[Path], Any]) -> Callable[[bytes], None]:
+    def run(data: bytes) -> None:
+        path.write_bytes(data)
+        read(path)
+
+    return run
+
+
+def _prototxt(folder: Path) -> Target:
+    seed = (
+        b'amp: true\namp_configs {\n init_loss_scaling: 9\n custom_white_list: "a\\x41"\n}\na_sync_configs <k_steps: 4>'
+    )
+    tokens = [b"amp: true", b"sharding_configs {", b"}", b"[1, 2]", b"hybrid_configs { mp_degree: 2 }", b"inf", b"0x1F"]
+    run = _file_run(folder / "s.prototxt", DistributedStrategy.load_from_prototxt)
+    return Target("prototxt", run, [seed], [prototxt, textformat], tokens)
+
+
+def _yaml(folder: Path) -> Target:
+    seed = b"a_sync: true\na_sync_configs: {k_steps: 4, half_async: false}\nrpc_timeout: 3.5\n"
+    tokens = [b"amp: true\n", b"amp_configs: {}", b"&a", b"*a", b"!!python/object", b"? ", b"|", b"- ", b"2020-01-01"]
+    run = _file_run(folder / "s.yaml", DistributedStrategy.load_from_yaml)
+    return Target("strategy YAML", run, [seed], [distributed_strategy], tokens)
+
+
+def _condition(folder: Path) -> Target:
+    names = ("show", "click", "count")
+    columns = {name: np.array([0.0, 1.0, np.nan]) for name in names}
+
+    def run(data: bytes) -> None:
+        expressions.parse(data.decode("latin-1"), names)(columns)
+
+    seeds = [b"count >= 3 and (show > 1 or not click == 7)", b"log(show + 1) / -2 * min(click, 3) < 1e-3"]
+    tokens = [b" and ", b" or ", b"not ", b"(", b")", b"min(", b"<=", b"!=", b"count", b"log("]
+    return Target("condition", run, seeds, [expressions], tokens)
+
+
+def _addresses(folder: Path) -> Target:
+    def run(data: bytes) -> None:
+        text = data.decode("latin-1")
+        for read in (
+            lambda: server_launcher._addresses("--servers", text),
+            lambda: server_launcher._addresses("--workers", text),
+            lambda: role._endpoints(text, "FLEET_SERVER_ENDPOINTS"),
+        ):
+            with contextlib.suppress(role.RoleError):
+                assert len(read()) < 1 << 18
+
+    return Target("addresses", run, [b"a:7000*4,[::1]:7,b:0"], [server_launcher, role], [b":0*9", b":65535"])
+
+
+def _sizes(folder: Path) -> Target:
+    def run(data: bytes) -> None:
+        text = data.decode("latin-1")
+        readers = (lambda: table_size.parse_bytes(text, "x"), lambda: links.parse_link(text))
+        for read in (*readers, lambda: conditions.parse_straggler(text)):
+            with contextlib.suppress(FleetError):
+                read()
+
+    seeds, tokens = [b"8GB", b"25Gbit,20us", b"0.05x3"], [b"Gbit", b"us", b"e9"]
+    return Target("sizes and links", run, seeds, [table_size, links, conditions], tokens)
+
+
+# Data
+
+
+def _rows_of(parser: formats.Parser, data: bytes) -> None:
+    half = len(data) // 2
+    source = formats.LineSource("data", skip=True)
+    for rows in parser.read([data[:half], data[half:]], source):
+        assert len(rows.words) == rows.starts[-1]
+
+
+def _multi_slot(folder: Path) -> Target:
+    parser = formats.MultiSlotParser(SampleLayout([Slot("a"), Slot("b", dtype="float32", dim=2), Slot("c", dim=1)]))
+    seeds = [b"2 1 2 2 0.5 1e-3 1 7\n0 2 1 2 1 9\n", b"1 18446744073709551615 2 3.4e38 -0.0 1 1\r\n!bad 3: no\n"]
+    return Target("multi-slot text", lambda data: _rows_of(parser, data), seeds, [formats], [b" 1 ", b"1e38", b"\n"])
+
+
+def _criteo(folder: Path) -> Target:
+    parser = criteo.CriteoFormat().parser(SampleLayout(criteo.CriteoFormat.slots()))
+    seed = (
+        b"1\t" + b"\t".join(b"%d" % i for i in range(13)) + b"\t" + b"\t".join(b"%08x" % i for i in range(26)) + b"\n"
+    )
+    return Target("Criteo text", lambda data: _rows_of(parser, data), [seed], [criteo, formats], [b"\t", b"\n", b"-3"])
+
+
+def _compressed(folder: Path) -> Target:
+    path = folder / "data"
+
+    def run(data: bytes) -> None:
+        path.write_bytes(data)
+        num = sum(map(len, streams.chunks(streams.open_file(str(path)), str(path))))
+        assert num <= 1 << 32
+
+    text = b"1 2 3\n" * 50
+    seeds = [compress(text) for compress in (gzip.compress, zstandard.compress, lzma.compress, bz2.compress)]
+    return Target("compressed data", run, seeds, [streams, decompression])
+
+
+def _terminal(folder: Path) -> Target:
+    def run(data: bytes) -> None:
+        shown = printable.printable(data.decode("latin-1"))
+        assert not {chr(code) for code in (*range(9), *range(10, 27), *range(28, 32), *range(127, 160))} & set(shown)
+        assert "\x1b" not in printable.bare(data.decode("latin-1"))
+
+    return Target(
+        "terminal", run, [b"\x1b[31mred\x1b[0m \x1b]52;c;aa\x07 b\r\n"], [printable], [b"\x1b[", b"\x1b]", b"\x1b\\"]
+    )

@@ -1,0 +1,187 @@
+"""Nothing that comes from outside is executed: what the package may call, and what a server is seen to do.
+
+Every place that could run code out of data, start a process or open an address is in EXCEPTIONS, with its reason. A new
+one fails this test until it is there; docs/security.md has what users need to know of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT, SCRIPTS, TESTS
+
+import torchfleet
+
+PACKAGE = Path(torchfleet.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Modules that turn data into code or objects of any class.
+FORBIDDEN_MODULES = {
+    "pickle",
+    "cPickle",
+    "_pickle",
+    "dill",
+    "cloudpickle",
+    "shelve",
+    "marshal",
+    "jsonpickle",
+    "code",
+    "codeop",
+}
+# Calls that run code, start processes, or open what an address names. A name that ends in .* stands for all below it.
+WATCHED = (
+    "eval", "exec", "compile", "__import__", "builtins.e*", "builtins.compile",
+    "runpy.*", "importlib.*", "ctypes.CDLL", "ctypes.cdll.*",
+    "os.system", "os.popen", "os.exec*", "os.spawn*", "os.posix_spawn*", "os.fork", "os.forkpty", "pty.spawn",
+    "subprocess.*", "multiprocessing.*", "asyncio.create_subprocess*", "yaml.*", "fsspec.*", "urllib.request.*",
+    "torch.hub.*", "torch.load", "numpy.load", "np.load", "joblib.*",
+)  # fmt: skip
+# File and call → why it may be there.
+EXCEPTIONS = {
+    ("__init__.py", "importlib.import_module"): "names of the package itself, in a table",
+    ("nn.py", "importlib.import_module"): "names of the package itself, in a table",
+    ("data/__init__.py", "importlib.import_module"): "names of the package itself, in a table",
+    ("collective/build.py", "importlib.import_module"): "strategies, in a table",
+    ("collective/strategies/fusion.py", "importlib.import_module"): "torch's own modules, by names in the code",
+    ("collective/strategies/fusion.py", "importlib.util.find_spec"): "whether triton is there",
+    ("online/kafka.py", "importlib.import_module"): "the Kafka client, by its name in the code",
+    ("collective/checkpoint/tensor_files.py", "fsspec.open"): "a save that the script names",
+    ("data/reading/streams.py", "fsspec.open"): "data files that the script names",
+    ("online/listing.py", "fsspec.core.url_to_fs"): "a folder of data that the script names",
+    ("storage.py", "fsspec.core.url_to_fs"): "a folder of saves: what arrives by message is checked before",
+    ("data/reading/pipe.py", "subprocess.Popen"): "with a shell: the pipe command is the user's own",
+    ("data/reading/watchdog.py", "subprocess.run"): "a watchdog of our own",
+    ("launch/processes.py", "subprocess.Popen"): "the user's training script",
+    ("server/process.py", "subprocess.Popen"): "a server of our own",
+    ("simulate/forks.py", "runpy.run_path"): "the user's training script",
+    ("simulate/forks.py", "os.fork"): "simulated processes",
+    ("simulate/forks.py", "ctypes.CDLL"): "prctl of the C library",
+    ("tables/rows/memory.py", "ctypes.CDLL"): "mallopt of the C library",
+}
+SAFE_OPTIONS = ("weights_only", "allow_pickle", "shell")
+SHELLS = {("data/reading/pipe.py", "subprocess.Popen")}
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
+    """Every call with the full name of what is called, as far as imports tell it."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.asname or alias.name.split(".")[0]: alias.name if alias.asname else alias.name.split(".")[0]
+                      for alias in node.names}  # fmt: skip
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (path := dotted(node.func)):
+            yield ".".join((names.get(path[0], path[0]), *path[1:])), node
+
+
+def dotted(node: ast.AST) -> list[str]:
+    """a.b.c as its parts; of a method of what a call gave, the method alone."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute):
+        return [*(dotted(node.value) or ["()"]), node.attr]
+    return []
+
+
+def is_watched(name: str) -> bool:
+    return any(name == known or (known.endswith("*") and name.startswith(known[:-1])) for known in WATCHED)
+
+
+def modules(tree: ast.AST) -> set[str]:
+    found = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    found |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    return {name.split(".")[0] for name in found}
+
+
+def offences(tree: ast.AST, file: str = "") -> list[str]:
+    """What is forbidden everywhere, and watched calls that are no exception."""
+    found = sorted(modules(tree) & FORBIDDEN_MODULES)
+    for name, call in calls(tree):
+        options = {word.arg: ast.unparse(word.value) for word in call.keywords if word.arg in SAFE_OPTIONS}
+        is_wrong = (
+            (is_watched(name) and (file, name) not in EXCEPTIONS and not _is_safe_load(name, options))
+            or name.rpartition(".")[2] in ("recv_pyobj", "send_pyobj")
+            or options.get("allow_pickle", "False") != "False"
+            or (options.get("shell", "False") != "False" and (file, name) not in SHELLS)
+        )
+        if is_wrong:
+            found.append(f"line {call.lineno}: {ast.unparse(call)}")
+    return found
+
+
+def _is_safe_load(name: str, options: dict[str | None, str]) -> bool:
+    return (name == "torch.load" and options.get("weights_only") == "True") or name in ("numpy.load", "np.load")
+
+
+def test_no_module_can_run_code_out_of_data_and_every_exception_is_needed() -> None:
+    trees = {str(file.relative_to(PACKAGE)): ast.parse(file.read_text()) for file in FILES}
+    assert {file: found for file, tree in trees.items() if (found := offences(tree, file))} == {}
+    assert set(EXCEPTIONS) <= {(file, name) for file, tree in trees.items() for name, _ in calls(tree)}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from marshal import loads",
+        "def f():\n    import dill",
+        "eval('1')",
+        "exec(text)",
+        "compile(text, '', 'exec')",
+        "__import__(name)",
+        "from importlib import import_module as load\nload(name)",
+        "import os\nos.system(text)",
+        "from os import popen\npopen(text)",
+        "import os\nos.execv(text, [])",
+        "import subprocess as s\ns.run(['ls'])",
+        "anything(text, shell=True)",
+        "import yaml\nyaml.load(text)",
+        "import yaml\nyaml.safe_load(text)",
+        "import fsspec\nfsspec.open(path)",
+        "from fsspec import open as o\no(path)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "np.load(path, allow_pickle=True)",
+        "socket.recv_pyobj()",
+    ],
+)
+def test_the_check_sees_code_that_runs_data(line: str) -> None:
+    assert offences(ast.parse(line))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "model.eval()",
+        "torch.load(path, weights_only=True)",
+        "re.compile('a')",
+        "np.load(path)",
+        "import torch\ntorch.compile(m)",
+    ],
+)
+def test_the_check_lets_honest_code_pass(line: str) -> None:
+    assert not offences(ast.parse(line))
+
+
+@pytest.mark.timeout(110)
+def test_a_server_under_fuzzed_messages_runs_nothing_and_writes_in_its_folder_only(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "audited_server.py"), str(tmp_path / "own"), "6000"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}"}
+    ended = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, check=False, env=environment, cwd=tmp_path
+    )
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert found["seen"] == {}
+    assert found["answers"] > 4000
+    assert found["written"] > 3, "saves were made under the hook"
+    assert found["control"] == ["compile b'1'", f"open {tmp_path}/own.outside"], "the hook sees what it must"

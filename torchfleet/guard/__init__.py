@@ -1,0 +1,1 @@
+"""What comes from other users, processes and files, made harmless."""

@@ -1,0 +1,65 @@
+"""How a job on one machine keeps the machine's other users out: keys or sockets of its own, made at its start."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import platform
+from collections.abc import Iterator
+
+from torchfleet.errors import RoleError
+from torchfleet.launch.job_spec import JobSpec
+from torchfleet.launch.roles import JobLayout
+from torchfleet.net.keys import is_private
+from torchfleet.net.private_jobs import IPC, KEYS, PrivateJob
+
+KINDS = (KEYS, IPC)
+_WITH_VECTORS = ("x86_64", "AMD64")  # the cipher has vector code there: keys cost nothing that training shows
+_TEXTS = {
+    KEYS: "keys of its own, made at the start, in a folder that only this user can enter (FLEET_KEY_DIR)",
+    IPC: "sockets in a folder that only this user can enter, made at the start (FLEET_SOCKET_DIR)",
+}
+
+
+def kind_of(job: JobSpec, layout: JobLayout, private: str | None, plain: bool) -> str | None:
+    """KEYS or IPC if the job is to have a private folder; None if it has keys, is told to go without, or others have a
+    part in it. Raises RoleError for options that contradict each other, or the job."""
+    if private and plain:
+        raise RoleError(f"--private {private} keeps other users of this machine out, --plain lets them in: use one")
+    option = "--plain" if plain else f"--private {private}"
+    if (private or plain) and job.key_dir:
+        raise RoleError(
+            f"{option} and --key_dir (FLEET_KEY_DIR) {job.key_dir} exclude each other: leave one of them out"
+        )
+    if (private or plain) and not _is_all_here(layout):
+        raise RoleError(
+            f"{option} is for jobs whose processes all are on this machine, with servers on its loopback interface. "
+            "Use --key_dir with keys for all machines, or say --insecure."
+        )
+    if plain or job.key_dir or not _is_all_here(layout):
+        return None
+    return private or (KEYS if platform.machine() in _WITH_VECTORS else IPC)
+
+
+def told(kind: str | None) -> list[str]:
+    """The line of `--dry_run` about it."""
+    return [f"private: {_TEXTS[kind]}; --plain does without"] if kind else []
+
+
+@contextlib.contextmanager
+def private_folder(job: JobSpec, layout: JobLayout, kind: str | None) -> Iterator[JobSpec]:
+    """The job with its private folder of this kind, which is removed at the end. Raises SecurityError."""
+    if kind is None:
+        yield job
+        return
+    made = PrivateJob(layout.servers, kind)
+    try:
+        yield dataclasses.replace(job, **dataclasses.asdict(made.way))
+    finally:
+        made.close()
+
+
+def _is_all_here(layout: JobLayout) -> bool:
+    """Whether this launcher starts every process, and no other machine can reach a server."""
+    is_complete = len(layout.local_servers) == len(layout.servers) and len(layout.local_workers) == len(layout.workers)
+    return is_complete and all(is_private(f"tcp://{place}") for place in layout.servers)

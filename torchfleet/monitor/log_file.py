@@ -1,0 +1,78 @@
+"""The log of a process: its output as it wrote it, in at most two files of a given size."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+DEFAULT_BYTES = 1 << 30
+
+
+def before(log: Path) -> Path:
+    """Where the log lies that was full when this one was begun."""
+    return log.with_name(f"{log.name}.1")
+
+
+def last_bytes(log: Path, num: int) -> bytes:
+    """The end of a log, over both of its files."""
+    found = b""
+    for path in (log, before(log)):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - (num - len(found))))
+            found = file.read(num - len(found)) + found
+        if len(found) >= num:
+            break
+    return found
+
+
+class LogFile:
+    """Written by one thread. A log that has reached `max_bytes` is put aside, in the place of the one before it.
+
+    A disk that is full, or gone, does not stop the process whose log this is: `complain` is told once, and what cannot
+    be written is lost.
+    """
+
+    def __init__(self, path: Path, append: bool, max_bytes: int, complain: Callable[[str], None]) -> None:
+        self._path, self._max_bytes, self._complain = path, max_bytes, complain
+        self._file: IO[bytes] | None = None
+        self._size, self._has_told = 0, False
+        try:
+            self._open("ab" if append else "wb")
+        except OSError as error:
+            self._tell(str(error))
+
+    def write(self, data: bytes) -> None:
+        try:
+            if self._size and self._size + len(data) > self._max_bytes:
+                self._begin_anew()
+            written = (self._file or self._open("ab")).write(data)
+            self._size += written
+        except OSError as error:
+            self._tell(str(error))
+        else:
+            if written < len(data):
+                self._tell("no space is left")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self, mode: str) -> IO[bytes]:
+        self._file = open(self._path, mode, buffering=0)  # noqa: SIM115  (until close)
+        self._size = self._file.seek(0, os.SEEK_END)
+        return self._file
+
+    def _begin_anew(self) -> None:
+        self.close()
+        os.replace(self._path, before(self._path))
+        self._open("wb")
+
+    def _tell(self, why: str) -> None:
+        if not self._has_told:
+            self._has_told = True
+            self._complain(f"{self._path} cannot be written to ({why}): the process goes on, and its output is lost")
