@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.jobs import Net, fleet_optimizer, make_batch, one_worker
 
-from torchfleet.checkpoint.model_export import export_model
+from torchfleet.checkpoint.exporting.model_export import export_model
 from torchfleet.errors import CheckpointError
 
 

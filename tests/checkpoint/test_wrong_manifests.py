@@ -19,8 +19,8 @@ from torchfleet.checkpoint import part_file
 from torchfleet.checkpoint.manifest_file import read_body, write_body
 from torchfleet.commands.inspect_saved import SavedModel
 from torchfleet.errors import CheckpointError
+from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
-from torchfleet.server.table_loading import load_model
 from torchfleet.storage import Storage
 from torchfleet.tables.settings.policy import CountFilterEntry, Shrink, WindowCountEntry, combined
 from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec

@@ -21,7 +21,7 @@ from support import chains
 from support.fleets import Fleet, in_process, in_threads
 from support.scripts.saved_models import save
 
-from torchfleet.checkpoint.export import export_table
+from torchfleet.checkpoint.exporting.export import export_table
 from torchfleet.checkpoint.manifest import read_manifest
 from torchfleet.commands import command
 from torchfleet.commands.drawing import bars

@@ -19,8 +19,8 @@ from torchfleet.checkpoint.manifest import Manifest, described, write_manifest
 from torchfleet.errors import FleetError, TableError
 from torchfleet.net.addresses import TRANSPORTS, connect, listen
 from torchfleet.net.wire import DENSE_BACK, Role
+from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
-from torchfleet.server.table_loading import load_model
 from torchfleet.storage import Storage
 from torchfleet.tables.settings.spec import KINDS, RULES, Initializer, Rule, TableKind, TableSpec
 from torchfleet.worker.client.client import Client

@@ -22,9 +22,9 @@ import torchfleet as fleet
 from torchfleet.checkpoint.manifest import Manifest, read_manifest
 from torchfleet.checkpoint.part_reader import read_part
 from torchfleet.errors import CheckpointError
-from torchfleet.server import table_saving
+from torchfleet.server.saving import table_saving
+from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
-from torchfleet.server.table_loading import load_model
 from torchfleet.storage import Storage
 from torchfleet.tables.settings.policy import CountFilterEntry, ShowClickEntry, Shrink, WindowCountEntry, combined
 from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec

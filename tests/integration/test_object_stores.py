@@ -26,7 +26,7 @@ from support.sharded_models import Net
 
 from torchfleet import fleet as facade
 from torchfleet.checkpoint.compaction import compact
-from torchfleet.checkpoint.export import export_table
+from torchfleet.checkpoint.exporting.export import export_table
 from torchfleet.checkpoint.manifest import read_manifest
 from torchfleet.collective.checkpoint.loading import load_parameters
 from torchfleet.collective.checkpoint.saving import save as save_collective

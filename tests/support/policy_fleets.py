@@ -14,8 +14,8 @@ from support.policy_oracle import owner_of
 
 from torchfleet.checkpoint.manifest import Manifest
 from torchfleet.net.wire import Frame
+from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
-from torchfleet.server.table_loading import load_model
 from torchfleet.tables.settings.spec import TableSpec
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience

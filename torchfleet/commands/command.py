@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from torchfleet import __version__
 from torchfleet.checkpoint.chain import statistics_of
 from torchfleet.checkpoint.compaction import compact
-from torchfleet.checkpoint.export import FORMATS, export_table
+from torchfleet.checkpoint.exporting.export import FORMATS, export_table
+from torchfleet.checkpoint.exporting.model_export import DESCRIPTION, PARAMETERS, export_model
 from torchfleet.checkpoint.manifest import read_manifest
-from torchfleet.checkpoint.model_export import DESCRIPTION, PARAMETERS, export_model
 from torchfleet.collective.checkpoint.collective_manifest import is_collective
 from torchfleet.commands.diff import diff
 from torchfleet.commands.inspect_collective import export_collective, inspect_collective

@@ -22,9 +22,9 @@ from torchfleet.net.private_jobs import Way
 from torchfleet.net.transport import ServerSocket
 from torchfleet.net.wire import Role
 from torchfleet.role import RoleInfo
+from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
 from torchfleet.server.server_log import rows_text, speaker, tables_text
-from torchfleet.server.table_loading import load_model
 from torchfleet.server.warm import warm_up
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.worker.client.client import Client

@@ -24,8 +24,8 @@ from torchfleet.net.keys import KeyFolder
 from torchfleet.net.private_jobs import Way
 from torchfleet.net.transport import InProcess
 from torchfleet.net.wire import Role
+from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
-from torchfleet.server.table_loading import load_model
 from torchfleet.storage import Storage
 from torchfleet.tables.rows.row_statistics import is_pushed
 from torchfleet.tables.settings.clock import MAX_TIME

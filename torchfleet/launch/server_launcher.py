@@ -17,7 +17,7 @@ from torchfleet.launch.supervisor import JobSupervisor
 from torchfleet.net.keys import is_private
 from torchfleet.tables.settings.table_size import VARIABLE, parse_bytes
 
-ROOTS = "FLEET_SAVE_ROOTS"  # read by server/save_roots.py
+ROOTS = "FLEET_SAVE_ROOTS"  # read by server/saving/save_roots.py
 _MOST_SECONDS = 7 * 24 * 3600.0
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _MOST = 1 << 16  # ports of a host, and more than any job has processes

@@ -42,10 +42,10 @@ from torchfleet.server.arrays import (
 )
 from torchfleet.server.kept_pushes import answer, apply_gathered, bounded_push, gather_push
 from torchfleet.server.long_work import in_slices, inspect, set_clock, shrink_tables, walk
+from torchfleet.server.saving.table_saving import SaveBody, save_in_slices
 from torchfleet.server.sliced_pull import begin_long_pull, pulls_long
 from torchfleet.server.state.state import Answer, State
 from torchfleet.server.sync_step import keep_for_step
-from torchfleet.server.table_saving import SaveBody, save_in_slices
 from torchfleet.tables.settings.spec import TableSpec
 
 MAX_CHANGED = 1 << 24  # numbers of one table in a reply to PULL_CHANGED: 64 MB

@@ -30,7 +30,7 @@ from torchfleet.net.wire import (
 )
 from torchfleet.server.commands import COMMANDS, CommandHandler
 from torchfleet.server.long_work import shrink_in_slices
-from torchfleet.server.save_roots import roots_of
+from torchfleet.server.saving.save_roots import roots_of
 from torchfleet.server.state.sessions import Outcome
 from torchfleet.server.state.state import Answer, State
 from torchfleet.server.waiting import end_hopeless_waits

@@ -20,8 +20,8 @@ from support.fuzz.mutation import Mutator
 
 from torchfleet.errors import FleetError
 from torchfleet.net.wire import Command, Message, Role, decode, pack
+from torchfleet.server.saving.table_saving import SaveBody
 from torchfleet.server.server import Server
-from torchfleet.server.table_saving import SaveBody
 
 FORBIDDEN = (
     "exec", "compile", "import", "pickle.find_class", "marshal.loads", "subprocess.Popen", "os.system", "os.exec",
@@ -59,15 +59,14 @@ class Watch:
 
 
 def inputs(folder: str, num: int) -> list[list[bytes]]:
-    """Good messages and spoiled ones, saves into the folder among them. A spoiled save is left out: its folder is its
-    sender's choice."""
+    """Good messages and spoiled ones, saves into the folder among them."""
     good = messages()
     mutator, dice = Mutator(5, [b"TFLT"]), random.Random(5)
     found = [frames_of(data) for data in good]
     while len(found) < num:
         frames = frames_of(mutator.spoiled(dice.choice(good), dice.choice(good)))
         with contextlib.suppress(FleetError):
-            if decode(frames).command in (Command.SAVE, Command.STOP):
+            if decode(frames).command is Command.STOP:
                 continue
         found.append(frames)
     for at in range(0, num, num // 4):
@@ -78,8 +77,8 @@ def inputs(folder: str, num: int) -> list[list[bytes]]:
     return found
 
 
-def send(all_frames: list[list[bytes]]) -> int:
-    server = Server(max_table_bytes=1 << 16)
+def send(all_frames: list[list[bytes]], folder: str) -> int:
+    server = Server(max_table_bytes=1 << 16, save_roots=[folder])
     server.state.add_table(SPEC)
     num_answers = 0
     for frames in all_frames:
@@ -94,10 +93,10 @@ def main() -> None:
     folder, num = sys.argv[1], int(sys.argv[2])
     Path(folder).mkdir()
     all_frames = inputs(folder, num)
-    send(all_frames)
+    send(all_frames, folder)
     watch = Watch(folder)
     watch.is_on = True
-    num_answers = send(all_frames)
+    num_answers = send(all_frames, folder)
     watch.is_on = False
     seen, watch.seen = dict(watch.seen), Counter()
     watch.is_on = True

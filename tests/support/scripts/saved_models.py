@@ -19,8 +19,8 @@ from torchfleet.checkpoint.manifest import (
     write_manifest,
 )
 from torchfleet.checkpoint.part_reader import read_part
+from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
-from torchfleet.server.table_loading import load_model
 from torchfleet.storage import Storage
 from torchfleet.tables.settings.spec import TableSpec
 from torchfleet.worker.client.client import Client

@@ -17,7 +17,7 @@ from torchfleet.checkpoint.part_writer import PART_BYTES
 from torchfleet.errors import CheckpointError, FleetError
 from torchfleet.kernels.rows import largest
 from torchfleet.net.wire import pack
-from torchfleet.server.save_roots import SaveFolder, open_folder
+from torchfleet.server.saving.save_roots import SaveFolder, open_folder
 from torchfleet.server.state.state import LongRequest, State
 from torchfleet.tables.settings.spec import table_number
 from torchfleet.tables.table import PartKind, SavedSlice, SaveMode, Table

@@ -22,7 +22,7 @@ from torchfleet.checkpoint.part_reader import read_part
 from torchfleet.errors import CheckpointError, FleetError, PermissionRefused, WireError
 from torchfleet.net.transport import InProcess
 from torchfleet.net.wire import Command, Message, Role, decode_reply, encode, pack, unpack
-from torchfleet.server import table_saving
+from torchfleet.server.saving import table_saving
 from torchfleet.server.server import Server
 from torchfleet.storage import Storage
 from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec

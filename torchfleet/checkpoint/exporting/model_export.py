@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchfleet.checkpoint.byte_words import to_bytes
-from torchfleet.checkpoint.export import FORMATS, export_table
+from torchfleet.checkpoint.exporting.export import FORMATS, export_table
 from torchfleet.checkpoint.manifest import Manifest, Parameter, Table, read_manifest
 from torchfleet.checkpoint.part_file import ITEM_BYTES, entries_of, header
 from torchfleet.checkpoint.part_reader import read_dense

@@ -15,7 +15,7 @@ from support.fleets import WAIT, in_process
 from torchfleet.checkpoint.lock import RESERVED, reserve
 from torchfleet.errors import CheckpointError, RoleError
 from torchfleet.launch.server_launcher import roots
-from torchfleet.server.save_roots import open_folder, roots_of
+from torchfleet.server.saving.save_roots import open_folder, roots_of
 from torchfleet.storage import Storage
 from torchfleet.tables.settings.spec import Rule, TableSpec
 

@@ -1,0 +1,1 @@
+"""A model to files and back, and where servers may write."""
