@@ -49,6 +49,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     chosen = parser.parse_args()
+    if unknown := set(chosen.only.split(",")) - set(ATTACKS):
+        parser.error(f"--only: expected names among {', '.join(ATTACKS)}; found {', '.join(sorted(unknown))}")
     if chosen.quick:
         chosen.seconds = 2.0
     return chosen
@@ -122,8 +124,10 @@ def under(name: str, chosen: argparse.Namespace, key_dir: str | None) -> dict[st
         try:
             during = waits(client, chosen.seconds, chosen.keys_per_pull)
         finally:
-            attack.wait(60)
+            status = attack.wait(60)
             held = memory.stop()
+        if status:
+            raise SystemExit(f"the attack '{name}' ended with status {status}: nothing was measured")
         time.sleep(0.5)
         rest += waits(client, chosen.seconds / 2, chosen.keys_per_pull)
         stats = client.stats()[0]

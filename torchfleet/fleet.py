@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, overload
 
+import msgspec
 import torch
 
 from torchfleet.adoption import AdoptedOptimizer
@@ -424,12 +425,17 @@ def shrink(
     max_bytes: int | None = None,
     min_norm: float | None = None,
     where: str | None = None,
+    max_share: float | None = None,
 ) -> dict[str, int]:
     """Drop rows, of one table or of all: those for which any of these holds; without any, each table's own policy acts.
 
     On worker 0 only; training goes on meanwhile. Returns how many rows of which table were dropped: docs/online.md.
+    `max_share`: of a server's rows; a shrink that would drop more drops none and raises TableError. None: the table's
+    own, else 0.5.
     """
     policy = Shrink(delete_after_unseen_days, delete_threshold, ttl_days, max_rows, max_bytes, min_norm, where)
+    if max_share is not None:
+        policy = msgspec.structs.replace(policy, max_share=max_share)
     return _get_job(NO_WORKER).first_worker("shrink").shrink(table, policy)
 
 

@@ -642,7 +642,13 @@ def test_shrink_and_set_time_say_what_they_cannot_do() -> None:
             fleet.shrink("plain")
         with pytest.raises(TableError, match=r"where|condition"):
             fleet.shrink("ids", where="norm >")
+        with pytest.raises(TableError, match="max_share must be above 0"):
+            fleet.shrink("ids", min_norm=1.0, max_share=2.0)
         assert fleet.shrink("plain", min_norm=1.0) == {"plain": 0}
+        part.worker.client.pull("plain", np.arange(1000)).result()
+        with pytest.raises(TableError, match=r"more than max_share=0\.5 of them; nothing was dropped"):
+            fleet.shrink("plain", min_norm=10.0)
+        assert fleet.shrink("plain", min_norm=10.0, max_share=1.0) == {"plain": 1000}
         for seconds in (-1, MAX_TIME + 1, float("nan"), float("inf"), "now"):
             with pytest.raises(FleetError, match="time"):
                 fleet.set_time(seconds)

@@ -72,7 +72,7 @@ def _check_share(table: RowStore, policy: Shrink, where: Expression | None, now:
         raise TableError(
             f"table '{table.spec.name}': this shrink would drop {num:,} of {table.index.num_keys:,} rows, more than "
             f"max_share={policy.max_share:g} of them; nothing was dropped. Is the time right ({now} s since 1970)? If "
-            "so, declare what may go: SparseEmbedding(shrink=fleet.Shrink(..., max_share=1.0))."
+            "so, say what may go: fleet.shrink(..., max_share=1.0), or shrink=fleet.Shrink(max_share=1.0) of the layer."
         )
 
 
