@@ -53,6 +53,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=8.0, help="time of one run, after a first pass over the data")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--grid", type=layouts, help="servers x workers of every run, such as 1x1,1x8,4x8")
+    parser.add_argument(
+        "--private", choices=["keys", "ipc", "plain"], help="how the job keeps others out (default: fleetrun's own)"
+    )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     chosen = parser.parse_args()
@@ -68,7 +71,8 @@ def run(chosen: argparse.Namespace, layout: Layout) -> Found:
         command = [sys.executable, str(_WORKER), *settings]
         if num_servers:
             roles = ["--server_num", str(num_servers), "--worker_num", str(num_workers), "--log_dir", log_dir]
-            command = [sys.executable, "-m", "torchfleet.launch", *roles, str(_WORKER), *settings]
+            way = {None: [], "plain": ["--plain"]}.get(chosen.private, ["--private", str(chosen.private)])
+            command = [sys.executable, "-m", "torchfleet.launch", *roles, *way, str(_WORKER), *settings]
         threads = {"OMP_NUM_THREADS": "1"} if chosen.grid else {}  # more than cores, and they would take the servers'
         environment = {**threads, **os.environ}
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
