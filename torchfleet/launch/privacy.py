@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import platform
 from collections.abc import Iterator
 
 from torchfleet.errors import RoleError
@@ -14,7 +13,6 @@ from torchfleet.net.keys import is_private
 from torchfleet.net.private_jobs import IPC, KEYS, PrivateJob
 
 KINDS = (KEYS, IPC)
-_WITH_VECTORS = ("x86_64", "AMD64")  # the cipher has vector code there: keys cost nothing that training shows
 _TEXTS = {
     KEYS: "keys of its own, made at the start, in a folder that only this user can enter (FLEET_KEY_DIR)",
     IPC: "sockets in a folder that only this user can enter, made at the start (FLEET_SOCKET_DIR)",
@@ -38,7 +36,7 @@ def kind_of(job: JobSpec, layout: JobLayout, private: str | None, plain: bool) -
         )
     if plain or job.key_dir or not _is_all_here(layout):
         return None
-    return private or (KEYS if platform.machine() in _WITH_VECTORS else IPC)
+    return private or IPC  # as private as keys, and nothing is encrypted: docs/log.md
 
 
 def told(kind: str | None) -> list[str]:

@@ -63,7 +63,7 @@ class ServerLauncher:
             "--private",
             choices=KINDS,
             help="how a job on this machine alone keeps its other users out: keys of its own, or sockets in a folder "
-            "of this user (default: keys on x86, ipc elsewhere)",
+            "of this user (default: ipc)",
         )
         group.add_argument("--plain", action="store_true", help="let every user of this machine reach the servers")
 
