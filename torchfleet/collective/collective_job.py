@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,15 +13,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torchfleet.collective.build import build, check
 from torchfleet.collective.collective_model import CollectiveModel
 from torchfleet.collective.collective_optimizer import CollectiveOptimizer
-from torchfleet.collective.data_parallel import WrappedModel, broadcast, data_parallel, together
+from torchfleet.collective.data_parallel import WrappedModel, broadcast, data_parallel, share_buffers
 from torchfleet.collective.local_tensors import is_local
+from torchfleet.collective.meeting.attendance import Attendance
+from torchfleet.collective.meeting.batch_agreement import Agreement
 from torchfleet.collective.strategy import Forward, JobView, Runner, Strategy
-from torchfleet.collective.world import World, begun
+from torchfleet.collective.world import World, begun, degrees
 from torchfleet.errors import FleetError, ModelError, StrategyError
 from torchfleet.monitor.status import StatusFile
 from torchfleet.role import RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
+DEGREES = {"tensor_parallel_degree": "model", "sharding_degree": "sharding"}  # of configs, by the axis that it is of
 _AS_OFTEN = ("amp", "sync_batch_norm")  # change layers to what they are already, the second time
 
 
@@ -42,7 +46,10 @@ class CollectiveJob:
         self.model: CollectiveModel | None = None
         self.optimizer: CollectiveOptimizer | None = None
         self._settings: DistributedStrategy | None = None
+        self._is_assumed = False  # nobody gave the settings: they are the defaults
         self._world: World | None = None
+        self._attendance: Attendance | None = None
+        self._agreement: Agreement | None = None
         self.strategies: list[Strategy] = []
         self._reported: dict[str, float] = {}
         self._status = StatusFile(info.status_file, self._status_now)
@@ -52,21 +59,51 @@ class CollectiveJob:
             self._begin()
 
     def use(self, settings: DistributedStrategy | None, user: str) -> None:
-        """The strategy may be given to init, distributed_model or distributed_optimizer; late, or another: an error."""
+        """The strategy may be given to init, distributed_model or distributed_optimizer; another one is an error."""
         if settings is None or settings == self._settings:
             return
-        if self._settings is not None:
+        if self._settings is not None and not self._is_assumed:
             raise StrategyError(
                 f"{user} got another strategy than was given before: give one, to fleet.init, and leave it out here"
             )
-        if self.model is not None:
-            raise StrategyError(
-                f"{user} got a strategy, but the model is distributed already, without one: give it to fleet.init or "
-                "fleet.distributed_model"
-            )
         check(settings)
+        if self._world is not None:
+            self._check_late(settings, user)
         settings.lock(user)
-        self._settings = settings
+        self._settings, self._is_assumed = settings, False
+        if self._world is not None:
+            use_execution(settings)
+        if self.model is not None:
+            self._distribute_again(self.model, user)
+
+    def _check_late(self, settings: DistributedStrategy, user: str) -> None:
+        """The ranks have met under the defaults: what the strategy says of that comes too late."""
+        world, reason = self.world, ""
+        if degrees(settings, world.size) != world.degrees:
+            reason = "it lays the ranks out in another way"
+        elif settings.sync_timeout != self.settings.sync_timeout:
+            reason = f"sync_timeout={settings.sync_timeout} counts from there"
+        elif self.model is not None and self.model.num_samples:
+            reason = "the model has been trained without it"
+        if reason:
+            raise StrategyError(
+                f"{user} got a strategy after the ranks have met without one, and {reason}: give it to "
+                "fleet.init(is_collective=True, strategy=strategy), and leave it out here"
+            )
+
+    def _distribute_again(self, model: CollectiveModel, user: str) -> None:
+        """Paddle's order: the strategy comes with the optimizer. Its parameters must stay those of the model."""
+        before = {id(parameter) for parameter in model.parameters()}
+        model.forget()
+        self.model = None
+        made = self.distribute_model(model.module)
+        if {id(parameter) for parameter in made.parameters()} != before:
+            raise StrategyError(
+                f"{user} got a strategy that changes the model's parameters, which the optimizer has as they were: "
+                "give it to fleet.init or fleet.distributed_model, and make the optimizer after that"
+            )
+        model.become(made)
+        self.model = model
 
     def _begin(self) -> None:
         if self._world is None:
@@ -77,6 +114,7 @@ class CollectiveJob:
     def settings(self) -> DistributedStrategy:
         if self._settings is None:
             self.use(DistributedStrategy(), "fleet.distributed_model")
+            self._is_assumed = True
         assert self._settings is not None
         return self._settings
 
@@ -109,7 +147,8 @@ class CollectiveJob:
         view = JobView(model, forward, has_local or self._owns_gradients, runner)
         for strategy in self.strategies:
             strategy.joined(view)
-        self.model = CollectiveModel(wrapped, self.strategies, parallel, runner)
+        share = partial(share_buffers, model, self.world)
+        self.model = CollectiveModel(wrapped, self.strategies, parallel, runner, share)
         if any(strategy.wants_loss for strategy in self.strategies):
             self.model.on_loss = self._note_loss
         return self.model
@@ -170,9 +209,24 @@ class CollectiveJob:
             inner = strategy.optimizer(inner, self.names)
         self.optimizer = CollectiveOptimizer(optimizer, inner, self.strategies, parameters, self.world)
         self.optimizer.after_step = self._status.write
+        self._attend(self.model, self.optimizer)
         if self.info.worker_index == 0:
             print(self.describe(), flush=True)
         return self.optimizer
+
+    def _attend(self, model: CollectiveModel, optimizer: CollectiveOptimizer) -> None:
+        """From now on a rank that waits in a step is known to those whose loops are over."""
+        store = self.world.own_store() if self.world.size > 1 else None
+        if store is not None:
+            timeout, is_on_gpu = self.settings.sync_timeout, self.world.device.type == "cuda"
+            self._attendance = Attendance(store, self.world.rank, self.world.size, timeout)
+            model.on_backward = self._attendance.begin_step
+            optimizer.on_call = partial(self._attendance.end_step, is_on_gpu)
+
+    def _meet(self, what: str) -> None:
+        """All ranks come to this place. Raises WorkerMissing if one waits in a step for this one."""
+        if self._attendance is not None:
+            self._attendance.meet(what)
 
     def _check_parameters(self, parameters: list[torch.nn.Parameter]) -> None:
         strange = sum(parameter not in self.names for parameter in parameters)
@@ -190,12 +244,19 @@ class CollectiveJob:
         if axes:
             lines[0] += f": {axes}"
         for strategy in self.strategies:
-            keys = ", ".join(f"{key} {value}" for key, value in strategy.configs.items())
+            shown = {
+                key: world.degrees[DEGREES[key]] if key in DEGREES else value for key, value in strategy.configs.items()
+            }
+            keys = ", ".join(f"{key} {value}" for key, value in shown.items())
             lines.append(f"  {strategy.field}" + (f": {keys}" if keys else ""))
         return "\n".join(lines)
 
     def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
-        return together(loader, self.world) if self.world.size > 1 else iter(loader)
+        if self.world.size == 1:
+            return iter(loader)
+        if self._agreement is None:
+            self._agreement = Agreement(self.world.rank, self.world.size, "gloo")  # flags lie in host memory
+        return self._agreement.batches(loader)
 
     def report(self, metrics: dict[str, float]) -> None:
         self._reported.update(metrics)
@@ -209,15 +270,23 @@ class CollectiveJob:
 
     def stop(self) -> None:
         self._status.write(now=True)
+        self._meet("fleet.stop_worker()")
+        self._leave()
         begun.info = None
         if self._world is not None:
             self._world.close()
+
+    def _leave(self, alone: bool = False) -> None:
+        attendance, self._attendance = self._attendance, None
+        if attendance is not None:
+            attendance.close(alone)
 
     @property
     def is_under_way(self) -> bool:
         return self.optimizer is not None
 
     def reset(self) -> None:
+        self._leave(alone=True)
         begun.info = None
         if self._settings is not None:
             self._settings.unlock()
@@ -241,6 +310,7 @@ class CollectiveJob:
         from torchfleet.collective.checkpoint.saving import save
 
         model, optimizer = self._trained()
+        self._meet("fleet.save")
         for strategy in self.strategies:
             strategy.before_save()
         return save(dirname, model.module, optimizer.inner, self.strategies, self.world, extra, self.names)
@@ -249,6 +319,7 @@ class CollectiveJob:
         from torchfleet.collective.checkpoint.loading import load
 
         model, optimizer = self._trained()
+        self._meet("fleet.load")
         extra = load(dirname, model.module, optimizer.inner, self.strategies, self.world, self.names)
         for strategy in self.strategies:
             strategy.after_load()
@@ -274,12 +345,14 @@ class CollectiveJob:
         return scheduler
 
     def barrier(self) -> None:
+        self._meet("fleet.barrier_worker()")
         self.world.barrier()
 
     def gather(self, name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
         """What every rank brought, in their order. All ranks call it in the same order, so `name` is not needed."""
         if comm_world == "server":
             raise FleetError("comm_world='server': this job is collective and has no servers; use 'worker' or 'all'")
+        self._meet(f"fleet.util or fleet.metrics ({name})")
         return self.world.gather(data)
 
 
