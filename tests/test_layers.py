@@ -123,7 +123,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "collective/meeting": {"background", "errors"},
     "collective/layers": {*CORE, "collective/gradient_average", "strategy", "errors"},
-    "collective/checkpoint": {*CORE, "collective/strategies/sharding", "checkpoint", "storage", "monitor", "errors"},
+    "collective/checkpoint": {
+        *CORE,
+        "collective/strategies/sharding",
+        "checkpoint",
+        "storage",
+        "monitor",
+        "background",
+        "errors",
+    },
     "collective": {
         *CORE,
         "collective/outputs",

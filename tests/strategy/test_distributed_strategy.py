@@ -56,6 +56,7 @@ COLLECTIVE: dict[str, Any] = {  # a value other than the default
     "hybrid_configs": {"dp_degree": 2},
     "fuse_all_reduce_ops": False,
     "fuse_grad_size_in_MB": 64,
+    "last_comm_group_size_MB": 2.0,
     "nccl_comm_num": 2,
     "sync_nccl_allreduce": False,
     "use_hierarchical_allreduce": True,
@@ -69,7 +70,6 @@ COLLECTIVE: dict[str, Any] = {  # a value other than the default
 }
 NEVER: dict[str, Any] = {  # fields of Paddle's that PyTorch has no place for
     "fuse_grad_size_in_num": 4,
-    "last_comm_group_size_MB": 2.0,
     "cudnn_batchnorm_spatial_persistent": True,
     "conv_workspace_size_limit": 1024,
 }

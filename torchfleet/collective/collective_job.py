@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -24,7 +25,11 @@ from torchfleet.monitor.status import StatusFile
 from torchfleet.role import RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
+if TYPE_CHECKING:
+    from torchfleet.collective.checkpoint.background_saves import BackgroundSaves
+
 DEGREES = {"tensor_parallel_degree": "model", "sharding_degree": "sharding"}  # of configs, by the axis that it is of
+_PATIENCE = 10.0  # seconds that a job which is given up waits for its save
 _AS_OFTEN = ("amp", "sync_batch_norm")  # change layers to what they are already, the second time
 
 
@@ -50,6 +55,7 @@ class CollectiveJob:
         self._world: World | None = None
         self._attendance: Attendance | None = None
         self._agreement: Agreement | None = None
+        self._saves: BackgroundSaves | None = None
         self.strategies: list[Strategy] = []
         self._reported: dict[str, float] = {}
         self._status = StatusFile(info.status_file, self._status_now)
@@ -270,6 +276,7 @@ class CollectiveJob:
 
     def stop(self) -> None:
         self._status.write(now=True)
+        self._finish_save()
         self._meet("fleet.stop_worker()")
         self._leave()
         begun.info = None
@@ -286,6 +293,8 @@ class CollectiveJob:
         return self.optimizer is not None
 
     def reset(self) -> None:
+        with contextlib.suppress(Exception):
+            self._finish_save(_PATIENCE)
         self._leave(alone=True)
         begun.info = None
         if self._settings is not None:
@@ -306,19 +315,35 @@ class CollectiveJob:
             **self._reported,
         }
 
-    def save(self, dirname: str, extra: Mapping[str, Any] | None) -> int:
-        from torchfleet.collective.checkpoint.saving import save
+    def save(self, dirname: str, extra: Mapping[str, Any] | None, asynchronous: bool = False) -> int:
+        from torchfleet.collective.checkpoint.background_saves import BackgroundSaves
+        from torchfleet.collective.checkpoint.save_writing import write_save
+        from torchfleet.collective.checkpoint.saving import plan_save
 
         model, optimizer = self._trained()
+        self._finish_save()
         self._meet("fleet.save")
         for strategy in self.strategies:
             strategy.before_save()
-        return save(dirname, model.module, optimizer.inner, self.strategies, self.world, extra, self.names)
+        inner, strategies, world = optimizer.inner, self.strategies, self.world
+        planned, tensors = plan_save(dirname, model.module, inner, strategies, world, extra, self.names)
+        if asynchronous:
+            self._saves = self._saves or BackgroundSaves(world)
+            self._saves.begin(planned, tensors)
+        else:
+            write_save(planned, tensors, world)
+        return planned.number
+
+    def _finish_save(self, timeout: float | None = None) -> None:
+        """Wait for a save that is written beside training; its error, if any, is raised here."""
+        if self._saves is not None:
+            self._saves.finish(timeout)
 
     def load(self, dirname: str) -> dict[str, Any]:
         from torchfleet.collective.checkpoint.loading import load
 
         model, optimizer = self._trained()
+        self._finish_save()
         self._meet("fleet.load")
         extra = load(dirname, model.module, optimizer.inner, self.strategies, self.world, self.names)
         for strategy in self.strategies:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,30 @@ class Axis(NamedTuple):
     rank: int
     size: int
     group: dist.ProcessGroup | None
+
+
+class Gathering(Protocol):
+    """All ranks, as far as they bring each other bytes."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What every rank brought, in their order. All ranks call it together."""
+
+
+class Aside(NamedTuple):
+    """All ranks, over connections of their own."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data] if self.group is None else _gather(data, self.size, self.group)
 
 
 class World:
@@ -84,15 +108,11 @@ class World:
 
     def gather(self, data: bytes) -> list[bytes]:
         """What every rank brought, in their order."""
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.control)
-        longest = max(int(length) for length in lengths)
-        own = torch.zeros(longest, dtype=torch.uint8)
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
-        brought = [torch.zeros_like(own) for _ in range(self.size)]
-        if longest:
-            dist.all_gather(brought, own, group=self.control)
-        return [message[: int(length)].numpy().tobytes() for message, length in zip(brought, lengths, strict=True)]
+        return _gather(data, self.size, self.control)
+
+    def aside(self) -> Gathering:
+        """All ranks, for another thread: it speaks while this one exchanges. All ranks come here together."""
+        return Aside(self.rank, self.size, dist.new_group(backend="gloo") if self.size > 1 else None)
 
     def own_store(self) -> Store | None:
         """A store that all ranks share, on a connection of its own. All ranks come here together, as often.
@@ -150,6 +170,18 @@ class World:
             if self.size > 1 and not alone:
                 self.barrier()
             dist.destroy_process_group()
+
+
+def _gather(data: bytes, size: int, group: dist.ProcessGroup) -> list[bytes]:
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
+    longest = max(int(length) for length in lengths)
+    own = torch.zeros(longest, dtype=torch.uint8)
+    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
+    brought = [torch.zeros_like(own) for _ in range(size)]
+    if longest:
+        dist.all_gather(brought, own, group=group)
+    return [message[: int(length)].numpy().tobytes() for message, length in zip(brought, lengths, strict=True)]
 
 
 def degrees(strategy: DistributedStrategy, size: int) -> dict[str, int]:
