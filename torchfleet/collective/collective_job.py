@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from torchfleet.collective.build import build, check
+from torchfleet.collective.build import build
 from torchfleet.collective.collective_model import CollectiveModel
 from torchfleet.collective.collective_optimizer import CollectiveOptimizer
 from torchfleet.collective.data_parallel import WrappedModel, broadcast, data_parallel, share_buffers
+from torchfleet.collective.job_settings import JobSettings
 from torchfleet.collective.local_tensors import is_local
 from torchfleet.collective.meeting.attendance import Attendance
 from torchfleet.collective.meeting.batch_agreement import Agreement
 from torchfleet.collective.strategy import Forward, JobView, Runner, Strategy
-from torchfleet.collective.world import World, begun, degrees
+from torchfleet.collective.world import begun
 from torchfleet.errors import FleetError, ModelError, StrategyError
 from torchfleet.monitor.status import StatusFile
 from torchfleet.role import RoleInfo
@@ -33,26 +34,17 @@ _PATIENCE = 10.0  # seconds that a job which is given up waits for its save
 _AS_OFTEN = ("amp", "sync_batch_norm")  # change layers to what they are already, the second time
 
 
-def use_execution(settings: DistributedStrategy) -> None:
-    """What the settings say about this process: its threads, and how cuDNN chooses."""
-    torch.backends.cudnn.benchmark = settings.cudnn_exhaustive_search
-    if settings.execution_strategy.num_threads:
-        torch.set_num_threads(settings.execution_strategy.num_threads)
-
-
-class CollectiveJob:
+class CollectiveJob(JobSettings):
     """Model, optimizer and strategies of a rank. The ranks meet when the strategy is known."""
 
     _kind = "collective training"
     _beside_rows = False  # the model looks rows up that are not parameters
 
     def __init__(self, info: RoleInfo, settings: DistributedStrategy | None) -> None:
-        self.info = begun.info = info
+        super().__init__(info)
+        begun.info = info
         self.model: CollectiveModel | None = None
         self.optimizer: CollectiveOptimizer | None = None
-        self._settings: DistributedStrategy | None = None
-        self._is_assumed = False  # nobody gave the settings: they are the defaults
-        self._world: World | None = None
         self._attendance: Attendance | None = None
         self._agreement: Agreement | None = None
         self._saves: BackgroundSaves | None = None
@@ -64,44 +56,18 @@ class CollectiveJob:
             self.use(settings, "fleet.init")
             self._begin()
 
-    def use(self, settings: DistributedStrategy | None, user: str) -> None:
-        """The strategy may be given to init, distributed_model or distributed_optimizer; another one is an error."""
-        if settings is None or settings == self._settings:
+    def _reason_not_to_change(self) -> str:
+        if self.optimizer is not None or (self.model is not None and self.model.num_samples):
+            return "training has begun without it"
+        return ""
+
+    def _settings_changed(self, user: str) -> None:
+        """Paddle's order: the strategy comes with the optimizer, whose parameters must stay those of the model."""
+        model, self.model = self.model, None
+        if model is None:
             return
-        if self._settings is not None and not self._is_assumed:
-            raise StrategyError(
-                f"{user} got another strategy than was given before: give one, to fleet.init, and leave it out here"
-            )
-        check(settings)
-        if self._world is not None:
-            self._check_late(settings, user)
-        settings.lock(user)
-        self._settings, self._is_assumed = settings, False
-        if self._world is not None:
-            use_execution(settings)
-        if self.model is not None:
-            self._distribute_again(self.model, user)
-
-    def _check_late(self, settings: DistributedStrategy, user: str) -> None:
-        """The ranks have met under the defaults: what the strategy says of that comes too late."""
-        world, reason = self.world, ""
-        if degrees(settings, world.size) != world.degrees:
-            reason = "it lays the ranks out in another way"
-        elif settings.sync_timeout != self.settings.sync_timeout:
-            reason = f"sync_timeout={settings.sync_timeout} counts from there"
-        elif self.model is not None and self.model.num_samples:
-            reason = "the model has been trained without it"
-        if reason:
-            raise StrategyError(
-                f"{user} got a strategy after the ranks have met without one, and {reason}: give it to "
-                "fleet.init(is_collective=True, strategy=strategy), and leave it out here"
-            )
-
-    def _distribute_again(self, model: CollectiveModel, user: str) -> None:
-        """Paddle's order: the strategy comes with the optimizer. Its parameters must stay those of the model."""
         before = {id(parameter) for parameter in model.parameters()}
         model.forget()
-        self.model = None
         made = self.distribute_model(model.module)
         if {id(parameter) for parameter in made.parameters()} != before:
             raise StrategyError(
@@ -110,25 +76,6 @@ class CollectiveJob:
             )
         model.become(made)
         self.model = model
-
-    def _begin(self) -> None:
-        if self._world is None:
-            use_execution(self.settings)
-            self._world = World(self.info, self.settings)
-
-    @property
-    def settings(self) -> DistributedStrategy:
-        if self._settings is None:
-            self.use(DistributedStrategy(), "fleet.distributed_model")
-            self._is_assumed = True
-        assert self._settings is not None
-        return self._settings
-
-    @property
-    def world(self) -> World:
-        self._begin()
-        assert self._world is not None
-        return self._world
 
     def distribute_model(self, model: torch.nn.Module, sparse: str | int | None = None) -> CollectiveModel:
         if self.model is not None:
@@ -226,7 +173,7 @@ class CollectiveJob:
         if store is not None:
             timeout, is_on_gpu = self.settings.sync_timeout, self.world.device.type == "cuda"
             self._attendance = Attendance(store, self.world.rank, self.world.size, timeout)
-            model.on_backward = self._attendance.begin_step
+            model.on_begin = self._attendance.begin_step
             optimizer.on_call = partial(self._attendance.end_step, is_on_gpu)
 
     def _meet(self, what: str) -> None:

@@ -40,7 +40,7 @@ class CollectiveModel(torch.nn.Module):
         self.strategies, self._runner = tuple(strategies), runner
         self.num_samples = 0
         self.on_loss: Callable[[torch.Tensor], object] | None = None  # called with the loss, if the model returns it
-        self.on_backward: Callable[[], object] | None = None  # called when a backward pass comes to the outputs
+        self.on_begin: Callable[[], object] | None = None  # called when ranks may have to wait in a step for each other
         self._share_buffers = share_buffers
         self._is_trained = False  # since the buffers were last alike on all ranks
         # With the signature of the user's: trainers look up there what a model takes.
@@ -60,11 +60,12 @@ class CollectiveModel(torch.nn.Module):
                 if tensor.dim() == 0 and tensor.requires_grad:
                     self.on_loss(tensor.detach())
                     break
-        if self.on_backward is not None:
-            self._watch_backward(outputs, self.on_backward)
+        if self.on_begin is not None and not self.training:
+            self._watch_backward(outputs, self.on_begin)
         return outputs
 
     def _watch_backward(self, outputs: Any, call: Callable[[], object]) -> None:
+        """A model in evaluation is seldom trained: only a backward pass tells."""
         found = next((tensor for tensor in tensors(outputs) if tensor.requires_grad), None)
         if found is not None:
             found.register_hook(lambda _: _done(call))  # type: ignore[no-untyped-call]
@@ -78,8 +79,6 @@ class CollectiveModel(torch.nn.Module):
         if self._runner is not None:
             self._begin()
             self._count((inputs,), {})
-            if self.on_backward is not None:
-                self.on_backward()
             for strategy in self.strategies:
                 strategy.begin_backward()
             loss = self._runner.train_batch(inputs, target, loss_fn)
@@ -129,6 +128,8 @@ class CollectiveModel(torch.nn.Module):
 
     def _begin(self) -> None:
         self._is_trained = True
+        if self.on_begin is not None and self.training:  # now and then DistributedDataParallel exchanges in forward too
+            self.on_begin()
         answers = [strategy.exchanges() for strategy in self.strategies]
         exchanging = all(answers)
         if self._parallel is not None:

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from torchfleet.collective.build import check_together
-from torchfleet.collective.collective_job import CollectiveJob, use_execution
+from torchfleet.collective.collective_job import CollectiveJob
 from torchfleet.collective.collective_model import CollectiveModel
 from torchfleet.collective.collective_optimizer import CollectiveOptimizer
 from torchfleet.collective.data_parallel import WrappedModel
+from torchfleet.collective.job_settings import use_execution
 from torchfleet.collective.local_tensors import is_local
 from torchfleet.collective.strategy import Forward
 from torchfleet.collective.world import World, begun

@@ -53,7 +53,7 @@ class Attendance:
         self._thread.start()
 
     def begin_step(self) -> None:
-        """A backward pass has begun: from here on this rank may have to wait for others."""
+        """A step has begun: from here on this rank may have to wait for others."""
         if self._since is None:
             self._since = time.monotonic()
 
