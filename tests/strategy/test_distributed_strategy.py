@@ -315,6 +315,13 @@ class TestRefusals:
         assert ours == theirs
         assert DistributedStrategy(pipeline_configs={"micro_batch": 4}).pipeline_configs["accumulate_steps"] == 4
 
+    def test_degrees_are_printed_as_hybrid_configs_gives_them(self) -> None:
+        hybrid = {"mp_degree": 2, "sharding_degree": 4}
+        text = repr(DistributedStrategy(tensor_parallel=True, sharding=True, hybrid_configs=hybrid))
+        printed = dict(line.split() for line in text.splitlines()[1:])
+        assert printed["tensor_parallel_configs.tensor_parallel_degree"] == "2"
+        assert printed["sharding_configs.sharding_degree"] == "4"
+
     def test_what_is_on_is_printed_and_nothing_else(self) -> None:
         text = repr(DistributedStrategy(dgc=True, dgc_configs={"rampup_step": 7}, nccl_comm_num=1))
         assert "dgc_configs.rampup_step" in text

@@ -12,7 +12,7 @@ import msgspec
 from torchfleet.errors import StrategyError
 from torchfleet.strategy import prototxt
 from torchfleet.strategy.collective_fields import CONFIGS, DEGREES, FIELDS, OBJECTS, SWITCHES, CollectiveFields
-from torchfleet.strategy.configs import Configs
+from torchfleet.strategy.configs import Configs, aliases_of
 from torchfleet.strategy.execution import ObjectFields
 from torchfleet.strategy.fields import fields_of
 from torchfleet.strategy.hybrid_settings import check_hybrid
@@ -187,8 +187,10 @@ class DistributedStrategy(ServerFields, CollectiveFields):
         changed = copy.copy(self)
         for name, value in fields.items():
             present = getattr(changed, name)
-            kept = vars(present) if isinstance(present, (Configs, ObjectFields)) else {}
-            setattr(changed, name, {**kept, **value} if isinstance(value, Mapping) else value)
+            if isinstance(present, (Configs, ObjectFields)) and isinstance(value, Mapping):
+                aliases = aliases_of(type(present)) if isinstance(present, Configs) else {}
+                value = {**vars(present), **{aliases.get(key, key): item for key, item in value.items()}}
+            setattr(changed, name, value)
         vars(self).update(vars(changed))
         return self
 
