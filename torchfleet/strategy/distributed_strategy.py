@@ -186,11 +186,7 @@ class DistributedStrategy(ServerFields, CollectiveFields):
         """Set fields, all of them or, if one is wrong, none. Dictionaries are taken key by key, lists as a whole."""
         changed = copy.copy(self)
         for name, value in fields.items():
-            present = getattr(changed, name)
-            if isinstance(present, (Configs, ObjectFields)) and isinstance(value, Mapping):
-                aliases = aliases_of(type(present)) if isinstance(present, Configs) else {}
-                value = {**vars(present), **{aliases.get(key, key): item for key, item in value.items()}}
-            setattr(changed, name, value)
+            setattr(changed, name, _merged(getattr(changed, name), value))
         vars(self).update(vars(changed))
         return self
 
@@ -207,6 +203,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Configs):
         return dict(value)
     return dict(vars(value)) if isinstance(value, ObjectFields) else value
+
+
+def _merged(present: Any, given: Any) -> Any:
+    """A dictionary of settings with those that are given in the place of what it has; any other value as given."""
+    if not isinstance(present, (Configs, ObjectFields)) or not isinstance(given, Mapping):
+        return given
+    aliases = aliases_of(type(present)) if isinstance(present, Configs) else {}
+    return {**vars(present), **{aliases.get(key, key): value for key, value in given.items()}}
 
 
 def _flat(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
