@@ -121,7 +121,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "strategy",
         "errors",
     },
-    "collective/meeting": {"background", "errors"},
+    "collective/meeting": {"collective/world", "background", "errors"},
     "collective/layers": {*CORE, "collective/gradient_average", "strategy", "errors"},
     "collective/checkpoint": {
         *CORE,

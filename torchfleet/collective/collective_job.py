@@ -17,8 +17,7 @@ from torchfleet.collective.collective_optimizer import CollectiveOptimizer
 from torchfleet.collective.data_parallel import WrappedModel, broadcast, data_parallel, share_buffers
 from torchfleet.collective.job_settings import JobSettings
 from torchfleet.collective.local_tensors import is_local
-from torchfleet.collective.meeting.attendance import Attendance
-from torchfleet.collective.meeting.batch_agreement import Agreement
+from torchfleet.collective.meeting.job_meetings import JobMeetings
 from torchfleet.collective.strategy import Forward, JobView, Runner, Strategy
 from torchfleet.collective.world import begun
 from torchfleet.errors import FleetError, ModelError, StrategyError
@@ -45,8 +44,7 @@ class CollectiveJob(JobSettings):
         begun.info = info
         self.model: CollectiveModel | None = None
         self.optimizer: CollectiveOptimizer | None = None
-        self._attendance: Attendance | None = None
-        self._agreement: Agreement | None = None
+        self._meetings = JobMeetings()
         self._saves: BackgroundSaves | None = None
         self.strategies: list[Strategy] = []
         self._reported: dict[str, float] = {}
@@ -169,17 +167,7 @@ class CollectiveJob(JobSettings):
 
     def _attend(self, model: CollectiveModel, optimizer: CollectiveOptimizer) -> None:
         """From now on a rank that waits in a step is known to those whose loops are over."""
-        store = self.world.own_store() if self.world.size > 1 else None
-        if store is not None:
-            timeout, is_on_gpu = self.settings.sync_timeout, self.world.device.type == "cuda"
-            self._attendance = Attendance(store, self.world.rank, self.world.size, timeout)
-            model.on_begin = self._attendance.begin_step
-            optimizer.on_call = partial(self._attendance.end_step, is_on_gpu)
-
-    def _meet(self, what: str) -> None:
-        """All ranks come to this place. Raises WorkerMissing if one waits in a step for this one."""
-        if self._attendance is not None:
-            self._attendance.meet(what)
+        model.on_begin, optimizer.on_call = self._meetings.attend(self.world, self.settings.sync_timeout)
 
     def _check_parameters(self, parameters: list[torch.nn.Parameter]) -> None:
         strange = sum(parameter not in self.names for parameter in parameters)
@@ -205,11 +193,7 @@ class CollectiveJob(JobSettings):
         return "\n".join(lines)
 
     def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
-        if self.world.size == 1:
-            return iter(loader)
-        if self._agreement is None:
-            self._agreement = Agreement(self.world.rank, self.world.size, "gloo")  # flags lie in host memory
-        return self._agreement.batches(loader)
+        return self._meetings.batches(loader, self.world)
 
     def report(self, metrics: dict[str, float]) -> None:
         self._reported.update(metrics)
@@ -224,16 +208,11 @@ class CollectiveJob(JobSettings):
     def stop(self) -> None:
         self._status.write(now=True)
         self._finish_save()
-        self._meet("fleet.stop_worker()")
-        self._leave()
+        self._meetings.meet("fleet.stop_worker()")
+        self._meetings.leave()
         begun.info = None
         if self._world is not None:
             self._world.close()
-
-    def _leave(self, alone: bool = False) -> None:
-        attendance, self._attendance = self._attendance, None
-        if attendance is not None:
-            attendance.close(alone)
 
     @property
     def is_under_way(self) -> bool:
@@ -242,7 +221,7 @@ class CollectiveJob(JobSettings):
     def reset(self) -> None:
         with contextlib.suppress(Exception):
             self._finish_save(_PATIENCE)
-        self._leave(alone=True)
+        self._meetings.leave(alone=True)
         begun.info = None
         if self._settings is not None:
             self._settings.unlock()
@@ -269,7 +248,7 @@ class CollectiveJob(JobSettings):
 
         model, optimizer = self._trained()
         self._finish_save()
-        self._meet("fleet.save")
+        self._meetings.meet("fleet.save")
         for strategy in self.strategies:
             strategy.before_save()
         inner, strategies, world = optimizer.inner, self.strategies, self.world
@@ -291,7 +270,7 @@ class CollectiveJob(JobSettings):
 
         model, optimizer = self._trained()
         self._finish_save()
-        self._meet("fleet.load")
+        self._meetings.meet("fleet.load")
         extra = load(dirname, model.module, optimizer.inner, self.strategies, self.world, self.names)
         for strategy in self.strategies:
             strategy.after_load()
@@ -317,14 +296,14 @@ class CollectiveJob(JobSettings):
         return scheduler
 
     def barrier(self) -> None:
-        self._meet("fleet.barrier_worker()")
+        self._meetings.meet("fleet.barrier_worker()")
         self.world.barrier()
 
     def gather(self, name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
         """What every rank brought, in their order. All ranks call it in the same order, so `name` is not needed."""
         if comm_world == "server":
             raise FleetError("comm_world='server': this job is collective and has no servers; use 'worker' or 'all'")
-        self._meet(f"fleet.util or fleet.metrics ({name})")
+        self._meetings.meet(f"fleet.util or fleet.metrics ({name})")
         return self.world.gather(data)
 
 

@@ -40,7 +40,9 @@ class CollectiveModel(torch.nn.Module):
         self.strategies, self._runner = tuple(strategies), runner
         self.num_samples = 0
         self.on_loss: Callable[[torch.Tensor], object] | None = None  # called with the loss, if the model returns it
-        self.on_begin: Callable[[], object] | None = None  # called when ranks may have to wait in a step for each other
+        self.on_begin: Callable[[], object] = lambda: (
+            None
+        )  # called when ranks may have to wait in a step for each other
         self._share_buffers = share_buffers
         self._is_trained = False  # since the buffers were last alike on all ranks
         # With the signature of the user's: trainers look up there what a model takes.
@@ -60,7 +62,7 @@ class CollectiveModel(torch.nn.Module):
                 if tensor.dim() == 0 and tensor.requires_grad:
                     self.on_loss(tensor.detach())
                     break
-        if self.on_begin is not None and not self.training:
+        if not self.training:
             self._watch_backward(outputs, self.on_begin)
         return outputs
 
@@ -128,7 +130,7 @@ class CollectiveModel(torch.nn.Module):
 
     def _begin(self) -> None:
         self._is_trained = True
-        if self.on_begin is not None and self.training:  # now and then DistributedDataParallel exchanges in forward too
+        if self.training:  # now and then DistributedDataParallel exchanges in forward too
             self.on_begin()
         answers = [strategy.exchanges() for strategy in self.strategies]
         exchanging = all(answers)

@@ -42,7 +42,8 @@ class Attendance:
         self._store, self._rank, self._size, self._timeout, self._noun = store, rank, size, timeout, noun
         self._is_one_lost = is_one_lost or self._is_one_silent
         self._gives_signs = is_one_lost is None
-        self._signs: dict[int, tuple[str, float]] = {}  # of other ranks, and when each was new
+        self._sign: str | None = None  # the last one of the next rank
+        self._heard = 0.0  # when it was new
         self._lock = threading.Lock()  # a store is for one thread at a time
         self._num_steps = self._num_meetings = 0
         self._since: float | None = None  # when the step began that is being computed
@@ -87,7 +88,7 @@ class Attendance:
                 look = now
                 self._raise_if_awaited(what)
                 if self._is_one_lost() or now - start > self._timeout:
-                    return
+                    self._set(opened, "")  # for all: none of them knows more
             time.sleep(pause)
             pause = min(_PAUSE, 2 * pause)
 
@@ -117,7 +118,7 @@ class Attendance:
         return self._num_steps + (self._since is not None)
 
     def _raise_if_awaited(self, what: str) -> None:
-        for rank in range(self._size):
+        for rank in range(self._size if self._has(["waiting"]) else 0):
             key = f"waiting {rank}"
             number = int(self._get(key)) if rank != self._rank and self._has([key]) else 0
             if number > self._num_begun:
@@ -135,6 +136,7 @@ class Attendance:
             if number > told:
                 told = number
                 self._set(f"waiting {self._rank}", str(number))
+                self._set("waiting", "")  # so that those who look ask one question as long as nobody waits
             num_looks += 1
             if self._gives_signs and num_looks % 5 == 1:
                 self._set(f"sign {self._rank}", str(num_looks))
@@ -148,12 +150,12 @@ class Attendance:
         return self._num_steps if is_computing else 0
 
     def _is_one_silent(self) -> bool:
-        now = time.monotonic()
-        for rank in range(self._size):
-            sign = self._get(f"sign {rank}") if self._has([f"sign {rank}"]) else ""
-            if sign != self._signs.get(rank, ("", 0.0))[0] or rank not in self._signs:
-                self._signs[rank] = sign, now
-        return any(now - when > _SILENCE for _, when in self._signs.values())
+        """Whether the next rank is: everyone looks at one."""
+        key, now = f"sign {(self._rank + 1) % self._size}", time.monotonic()
+        sign = self._get(key) if self._has([key]) else ""
+        if self._sign != sign:
+            self._sign, self._heard = sign, now
+        return now - self._heard > _SILENCE
 
     def _add(self, key: str) -> int:
         with self._lock:
