@@ -100,7 +100,8 @@ def _bucket_sizes(wrapped: WrappedModel, settings: DistributedStrategy, beside_r
     sizes = bucket_bytes([p.nbytes for p in reversed(trained)], int(largest * _MB), int(last * _MB))
     if settings.find_unused_parameters:  # torch then never learns the order of backward, and cuts by that of the model
         sizes.reverse()
-    return {"bucket_cap_mb_list": [size / _MB for size in sizes]}
+    # The last one for what is left if backward goes another way; torch.compile takes the largest for the size of all.
+    return {"bucket_cap_mb_list": [*(size / _MB for size in sizes), largest]}
 
 
 def bucket_bytes(gradients: Sequence[int], largest: int, last: int) -> list[int]:
