@@ -63,10 +63,14 @@ def test_torch_makes_the_buckets_that_were_asked_for(ranks: Ranks, fields: dict[
         assert found["buckets"] == len(sizes)
 
 
-def test_an_older_torch_says_that_it_has_no_last_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data_parallel, "_TAKES_SIZES", False)
+def test_a_last_bucket_that_cannot_be_had_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy = fleet.DistributedStrategy(last_comm_group_size_MB=2.0)
-    wrapped = data_parallel.WrappedModel(torch.nn.Linear(2, 2), lambda x: x)
+    layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).half())
+    wrapped = data_parallel.WrappedModel(layers, lambda x: x)
+    monkeypatch.setattr(data_parallel, "_TAKES_SIZES", True)
+    with pytest.raises(StrategyError, match=r"last_comm_group_size_MB=2.0 needs trained parameters of one type"):
+        data_parallel._bucket_sizes(wrapped, strategy, False)
+    monkeypatch.setattr(data_parallel, "_TAKES_SIZES", False)
     with pytest.raises(StrategyError, match=r"last_comm_group_size_MB=2.0 needs .* newer torch"):
         data_parallel._bucket_sizes(wrapped, strategy, False)
 

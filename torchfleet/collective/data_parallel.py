@@ -83,18 +83,18 @@ def data_parallel(
 
 def _bucket_sizes(wrapped: WrappedModel, settings: DistributedStrategy, beside_rows: bool) -> dict[str, Any]:
     """Options of DistributedDataParallel."""
-    if not _TAKES_SIZES and not settings.is_default("last_comm_group_size_MB"):
-        raise StrategyError(
-            f"last_comm_group_size_MB={settings.last_comm_group_size_MB} needs a DistributedDataParallel with "
-            f"bucket_cap_mb_list, which torch {torch.__version__} does not have: take a newer torch, or leave it out"
-        )
+    trained = [p for p in wrapped.parameters() if p.requires_grad and not is_local(p)]
+    num_types = len({p.dtype for p in trained})
+    if not settings.is_default("last_comm_group_size_MB"):
+        _check_last_bucket(settings.last_comm_group_size_MB, num_types)
     if not settings.fuse_all_reduce_ops:
         return {"bucket_cap_mb": _ALONE_MB}
     is_open = beside_rows and settings.is_default("fuse_grad_size_in_MB")
     largest = _BESIDE_ROWS_MB if is_open else settings.fuse_grad_size_in_MB
-    trained = [p for p in wrapped.parameters() if p.requires_grad and not is_local(p)]
-    if not _TAKES_SIZES or len({p.dtype for p in trained}) != 1:  # buckets are of one type each
+    if not _TAKES_SIZES:
         return {"bucket_cap_mb": largest}
+    if num_types != 1:  # buckets are of one type each, and each type has these sizes
+        return {"bucket_cap_mb_list": [_FIRST_BYTES / _MB, largest]}
     last = min(settings.last_comm_group_size_MB, largest)
     # The last parameters have their gradients first.
     sizes = bucket_bytes([p.nbytes for p in reversed(trained)], int(largest * _MB), int(last * _MB))
@@ -102,6 +102,19 @@ def _bucket_sizes(wrapped: WrappedModel, settings: DistributedStrategy, beside_r
         sizes.reverse()
     # The last one for what is left if backward goes another way; torch.compile takes the largest for the size of all.
     return {"bucket_cap_mb_list": [*(size / _MB for size in sizes), largest]}
+
+
+def _check_last_bucket(size: float, num_types: int) -> None:
+    if not _TAKES_SIZES:
+        raise StrategyError(
+            f"last_comm_group_size_MB={size} needs a DistributedDataParallel with bucket_cap_mb_list, which torch "
+            f"{torch.__version__} does not have: take a newer torch, or leave it out"
+        )
+    if num_types != 1:
+        raise StrategyError(
+            f"last_comm_group_size_MB={size} needs trained parameters of one type, and this model has {num_types}: "
+            "each type has buckets of its own. Leave it out."
+        )
 
 
 def bucket_bytes(gradients: Sequence[int], largest: int, last: int) -> list[int]:

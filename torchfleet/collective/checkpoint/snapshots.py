@@ -43,8 +43,9 @@ class Snapshots:
         for source in sources:
             starts.append(total)
             total += -(-source.nbytes // _ALIGNED) * _ALIGNED
-        if total > len(self._memory):
-            self._grow(total, any(source.is_cuda for source in sources))
+        from_gpu = any(source.is_cuda for source in sources)
+        if total > len(self._memory) or (from_gpu and self._unpin is None):
+            self._grow(total, from_gpu)
         return [
             self._memory[start : start + source.nbytes].view(source.dtype).view(source.shape)
             for start, source in zip(starts, sources, strict=True)
