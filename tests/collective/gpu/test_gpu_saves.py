@@ -18,7 +18,7 @@ from torchfleet.collective.checkpoint.snapshots import Snapshots
 from torchfleet.collective.layers.margin_softmax import MarginSoftmax
 from torchfleet.errors import WorkerMissing
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = pytest.mark.gpu
 
 
 def on_the_gpu(backend: str) -> None:
