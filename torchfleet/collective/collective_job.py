@@ -28,7 +28,7 @@ from torchfleet.strategy.distributed_strategy import DistributedStrategy
 if TYPE_CHECKING:
     from torchfleet.collective.checkpoint.background_saves import BackgroundSaves
 
-DEGREES = {"tensor_parallel_degree": "model", "sharding_degree": "sharding"}  # of configs, by the axis that it is of
+_AXES = {"tensor_parallel_degree": "model", "sharding_degree": "sharding"}  # of configs, by the axis that it is of
 _PATIENCE = 10.0  # seconds that a job which is given up waits for its save
 _AS_OFTEN = ("amp", "sync_batch_norm")  # change layers to what they are already, the second time
 
@@ -186,7 +186,7 @@ class CollectiveJob(JobSettings):
             lines[0] += f": {axes}"
         for strategy in self.strategies:
             shown = {
-                key: world.degrees[DEGREES[key]] if key in DEGREES else value for key, value in strategy.configs.items()
+                key: world.degrees[_AXES[key]] if key in _AXES else value for key, value in strategy.configs.items()
             }
             keys = ", ".join(f"{key} {value}" for key, value in shown.items())
             lines.append(f"  {strategy.field}" + (f": {keys}" if keys else ""))
