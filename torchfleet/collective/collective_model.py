@@ -40,9 +40,7 @@ class CollectiveModel(torch.nn.Module):
         self.strategies, self._runner = tuple(strategies), runner
         self.num_samples = 0
         self.on_loss: Callable[[torch.Tensor], object] | None = None  # called with the loss, if the model returns it
-        self.on_begin: Callable[[], object] = lambda: (
-            None
-        )  # called when ranks may have to wait in a step for each other
+        self.on_begin: Callable[[], object] = lambda: None  # called where ranks may begin to wait for each other
         self._share_buffers = share_buffers
         self._is_trained = False  # since the buffers were last alike on all ranks
         # With the signature of the user's: trainers look up there what a model takes.
