@@ -129,7 +129,7 @@ def test_uneven_data_is_named_within_seconds(ranks: Ranks) -> None:
     first, second = ranks.run(uneven, 2)
     assert first["text"].startswith("rank 1 waits in step 3, and rank 0 is in fleet.barrier_worker() after 2 steps")
     assert second["text"]
-    assert max(first["seconds"], second["seconds"]) < 15
+    assert max(first["seconds"], second["seconds"]) < 40
 
 
 def train(**fields: Any) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def test_uneven_data_without_prefetch_is_named_within_seconds(ranks: Ranks) -> N
     assert first["text"].startswith("rank 1 waits in step 3, and rank 0 is in fleet.stop_worker() after 2 steps")
     assert "fleet.prefetch" in first["text"]
     assert second["text"].startswith("torch:")
-    assert max(first["seconds"], second["seconds"]) < 15  # of a sync_timeout of 1800
+    assert max(first["seconds"], second["seconds"]) < 40  # of a sync_timeout of 1800
 
 
 def slow_meetings() -> dict[str, Any]:
@@ -76,7 +76,7 @@ def ahead(folder: str) -> dict[str, Any]:
         had.append(batch)
         if fleet.worker_index() == 0 and batch == 1:
             flag.touch()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 40
         while fleet.worker_index() == 1 and not flag.exists():
             assert time.monotonic() < deadline, "rank 0 waits for rank 1 before every batch"
             time.sleep(0.01)
