@@ -438,3 +438,23 @@ class TestFacade:
         fleet.init(UserDefinedRoleMaker(0, role, 1, ["127.0.0.1:1"]))
         with pytest.raises(FleetError, match=r"distributed_model and fleet\.distributed_optimizer"):
             fleet.init_worker() if role == "worker" else fleet.init_server()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, 1),
+        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, 4),
+        ({"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, 0),
+        (
+            {
+                "PADDLE_TRAINER_ID": "1",
+                "PADDLE_TRAINERS_NUM": "3",
+                "PADDLE_TRAINER_ENDPOINTS": "10.0.0.1:6170,10.0.0.2:6170,10.0.0.2:6171",
+            },
+            2,
+        ),
+    ],
+)
+def test_a_rank_knows_how_many_its_machine_has(environment: dict[str, str], expected: int) -> None:
+    assert PaddleCloudRoleMaker(is_collective=True, environment=environment).read().local_size == expected

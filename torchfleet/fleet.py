@@ -384,13 +384,14 @@ def save_persistables(dirname: str, mode: int = 0, extra: Mapping[str, Any] | No
     return worker.save(dirname, "delta" if mode else "full", extra).number
 
 
-def save(dirname: str, extra: Mapping[str, Any] | None = None) -> int:
+def save(dirname: str, extra: Mapping[str, Any] | None = None, asynchronous: bool = False) -> int:
     """Save model, optimizer and strategies, to go on training from, and `extra`, which JSON must be able to hold.
 
     In collective training all ranks call it together; with parameter servers it is save_persistables, on worker 0 only.
-    Returns the number of the save.
+    `asynchronous`, in collective training: return as soon as all is copied, and write it while training goes on. The
+    next save, a load and stop_worker wait for it, and raise what went wrong. Returns the number of the save.
     """
-    return _any_job(NO_WORKER).save(dirname, extra)
+    return _any_job(NO_WORKER).save(dirname, extra, asynchronous)
 
 
 def load(dirname: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class RoleInfo:
     num_threads: int = 0  # of torch; 0: as torch decides
     is_collective: bool = False
     local_rank: int = 0  # among the ranks of this machine
+    local_size: int = 0  # ranks of this machine; 0: not known
     master: str = ""  # host:port where the ranks of a collective job meet; "": as MASTER_ADDR and MASTER_PORT say
 
     @property
@@ -66,7 +67,7 @@ class PaddleCloudRoleMaker:
     FLEET_START_TIMEOUT, FLEET_WORKER_TIMEOUT, FLEET_ORPHAN_TIMEOUT: seconds, see RoleInfo
 
     For collective training (is_collective=True):
-    RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torch's launchers set them; or
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torch's launchers set them; or
     PADDLE_TRAINER_ID, PADDLE_TRAINERS_NUM, PADDLE_TRAINER_ENDPOINTS (the first is where they meet),
     FLAGS_selected_gpus. Without any of them: one rank.
     """
@@ -117,7 +118,7 @@ class PaddleCloudRoleMaker:
                 "TRAINING_ROLE). Start it with `fleetrun --nproc_per_node N`, or leave is_collective out."
             )
         if not any(found.get(name) for name in ("RANK", "WORLD_SIZE", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")):
-            return RoleInfo(is_collective=True, **common)
+            return RoleInfo(is_collective=True, local_size=1, **common)
         size = self._number("WORLD_SIZE", "PADDLE_TRAINERS_NUM", at_least=1)
         rank = self._number("RANK", "PADDLE_TRAINER_ID")
         if rank >= size:
@@ -140,8 +141,16 @@ class PaddleCloudRoleMaker:
             raise RoleError(f"FLAGS_selected_gpus must be one number, that of this rank's GPU, found {gpu!r}")
         local = self._number("LOCAL_RANK") if found.get("LOCAL_RANK") else int(gpu)
         more: dict[str, Any] = {"is_collective": True, "local_rank": local, "master": master}
+        more["local_size"] = self._local_size(workers[rank] if workers else "", workers)
         restart = self._number("TORCHELASTIC_RESTART_COUNT") if found.get("TORCHELASTIC_RESTART_COUNT") else 0
         return RoleInfo(WORKER, rank, size, worker_endpoints=workers, restart=restart, **more, **common)
+
+    def _local_size(self, own: str, workers: Sequence[str]) -> int:
+        """Ranks of this machine: as the launcher says, or as many as have its address; 0 if neither is there."""
+        if self._environment.get("LOCAL_WORLD_SIZE"):
+            return self._number("LOCAL_WORLD_SIZE", at_least=1)
+        host = own.rpartition(":")[0]
+        return sum(worker.rpartition(":")[0] == host for worker in workers)
 
     def _role(self) -> str | None:
         values = [value for name in ("FLEET_ROLE", "TRAINING_ROLE") if (value := self._environment.get(name))]

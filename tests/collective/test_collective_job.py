@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.collective_oracles import job_of
 from support.ranks import Ranks
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import torchfleet as fleet
+from torchfleet.collective.build import build
+from torchfleet.collective.collective_job import CollectiveJob
 from torchfleet.collective.strategies.mixed_precision.amp import Amp
 from torchfleet.collective.world import degrees
 from torchfleet.errors import FleetError, StrategyError
+from torchfleet.role import PaddleCloudRoleMaker
 
 STEPS, BATCH = 6, 8
 
@@ -392,23 +396,105 @@ def test_degrees_that_do_not_fit_are_named(fields: dict[str, Any], text: str) ->
         degrees(fleet.DistributedStrategy(**fields), 4)
 
 
+def train_in_paddles_order(**fields: Any) -> dict[str, Any]:
+    """The strategy comes with the optimizer; rank 0's values must still reach everybody."""
+    fleet.init(is_collective=True)
+    rank, size = fleet.data_shard()
+    model = fleet.distributed_model(make_model(seed=rank))
+    inner = optimizer_of("momentum", model)
+    stepping = fleet.distributed_optimizer(inner, fleet.DistributedStrategy(**fields))
+    for x, y in batches(STEPS, rank, size):
+        F.cross_entropy(model(x), y).backward()
+        stepping.step()
+        stepping.zero_grad()
+    fields = {"strategies": [strategy.field for strategy in model.strategies]}
+    fleet.stop_worker()
+    return {**fields, **parameters(model)}
+
+
+def test_a_strategy_may_come_with_the_optimizer(ranks: Ranks) -> None:
+    merge = {"gradient_merge": True, "gradient_merge_configs": {"k_steps": 2}}
+    for found in ranks.run(train_in_paddles_order, 2, **merge, fuse_all_reduce_ops=False):
+        assert found["strategies"] == ["gradient_merge"]
+        assert_equal(found, train_alone(merge=2), atol=1e-6)
+    amp = {"amp": True, "amp_configs": {"dtype": "bfloat16"}}  # its forward is around that of the model
+    expected = ranks.run(train_autocast, 2, dtype="bfloat16", scale=1.0)
+    for found, plain in zip(ranks.run(train_in_paddles_order, 2, **amp), expected, strict=True):
+        assert_equal(found, plain, atol=1e-6)
+
+
 def late_strategies() -> dict[str, Any]:
+    texts = {}
+    late = {
+        "grid": {"sharding": True},
+        "time": {"sync_timeout": 60.0},
+        "trained": {"amp": True},
+        "optimizer": {"amp": True},
+        "another": {"lamb": True},
+    }
+    for name, fields in late.items():
+        given = fleet.DistributedStrategy(lars=True) if name == "another" else None
+        job = CollectiveJob(PaddleCloudRoleMaker(is_collective=True).read(), given)
+        model = job.distribute_model(make_model())
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        if name == "trained":
+            model(torch.ones(2, 10)).sum().backward()
+        if name == "optimizer":
+            job.distribute_optimizer(inner)
+        with pytest.raises(StrategyError) as found:
+            job.use(fleet.DistributedStrategy(**fields), "fleet.distributed_optimizer")
+        texts[name] = str(found.value)
+    return texts
+
+
+def test_a_strategy_that_comes_too_late_says_what_to_do(ranks: Ranks) -> None:
+    reasons = {
+        "grid": "lays the ranks out in another way",
+        "time": "sync_timeout=60.0 counts from then on",
+        "trained": "training has begun without it",
+        "optimizer": "training has begun without it",
+        "another": "another strategy than was given before",
+    }
+    (found, _) = ranks.run(late_strategies, 2)
+    for name, reason in reasons.items():
+        assert reason in found[name]
+        assert "fleet.init" in found[name]
+
+
+def other_parameters() -> dict[str, Any]:
+    def replace_parameters(self: Amp, model: Any) -> Any:
+        model[0].weight = torch.nn.Parameter(model[0].weight.detach().clone())
+        return model
+
+    Amp.convert = replace_parameters  # type: ignore[method-assign]
     fleet.init(is_collective=True)
     model = fleet.distributed_model(make_model())
-    texts = []
-    for strategy in (fleet.DistributedStrategy(amp=True), fleet.DistributedStrategy(lamb=True)):
-        with pytest.raises(StrategyError) as found:
-            fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), strategy)
-        texts.append(str(found.value))
-    with pytest.raises(FleetError) as found:
+    with pytest.raises(StrategyError) as late:
+        fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), fleet.DistributedStrategy(amp=True))
+    with pytest.raises(FleetError) as other:
         fleet.init_worker()
-    return {"texts": [*texts, str(found.value)]}
+    return {"late": str(late.value), "other": str(other.value)}
 
 
-def test_a_strategy_that_comes_too_late_is_an_error(ranks: Ranks) -> None:
-    texts = ranks.run(late_strategies, 1)[0]["texts"]
-    assert "fleet.init" in texts[0]
-    assert "collective" in texts[2]
+def test_a_late_strategy_cannot_change_the_parameters(ranks: Ranks) -> None:
+    (found,) = ranks.run(other_parameters, 1)
+    assert "changes the model's parameters" in found["late"]
+    assert "fleet.init or fleet.distributed_model" in found["late"]
+    assert "collective" in found["other"]
+
+
+def described() -> dict[str, Any]:
+    pairs = {"mp_degree": 2, "sharding_degree": 2}
+    job = job_of(tensor_parallel=True, sharding=True, hybrid_configs=pairs)
+    job.strategies = build(job.settings, job.world)
+    return {"text": job.describe()}
+
+
+def test_degrees_are_described_as_they_are(ranks: Ranks) -> None:
+    text = ranks.run(described, 4)[0]["text"]
+    assert "sharding 2, model 2" in text
+    assert "tensor_parallel: tensor_parallel_degree 2" in text
+    assert "sharding: stage 1, sharding_degree 2" in text
 
 
 # Data of unequal length, things among workers

@@ -56,6 +56,7 @@ COLLECTIVE: dict[str, Any] = {  # a value other than the default
     "hybrid_configs": {"dp_degree": 2},
     "fuse_all_reduce_ops": False,
     "fuse_grad_size_in_MB": 64,
+    "last_comm_group_size_MB": 2.0,
     "nccl_comm_num": 2,
     "sync_nccl_allreduce": False,
     "use_hierarchical_allreduce": True,
@@ -69,7 +70,6 @@ COLLECTIVE: dict[str, Any] = {  # a value other than the default
 }
 NEVER: dict[str, Any] = {  # fields of Paddle's that PyTorch has no place for
     "fuse_grad_size_in_num": 4,
-    "last_comm_group_size_MB": 2.0,
     "cudnn_batchnorm_spatial_persistent": True,
     "conv_workspace_size_limit": 1024,
 }
@@ -314,6 +314,13 @@ class TestRefusals:
         theirs = DistributedStrategy(sharding_configs={"fuse_broadcast_MB": 8, "sharding_group_size": 2})
         assert ours == theirs
         assert DistributedStrategy(pipeline_configs={"micro_batch": 4}).pipeline_configs["accumulate_steps"] == 4
+
+    def test_degrees_are_printed_as_hybrid_configs_gives_them(self) -> None:
+        hybrid = {"mp_degree": 2, "sharding_degree": 4}
+        text = repr(DistributedStrategy(tensor_parallel=True, sharding=True, hybrid_configs=hybrid))
+        printed = dict(line.split() for line in text.splitlines()[1:])
+        assert printed["tensor_parallel_configs.tensor_parallel_degree"] == "2"
+        assert printed["sharding_configs.sharding_degree"] == "4"
 
     def test_what_is_on_is_printed_and_nothing_else(self) -> None:
         text = repr(DistributedStrategy(dgc=True, dgc_configs={"rampup_step": 7}, nccl_comm_num=1))

@@ -298,6 +298,26 @@ class TestLoading:
         found.save_to_yaml(tmp_path / "it.yaml")
         assert DistributedStrategy.load_from_yaml(tmp_path / "it.yaml") == found
 
+    def test_a_file_is_put_into_the_strategy_that_loads_it(self, tmp_path: Path) -> None:
+        """As protobuf merges: what the file does not name stays, keys of dictionaries too."""
+        path = tmp_path / "paddle.prototxt"
+        path.write_text("amp: true amp_configs { incr_ratio: 4.0 decr_ratio: 0.5 } fuse_grad_size_in_MB: 16")
+        strategy = DistributedStrategy(lars=True, amp=True, amp_configs={"init_loss_scaling": 1024.0})
+        assert strategy.load_from_prototxt(path) is strategy
+        both = {"init_loss_scaling": 1024.0, "incr_ratio": 4.0}
+        assert strategy == DistributedStrategy(lars=True, amp=True, amp_configs=both, fuse_grad_size_in_MB=16)
+
+    def test_a_wrong_file_changes_nothing_and_a_used_strategy_no_more(self, tmp_path: Path) -> None:
+        path, strategy = tmp_path / "paddle.prototxt", DistributedStrategy(lars=True)
+        path.write_text("amp: true nccl_comm_num: 99")
+        with pytest.raises(StrategyError, match="nccl_comm_num"):
+            strategy.load_from_prototxt(path)
+        assert strategy == DistributedStrategy(lars=True)
+        path.write_text("amp: true")
+        strategy.lock("fleet.init")
+        with pytest.raises(StrategyError, match=r"used by fleet\.init"):
+            strategy.load_from_prototxt(path)
+
 
 class TestRefusals:
     @pytest.mark.parametrize(

@@ -124,12 +124,22 @@ def _check_idle(settings: DistributedStrategy) -> None:
             "use_hierarchical_allreduce=False",
         ),
         "fuse_grad_size_in_MB": (not settings.fuse_all_reduce_ops, "fuse_all_reduce_ops=False"),
+        "last_comm_group_size_MB": _without_backward_exchange(settings),
     }
     for name, (is_idle, beside) in idle.items():
         if is_idle and not settings.is_default(name):
             raise StrategyError(
                 f"{name}={getattr(settings, name)} does nothing beside {beside}. Leave one of them out."
             )
+
+
+def _without_backward_exchange(settings: DistributedStrategy) -> tuple[bool, str]:
+    """Whether no buckets travel beside backward, and what is the reason."""
+    found = [f"{name}=True" for name in ("pipeline", "tensor_parallel") if getattr(settings, name)]
+    if settings.sharding and settings.sharding_configs.stage > 1:
+        found.append(f"sharding (stage {settings.sharding_configs.stage})")
+    found += [] if settings.fuse_all_reduce_ops else ["fuse_all_reduce_ops=False"]
+    return bool(found), "".join(found[:1])
 
 
 def build(settings: DistributedStrategy, world: World) -> list[Strategy]:

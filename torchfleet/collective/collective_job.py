@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from torchfleet.collective.build import build, check
+from torchfleet.collective.build import build
 from torchfleet.collective.collective_model import CollectiveModel
 from torchfleet.collective.collective_optimizer import CollectiveOptimizer
-from torchfleet.collective.data_parallel import WrappedModel, broadcast, data_parallel, together
+from torchfleet.collective.data_parallel import WrappedModel, broadcast, data_parallel, share_buffers
+from torchfleet.collective.job_settings import JobSettings
 from torchfleet.collective.local_tensors import is_local
+from torchfleet.collective.meeting.job_meetings import JobMeetings
 from torchfleet.collective.strategy import Forward, JobView, Runner, Strategy
-from torchfleet.collective.world import World, begun
+from torchfleet.collective.world import begun
 from torchfleet.errors import FleetError, ModelError, StrategyError
 from torchfleet.monitor.status import StatusFile
 from torchfleet.role import RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
+if TYPE_CHECKING:
+    from torchfleet.collective.checkpoint.background_saves import BackgroundSaves
+
+_AXES = {"tensor_parallel_degree": "model", "sharding_degree": "sharding"}  # of configs, by the axis that it is of
+_PATIENCE = 10.0  # seconds that a job which is given up waits for its save
 _AS_OFTEN = ("amp", "sync_batch_norm")  # change layers to what they are already, the second time
 
 
-def use_execution(settings: DistributedStrategy) -> None:
-    """What the settings say about this process: its threads, and how cuDNN chooses."""
-    torch.backends.cudnn.benchmark = settings.cudnn_exhaustive_search
-    if settings.execution_strategy.num_threads:
-        torch.set_num_threads(settings.execution_strategy.num_threads)
-
-
-class CollectiveJob:
+class CollectiveJob(JobSettings):
     """Model, optimizer and strategies of a rank. The ranks meet when the strategy is known."""
 
     _kind = "collective training"
     _beside_rows = False  # the model looks rows up that are not parameters
 
     def __init__(self, info: RoleInfo, settings: DistributedStrategy | None) -> None:
-        self.info = begun.info = info
+        super().__init__(info)
+        begun.info = info
         self.model: CollectiveModel | None = None
         self.optimizer: CollectiveOptimizer | None = None
-        self._settings: DistributedStrategy | None = None
-        self._world: World | None = None
+        self._meetings = JobMeetings()
+        self._saves: BackgroundSaves | None = None
         self.strategies: list[Strategy] = []
         self._reported: dict[str, float] = {}
         self._status = StatusFile(info.status_file, self._status_now)
@@ -51,40 +54,26 @@ class CollectiveJob:
             self.use(settings, "fleet.init")
             self._begin()
 
-    def use(self, settings: DistributedStrategy | None, user: str) -> None:
-        """The strategy may be given to init, distributed_model or distributed_optimizer; late, or another: an error."""
-        if settings is None or settings == self._settings:
+    def _reason_not_to_change(self) -> str:
+        if self.optimizer is not None or (self.model is not None and self.model.num_samples):
+            return "training has begun without it"
+        return ""
+
+    def _settings_changed(self, user: str) -> None:
+        """Paddle's order: the strategy comes with the optimizer, whose parameters must stay those of the model."""
+        model, self.model = self.model, None
+        if model is None:
             return
-        if self._settings is not None:
+        before = {id(parameter) for parameter in model.parameters()}
+        model.forget()
+        made = self.distribute_model(model.module)
+        if {id(parameter) for parameter in made.parameters()} != before:
             raise StrategyError(
-                f"{user} got another strategy than was given before: give one, to fleet.init, and leave it out here"
+                f"{user} got a strategy that changes the model's parameters, which the optimizer has as they were: "
+                "give it to fleet.init or fleet.distributed_model, and make the optimizer after that"
             )
-        if self.model is not None:
-            raise StrategyError(
-                f"{user} got a strategy, but the model is distributed already, without one: give it to fleet.init or "
-                "fleet.distributed_model"
-            )
-        check(settings)
-        settings.lock(user)
-        self._settings = settings
-
-    def _begin(self) -> None:
-        if self._world is None:
-            use_execution(self.settings)
-            self._world = World(self.info, self.settings)
-
-    @property
-    def settings(self) -> DistributedStrategy:
-        if self._settings is None:
-            self.use(DistributedStrategy(), "fleet.distributed_model")
-        assert self._settings is not None
-        return self._settings
-
-    @property
-    def world(self) -> World:
-        self._begin()
-        assert self._world is not None
-        return self._world
+        model.become(made)
+        self.model = model
 
     def distribute_model(self, model: torch.nn.Module, sparse: str | int | None = None) -> CollectiveModel:
         if self.model is not None:
@@ -109,7 +98,8 @@ class CollectiveJob:
         view = JobView(model, forward, has_local or self._owns_gradients, runner)
         for strategy in self.strategies:
             strategy.joined(view)
-        self.model = CollectiveModel(wrapped, self.strategies, parallel, runner)
+        share = partial(share_buffers, model, self.world)
+        self.model = CollectiveModel(wrapped, self.strategies, parallel, runner, share)
         if any(strategy.wants_loss for strategy in self.strategies):
             self.model.on_loss = self._note_loss
         return self.model
@@ -170,9 +160,14 @@ class CollectiveJob:
             inner = strategy.optimizer(inner, self.names)
         self.optimizer = CollectiveOptimizer(optimizer, inner, self.strategies, parameters, self.world)
         self.optimizer.after_step = self._status.write
+        self._attend(self.model, self.optimizer)
         if self.info.worker_index == 0:
             print(self.describe(), flush=True)
         return self.optimizer
+
+    def _attend(self, model: CollectiveModel, optimizer: CollectiveOptimizer) -> None:
+        """From now on a rank that waits in a step is known to those whose loops are over."""
+        model.on_begin, optimizer.on_call = self._meetings.attend(self.world, self.settings.sync_timeout)
 
     def _check_parameters(self, parameters: list[torch.nn.Parameter]) -> None:
         strange = sum(parameter not in self.names for parameter in parameters)
@@ -190,12 +185,15 @@ class CollectiveJob:
         if axes:
             lines[0] += f": {axes}"
         for strategy in self.strategies:
-            keys = ", ".join(f"{key} {value}" for key, value in strategy.configs.items())
+            shown = {
+                key: world.degrees[_AXES[key]] if key in _AXES else value for key, value in strategy.configs.items()
+            }
+            keys = ", ".join(f"{key} {value}" for key, value in shown.items())
             lines.append(f"  {strategy.field}" + (f": {keys}" if keys else ""))
         return "\n".join(lines)
 
     def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
-        return together(loader, self.world) if self.world.size > 1 else iter(loader)
+        return self._meetings.batches(loader, self.world)
 
     def report(self, metrics: dict[str, float]) -> None:
         self._reported.update(metrics)
@@ -209,6 +207,9 @@ class CollectiveJob:
 
     def stop(self) -> None:
         self._status.write(now=True)
+        self._finish_save()
+        self._meetings.meet("fleet.stop_worker()")
+        self._meetings.leave()
         begun.info = None
         if self._world is not None:
             self._world.close()
@@ -218,6 +219,9 @@ class CollectiveJob:
         return self.optimizer is not None
 
     def reset(self) -> None:
+        with contextlib.suppress(Exception):
+            self._finish_save(_PATIENCE)
+        self._meetings.leave(alone=True)
         begun.info = None
         if self._settings is not None:
             self._settings.unlock()
@@ -237,18 +241,36 @@ class CollectiveJob:
             **self._reported,
         }
 
-    def save(self, dirname: str, extra: Mapping[str, Any] | None) -> int:
-        from torchfleet.collective.checkpoint.saving import save
+    def save(self, dirname: str, extra: Mapping[str, Any] | None, asynchronous: bool = False) -> int:
+        from torchfleet.collective.checkpoint.background_saves import BackgroundSaves
+        from torchfleet.collective.checkpoint.save_writing import write_save
+        from torchfleet.collective.checkpoint.saving import plan_save
 
         model, optimizer = self._trained()
+        self._finish_save()
+        self._meetings.meet("fleet.save")
         for strategy in self.strategies:
             strategy.before_save()
-        return save(dirname, model.module, optimizer.inner, self.strategies, self.world, extra, self.names)
+        inner, strategies, world = optimizer.inner, self.strategies, self.world
+        planned, tensors = plan_save(dirname, model.module, inner, strategies, world, extra, self.names)
+        if asynchronous:
+            self._saves = self._saves or BackgroundSaves(world)
+            self._saves.begin(planned, tensors)
+        else:
+            write_save(planned, tensors, world)
+        return planned.number
+
+    def _finish_save(self, timeout: float | None = None) -> None:
+        """Wait for a save that is written beside training; its error, if any, is raised here."""
+        if self._saves is not None:
+            self._saves.finish(timeout)
 
     def load(self, dirname: str) -> dict[str, Any]:
         from torchfleet.collective.checkpoint.loading import load
 
         model, optimizer = self._trained()
+        self._finish_save()
+        self._meetings.meet("fleet.load")
         extra = load(dirname, model.module, optimizer.inner, self.strategies, self.world, self.names)
         for strategy in self.strategies:
             strategy.after_load()
@@ -274,12 +296,14 @@ class CollectiveJob:
         return scheduler
 
     def barrier(self) -> None:
+        self._meetings.meet("fleet.barrier_worker()")
         self.world.barrier()
 
     def gather(self, name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
         """What every rank brought, in their order. All ranks call it in the same order, so `name` is not needed."""
         if comm_world == "server":
             raise FleetError("comm_world='server': this job is collective and has no servers; use 'worker' or 'all'")
+        self._meetings.meet(f"fleet.util or fleet.metrics ({name})")
         return self.world.gather(data)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, update_wrapper
 from sys import modules
@@ -28,6 +29,7 @@ class CollectiveModel(torch.nn.Module):
         strategies: Sequence[Strategy],
         parallel: DistributedDataParallel | None,
         runner: Runner | None,
+        share_buffers: Callable[[], object] = lambda: None,
     ) -> None:
         super().__init__()
         self.module = wrapped.module
@@ -38,6 +40,9 @@ class CollectiveModel(torch.nn.Module):
         self.strategies, self._runner = tuple(strategies), runner
         self.num_samples = 0
         self.on_loss: Callable[[torch.Tensor], object] | None = None  # called with the loss, if the model returns it
+        self.on_begin: Callable[[], object] = lambda: None  # called where ranks may begin to wait for each other
+        self._share_buffers = share_buffers
+        self._is_trained = False  # since the buffers were last alike on all ranks
         # With the signature of the user's: trainers look up there what a model takes.
         self.forward = update_wrapper(partial(type(self).forward, self), self.module.forward)  # type: ignore[method-assign]
         self.train(self.module.training)
@@ -55,7 +60,15 @@ class CollectiveModel(torch.nn.Module):
                 if tensor.dim() == 0 and tensor.requires_grad:
                     self.on_loss(tensor.detach())
                     break
+        if not self.training:
+            self._watch_backward(outputs, self.on_begin)
         return outputs
+
+    def _watch_backward(self, outputs: Any, call: Callable[[], object]) -> None:
+        """A model in evaluation is seldom trained: only a backward pass tells."""
+        found = next((tensor for tensor in tensors(outputs) if tensor.requires_grad), None)
+        if found is not None:
+            found.register_hook(lambda _: _done(call))  # type: ignore[no-untyped-call]
 
     def train_batch(self, inputs: Any, target: Any, loss_fn: LossFn) -> torch.Tensor | None:
         """Forward and backward of one batch; the loss, which in a pipeline only the last stage has (None elsewhere).
@@ -82,12 +95,41 @@ class CollectiveModel(torch.nn.Module):
 
     @torch.no_grad()
     def eval_batch(self, inputs: Any) -> Any:
-        """The outputs for one batch without gradients; in a pipeline on the last stage, None elsewhere."""
+        """The outputs for one batch without gradients; in a pipeline on the last stage, None elsewhere.
+
+        All ranks call it. The first time after training they take the first rank's buffers, as `sync_buffers` does.
+        """
+        if self._is_trained:
+            self.sync_buffers()
         if self._runner is not None:
             return self._runner.eval_batch(inputs)
         return self(*_arguments(inputs))
 
+    def sync_buffers(self) -> None:
+        """Running means and other buffers become those of the first of the ranks that hold the same layers.
+
+        In training they are each rank's own. All ranks call it together.
+        """
+        self._is_trained = False
+        self._share_buffers()
+
+    def forget(self) -> None:
+        """Let go of the exchange of gradients: the model is going to have another."""
+        self.__dict__.update(_parallel=None, _called=None)
+        gc.collect()  # the hooks of DistributedDataParallel on the parameters go with it, and it refers to itself
+
+    def become(self, made: CollectiveModel) -> None:
+        """What another one is that was made of the same model; whoever holds this one has that."""
+        own = vars(self)["_modules"]
+        self.__dict__.update(vars(made))
+        self.__dict__["_modules"] = own
+        own["module"] = made.module
+        self.forward = update_wrapper(partial(type(self).forward, self), self.module.forward)  # type: ignore[method-assign]
+
     def _begin(self) -> None:
+        self._is_trained = True
+        if self.training:  # now and then DistributedDataParallel exchanges in forward too
+            self.on_begin()
         answers = [strategy.exchanges() for strategy in self.strategies]
         exchanging = all(answers)
         if self._parallel is not None:
@@ -124,6 +166,11 @@ class CollectiveModel(torch.nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+
+def _done(call: Callable[[], object]) -> None:
+    """A hook that returned something would change the gradient."""
+    call()
 
 
 def _arguments(inputs: Any) -> tuple[Any, ...]:

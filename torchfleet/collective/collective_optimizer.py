@@ -36,6 +36,7 @@ class CollectiveOptimizer(AdoptedOptimizer):
         self._max_norm: float | None = None
         self._is_gathering = False
         self.is_skipped = False  # the last step, because a strategy said so
+        self.on_call: Callable[[], object] = lambda: None  # called at the end of every `step`, also of gathering ones
         self.num_steps = 0
 
     @property
@@ -48,10 +49,15 @@ class CollectiveOptimizer(AdoptedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = self._begin_step(closure)
+        self._step()
+        self.on_call()
+        return loss
+
+    def _step(self) -> None:
         answers = [strategy.is_due() for strategy in self._strategies]
         self._is_gathering, self.is_skipped = not all(answers), False
         if self._is_gathering:
-            return loss
+            return
         answers = [strategy.before_step() for strategy in self._strategies]
         self.is_skipped = not all(answers)
         if not self.is_skipped:
@@ -61,7 +67,6 @@ class CollectiveOptimizer(AdoptedOptimizer):
             strategy.after_step()
         self.num_steps += 1
         self.after_step()
-        return loss
 
     def clip_grad_norm_(self, max_norm: float) -> None:
         """The gradients of the coming step are clipped to a norm of all of them together; call it before `step`.

@@ -1,14 +1,18 @@
 """Data parallelism: every rank computes on its own batch; gradients are averaged while backward still runs.
 
-`fuse_all_reduce_ops` and `fuse_grad_size_in_MB` say how gradients are put together into buckets, each exchanged by one
-all-reduce as soon as all its gradients are there (Li et al. 2020, PyTorch Distributed). The work is done by torch's
-DistributedDataParallel. Composes with everything but strategies that cut the model up and exchange by themselves
-(sharding stages 2 and 3, pipeline, tensor_parallel).
+`fuse_all_reduce_ops`, `fuse_grad_size_in_MB` and `last_comm_group_size_MB` say how gradients are put together into
+buckets, each exchanged by one all-reduce as soon as all its gradients are there (Li et al. 2020, PyTorch Distributed).
+The first bucket is small, so that the exchange begins early, and the last one, so that it ends soon after backward.
+Gradients are views of the buckets. Buffers are rank 0's at the start and each rank's own from then on, as in Paddle.
+
+The work is done by torch's DistributedDataParallel. Composes with everything but strategies that cut the model up and
+exchange by themselves (sharding stages 2 and 3, pipeline, tensor_parallel).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,14 +21,20 @@ from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.nn.parallel import DistributedDataParallel
 
 from torchfleet.collective.buckets import buckets
-from torchfleet.collective.local_tensors import is_local
+from torchfleet.collective.gradient_average import REPLICAS
+from torchfleet.collective.local_tensors import is_local, local
 from torchfleet.collective.strategy import Forward
 from torchfleet.collective.world import World
+from torchfleet.errors import StrategyError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 _ALONE_MB = 1e-6  # a bucket of about a byte: every gradient travels by itself
 _BESIDE_ROWS_MB = 1.0  # a network beside tables has a few megabytes
 _BROADCAST_BYTES = 32 << 20
+_FIRST_BYTES = 1 << 20  # of the first bucket, as torch has it where no size is given
+_MB = 1 << 20
+_OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters  # which, depends on the version of torch
+_TAKES_SIZES = "bucket_cap_mb_list" in _OPTIONS
 
 
 class WrappedModel(torch.nn.Module):
@@ -39,69 +49,114 @@ class WrappedModel(torch.nn.Module):
         return self.wrapped_forward(*args, **kwargs)
 
 
+class DataParallel(DistributedDataParallel):
+    """torch's own, with a small first bucket also where a size of buckets is given and torch takes one size only."""
+
+    def _ddp_init_helper(self, *args: Any, **kwargs: Any) -> None:
+        if not _TAKES_SIZES and self.bucket_bytes_cap > _FIRST_BYTES:
+            self.bucket_bytes_cap_default = True
+        super()._ddp_init_helper(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
 def data_parallel(
     wrapped: WrappedModel, settings: DistributedStrategy, world: World, beside_rows: bool = False
 ) -> DistributedDataParallel:
-    """All ranks start from rank 0's parameters. Parameters marked `fleet_local` are each rank's own.
+    """All ranks start from rank 0's parameters and buffers. Parameters marked `fleet_local` are each rank's own.
 
     `beside_rows`: the model looks rows up. Its inputs stay where they are, as ids are read in host memory; buckets are
-    small, so that the first ones travel while the rest of a small network is computed; gradients lie in the buckets.
+    small, so that the first ones travel while the rest of a small network is computed.
     """
     own = [name for name, parameter in wrapped.named_parameters() if is_local(parameter)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(wrapped, own)  # type: ignore[no-untyped-call]
-    return DistributedDataParallel(
+    broadcast_buffers(wrapped)
+    options = _bucket_sizes(wrapped, settings, beside_rows)
+    # In no forward pass; the second name warns where there is the first.
+    options["forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"] = False
+    return DataParallel(
         wrapped,
         device_ids=[world.local_rank] if world.device.type == "cuda" and not beside_rows else None,
-        bucket_cap_mb=_bucket_mb(settings, beside_rows),
         find_unused_parameters=settings.find_unused_parameters,
-        gradient_as_bucket_view=beside_rows,
+        gradient_as_bucket_view=True,
+        **options,
     )
 
 
-def _bucket_mb(settings: DistributedStrategy, beside_rows: bool) -> float:
+def _bucket_sizes(wrapped: WrappedModel, settings: DistributedStrategy, beside_rows: bool) -> dict[str, Any]:
+    """Options of DistributedDataParallel."""
+    trained = [p for p in wrapped.parameters() if p.requires_grad and not is_local(p)]
+    num_types = len({p.dtype for p in trained})
+    if not settings.is_default("last_comm_group_size_MB"):
+        _check_last_bucket(settings.last_comm_group_size_MB, num_types)
     if not settings.fuse_all_reduce_ops:
-        return _ALONE_MB
+        return {"bucket_cap_mb": _ALONE_MB}
     is_open = beside_rows and settings.is_default("fuse_grad_size_in_MB")
-    return _BESIDE_ROWS_MB if is_open else settings.fuse_grad_size_in_MB
+    largest = _BESIDE_ROWS_MB if is_open else settings.fuse_grad_size_in_MB
+    if not _TAKES_SIZES:
+        return {"bucket_cap_mb": largest}
+    if num_types != 1:  # buckets are of one type each, and each type has these sizes
+        return {"bucket_cap_mb_list": [_FIRST_BYTES / _MB, largest]}
+    last = min(settings.last_comm_group_size_MB, largest)
+    # The last parameters have their gradients first.
+    sizes = bucket_bytes([p.nbytes for p in reversed(trained)], int(largest * _MB), int(last * _MB))
+    if settings.find_unused_parameters:  # torch then never learns the order of backward, and cuts by that of the model
+        sizes.reverse()
+    # The last one for what is left if backward goes another way; torch.compile takes the largest for the size of all.
+    return {"bucket_cap_mb_list": [*(size / _MB for size in sizes), largest]}
+
+
+def _check_last_bucket(size: float, num_types: int) -> None:
+    if not _TAKES_SIZES:
+        raise StrategyError(
+            f"last_comm_group_size_MB={size} needs a DistributedDataParallel with bucket_cap_mb_list, which torch "
+            f"{torch.__version__} does not have: take a newer torch, or leave it out"
+        )
+    if num_types != 1:
+        raise StrategyError(
+            f"last_comm_group_size_MB={size} needs trained parameters of one type, and this model has {num_types}: "
+            "each type has buckets of its own. Leave it out."
+        )
+
+
+def bucket_bytes(gradients: Sequence[int], largest: int, last: int) -> list[int]:
+    """Sizes of the buckets for gradients of these sizes, in the order in which they are exchanged.
+
+    A bucket is full when it has reached its size: _FIRST_BYTES the first, `largest` the others. The last one has the
+    gradients at the end, as many as reach `last`.
+    """
+    num_before, num = len(gradients), 0
+    while num_before and num < last:
+        num_before -= 1
+        num += gradients[num_before]
+    made: list[int] = []
+    filled = 0
+    for size in gradients[:num_before]:
+        filled += size
+        if filled >= (largest if made else min(largest, _FIRST_BYTES)):
+            made.append(filled)
+            filled = 0
+    return [*made, *([filled] if filled else []), num]
 
 
 def broadcast(model: torch.nn.Module) -> None:
     """Every rank takes rank 0's parameters and buffers, as DistributedDataParallel does when it is made."""
-    own = {id(parameter) for parameter in model.parameters() if is_local(parameter)}
-    tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in own]
-    group = dist.group.WORLD
+    _broadcast([parameter for parameter in model.parameters() if not is_local(parameter)])
+    broadcast_buffers(model)
+
+
+def broadcast_buffers(model: torch.nn.Module) -> None:
+    """Every rank takes rank 0's buffers."""
+    _broadcast(list(model.buffers()))
+
+
+def share_buffers(model: torch.nn.Module, world: World) -> None:
+    """Of ranks that hold the same layers, all take the buffers of the first. All ranks come here together."""
+    for axis in (world.axis(name) for name in REPLICAS):
+        if axis.group is not None:
+            _broadcast([local(buffer) for buffer in model.buffers()], axis.group)
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
+    group = group or dist.group.WORLD
     assert group is not None
-    for bucket in buckets(tensors):
+    for bucket in buckets(tensor.detach() for tensor in tensors):
         _broadcast_coalesced(group, bucket, _BROADCAST_BYTES, 0)
-
-
-def together(loader: Iterable[Any], world: World) -> Iterator[Any]:
-    """The loader's batches, for as long as every rank has one: ranks whose data is longer stop with the shortest.
-
-    A rank that went on alone would wait for the others for ever.
-    """
-    batches = iter(loader)
-    num_read = 0
-    batch, has_one = _next(batches)
-    while True:
-        ended = torch.tensor(0 if has_one else 1)
-        dist.all_reduce(ended, group=world.control)
-        num_ended = int(ended)
-        if num_ended:
-            break
-        yield batch
-        num_read += 1
-        batch, has_one = _next(batches)
-    if has_one:
-        print(
-            f"fleet.prefetch: rank {world.rank} stops after {num_read} batches, with {num_ended} of {world.size} ranks "
-            "out of data; its further batches of this epoch are left unread",
-            flush=True,
-        )
-
-
-def _next(batches: Iterator[Any]) -> tuple[Any, bool]:
-    try:
-        return next(batches), True
-    except StopIteration:
-        return None, False

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import secrets
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchfleet.errors import FleetError, StrategyError
@@ -22,6 +23,7 @@ class _Begun:
     """The role in the job that this process has begun: layers may be made before the ranks meet."""
 
     info: RoleInfo | None = None
+    num_stores = 0  # asked for in this process: the same on all ranks
 
 
 begun = _Begun()
@@ -35,12 +37,37 @@ class Axis(NamedTuple):
     group: dist.ProcessGroup | None
 
 
+class Gathering(Protocol):
+    """All ranks, as far as they bring each other bytes."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """What every rank brought, in their order. All ranks call it together."""
+
+
+class Aside(NamedTuple):
+    """All ranks, over connections of their own."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup | None
+
+    def gather(self, data: bytes) -> list[bytes]:
+        return [data] if self.group is None else _gather(data, self.size, self.group)
+
+
 class World:
     """All ranks, laid out as a grid by the degrees of the strategy. `close` leaves the process group that it joined."""
 
     def __init__(self, info: RoleInfo, strategy: DistributedStrategy, device: torch.device | None = None) -> None:
         """`device`: where this rank computes; None: its GPU if there is one, else the CPU."""
         self.rank, self.size, self.local_rank = info.worker_index, info.num_workers, info.local_rank
+        self.local_size = info.local_size  # ranks of this machine; 0: not known
         self.degrees = degrees(strategy, self.size)
         self.device = device or _device(info.local_rank)
         self._is_ours = not dist.is_initialized()
@@ -81,15 +108,28 @@ class World:
 
     def gather(self, data: bytes) -> list[bytes]:
         """What every rank brought, in their order."""
-        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([len(data)]), group=self.control)
-        longest = max(int(length) for length in lengths)
-        own = torch.zeros(longest, dtype=torch.uint8)
-        own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
-        brought = [torch.zeros_like(own) for _ in range(self.size)]
-        if longest:
-            dist.all_gather(brought, own, group=self.control)
-        return [message[: int(length)].numpy().tobytes() for message, length in zip(brought, lengths, strict=True)]
+        return _gather(data, self.size, self.control)
+
+    def aside(self) -> Gathering:
+        """All ranks, for another thread: it speaks while this one exchanges. All ranks come here together."""
+        return Aside(self.rank, self.size, dist.new_group(backend="gloo") if self.size > 1 else None)
+
+    def own_store(self) -> Store | None:
+        """A store that all ranks share, on a connection of its own. All ranks come here together, as often.
+
+        None where a process group was made that has no store to connect to.
+        """
+        begun.num_stores += 1
+        key, shared = f"torchfleet store {begun.num_stores}", dist.distributed_c10d._get_default_store()
+        inner: Any = shared
+        while hasattr(inner, "underlying_store"):
+            inner = inner.underlying_store
+        if not (hasattr(inner, "host") and hasattr(inner, "port")):
+            return None
+        if self.rank == 0:
+            shared.set(key, secrets.token_hex(8))  # a store may outlive a start of the job, and what was in it then
+        token = bytes(shared.get(key)).decode()
+        return PrefixStore(token, type(inner)(inner.host, inner.port, None, False, inner.timeout))
 
     def axis(self, name: str) -> Axis:
         """One of AXES."""
@@ -130,6 +170,18 @@ class World:
             if self.size > 1 and not alone:
                 self.barrier()
             dist.destroy_process_group()
+
+
+def _gather(data: bytes, size: int, group: dist.ProcessGroup) -> list[bytes]:
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
+    longest = max(int(length) for length in lengths)
+    own = torch.zeros(longest, dtype=torch.uint8)
+    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else own[:0]
+    brought = [torch.zeros_like(own) for _ in range(size)]
+    if longest:
+        dist.all_gather(brought, own, group=group)
+    return [message[: int(length)].numpy().tobytes() for message, length in zip(brought, lengths, strict=True)]
 
 
 def degrees(strategy: DistributedStrategy, size: int) -> dict[str, int]:

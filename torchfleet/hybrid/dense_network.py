@@ -14,8 +14,11 @@ from typing import Any
 import torch
 
 from torchfleet.collective.build import check_together
-from torchfleet.collective.collective_job import CollectiveJob, use_execution
+from torchfleet.collective.collective_job import CollectiveJob
+from torchfleet.collective.collective_model import CollectiveModel
+from torchfleet.collective.collective_optimizer import CollectiveOptimizer
 from torchfleet.collective.data_parallel import WrappedModel
+from torchfleet.collective.job_settings import use_execution
 from torchfleet.collective.local_tensors import is_local
 from torchfleet.collective.strategy import Forward
 from torchfleet.collective.world import World, begun
@@ -45,6 +48,9 @@ class NetworkJob(CollectiveJob):
     def innermost(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward; nothing, if this is the announcement of calls of its parts."""
         return () if args and args[0] is _PARTS else self._forward(*args, **kwargs)
+
+    def _attend(self, model: CollectiveModel, optimizer: CollectiveOptimizer) -> None:
+        """Who waits for whom is the worker's matter: its meetings are on the servers."""
 
     def _refuse_local_parameters(self, model: torch.nn.Module) -> None:
         """Those of rows are empty: no strategy need care."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchfleet.collective.meeting.attendance import Attendance
+from torchfleet.collective.meeting.batch_agreement import Agreement
 from torchfleet.collective.world import World
-from torchfleet.hybrid.attendance import Attendance
-from torchfleet.hybrid.batch_agreement import Agreement
 from torchfleet.hybrid.dense_network import DenseNetwork
 from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.hybrid.kept_network import KeptNetwork
@@ -41,7 +41,7 @@ class HybridWorker:
         store = join_group(info, device, settings.sync_timeout, gather) if self._is_ours else None
         world = World(info, settings, device)
         self._model, self._client, self._is_first = model, client, info.worker_index == 0
-        self._agreement = Agreement(world.rank, world.size, _flag_backend()) if world.size > 1 else None
+        self._agreement = Agreement(world.rank, world.size, _flag_backend(), "worker") if world.size > 1 else None
         self._network = DenseNetwork(model, optimizer.user, plan, settings, info, world)
         seconds = settings.a_sync_configs.hybrid_keep_seconds
         self._kept = KeptNetwork(plan, self._network.optimizer, self._network.owns_state, seconds)
@@ -50,7 +50,7 @@ class HybridWorker:
         self._worker_timeout, self._attendance = info.worker_timeout, None
         if store is not None:
             timeout = settings.sync_timeout
-            self._attendance = Attendance(store, world.rank, world.size, timeout, self._is_one_lost)
+            self._attendance = Attendance(store, world.rank, world.size, timeout, self._is_one_lost, "worker")
             self._network.on_backward(self._attendance.begin_step)
 
     def agreed(self, loader: Iterable[Any]) -> Iterable[Any]:

@@ -60,7 +60,7 @@ class Job(Protocol):
         """Numbers for the launcher's display."""
         ...
 
-    def save(self, dirname: str, extra: Mapping[str, Any] | None) -> int:
+    def save(self, dirname: str, extra: Mapping[str, Any] | None, asynchronous: bool = False) -> int:
         """Save what is needed to go on training; returns the number of the save."""
         ...
 

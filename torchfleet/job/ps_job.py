@@ -184,7 +184,11 @@ class ParameterServerJob(JobSetup):
         """The tables, which parameter goes to which, and what each server holds once there is a worker to ask."""
         return tables(self.plan, self.info, self._worker.client.stats() if self._worker is not None else [])
 
-    def save(self, dirname: str, extra: Mapping[str, Any] | None) -> int:
+    def save(self, dirname: str, extra: Mapping[str, Any] | None, asynchronous: bool = False) -> int:
+        if asynchronous:
+            raise FleetError(
+                "fleet.save(asynchronous=True) is for collective training: servers write beside training in any case"
+            )
         return self.first_worker("save_persistables").save(dirname, "full", extra).number
 
     def load(self, dirname: str) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class HybridConfigs(Configs, name="hybrid_configs"):
     sharding_degree = Key(1, at_least=1)
 
 
-_DDP = "torch's DistributedDataParallel cuts its buckets by bytes alone: use fuse_grad_size_in_MB"
+_BYTES = "torch's DistributedDataParallel cuts its buckets by bytes alone: use fuse_grad_size_in_MB"
 
 
 class CollectiveFields(Fields):
@@ -136,12 +136,12 @@ class CollectiveFields(Fields):
     cudnn_exhaustive_search = Switch("let cuDNN time its algorithms: for inputs of one size")
     fuse_all_reduce_ops = Field(True, "exchange gradients in buckets, not one by one")
     fuse_grad_size_in_MB = Field(32, "size of those buckets", at_least=1)
-    fuse_grad_size_in_num = Field(8, only=_DDP)
-    last_comm_group_size_MB = Field(1.0, only=_DDP)
+    fuse_grad_size_in_num = Field(8, only=_BYTES)
+    last_comm_group_size_MB = Field(1.0, "size of the bucket that is exchanged last", at_least=0.001)
     nccl_comm_num = Field(1, "communicators that take turns, so that exchanges overlap", at_least=1, at_most=16)
     sync_nccl_allreduce = Field(True, "a communicator waits for its last bucket before it takes the next")
     hierarchical_allreduce_inter_nranks = Field(
-        1, "ranks of a group of use_hierarchical_allreduce: those of one machine", at_least=1
+        1, "ranks of a group of use_hierarchical_allreduce; 1: those of a machine", at_least=1
     )
     cudnn_batchnorm_spatial_persistent = Field(False, only="torch chooses the batch norm kernel itself")
     conv_workspace_size_limit = Field(512, only="torch has no limit of its own for cuDNN's workspace")
@@ -149,6 +149,11 @@ class CollectiveFields(Fields):
     execution_strategy = ObjectField(ExecutionStrategy, "threads of a rank on the CPU")
 
 
+# Strategy → the key of its own dictionary that is also a degree of hybrid_configs, and that degree.
+DEGREES = {
+    "tensor_parallel": ("tensor_parallel_degree", "mp_degree"),
+    "sharding": ("sharding_degree", "sharding_degree"),
+}
 _ALL = fields_of(CollectiveFields)
 SWITCHES = tuple(name for name, field in _ALL.items() if isinstance(field, Switch))
 OBJECTS: dict[str, Mapping[str, Key[Any]]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,8 @@ import msgspec
 
 from torchfleet.errors import StrategyError
 from torchfleet.strategy import prototxt
-from torchfleet.strategy.collective_fields import CONFIGS, FIELDS, OBJECTS, SWITCHES, CollectiveFields
-from torchfleet.strategy.configs import Configs
+from torchfleet.strategy.collective_fields import CONFIGS, DEGREES, FIELDS, OBJECTS, SWITCHES, CollectiveFields
+from torchfleet.strategy.configs import Configs, aliases_of
 from torchfleet.strategy.execution import ObjectFields
 from torchfleet.strategy.fields import fields_of
 from torchfleet.strategy.hybrid_settings import check_hybrid
@@ -23,6 +23,38 @@ _KEYS = fields_of(AsyncConfigs)
 _ORDER = (*fields_of(ServerFields), *_COLLECTIVE)  # of files and of what is printed: dictionaries come after switches
 
 _MOST_VALUES = 10_000  # of a file
+
+
+def _from_yaml(path: str | Path) -> dict[str, Any]:
+    """The fields in a file; what is unknown or wrong is found when they are set."""
+    if Path(path).suffix == ".prototxt":
+        return prototxt.load(path)
+    try:
+        fields = msgspec.yaml.decode(Path(path).read_bytes())
+    except (OSError, ValueError, msgspec.MsgspecError) as error:  # ValueError: dates and numbers of YAML
+        raise StrategyError(f"cannot read a strategy from {path}: {error}") from None
+    if _is_endless(fields):
+        raise StrategyError(
+            f"{path} stands for more than {_MOST_VALUES:,} values, and no strategy has as many: write it without "
+            "aliases (*)"
+        )
+    if not isinstance(fields, dict):
+        raise StrategyError(f"{path} should hold `field: value` lines, found {type(fields).__name__}")
+    return {str(name): value for name, value in fields.items()}
+
+
+class Loader:
+    """A method that makes a strategy from a file, called on the class, or changes the strategy that it is called on."""
+
+    def __init__(self, read: Callable[[str | Path], dict[str, Any]]) -> None:
+        self._read = read
+
+    def __get__(
+        self, instance: DistributedStrategy | None, owner: type[DistributedStrategy]
+    ) -> Callable[[str | Path], DistributedStrategy]:
+        if instance is None:
+            return lambda path: owner(**self._read(path))
+        return lambda path: instance.take(self._read(path))
 
 
 class DistributedStrategy(ServerFields, CollectiveFields):
@@ -60,9 +92,10 @@ class DistributedStrategy(ServerFields, CollectiveFields):
         for name in SWITCHES:
             if getattr(self, name):
                 rows[name] = True
-                rows.update(_flat(f"{name}_configs", getattr(self, f"{name}_configs", {})))
+                rows.update(_flat(f"{name}_configs", self._in_force(name)))
         for name, value in changed.items():
-            rows.update(_flat(name, value) if isinstance(value, dict) else {name: value})
+            shown = self._in_force(name.removesuffix("_configs")) if name.endswith("_configs") else value
+            rows.update(_flat(name, shown) if isinstance(shown, Mapping) else {name: shown})
         if not rows or self.mode == "hybrid":
             rows = {"mode": self.mode, **rows}
             has_mean = self.mode == "sync" or self.a_sync_configs.gather > 1
@@ -71,6 +104,13 @@ class DistributedStrategy(ServerFields, CollectiveFields):
             rows.update(_flat("a_sync_configs", self.a_sync_configs))
         width = max(len(name) for name in rows)
         return "\n".join(["DistributedStrategy", *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
+
+    def _in_force(self, name: str) -> Mapping[str, Any]:
+        """The dictionary of a strategy, with the degree that hybrid_configs gives it."""
+        configs: Mapping[str, Any] = getattr(self, f"{name}_configs", {})
+        own, other = DEGREES.get(name, ("", ""))
+        degree = self.hybrid_configs[other] if own else 0
+        return {**configs, own: degree} if degree > 1 else configs
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DistributedStrategy) and all(
@@ -145,28 +185,17 @@ class DistributedStrategy(ServerFields, CollectiveFields):
         """Write the settings that differ from the defaults."""
         Path(path).write_bytes(msgspec.yaml.encode(self.differences()))
 
-    @classmethod
-    def load_from_yaml(cls, path: str | Path) -> DistributedStrategy:
-        """Read settings back; an unknown or wrong one is an error that names it. A `.prototxt` is one of Paddle's."""
-        if Path(path).suffix == ".prototxt":
-            return cls.load_from_prototxt(path)
-        try:
-            fields = msgspec.yaml.decode(Path(path).read_bytes())
-        except (OSError, ValueError, msgspec.MsgspecError) as error:  # ValueError: dates and numbers of YAML
-            raise StrategyError(f"cannot read a strategy from {path}: {error}") from None
-        if _is_endless(fields):
-            raise StrategyError(
-                f"{path} stands for more than {_MOST_VALUES:,} values, and no strategy has as many: write it without "
-                "aliases (*)"
-            )
-        if not isinstance(fields, dict):
-            raise StrategyError(f"{path} should hold `field: value` lines, found {type(fields).__name__}")
-        return cls(**{str(name): value for name, value in fields.items()})
+    # Of the class: a new strategy. Of a strategy: that one, into which the fields of the file are put.
+    load_from_yaml = Loader(_from_yaml)  # a `.prototxt` is one of Paddle's
+    load_from_prototxt = Loader(prototxt.load)  # a file of Paddle's save_to_prototxt; prototxt.py tells how it is read
 
-    @classmethod
-    def load_from_prototxt(cls, path: str | Path) -> DistributedStrategy:
-        """The strategy in a file of Paddle's save_to_prototxt; prototxt.py tells how it is read."""
-        return cls(**prototxt.load(path))
+    def take(self, fields: Mapping[str, Any]) -> DistributedStrategy:
+        """Set fields, all of them or, if one is wrong, none. Dictionaries are taken key by key, lists as a whole."""
+        changed = copy.copy(self)
+        for name, value in fields.items():
+            setattr(changed, name, _merged(getattr(changed, name), value))
+        vars(self).update(vars(changed))
+        return self
 
     def _assign(self, name: str, value: Any) -> None:
         if self._used_by:
@@ -195,6 +224,14 @@ def _is_endless(value: Any) -> bool:
         elif isinstance(found, list):
             waiting += found
     return num > _MOST_VALUES
+
+
+def _merged(present: Any, given: Any) -> Any:
+    """A dictionary of settings with those that are given in the place of what it has; any other value as given."""
+    if not isinstance(present, (Configs, ObjectFields)) or not isinstance(given, Mapping):
+        return given
+    aliases = aliases_of(type(present)) if isinstance(present, Configs) else {}
+    return {**vars(present), **{aliases.get(key, key): value for key, value in given.items()}}
 
 
 def _flat(name: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import torch
 from support.ranks import Ranks
 from support.sharded_models import CLOSE, OPTIMIZERS, Net, Tied, batches, chain, of_case, sharded, share, start, whole
 
-from torchfleet.collective.checkpoint import saving
+from torchfleet.collective.checkpoint import save_writing
 from torchfleet.collective.checkpoint.loading import load, load_parameters
 from torchfleet.collective.checkpoint.pieces import model_pieces, piece_of
 from torchfleet.collective.checkpoint.saving import save
@@ -351,7 +351,11 @@ def kill_saves(folder: str) -> dict[str, Any]:
     world = world_of()
     save(folder, fill(Net(), 1.0), None, [], world)
     made: dict[str, Any] = {}
-    places = [(saving.Buffers, "__getitem__", 3), (saving, "_commit", 1), (saving, "remove_others", 1)]
+    places = [
+        (save_writing.Buffers, "__getitem__", 3),
+        (save_writing, "_commit", 1),
+        (save_writing, "remove_others", 1),
+    ]
     for value, (owner, name, after) in enumerate(places, 2):
         child = os.fork()
         if not child:
@@ -399,7 +403,7 @@ def fail_on_one_rank(folder: str) -> dict[str, Any]:
         def full(*_: Any) -> None:
             raise CheckpointError("the disk is full")
 
-        saving.write_file = full
+        save_writing.write_file = full
     for extra in ({}, {"bad": object()} if world.rank == 0 else {}):
         with pytest.raises(CheckpointError) as error:
             save(folder, fill(Net(), 2.0), None, [], world, extra)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from support.collective_oracles import alone, assert_close, batches, job_of, mlp, train, values
 from support.ranks import Ranks
 
+import torchfleet as fleet
 from torchfleet.collective.strategies.hierarchical import HierarchicalAllReduce
 from torchfleet.errors import StrategyError
 
@@ -37,19 +39,22 @@ def watched(name: str, seen: list[Any]) -> None:
     setattr(dist, name, watching)
 
 
-def train_in_two_levels(node_size: int) -> dict[str, Any]:
+def train_in_two_levels(**fields: Any) -> dict[str, Any]:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # two machines
     plain = train_on_ranks()
     seen: list[Any] = []
     for name in ("reduce", "all_reduce", "broadcast"):
         watched(name, seen)
-    found = train_on_ranks(use_hierarchical_allreduce=True, hierarchical_allreduce_inter_nranks=node_size)
+    found = train_on_ranks(use_hierarchical_allreduce=True, **fields)
     assert_close(found, plain, atol=1e-6)  # the sums are in another order
     sizes = {name: {dist.get_world_size(group) for called, group in seen if called == name} for name, _ in seen}
     return {**{name: sorted(each) for name, each in sizes.items()}, **found}
 
 
-def test_two_levels_equal_a_flat_all_reduce(ranks: Ranks) -> None:
-    results = ranks.run(train_in_two_levels, 4, node_size=2)
+@pytest.mark.parametrize("fields", [{}, {"hierarchical_allreduce_inter_nranks": 2}])
+def test_two_levels_equal_a_flat_all_reduce(ranks: Ranks, fields: dict[str, Any]) -> None:
+    """By itself the switch takes the ranks of a machine."""
+    results = ranks.run(train_in_two_levels, 4, **fields)
     for rank, found in enumerate(results):
         assert_close(found, results[0], atol=0)
         assert found["reduce"] == found["broadcast"] == [2]
@@ -73,6 +78,12 @@ def test_nodes_must_be_of_equal_size() -> None:
     world.size = 6
     with pytest.raises(StrategyError, match="hierarchical_allreduce_inter_nranks=4 does not divide the 6 ranks"):
         HierarchicalAllReduce(strategy, world)
+    by_itself, world.local_size = fleet.DistributedStrategy(use_hierarchical_allreduce=True), 4
+    with pytest.raises(StrategyError, match="LOCAL_WORLD_SIZE=4 does not divide the 6 ranks"):
+        HierarchicalAllReduce(by_itself, world)
+    world.local_size = 0
+    with pytest.raises(StrategyError, match="how many ranks this machine has is not known"):
+        HierarchicalAllReduce(by_itself, world)
 
 
 def train_when_a_rank_is_gone() -> dict[str, Any]:

@@ -245,14 +245,15 @@ def running_means() -> dict[str, Any]:
             4, 3, generator=torch.Generator().manual_seed(step)
         )
         model(x).sum().backward()
+    own = model.module[1].running_mean.clone()
     model.eval()
-    with torch.no_grad():
-        model(x)
-    return {"mean": model.module[1].running_mean, "num": model.module[1].num_batches_tracked}
+    model.eval_batch(x)
+    return {"own": own, "mean": model.module[1].running_mean, "num": model.module[1].num_batches_tracked}
 
 
-def test_buffers_are_those_of_the_first_rank(ranks: Ranks) -> None:
+def test_buffers_are_those_of_the_first_rank_in_an_evaluation(ranks: Ranks) -> None:
     first, second = ranks.run(running_means, 2)
+    assert torch.equal(first["own"], first["mean"])
     assert torch.equal(first["mean"], second["mean"])
     assert first["mean"].abs().max() > 0
     assert first["num"] == second["num"] == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -32,6 +32,7 @@ class HeldPiece:
     tensor: torch.Tensor
     shape: tuple[int, ...]  # of the whole
     offset: tuple[int, ...]
+    is_buffer: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -46,7 +47,7 @@ class HeldPiece:
         if dtype is None:
             known = ", ".join(map(str, _NAMES))
             raise CheckpointError(f"'{key[1]}' is of type {self.tensor.dtype}, which cannot be saved; {known} can")
-        return PieceSpec(*key, dtype, self.shape, self.offset, tuple(self.tensor.shape))
+        return PieceSpec(*key, dtype, self.shape, self.offset, tuple(self.tensor.shape), self.is_buffer)
 
 
 Pieces = dict[str, HeldPiece]
@@ -102,7 +103,8 @@ def model_pieces(model: torch.nn.Module, world: World | None) -> Pieces:
         shape, offset = list(every[name].shape), [0] * every[name].dim()
         shape[dim], offset[dim] = sum(lengths[name]), sum(lengths[name][:index])
         made[name] = HeldPiece(local(every[name]), tuple(shape), tuple(offset))
-    return {name: made[name] for name in every}
+    buffers = {name for name, _ in model.named_buffers()}
+    return {name: replace(made[name], is_buffer=name in buffers) for name in every}
 
 
 def _lengths(reports: Sequence[Cuts]) -> dict[str, list[int]]:

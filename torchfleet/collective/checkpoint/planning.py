@@ -10,7 +10,7 @@ import msgspec
 from torchfleet.checkpoint.part_file import ITEM_BYTES
 from torchfleet.collective.checkpoint.collective_manifest import Kind, num_elements
 from torchfleet.collective.checkpoint.tensor_files import file_key
-from torchfleet.collective.world import World
+from torchfleet.collective.world import Gathering
 from torchfleet.errors import CheckpointError, FleetError
 
 AnyReport = TypeVar("AnyReport", bound="Report")
@@ -23,7 +23,7 @@ class Report(msgspec.Struct, kw_only=True):
     error: str = ""
 
 
-def exchange(world: World | None, report: AnyReport, cause: Exception | None = None) -> list[AnyReport]:
+def exchange(world: Gathering | None, report: AnyReport, cause: Exception | None = None) -> list[AnyReport]:
     """The reports of all ranks, in their order. An error in one of them is raised on all; `cause` is this rank's own.
 
     Without `world` the process is by itself. All ranks call it together.
@@ -54,6 +54,7 @@ class PieceSpec(msgspec.Struct, frozen=True, array_like=True):
     whole: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+    is_buffer: bool = False  # of the model: ranks that hold it may have different values
 
     @property
     def bytes(self) -> int:
@@ -63,7 +64,8 @@ class PieceSpec(msgspec.Struct, frozen=True, array_like=True):
 def assign_writers(held: Sequence[Sequence[PieceSpec]]) -> list[list[PieceSpec]]:
     """Which pieces each rank writes: every piece once, the largest first, each to the holder with least to write.
 
-    Raises CheckpointError if the ranks hold tensors of one name that do not fit together, or not all of one.
+    Buffers go to their first holder, so that those of a layer are all of one rank. Raises CheckpointError if the ranks
+    hold tensors of one name that do not fit together, or not all of one.
     """
     holders: dict[PieceSpec, list[int]] = {}
     tensors: dict[Key, PieceSpec] = {}
@@ -82,7 +84,7 @@ def assign_writers(held: Sequence[Sequence[PieceSpec]]) -> list[list[PieceSpec]]
     loads = [0] * len(held)
     plan: list[list[PieceSpec]] = [[] for _ in held]
     for spec in sorted(holders, key=lambda spec: spec.bytes, reverse=True):
-        writer = min(holders[spec], key=lambda rank: (loads[rank], rank))
+        writer = min(holders[spec], key=lambda rank: (not spec.is_buffer and loads[rank], rank))
         loads[writer] += spec.bytes
         plan[writer].append(spec)
     return plan

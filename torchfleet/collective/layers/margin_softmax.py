@@ -29,11 +29,11 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from torchfleet.collective import world
+from torchfleet.collective.layers.class_shards import OwnClasses, class_range, first_values
 from torchfleet.collective.layers.row_gathering import gather, scattered_sum, stack
 from torchfleet.errors import DataError, ModelError
 
 _MARGINS = {"arcface": (1.0, 0.5, 0.0), "cosface": (1.0, 0.0, 0.35), "softmax": (1.0, 0.0, 0.0)}
-_ROWS_PER_SEED = 1024
 _NEAR_ONE = 1.0 - 1e-6  # acos has no slope at 1
 
 
@@ -61,8 +61,8 @@ class MarginSoftmax(torch.nn.Module):
         self.num_classes, self.dim, self.loss_type, self.scale = num_classes, dim, loss_type, float(scale)
         self.margins = _checked(num_classes, dim, loss_type, scale, (m1, m2, m3))
         self.rank, self.size = _ranks()
-        self.first, past = _range(num_classes, self.rank, self.size)
-        self.weight = torch.nn.Parameter(_first_values(self.first, past, dim, seed).to(device))
+        self.first, past = class_range(num_classes, self.rank, self.size)
+        self.weight = torch.nn.Parameter(first_values(self.first, past, dim, seed).to(device))
         own: Any = self.weight
         own.fleet_local, own.fleet_piece = True, (0, self.rank, self.size)
 
@@ -73,7 +73,7 @@ class MarginSoftmax(torch.nn.Module):
     def forward(self, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         self._check(features, labels)
         with torch.autocast(features.device.type, enabled=False):
-            sizes = self._batch_sizes(features)
+            sizes = self._batch_sizes(features, labels)
             labels = gather(labels.long(), sizes)
             whole: torch.Tensor = _GatheredFeatures.apply(features.float(), sizes)  # type: ignore[no-untyped-call]
             products = self._products(whole)
@@ -103,10 +103,23 @@ class MarginSoftmax(torch.nn.Module):
             return features @ weight.t()
         return F.normalize(features) @ F.normalize(weight).t()
 
-    def _batch_sizes(self, features: torch.Tensor) -> list[int]:
-        if self.size == 1:
+    def _batch_sizes(self, features: torch.Tensor, labels: torch.Tensor | None = None) -> list[int]:
+        """Of all ranks, once their labels are found to be classes. A GPU is waited for once."""
+        if labels is None and self.size == 1:
             return [len(features)]
-        return [int(size) for size in stack(torch.tensor([len(features)], device=features.device), self.size).flatten()]
+        # Not torch.tensor(..., device=...), which would wait for the GPU too.
+        own = torch.full((1, 3), len(features), dtype=torch.int64, device=features.device)
+        if labels is None or not len(labels):
+            own[0, 1:] = 0
+        else:
+            own[0, 1:] = torch.stack(labels.detach().aminmax()).to(own)
+        every: list[list[int]] = stack(own, self.size).flatten(0, 1).tolist()
+        low, high = min(lowest for _, lowest, _ in every), max(highest for _, _, highest in every)
+        if low < 0 or high >= self.num_classes:
+            raise DataError(
+                f"MarginSoftmax: labels must be from 0 to {self.num_classes - 1}, found {low} to {high}, over all ranks"
+            )
+        return [size for size, _, _ in every]
 
     def margin(self, cosine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """z_y / s of the own class's cosine, and its slope."""
@@ -137,21 +150,20 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, products: torch.Tensor, labels: torch.Tensor, layer: MarginSoftmax) -> torch.Tensor:
-        rows, places = _own_labels(labels, layer, products.shape[1])
+        own = OwnClasses(labels, layer.first, products.shape[1])
         scale = 1.0 if layer.loss_type == "softmax" else layer.scale
-        value, slope = layer.margin(products[rows, places])
-        products[rows, places] = value
+        value, slope = layer.margin(own.of(products))
+        own.put(products, value)
         logits = products.mul_(scale)  # nobody else looks at the products: a second matrix that size is saved
         largest = logits.max(1).values if logits.shape[1] else logits.new_full((len(logits),), -math.inf)
         _all_reduce(largest, dist.ReduceOp.MAX, layer.size)
-        target = torch.zeros_like(largest).index_copy_(0, rows, logits[rows, places])
+        target = own.of(logits)
         shares = logits.sub_(largest.unsqueeze(1)).exp_()
         both = torch.stack([shares.sum(1), target])
         _all_reduce(both, dist.ReduceOp.SUM, layer.size)
         total, target = both
         shares.div_(total.unsqueeze(1))
-        shares[rows, places] -= 1.0
-        shares[rows, places] *= slope
+        own.put(shares, (own.of(shares) - 1.0) * slope)
         ctx.save_for_backward(shares)
         ctx.factor = scale / max(1, len(labels))
         loss: torch.Tensor = (total.log() + (largest - target)).sum() / max(1, len(labels))
@@ -185,17 +197,6 @@ class _GatheredFeatures(torch.autograd.Function):
         return scattered_sum(gradient, sizes) * len(sizes), None
 
 
-def _own_labels(labels: torch.Tensor, layer: MarginSoftmax, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples whose class is this rank's, and the places of their classes in its shard."""
-    if bool(((labels < 0) | (labels >= layer.num_classes)).any()):
-        raise DataError(
-            f"MarginSoftmax: labels must be from 0 to {layer.num_classes - 1}, found {int(labels.min())} to "
-            f"{int(labels.max())}"
-        )
-    rows = ((labels >= layer.first) & (labels < layer.first + num)).nonzero().flatten()
-    return rows, labels[rows] - layer.first
-
-
 def _checked(
     num_classes: int, dim: int, loss_type: str, scale: float, given: tuple[float | None, ...]
 ) -> tuple[float, float, float]:
@@ -219,23 +220,6 @@ def _ranks() -> tuple[int, int]:
     if info is not None:
         return info.worker_index, info.num_workers
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def _range(num: int, rank: int, size: int) -> tuple[int, int]:
-    """A rank's classes: as torch.chunk and DTensor cut, the last shards may be shorter or empty."""
-    each = math.ceil(num / size)
-    return min(num, each * rank), min(num, each * (rank + 1))
-
-
-def _first_values(first: int, past: int, dim: int, seed: int) -> torch.Tensor:
-    """Normally distributed, the same for a class whoever holds it: every 1024 classes have a seed of their own."""
-    blocks = [torch.empty(0, dim)]
-    for block in range(first // _ROWS_PER_SEED, math.ceil(past / _ROWS_PER_SEED) if past > first else 0):
-        random = torch.Generator().manual_seed((seed << 32) + block)
-        rows = torch.empty(_ROWS_PER_SEED, dim).normal_(0.0, 0.01, generator=random)
-        start = block * _ROWS_PER_SEED
-        blocks.append(rows[max(first - start, 0) : past - start])
-    return torch.cat(blocks)
 
 
 def _all_reduce(tensor: torch.Tensor, op: Any, size: int) -> None:

@@ -1,12 +1,12 @@
 """Hierarchical all-reduce: gradients are summed inside a node, then among nodes, then spread inside the node.
 
-    reduce to the first rank of each group of `hierarchical_allreduce_inter_nranks` neighbours
+    reduce to the first rank of each group of `hierarchical_allreduce_inter_nranks` neighbours (1: those of a machine)
     all-reduce among these leaders
     broadcast inside each group
 
 Between nodes only one rank of each node speaks, which helps where the ranks of a node share one slow link. The result
-is the mean over all ranks, as that of a flat all-reduce up to the order of its sums. Groups of one rank, or one group
-of all, are a flat all-reduce already. Buckets are worked off in their order beside the backward pass: on GPUs by a
+is the mean over all ranks, as that of a flat all-reduce up to the order of its sums. One rank per machine, or one group
+of all, is a flat all-reduce already. Buckets are worked off in their order beside the backward pass: on GPUs by a
 stream, on CPUs by a thread.
 
 Source: Jia et al. 2018, Highly Scalable Deep Learning Training System with Mixed-Precision. Composes with everything
@@ -38,11 +38,20 @@ class HierarchicalAllReduce(Strategy):
 
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)
-        self._node_size: int = settings.hierarchical_allreduce_inter_nranks
-        if world.size % self._node_size:
+        given = settings.hierarchical_allreduce_inter_nranks
+        self._node_size: int = given if given > 1 else world.local_size
+        if not self._node_size:
             raise StrategyError(
-                f"hierarchical_allreduce_inter_nranks={self._node_size} does not divide the {world.size} ranks there "
-                "are: set it to the number of ranks of a node, the same on all nodes"
+                "use_hierarchical_allreduce=True: how many ranks this machine has is not known. Start with fleetrun, "
+                "set LOCAL_WORLD_SIZE, or set hierarchical_allreduce_inter_nranks to it."
+            )
+        if world.size % self._node_size:
+            found = (
+                f"hierarchical_allreduce_inter_nranks={given}" if given > 1 else f"LOCAL_WORLD_SIZE={self._node_size}"
+            )
+            raise StrategyError(
+                f"{found} does not divide the {world.size} ranks there are: use_hierarchical_allreduce needs equally "
+                "many ranks on all machines; hierarchical_allreduce_inter_nranks says how many"
             )
 
     def attach(self, parallel: DistributedDataParallel) -> None:

@@ -8,7 +8,7 @@ k_steps = 1 equals data parallelism: SGD is linear in gradients and momentum, so
 the mean; momentum buffers are never exchanged, and their mean is what the one buffer of data parallelism would be.
 Therefore the optimizer must be torch.optim.SGD. Parameters are exchanged, in flat buckets of fuse_grad_size_in_MB;
 buffers, as running statistics, stay each rank's own (sync_batch_norm makes them common). fleet.save averages too,
-momentum included, so that what is saved is one model.
+momentum and the running statistics of norms included, so that what is saved is one model.
 
 Source: Lin et al. 2018, Don't Use Large Mini-Batches, Use Local SGD (post-local SGD); Stich 2018. Composes with amp,
 recompute, gradient_merge, sync_batch_norm and compilation; not with what exchanges gradients in another way, cuts the
@@ -20,10 +20,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch.nn.modules.batchnorm import _NormBase
 
 from torchfleet.collective.buckets import average
 from torchfleet.collective.local_tensors import is_local
-from torchfleet.collective.strategy import Strategy
+from torchfleet.collective.strategy import JobView, Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import StrategyError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
@@ -47,6 +48,9 @@ class LocalSGD(Strategy):
     @property
     def _begin_step(self) -> int:
         return self.settings.localsgd_configs.begin_step
+
+    def joined(self, job: JobView) -> None:
+        self._model = job.model
 
     def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
         if type(inner) is not torch.optim.SGD:
@@ -88,10 +92,19 @@ class LocalSGD(Strategy):
             yield from (parameter.detach() for parameter in group["params"] if parameter in self._common)
 
     def before_save(self) -> None:
-        """A saved model is one model: saving is an averaging, of momentum too, also for the training that goes on."""
+        """A saved model is one model: saving is an averaging, of momentum too, also for the training that goes on.
+
+        Other buffers than running statistics are no numbers to be averaged: they are saved as the first rank has them.
+        """
         if self._axis.group is not None and self._num_steps >= self._begin_step:
             LocalSGD.average(self)  # without finding a new interval
             average(self._momenta(), [self._axis], self._bucket_bytes)
+            average(self._statistics(), [self._axis], self._bucket_bytes)
+
+    def _statistics(self) -> Iterator[torch.Tensor]:
+        for module in self._model.modules():
+            if isinstance(module, _NormBase) and module.running_mean is not None and module.running_var is not None:
+                yield from (module.running_mean, module.running_var)
 
     def _momenta(self) -> Iterator[torch.Tensor]:
         """In the order of the groups, and all of them: zeros where this rank has none yet (amp skipped its steps)."""

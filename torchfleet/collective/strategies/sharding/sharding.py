@@ -26,9 +26,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from torchfleet.collective.local_tensors import is_local, local
+from torchfleet.collective.local_tensors import is_local
 from torchfleet.collective.strategies.sharding.units import Units
-from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer, broadcast
+from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer
 from torchfleet.collective.strategy import Forward, Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import ModelError, StrategyError
@@ -92,7 +92,6 @@ class Sharding(Strategy):
             return forward
 
         def sharded(*args: Any, **kwargs: Any) -> Any:
-            self._share_buffers()
             outputs = forward(*args, **kwargs)
             if not torch.is_grad_enabled():  # no backward pass will let the parameters go
                 self._reshard()
@@ -111,14 +110,6 @@ class Sharding(Strategy):
     def _reshard(self) -> None:
         for module in self._units:
             module.reshard()
-
-    def _share_buffers(self) -> None:
-        """Running means and the like are those of the first rank, as in data parallelism."""
-        buffers = [local(buffer) for buffer in self._model.buffers()]
-        for name in ("data", "sharding"):
-            axis = self.world.axis(name)
-            if axis.size > 1 and buffers:
-                broadcast([(0, buffers)], axis, self._segment_bytes)
 
 
 def sharded_modules(model: torch.nn.Module) -> list[FSDPModule]:

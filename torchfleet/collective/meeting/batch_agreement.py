@@ -1,4 +1,4 @@
-"""Uneven data in hybrid mode: the workers agree, a batch ahead and beside training, whether all have another batch."""
+"""Uneven data: the ranks agree, a batch ahead and beside training, whether all have another batch."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _END: Any = object()
 
 
 class Agreement:
-    """The workers' talk about who has batches left. It has a process group of its own: it is about other batches than
+    """The ranks' talk about who has batches left. It has a process group of its own: it is about other batches than
     the gradients that travel at the same time."""
 
-    def __init__(self, rank: int, size: int, backend: str | None) -> None:
-        """All workers come here together. `backend`: None for the one of the default group."""
-        self._rank, self._size = rank, size
+    def __init__(self, rank: int, size: int, backend: str | None, noun: str = "rank") -> None:
+        """All ranks come here together. `backend`: None for the one of the default group. `noun`: what a rank is."""
+        self._rank, self._size, self._noun = rank, size, noun
         self._group = dist.new_group(backend=backend)
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """The loader's batches, for as long as every worker has one. All workers iterate together.
+        """The loader's batches, for as long as every rank has one. All ranks iterate together.
 
         A batch is asked about when the one before it is handed out, and the answer is waited for when it is asked
         for: with a consumer that looks one batch ahead, a whole step lies in between.
@@ -51,25 +51,25 @@ class Agreement:
             left = f"{len(loader) - num_read} batches are"  # type: ignore[arg-type]
         except TypeError:  # a dataset or a generator, which does not know
             left = f"at least {at_least} more batch{'es are' if at_least > 1 else ' is'}"
-        who = ", ".join(map(str, ended))
+        noun, who = self._noun, ", ".join(map(str, ended))
         print(
-            f"fleet.prefetch: worker {self._rank} stops after {num_read} batches, because worker {who} has no more; "
+            f"fleet.prefetch: {noun} {self._rank} stops after {num_read} batches, because {noun} {who} has no more; "
             f"{left} left unused",
             flush=True,
         )
 
 
 class Asked:
-    """A batch, or the end, and the question to all workers about it."""
+    """A batch, or the end, and the question to all ranks about it."""
 
     def __init__(self, batch: Any, flags: torch.Tensor, work: Any) -> None:
         self.batch, self._flags, self._work = batch, flags, work
 
     def ended(self) -> list[int]:
-        """The workers that have no such batch. Waits for the slowest to have read so far."""
+        """The ranks that have no such batch. Waits for the slowest to have read so far."""
         if self._work is not None:
             self._work.wait()
-        return [int(worker) for worker in torch.nonzero(self._flags)]
+        return [int(rank) for rank in torch.nonzero(self._flags)]
 
     def take(self) -> Any:
         batch, self.batch = self.batch, None

@@ -1,0 +1,88 @@
+"""The strategy of a job and the ranks that meet under it: when each may be given, and what comes too late."""
+
+from __future__ import annotations
+
+import torch
+
+from torchfleet.collective.build import check
+from torchfleet.collective.world import World, degrees
+from torchfleet.errors import StrategyError
+from torchfleet.role import RoleInfo
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+
+
+def use_execution(settings: DistributedStrategy) -> None:
+    """What the settings say about this process: its threads, and how cuDNN chooses."""
+    torch.backends.cudnn.benchmark = settings.cudnn_exhaustive_search
+    if settings.execution_strategy.num_threads:
+        torch.set_num_threads(settings.execution_strategy.num_threads)
+
+
+class JobSettings:
+    """The ranks meet when the strategy is known, or when they are needed without one: then it is the default.
+
+    A strategy that is given after that, with the optimizer as in Paddle, is taken if all that was made under the
+    default can be made anew.
+    """
+
+    def __init__(self, info: RoleInfo) -> None:
+        self.info = info
+        self._settings: DistributedStrategy | None = None
+        self._is_assumed = False  # nobody gave the settings: they are the defaults
+        self._world: World | None = None
+
+    def use(self, settings: DistributedStrategy | None, user: str) -> None:
+        """The strategy may be given to init, distributed_model or distributed_optimizer; another one is an error."""
+        if settings is None or settings == self._settings:
+            return
+        if self._settings is not None and not self._is_assumed:
+            raise StrategyError(
+                f"{user} got another strategy than was given before: give one, to fleet.init, and leave it out here"
+            )
+        check(settings)
+        if self._world is not None:
+            self._check_late(settings, self._world, user)
+        settings.lock(user)
+        self._settings, self._is_assumed = settings, False
+        if self._world is not None:
+            use_execution(settings)
+            self._settings_changed(user)
+
+    def _check_late(self, settings: DistributedStrategy, world: World, user: str) -> None:
+        """The ranks have met under the defaults."""
+        reason = self._reason_not_to_change()
+        if degrees(settings, world.size) != world.degrees:
+            reason = "it lays the ranks out in another way"
+        elif settings.sync_timeout != self.settings.sync_timeout:
+            reason = f"sync_timeout={settings.sync_timeout} counts from then on"
+        if reason:
+            raise StrategyError(
+                f"{user} got a strategy after the ranks have met without one, and {reason}: give it to "
+                "fleet.init(is_collective=True, strategy=strategy), and leave it out here"
+            )
+
+    def _reason_not_to_change(self) -> str:
+        """Why another strategy cannot be had any more; "" if it can."""
+        return ""
+
+    def _settings_changed(self, user: str) -> None:
+        """What was made under the defaults is to be made anew."""
+
+    def _begin(self) -> None:
+        if self._world is None:
+            use_execution(self.settings)
+            self._world = World(self.info, self.settings)
+
+    @property
+    def settings(self) -> DistributedStrategy:
+        if self._settings is None:
+            self.use(DistributedStrategy(), "fleet.distributed_model")
+            self._is_assumed = True
+        assert self._settings is not None
+        return self._settings
+
+    @property
+    def world(self) -> World:
+        self._begin()
+        assert self._world is not None
+        return self._world

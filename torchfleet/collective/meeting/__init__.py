@@ -1,0 +1,1 @@
+"""How ranks with different amounts of data come together: agreement on batches, and who waits for whom."""

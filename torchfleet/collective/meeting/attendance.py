@@ -1,0 +1,174 @@
+"""Where the ranks of a job are: one whose loop is over learns that others wait in a step for it.
+
+Gradients are exchanged inside of backward passes. A rank that goes to a barrier, a gather, a save or the end of its job
+while another one computes a step would leave both waiting until `sync_timeout`. So a rank that is held up in a step
+says so in the store, and one that has come to a meeting looks there. A step costs two notes of the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from torchfleet.background import BackgroundThreads
+from torchfleet.errors import WorkerMissing
+
+_PATIENCE = 3.0  # seconds in a step before a rank says that it waits
+_LOOK = 1.0  # seconds between two looks at the others
+_SILENCE = 20.0  # seconds without a sign of life after which a rank is taken for lost
+_FAREWELL = 30.0  # seconds that rank 0 stays for ranks that may be lost
+_PAUSE = 0.01  # seconds between two looks whether all have come, at most
+
+
+class Attendance:
+    """This rank's side. `store` is its own from now on; the keys in it are the job's."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: float,
+        is_one_lost: Callable[[], bool] | None = None,
+        noun: str = "rank",
+    ) -> None:
+        """`is_one_lost`: asks others whether one gives no sign of life; None: ranks give them in the store."""
+        self._store, self._rank, self._size, self._timeout, self._noun = store, rank, size, timeout, noun
+        self._is_one_lost = is_one_lost or self._is_one_silent
+        self._gives_signs = is_one_lost is None
+        self._sign: str | None = None  # the last one of the next rank
+        self._heard = 0.0  # when it was new
+        self._lock = threading.Lock()  # a store is for one thread at a time
+        self._num_steps = self._num_meetings = 0
+        self._since: float | None = None  # when the step began that is being computed
+        self._computed: torch.cuda.Event | None = None  # the last step, on a GPU, whose work the process runs ahead of
+        self._ended = 0.0
+        self._over = threading.Event()
+        self._thread = BackgroundThreads([self._watch], "the attendance of ranks")
+        self._thread.start()
+
+    def begin_step(self) -> None:
+        """A step has begun: from here on this rank may have to wait for others."""
+        if self._since is None:
+            self._since = time.monotonic()
+
+    def end_step(self, is_on_gpu: bool = False) -> None:
+        if is_on_gpu:
+            self._computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._computed.record()
+            self._ended = time.monotonic()
+        self._since = None
+        self._num_steps += 1
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks to come to a meeting; `what` is its name in an error.
+
+        Raises WorkerMissing if one waits in a step that this rank is not going to make. Returns also if a rank is
+        lost, or the store: what the meeting is for finds out.
+        """
+        with contextlib.suppress(dist.DistError):
+            self._meet(what)
+
+    def _meet(self, what: str) -> None:
+        self._num_meetings += 1
+        come, opened = f"meeting {self._num_meetings}", f"meeting {self._num_meetings} is on"
+        if self._add(come) == self._size:
+            self._set(opened, "")
+        start = look = time.monotonic()
+        pause = _PAUSE / 64
+        while not self._has([opened]):
+            now = time.monotonic()
+            if now - look >= _LOOK:
+                look = now
+                self._raise_if_awaited(what)
+                if self._is_one_lost() or now - start > self._timeout:
+                    self._set(opened, "")  # for all: none of them knows more
+            time.sleep(pause)
+            pause = min(_PAUSE, 2 * pause)
+
+    def close(self, alone: bool = False) -> None:
+        """After the last meeting. Rank 0, whose process may serve the store, stays until the others need it no more.
+
+        `alone`: nobody is waited for.
+        """
+        self._over.set()
+        self._thread.join()
+        if alone:
+            return
+        with contextlib.suppress(dist.DistError):
+            self._take_leave()
+
+    def _take_leave(self) -> None:
+        keys = [f"left {rank}" for rank in range(1, self._size)]
+        if self._rank:
+            self._set(keys[self._rank - 1], "")
+            return
+        deadline = time.monotonic() + _FAREWELL
+        while not self._has(keys) and time.monotonic() < deadline:
+            time.sleep(_PAUSE)
+
+    @property
+    def _num_begun(self) -> int:
+        return self._num_steps + (self._since is not None)
+
+    def _raise_if_awaited(self, what: str) -> None:
+        for rank in range(self._size if self._has(["waiting"]) else 0):
+            key = f"waiting {rank}"
+            number = int(self._get(key)) if rank != self._rank and self._has([key]) else 0
+            if number > self._num_begun:
+                raise WorkerMissing(
+                    f"{self._noun} {rank} waits in step {number}, and {self._noun} {self._rank} is in {what} after "
+                    f"{self._num_steps} steps: all {self._noun}s must make the same number of steps. Loop over "
+                    f"fleet.prefetch(loader), which ends on all {self._noun}s together, or give all of them equally "
+                    "many batches."
+                )
+
+    def _watch(self) -> None:
+        told = num_looks = 0  # the step in which this rank has said that it waits
+        while not self._over.wait(_LOOK):
+            number = self._held_up_in()
+            if number > told:
+                told = number
+                self._set(f"waiting {self._rank}", str(number))
+                self._set("waiting", "")  # so that those who look ask one question as long as nobody waits
+            num_looks += 1
+            if self._gives_signs and num_looks % 5 == 1:
+                self._set(f"sign {self._rank}", str(num_looks))
+
+    def _held_up_in(self) -> int:
+        """The step in which this rank has been for long; 0: none."""
+        since, computed, now = self._since, self._computed, time.monotonic()
+        if since is not None and now - since > _PATIENCE:
+            return self._num_steps + 1
+        is_computing = computed is not None and now - self._ended > _PATIENCE and not computed.query()  # type: ignore[no-untyped-call]
+        return self._num_steps if is_computing else 0
+
+    def _is_one_silent(self) -> bool:
+        """Whether the next rank is: everyone looks at one."""
+        key, now = f"sign {(self._rank + 1) % self._size}", time.monotonic()
+        sign = self._get(key) if self._has([key]) else ""
+        if self._sign != sign:
+            self._sign, self._heard = sign, now
+        return now - self._heard > _SILENCE
+
+    def _add(self, key: str) -> int:
+        with self._lock:
+            return int(self._store.add(key, 1))
+
+    def _set(self, key: str, value: str) -> None:
+        with self._lock:
+            self._store.set(key, value)
+
+    def _has(self, keys: list[str]) -> bool:
+        with self._lock:
+            return bool(self._store.check(keys))
+
+    def _get(self, key: str) -> str:
+        with self._lock:
+            return bytes(self._store.get(key)).decode()
