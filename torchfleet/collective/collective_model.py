@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchfleet.collective.data_parallel import WrappedModel
 from torchfleet.collective.outputs import tensors
-from torchfleet.collective.strategy import LossFn, Runner, Strategy
+from torchfleet.collective.strategy import Forward, LossFn, Runner, Strategy
 from torchfleet.errors import ModelError
 
 
@@ -36,6 +36,10 @@ class CollectiveModel(torch.nn.Module):
         self.__dict__["_called"] = parallel or wrapped
         self.__dict__["wrapped"] = wrapped  # the model under the strategies, for one rank alone
         self.strategies, self._runner = tuple(strategies), runner
+        trained: Forward = self._called
+        for strategy in strategies:
+            trained = strategy.wrap_call(trained)
+        self.__dict__["_trained"] = trained
         self.num_samples = 0
         self.on_loss: Callable[[torch.Tensor], object] | None = None  # called with the loss, if the model returns it
         # With the signature of the user's: trainers look up there what a model takes.
@@ -49,7 +53,7 @@ class CollectiveModel(torch.nn.Module):
             return self._called(*args, **kwargs)
         self._begin()
         self._count(args, kwargs)
-        outputs = self._called(*args, **kwargs)
+        outputs = self._trained(*args, **kwargs)
         if self.on_loss is not None:
             for tensor in tensors(outputs):
                 if tensor.dim() == 0 and tensor.requires_grad:
@@ -68,7 +72,7 @@ class CollectiveModel(torch.nn.Module):
             self._count((inputs,), {})
             for strategy in self.strategies:
                 strategy.begin_backward()
-            loss = self._runner.train_batch(inputs, target, loss_fn)
+            loss = self._runner.train_batch(inputs, target, self._scaled(loss_fn))
             for strategy in self.strategies:
                 strategy.end_backward()
             if self.on_loss is not None and loss is not None:
@@ -79,6 +83,15 @@ class CollectiveModel(torch.nn.Module):
             self.on_loss(loss.detach())
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    def _scaled(self, loss_fn: LossFn) -> LossFn:
+        def scaled(output: Any, target: Any) -> torch.Tensor:
+            loss = loss_fn(output, target)
+            for strategy in self.strategies:
+                loss = strategy.scaled_loss(loss) if isinstance(loss, torch.Tensor) else loss
+            return loss
+
+        return scaled
 
     @torch.no_grad()
     def eval_batch(self, inputs: Any) -> Any:

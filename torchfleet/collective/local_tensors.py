@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 
@@ -14,3 +16,15 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def is_local(parameter: torch.Tensor) -> bool:
     """Whether the parameter is each rank's own (marked `fleet_local` by its layer) and never exchanged."""
     return bool(getattr(parameter, "fleet_local", False))
+
+
+def dealt(parameters: Iterable[torch.Tensor], loads: list[int]) -> dict[torch.Tensor, int]:
+    """Who steps on which parameter: the largest first, each goes to who has least. The same on all ranks.
+
+    `loads` are the numbers of elements that each has already; they are brought up to date.
+    """
+    owners: dict[torch.Tensor, int] = {}
+    for parameter in sorted(parameters, key=torch.Tensor.numel, reverse=True):  # sorting keeps the order of equal ones
+        owners[parameter] = loads.index(min(loads))
+        loads[owners[parameter]] += parameter.numel()
+    return owners

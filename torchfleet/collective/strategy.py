@@ -72,8 +72,12 @@ class Strategy:
         """Wrap the model's forward; what it returns is called on every rank for every forward pass."""
         return forward
 
+    def wrap_call(self, call: Forward) -> Forward:
+        """Wrap a call of the model with gradients, the exchange among ranks included. Not used beside a runner."""
+        return call
+
     def attach(self, parallel: DistributedDataParallel) -> None:
-        """Register how buckets of gradients are exchanged. At most one strategy of a job does."""
+        """Data parallelism is made. At most one strategy of a job registers how buckets are exchanged."""
 
     def runner(self) -> Runner | None:
         """What runs batches in the place of the model's forward. At most one strategy of a job has one."""
@@ -106,6 +110,10 @@ class Strategy:
 
     def begin_backward(self) -> None:
         """The backward passes of a runner's batch are about to begin. Without a runner this is not called."""
+
+    def scaled_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of a runner's batch, as its backward pass is to begin with; its value stays."""
+        return loss
 
     def end_backward(self) -> None:
         """The backward passes of a runner's batch are over, and gradients are complete."""
