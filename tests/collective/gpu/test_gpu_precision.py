@@ -1,0 +1,71 @@
+"""amp on a GPU: loss scaling against torch.amp.GradScaler, memory against the formulas of docs/collective/amp.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import precision_cases
+from support.ranks import Ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+BF16 = {"amp": True, "amp_configs": {"dtype": "bfloat16"}}
+PURE = {"amp": True, "amp_configs": {"use_pure_bf16": True}}
+
+
+def errors_of_losses(**arguments: Any) -> dict[str, Any]:
+    return precision_cases.errors_of_losses(**arguments)
+
+
+def gradients_of_losses(**arguments: Any) -> dict[str, Any]:
+    return precision_cases.gradients_of_losses(**arguments)
+
+
+def gradients_of_inputs(**arguments: Any) -> dict[str, Any]:
+    return precision_cases.gradients_of_inputs(**arguments)
+
+
+def peak_bytes(**arguments: Any) -> dict[str, Any]:
+    return precision_cases.peak_bytes(**arguments)
+
+
+def test_a_loss_outside_of_the_model_is_as_precise_as_with_a_scaler(ranks: Ranks) -> None:
+    (found,) = ranks.run(errors_of_losses, 1, device="cuda", rows=8192, classes=2000)
+    print(found)
+    for divisor in (1, 8, 64):
+        assert found[f"ours {divisor}"] < 1.2 * found[f"scaler {divisor}"] < 0.01
+
+
+@pytest.mark.parametrize(("size", "num_passes"), [(1, 2), (2, 1)])
+def test_terms_beside_the_outputs_have_their_true_gradients(ranks: Ranks, size: int, num_passes: int) -> None:
+    for found in ranks.run(gradients_of_losses, size, device="cuda", num_passes=num_passes):
+        for name in precision_cases.LOSSES:
+            torch.testing.assert_close(found[name], found[f"{name} by hand"], rtol=5e-3, atol=1e-4)
+
+
+def test_gradients_of_inputs_are_right(ranks: Ranks) -> None:
+    (found,) = ranks.run(gradients_of_inputs, 1, device="cuda")
+    for name in ("asked", "x", "encoder", "own"):
+        torch.testing.assert_close(found[f"ours {name}"], found[f"hand {name}"], rtol=1e-2, atol=1e-3)
+
+
+def test_memory_of_parameters_is_that_of_the_formulas(ranks: Ranks) -> None:
+    """Bytes per parameter, with few activations."""
+    (found,) = ranks.run(peak_bytes, 1, cases={"amp": BF16, "pure": PURE}, width=2048, num=8, rows=16)
+    print(found)
+    assert found["amp rest"] == pytest.approx(12, abs=0.3)
+    assert found["amp forward"] == pytest.approx(14, abs=0.3)
+    assert found["pure rest"] == pytest.approx(14, abs=0.3)
+    assert found["pure forward"] == pytest.approx(14, abs=0.3)
+    assert found["pure backward"] < 16.5
+
+
+def test_pure_precision_keeps_fewer_activations_than_amp(ranks: Ranks) -> None:
+    (found,) = ranks.run(peak_bytes, 1, cases={"amp": BF16, "pure": PURE}, width=1024, num=8, rows=16384)
+    print(found)
+    assert found["pure backward"] < 0.8 * found["amp backward"]
