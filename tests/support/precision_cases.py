@@ -207,7 +207,7 @@ class Block(torch.nn.Module):
 
 def blocks(width: int, num: int) -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(*(Block(width) for _ in range(num)))
+    return torch.nn.Sequential(torch.nn.Linear(width, width), *(Block(width) for _ in range(num)))
 
 
 class Kept:
@@ -243,6 +243,7 @@ def local_storage(parameter: torch.Tensor) -> torch.UntypedStorage:
 
 def kept_bytes(cases: Mapping[str, Mapping[str, Any]], width: int, num: int, rows: int) -> dict[str, Any]:
     """Of every case, what a forward pass keeps, and parameters after two steps."""
+    take_device("cpu")
     found: dict[str, Any] = {}
     for name, fields in cases.items():
         fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(**fields))
