@@ -42,7 +42,7 @@ from torchfleet.collective.world import World
 from torchfleet.errors import ModelError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
-_PURE_WHITE = ("layer_norm", "group_norm", "rms_norm")  # torch computes them in float32; their sums are so anyway
+_PURE_WHITE = ("layer_norm", "group_norm", "rms_norm")  # autocast has them in float32 on GPUs; their sums are so anyway
 
 
 class Amp(Strategy):
@@ -54,7 +54,7 @@ class Amp(Strategy):
         if self.dtype == torch.bfloat16 and world.device.type == "cpu" and world.rank == 0:
             warn_if_slow()
         white, black = settings.amp_configs.custom_white_list, settings.amp_configs.custom_black_list
-        if self.is_pure:
+        if self.is_pure and world.device.type == "cuda":
             white = [*white, *(name for name in _PURE_WHITE if name not in (*white, *black))]
         self._lists = OpLists(white, black, world.device.type, self.dtype)
         self.scaling = LossScaling(settings.amp_configs, world.device) if self.dtype == torch.float16 else None
