@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import types
 from collections.abc import Callable, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchfleet as fleet
 from torchfleet.errors import ModelError
@@ -174,6 +176,13 @@ def gradients_of_inputs(device: str) -> dict[str, Any]:
     optimizer.zero_grad()
     of_logits(ours, inputs.detach()).backward(inputs=list(ours.parameters()))
     found["inputs"] = refused(optimizer.step)
+    fleet.stop_worker()
+    configs = {"use_pure_fp16": True}
+    fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(amp=True, amp_configs=configs))
+    pure = fleet.distributed_model(made_twins())
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(pure.parameters(), lr=0.1))
+    penalty_first(pure, inputs.detach()).backward()
+    found["pure"] = refused(optimizer.step)
     return found
 
 
@@ -299,3 +308,113 @@ def peak_bytes(cases: Mapping[str, Mapping[str, Any]], width: int, num: int, row
         fleet.reset()
         torch.cuda.empty_cache()
     return found
+
+
+# Lists
+
+
+class Seen(TorchDispatchMode):
+    """The types of the first inputs of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.types: dict[str, set[str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        first = next((value for value in args if isinstance(value, torch.Tensor)), None)
+        if first is not None:
+            self.types.setdefault(func.overloadpacket.__name__, set()).add(str(first.dtype).removeprefix("torch."))
+        return func(*args, **(kwargs or {}))
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, need_weights: bool) -> None:
+        super().__init__()
+        self.inner, self._need_weights = torch.nn.MultiheadAttention(8, 2, batch_first=True), need_weights
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attended, _ = self.inner(x, x, x, need_weights=self._need_weights)
+        return torch.nn.functional.interpolate(attended, scale_factor=2.0, mode="nearest")
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs, _ = self.inner(x)
+        return outputs  # type: ignore[no-any-return]
+
+
+def made_composite(kind: str) -> torch.nn.Module:
+    if kind == "encoder":
+        return torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return Recurrent() if kind == "lstm" else Attention(kind == "weights")
+
+
+def types_in_composites(cases: Mapping[str, Any]) -> dict[str, Any]:
+    """(kind of model, lists, whether it predicts) → the types that operations see, or the error."""
+    found: dict[str, Any] = {}
+    for name, (kind, lists, predicts) in cases.items():
+        configs = {"dtype": "bfloat16", **lists}
+        fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(amp=True, amp_configs=configs))
+        model = fleet.distributed_model(made_composite(kind)).train(not predicts)
+        x = torch.randn(2, 3, 8)
+        with Seen() as seen, torch.set_grad_enabled(not predicts):
+            error = refused(lambda model=model, x=x: model(x))
+        found[name] = error or {operation: sorted(types) for operation, types in seen.types.items()}
+        fleet.stop_worker()
+    return found
+
+
+# Copies in float32
+
+
+def pure_training(cases: Mapping[str, Mapping[str, Any]], folder: str) -> dict[str, Any]:
+    """Pure trainings with clipped gradients: parameters, norms, bytes at rest, and how each goes on from its save."""
+    take_device("cpu")
+    found: dict[str, Any] = {}
+    for name, fields in cases.items():
+        model, optimizer, before = pure_job(fields)
+        norms = [pure_step(model, optimizer, step) for step in range(2)]
+        fleet.save(f"{folder}/{name}")
+        found[f"{name} bytes"], found[f"{name} norms"] = alive_bytes() - before, norms
+        pure_step(model, optimizer, 2)
+        found[f"{name} parameters"] = torch.cat([whole(parameter).flatten() for parameter in model.parameters()])
+        del model, optimizer
+        fleet.stop_worker()
+    for name, fields in cases.items():  # each goes on from the save of the other
+        other = next(key for key in cases if key != name)
+        model, optimizer, _ = pure_job(fields)
+        fleet.load(f"{folder}/{other}")
+        pure_step(model, optimizer, 2)
+        found[f"{name} continued"] = torch.cat([whole(parameter).flatten() for parameter in model.parameters()])
+        del model, optimizer
+        fleet.stop_worker()
+    return found
+
+
+def pure_job(fields: Mapping[str, Any]) -> tuple[Any, Any, int]:
+    fleet.reset()
+    before = alive_bytes()
+    fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(**fields))
+    model = fleet.distributed_model(blocks(32, 2))
+    return model, fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=1e-2)), before
+
+
+def pure_step(model: Any, optimizer: Any, step: int) -> float:
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + fleet.worker_index()))
+    (model(x).float().square().mean() * 10).backward()
+    optimizer.clip_grad_norm_(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(optimizer.grad_norm)
+
+
+def alive_bytes() -> int:
+    """Of all tensors that Python knows, each storage once."""
+    gc.collect()
+    every = [value for value in gc.get_objects() if isinstance(value, torch.Tensor)]
+    storages = {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in every}
+    return sum(storages.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,3 +44,84 @@ def test_gradients_of_inputs_are_right_and_graphs_of_gradients_refused(ranks: Ra
     assert "retain_graph=True" in found["twice"]
     assert "create_graph=True" in found["graph"]
     assert "backward(inputs=...)" in found["inputs"]
+    assert "inside the model" in found["pure"]
+
+
+# Lists
+
+
+def types_in_composites(**arguments: Any) -> dict[str, Any]:
+    return precision_cases.types_in_composites(**arguments)
+
+
+def test_lists_hold_inside_composite_functions_or_are_refused_by_name(ranks: Ranks) -> None:
+    half, full = ["bfloat16"], ["float32"]
+    softmax, linear, lstm = ({"custom_black_list": [name]} for name in ("softmax", "linear", "lstm"))
+    whole = {"custom_black_list": ["softmax", "scaled_dot_product_attention"]}
+    cases = {
+        "plain": ("weights", {}, False),
+        "softmax": ("weights", softmax, False),
+        "linear": ("weights", linear, False),
+        "white": ("weights", {"custom_white_list": ["softmax"], "custom_black_list": ["interpolate"]}, False),
+        "one kernel": ("no weights", softmax, False),
+        "as a whole": ("no weights", whole, False),
+        "encoder": ("encoder", linear, False),
+        "prediction": ("encoder", linear, True),
+        "inside lstm": ("lstm", linear, False),
+        "lstm": ("lstm", lstm, False),
+    }
+    (found,) = ranks.run(types_in_composites, 1, cases=cases)
+    assert (found["plain"]["addmm"], found["plain"]["_softmax"], found["plain"]["bmm"]) == (half, half, half)
+    assert (found["softmax"]["_softmax"], found["softmax"]["addmm"]) == (full, half)
+    assert (found["linear"]["_softmax"], found["linear"]["addmm"]) == (half, full)
+    assert (found["white"]["_softmax"], found["white"]["upsample_nearest1d"]) == (half, full)
+    assert "'softmax' is in a custom list, and the model calls scaled_dot_product_attention" in found["one kernel"]
+    assert found["as a whole"]["_scaled_dot_product_flash_attention_for_cpu"] == full
+    for name in ("encoder", "prediction"):
+        assert found[name]["addmm"] == full
+        assert "_transformer_encoder_layer_fwd" not in found[name]
+    assert "'linear' is in a custom list, and the model calls lstm" in found["inside lstm"]
+    assert full in found["lstm"].values()
+    assert half not in found["lstm"].values()
+
+
+# Memory
+
+
+def kept_bytes(**arguments: Any) -> dict[str, Any]:
+    return precision_cases.kept_bytes(**arguments)
+
+
+def pure_training(**arguments: Any) -> dict[str, Any]:
+    return precision_cases.pure_training(**arguments)
+
+
+BF16 = {"amp": True, "amp_configs": {"dtype": "bfloat16"}}
+
+
+def sharded(stage: int) -> dict[str, Any]:
+    return {"sharding": True, "sharding_configs": {"stage": stage, "segment_broadcast_MB": 0.05}}
+
+
+def test_stage_3_keeps_no_half_precision_weights_from_forward_to_backward(ranks: Ranks) -> None:
+    cases = {"amp": BF16, "cut": {**BF16, **sharded(3)}}
+    for found in ranks.run(kept_bytes, 2, cases=cases, width=48, num=4, rows=2):
+        num = found["amp parameters"].numel()
+        assert found["amp bytes"] > 2 * num  # the casts
+        assert found["cut bytes"] < 0.2 * num
+        torch.testing.assert_close(found["cut parameters"], found["amp parameters"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_stage_1_deals_out_the_copies_in_float32(ranks: Ranks, dtype: str, tmp_path: Path) -> None:
+    """Values, norms and saves are those of copies on every rank; memory is that of the formula."""
+    pure = {"amp": True, "amp_configs": {f"use_pure_{dtype}": True}}
+    found = ranks.run(pure_training, 2, cases={"whole": pure, "dealt": {**pure, **sharded(1)}}, folder=str(tmp_path))
+    num = found[0]["whole parameters"].numel()
+    for result in found:
+        assert result["dealt norms"] == pytest.approx(result["whole norms"], rel=1e-5)
+        assert min(result["whole norms"]) > 0.5
+        for name in ("dealt parameters", "dealt continued", "whole continued"):
+            torch.testing.assert_close(result[name], result["whole parameters"], rtol=0, atol=1e-6)
+    assert max(result["dealt bytes"] for result in found) < (2 + 12 / 2) * num * 1.15
+    assert found[0]["whole bytes"] == pytest.approx((2 + 12) * num, rel=0.02)
