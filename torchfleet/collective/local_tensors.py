@@ -13,6 +13,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def shards(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's shards of DTensors, all others as they are: to be changed in place where no gradients are noted."""
+    return [local(tensor) if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+
+
 def is_local(parameter: torch.Tensor) -> bool:
     """Whether the parameter is each rank's own (marked `fleet_local` by its layer) and never exchanged."""
     return bool(getattr(parameter, "fleet_local", False))

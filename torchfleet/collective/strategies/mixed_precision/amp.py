@@ -21,7 +21,7 @@ Source: Micikevicius et al. 2018, Mixed Precision Training. Composes with every 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torchfleet.collective.local_tensors import local
+from torchfleet.collective.local_tensors import shards
 from torchfleet.collective.outputs import map_tensors
 from torchfleet.collective.strategies.mixed_precision.bfloat16_cpu import warn_if_slow
 from torchfleet.collective.strategies.mixed_precision.loss_scaling import LossScaling
@@ -76,7 +76,7 @@ class Amp(Strategy):
         return model
 
     def joined(self, job: JobView) -> None:
-        self._model = job.model
+        self._model, self._fixed = job.model, None if job.is_sharded else list(job.model.parameters())
         self._is_sharded = job.is_sharded or (self.is_pure and self._masters.num_shares > 1)
         if job.runner is not None:
             self._returns_outputs = job.runner.is_last
@@ -133,13 +133,13 @@ class Amp(Strategy):
         if self.scaling is not None and not self.is_pure:
             self.scaling.unscale(self._gradients(), self.scaling.value)
         elif self.scaling is not None:
-            filled = [p for p in self._model.parameters() if p.grad is not None]
+            filled = [p for p in self._parameters() if p.grad is not None]
             self._left = {p: (id(p.grad), p.grad._version) for p in filled if p.grad is not None}
         self._is_scaled = False
 
     def _check_scaled(self) -> None:
         """Pure float16: what is in .grad is what the scaled passes left there."""
-        for parameter in self._model.parameters():
+        for parameter in self._parameters():
             gradient = parameter.grad
             if gradient is None or self._left.get(parameter) == (id(gradient), gradient._version):
                 continue
@@ -151,7 +151,11 @@ class Amp(Strategy):
                 )
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [local(parameter.grad) for parameter in self._model.parameters() if parameter.grad is not None]
+        return shards(parameter.grad for parameter in self._parameters() if parameter.grad is not None)
+
+    def _parameters(self) -> Iterable[torch.nn.Parameter]:
+        """Found once, if they stay; sharding puts others in their place, for a while."""
+        return self._model.parameters() if self._fixed is None else self._fixed
 
     # The optimizer
 

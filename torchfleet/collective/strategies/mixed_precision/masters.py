@@ -6,11 +6,11 @@ others are themselves; other ranks step on them, and their gradients are let go.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 
-from torchfleet.collective.local_tensors import dealt, is_local, local
+from torchfleet.collective.local_tensors import dealt, is_local, local, shards
 from torchfleet.errors import StrategyError
 
 _CHUNK_BYTES = 64 << 20  # gradients that exist in both precisions at a time
@@ -69,7 +69,7 @@ class Masters:
         for chunk in _chunks(pairs):
             halves = [parameter.grad for parameter, _ in chunk if parameter.grad is not None]
             wide = [torch.empty_like(half, dtype=torch.float32) for half in halves]
-            torch._foreach_copy_([local(tensor) for tensor in wide], [local(half) for half in halves])
+            torch._foreach_copy_(shards(wide), shards(halves))
             for (parameter, master), gradient in zip(chunk, wide, strict=True):
                 master.grad, parameter.grad = gradient, None
 
@@ -77,12 +77,13 @@ class Masters:
         """Round the copies into the parameters of the model, and let their gradients go."""
         if self._of:
             with torch.no_grad():
-                torch._foreach_copy_([local(p) for p in self._of], [local(m) for m in self._of.values()])
+                torch._foreach_copy_(shards(self._of), shards(self._of.values()))
         for master in self._of.values():
             master.grad = None
 
-    def gradients(self) -> Iterable[torch.Tensor]:
-        return (local(master.grad) for master in self._of.values() if master.grad is not None)
+    def gradients(self) -> list[torch.Tensor]:
+        """This rank's shards of those that the copies have."""
+        return shards(master.grad for master in self._of.values() if master.grad is not None)
 
 
 def _chunks(pairs: list[Pair]) -> Iterator[list[Pair]]:

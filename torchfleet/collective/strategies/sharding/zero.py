@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torchfleet.collective.buckets import buckets
 from torchfleet.collective.closures import run_closure
-from torchfleet.collective.local_tensors import dealt, local
+from torchfleet.collective.local_tensors import dealt, local, shards
 from torchfleet.collective.world import Axis
 from torchfleet.errors import ModelError
 
@@ -115,8 +115,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _broadcast_own(self) -> None:
         if self._models:
-            copies, models = list(self._models), list(self._models.values())
-            torch._foreach_copy_([local(model) for model in models], [local(copy) for copy in copies])
+            torch._foreach_copy_(shards(self._models.values()), shards(self._models))
         shares: list[list[torch.Tensor]] = [[] for _ in range(self._axis.size)]
         for group in self.inner.param_groups:
             for parameter in group["params"]:
