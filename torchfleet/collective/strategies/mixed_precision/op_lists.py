@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from torchfleet.errors import ModelError, StrategyError
 
 # What Paddle calls by another name.
-_PADDLE = {"matmul_v2": "matmul", "elementwise_add": "add", "elementwise_mul": "mul",
+PADDLE = {"matmul_v2": "matmul", "elementwise_add": "add", "elementwise_mul": "mul",
            "elementwise_sub": "sub", "elementwise_div": "div", "reduce_sum": "sum", "reduce_mean": "mean",
            "softmax_with_cross_entropy": "cross_entropy", "lookup_table_v2": "embedding"}  # fmt: skip
 
@@ -166,7 +166,7 @@ def _checked(option: str, names: Sequence[str]) -> Iterator[str]:
     for name in names:
         if not isinstance(name, str):
             raise StrategyError(f"amp_configs['{option}'] expects names of functions, found {name!r}")
-        own = _PADDLE.get(name, name)
+        own = PADDLE.get(name, name)
         if not any(callable(getattr(place, own, None)) for place in (torch.nn.functional, torch, torch.Tensor)):
             raise StrategyError(
                 f"amp_configs['{option}']: no function '{name}' in torch, torch.nn.functional or torch.Tensor; "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from torchfleet.collective.strategies.mixed_precision.op_lists import PADDLE
 from torchfleet.collective.strategies.mixed_precision.precision import precision
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
@@ -25,7 +26,7 @@ class WeightTypes:
 
     def __init__(self, settings: DistributedStrategy) -> None:
         self._dtype = precision(settings.amp_configs)[0] if settings.amp else None
-        self._black = set(settings.amp_configs.custom_black_list)
+        self._black = {PADDLE.get(name, name) for name in settings.amp_configs.custom_black_list}
 
     def __call__(self, module: torch.nn.Module, kept: torch.dtype) -> torch.dtype:
         if self._dtype is None or kept != torch.float32:
