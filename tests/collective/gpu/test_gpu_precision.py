@@ -69,3 +69,14 @@ def test_pure_precision_keeps_fewer_activations_than_amp(ranks: Ranks) -> None:
     (found,) = ranks.run(peak_bytes, 1, cases={"amp": BF16, "pure": PURE}, width=1024, num=8, rows=16384)
     print(found)
     assert found["pure backward"] < 0.8 * found["amp backward"]
+
+
+def test_memory_of_cut_parameters_is_that_of_the_formulas(ranks: Ranks) -> None:
+    """Two ranks on one GPU. Data parallelism has, beside its gradients, buckets of their size."""
+    three, one = ({"sharding": True, "sharding_configs": {"stage": stage}} for stage in (3, 1))
+    cases = {"cut": {**BF16, **three}, "dealt": {**PURE, **one}}
+    for found in ranks.run(peak_bytes, 2, cases=cases, width=2048, num=8, rows=16):
+        print(found)
+        assert found["cut rest"] == pytest.approx(12 / 2, abs=0.3)
+        assert found["cut forward"] < 12 / 2 + 1.0  # a unit of eight
+        assert found["dealt rest"] < 2 + 12 / 2 + 2 + 0.5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 from support import precision_cases
 from support.ranks import Ranks
+
+from torchfleet.collective.outputs import map_tensors, tensors
 
 
 def errors_of_losses(**arguments: Any) -> dict[str, Any]:
@@ -45,6 +48,26 @@ def test_gradients_of_inputs_are_right_and_graphs_of_gradients_refused(ranks: Ra
     assert "create_graph=True" in found["graph"]
     assert "backward(inputs=...)" in found["inputs"]
     assert "inside the model" in found["pure"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Slots:
+    first: torch.Tensor
+    second: Any
+
+
+class Named(dict[str, Any]):
+    """A kind of dictionary that torch does not know."""
+
+
+def test_tensors_are_found_in_what_models_return() -> None:
+    outputs = Slots(torch.zeros(1), [Named(third=torch.ones(1)), (2, "text")])
+    made = map_tensors(lambda tensor: tensor + 5, outputs)
+    assert [float(tensor) for tensor in tensors(outputs)] == [0.0, 1.0]
+    assert [float(tensor) for tensor in tensors(made)] == [5.0, 6.0]
+    assert isinstance(made, Slots)
+    assert isinstance(made.second[0], Named)
+    assert made.second[1] == (2, "text")
 
 
 # Lists
