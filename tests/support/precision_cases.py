@@ -417,3 +417,44 @@ def alive_bytes() -> int:
     every = [value for value in gc.get_objects() if issubclass(type(value), torch.Tensor)]
     storages = {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in every}
     return sum(storages.values())
+
+
+# Layers cut over ranks
+
+
+def column_and_row(cut: bool) -> torch.nn.Module:
+    torch.manual_seed(4)
+    if cut:
+        first: torch.nn.Module = fleet.nn.ColumnParallelLinear(6, 8, gather_output=False)
+        return torch.nn.Sequential(first, torch.nn.Tanh(), fleet.nn.RowParallelLinear(8, 4, input_is_parallel=True))
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+
+
+def own_squares(parameter: torch.Tensor) -> torch.Tensor:
+    return (parameter.to_local() if hasattr(parameter, "to_local") else parameter).square().sum()
+
+
+def gradients_of_cut_layers() -> dict[str, Any]:
+    """Four ranks: layers cut in two, two replicas; a penalty on weights before the rest of the loss, and behind it."""
+    fields = {"tensor_parallel": True, "tensor_parallel_configs": {"tensor_parallel_degree": 2}, "amp": True}
+    fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(**fields))
+    ours, hand = fleet.distributed_model(column_and_row(cut=True)), column_and_row(cut=False)
+    fleet.distributed_optimizer(torch.optim.SGD(ours.parameters(), lr=0.1))
+    x = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(1))
+    index, number = fleet.data_shard()
+    found: dict[str, Any] = {}
+    for name in ("behind", "before"):
+        ours.zero_grad()
+        hand.zero_grad()
+        penalty = 0.1 * torch.stack([own_squares(parameter) for parameter in ours.parameters()]).sum()
+        loss = ours(x[index]).square().mean()
+        if name == "behind":
+            penalty = 0.1 * torch.stack([own_squares(parameter) for parameter in ours.parameters()]).sum()
+        (penalty + loss).backward()
+        every = 0.1 * torch.stack([own_squares(parameter) for parameter in hand.parameters()]).sum()
+        (hand(x).square().mean() + every).backward()
+        given = [parameter.grad for parameter in ours.parameters() if parameter.grad is not None]
+        found[name] = torch.cat([whole(gradient).flatten() for gradient in given])
+        found[f"{name} by hand"] = gradients(hand)
+    assert number == 2
+    return found

@@ -39,6 +39,16 @@ def test_terms_beside_the_outputs_have_their_true_gradients(ranks: Ranks, size: 
             torch.testing.assert_close(found[name], found[f"{name} by hand"], rtol=2e-3, atol=2e-5)
 
 
+def gradients_of_cut_layers() -> dict[str, Any]:
+    return precision_cases.gradients_of_cut_layers()
+
+
+def test_a_penalty_beside_layers_that_are_cut_is_averaged_once(ranks: Ranks) -> None:
+    for found in ranks.run(gradients_of_cut_layers, 4):
+        for name in ("before", "behind"):
+            torch.testing.assert_close(found[name], found[f"{name} by hand"], rtol=5e-3, atol=5e-4)
+
+
 def test_gradients_of_inputs_are_right_and_graphs_of_gradients_refused(ranks: Ranks) -> None:
     (found,) = ranks.run(gradients_of_inputs, 1, device="cpu")
     for name in ("asked", "x", "encoder", "own"):

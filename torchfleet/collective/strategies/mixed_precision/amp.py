@@ -58,7 +58,8 @@ class Amp(Strategy):
             white = [*white, *(name for name in _PURE_WHITE if name not in (*white, *black))]
         self._lists = OpLists(white, black, world.device.type, self.dtype)
         self.scaling = LossScaling(settings.amp_configs, world.device) if self.dtype == torch.float16 else None
-        self._backward = ScaledBackward(self.row_scale, self.begin_backward, self.end_backward)
+        self.has_own_backward = self.scaling is not None
+        self._backward = ScaledBackward(self.row_scale, self.end_backward)
         self._is_sharded = False  # one rank's gradients may overflow and another's not
         self._returns_outputs = True  # forward returns the model's outputs, not those of a stage before the last
         self._is_scaled = False  # the gradients, right now
@@ -78,6 +79,7 @@ class Amp(Strategy):
     def joined(self, job: JobView) -> None:
         self._model, self._fixed = job.model, None if job.is_sharded else list(job.model.parameters())
         self._is_sharded = job.is_sharded or (self.is_pure and self._masters.num_shares > 1)
+        self._backward.begin = job.begin_backward
         if job.runner is not None:
             self._returns_outputs = job.runner.is_last
 

@@ -42,8 +42,9 @@ class ScaledBackward:
     and is averaged with the rest.
     """
 
-    def __init__(self, scale: Callable[[], float], begin: Callable[[], None], end: Callable[[], None]) -> None:
-        self._scale, self._begin, self._end = scale, begin, end
+    def __init__(self, scale: Callable[[], float], end: Callable[[], None]) -> None:
+        self._scale, self._end = scale, end
+        self.begin: Callable[[], None] = lambda: None
         self.parallel: DistributedDataParallel | None = None
 
     def call(self, call: Forward, args: Any, kwargs: Any) -> Any:
@@ -100,7 +101,7 @@ class ScaledBackward:
     def _backward_to_all(
         self, begun: Pass, outputs: list[torch.Tensor], gradients: list[torch.Tensor], keep: bool
     ) -> None:
-        self._begin()
+        self.begin()
         self._expect_exchange(begun)
         torch.autograd.backward(outputs, gradients, retain_graph=keep)
         self._end()
