@@ -168,7 +168,6 @@ class TensorParallel(Strategy):
 
     def _exchange(self) -> None:
         self._is_ending = False
-        self._exchanging = not self._is_told
         self._average(self._model.parameters())
 
     def optimizer(self, inner: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> torch.optim.Optimizer:

@@ -99,7 +99,7 @@ class Amp(Strategy):
         return with_amp
 
     def attach(self, parallel: DistributedDataParallel) -> None:
-        self._backward.parallel = parallel
+        self._backward.use(parallel)
 
     def wrap_call(self, call: Forward) -> Forward:
         if self.scaling is None:

@@ -17,9 +17,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.autograd import Function, Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from torchfleet.collective.local_tensors import is_local
 from torchfleet.collective.outputs import map_tensors, tensors
 from torchfleet.collective.strategy import Forward
 from torchfleet.errors import ModelError
@@ -38,14 +40,21 @@ class Pass(NamedTuple):
 class ScaledBackward:
     """Calls a model so that its backward pass is one by itself, scaled by `scale()`, between `begin` and `end`.
 
-    `parallel`, if there is one, learns of a backward pass right before it: by then a penalty has been added to .grad,
-    and is averaged with the rest.
+    `parallel`, if there is one, learns of a backward pass right before it: what other terms of the loss have added to
+    .grad by then is averaged with the rest. What they add later in the user's backward pass is averaged at its end.
     """
 
     def __init__(self, scale: Callable[[], float], end: Callable[[], None]) -> None:
         self._scale, self._end = scale, end
         self.begin: Callable[[], None] = lambda: None
         self.parallel: DistributedDataParallel | None = None
+        self._averaged: list[torch.nn.Parameter] = []
+        self._versions: list[int | None] = []  # of their gradients, behind the model's backward pass
+
+    def use(self, parallel: DistributedDataParallel) -> None:
+        """Gradients are averaged over ranks."""
+        self.parallel = parallel
+        self._averaged = [p for p in parallel.parameters() if p.requires_grad and not is_local(p)]
 
     def call(self, call: Forward, args: Any, kwargs: Any) -> Any:
         """What `call` returns, with gradients that go through the boundary."""
@@ -105,6 +114,21 @@ class ScaledBackward:
         self._expect_exchange(begun)
         torch.autograd.backward(outputs, gradients, retain_graph=keep)
         self._end()
+        if begun.exchanging and self.parallel is not None:
+            self._versions = [p.grad if p.grad is None else p.grad._version for p in self._averaged]
+            Variable._execution_engine.queue_callback(self._average_changed)
+
+    @torch.no_grad()
+    def _average_changed(self) -> None:
+        """At the end of the user's backward pass: gradients that have changed after the model's are averaged once more.
+
+        The mean of means and of what each rank has added to them is the mean of all.
+        """
+        assert self.parallel is not None
+        group, pairs = self.parallel.process_group, zip(self._averaged, self._versions, strict=False)
+        for gradient in [p.grad for p, version in pairs if p.grad is not None and p.grad._version != version]:
+            dist.all_reduce(gradient.div_(group.size()), group=group)
+        self._versions = []  # several calls of the model are done at once
 
     def _expect_exchange(self, begun: Pass) -> None:
         """What DistributedDataParallel does at the end of its forward."""
