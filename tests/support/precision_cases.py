@@ -285,7 +285,7 @@ def peak_bytes(cases: Mapping[str, Mapping[str, Any]], width: int, num: int, row
     """On a GPU: the most that was allocated in the third step, in bytes per parameter."""
     place = take_device("cuda")
     num_parameters = sum(parameter.numel() for parameter in blocks(width, num).parameters())
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"num": num_parameters}
     for name, fields in cases.items():
         fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(**fields))
         model = fleet.distributed_model(blocks(width, num))

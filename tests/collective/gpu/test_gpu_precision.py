@@ -59,13 +59,17 @@ def test_memory_of_parameters_is_that_of_the_formulas(ranks: Ranks) -> None:
     assert found["amp forward"] == pytest.approx(14, abs=0.3)
     assert found["pure rest"] == pytest.approx(14, abs=0.3)
     assert found["pure forward"] == pytest.approx(14, abs=0.3)
-    assert found["pure backward"] < 16.5
+    assert found["pure backward"] < 17
 
 
 def test_pure_precision_keeps_fewer_activations_than_amp(ranks: Ranks) -> None:
-    (found,) = ranks.run(peak_bytes, 1, cases={"amp": BF16, "pure": PURE}, width=1024, num=8, rows=16384)
+    """What norms are given has two bytes a number instead of four."""
+    width, num, rows = 1024, 8, 16384
+    (found,) = ranks.run(peak_bytes, 1, cases={"amp": BF16, "pure": PURE}, width=width, num=num, rows=rows)
     print(found)
-    assert found["pure backward"] < 0.8 * found["amp backward"]
+    for moment in ("forward", "backward"):
+        fewer = (found[f"amp {moment}"] - found[f"pure {moment}"]) * found["num"]
+        assert fewer > 0.8 * 2 * width * num * rows
 
 
 def test_copies_in_float32_are_dealt_out(ranks: Ranks) -> None:
