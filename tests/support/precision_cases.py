@@ -287,6 +287,8 @@ def peak_bytes(cases: Mapping[str, Mapping[str, Any]], width: int, num: int, row
     num_parameters = sum(parameter.numel() for parameter in blocks(width, num).parameters())
     found: dict[str, Any] = {"num": num_parameters}
     for name, fields in cases.items():
+        gc.collect()
+        before = torch.cuda.memory_allocated()
         fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(**fields))
         model = fleet.distributed_model(blocks(width, num))
         optimizer = fleet.distributed_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -303,11 +305,9 @@ def peak_bytes(cases: Mapping[str, Mapping[str, Any]], width: int, num: int, row
             marks["step"] = torch.cuda.max_memory_allocated()
             optimizer.zero_grad()
             marks["rest"] = torch.cuda.memory_allocated()
-        found.update({f"{name} {mark}": value / num_parameters for mark, value in marks.items()})
+        found.update({f"{name} {mark}": (value - before) / num_parameters for mark, value in marks.items()})
         del model, optimizer, loss
         fleet.stop_worker()
-        fleet.reset()
-        torch.cuda.empty_cache()
     return found
 
 
