@@ -308,6 +308,7 @@ def peak_bytes(cases: Mapping[str, Mapping[str, Any]], width: int, num: int, row
         found.update({f"{name} {mark}": (value - before) / num_parameters for mark, value in marks.items()})
         del model, optimizer, loss
         fleet.stop_worker()
+        fleet.reset()  # nothing of this job is held
     return found
 
 
