@@ -14,7 +14,7 @@ from torchfleet.collective.local_tensors import dealt, is_local, local, shards
 from torchfleet.errors import StrategyError
 
 _CHUNK_BYTES = 64 << 20  # gradients that exist in both precisions at a time
-_MARKS = ("fleet_piece", "fleet_local")
+_MARKS = ("fleet_piece", "fleet_local", "fleet_copies")
 Pair = tuple[torch.nn.Parameter, torch.nn.Parameter]
 
 
