@@ -35,7 +35,7 @@ def test_a_loss_outside_of_the_model_is_as_precise_as_with_a_scaler(ranks: Ranks
     (found,) = ranks.run(errors_of_losses, 1, device="cuda", rows=8192, classes=2000)
     print(found)
     for divisor in (1, 8, 64):
-        assert found[f"ours {divisor}"] < 1.2 * found[f"scaler {divisor}"] < 0.01
+        assert found[f"ours {divisor}"] < 1.2 * found[f"scaler {divisor}"] < 0.02
 
 
 @pytest.mark.parametrize(("size", "num_passes"), [(1, 2), (2, 1)])
@@ -55,10 +55,10 @@ def test_memory_of_parameters_is_that_of_the_formulas(ranks: Ranks) -> None:
     """Bytes per parameter, with few activations."""
     (found,) = ranks.run(peak_bytes, 1, cases={"amp": BF16, "pure": PURE}, width=2048, num=8, rows=16)
     print(found)
-    assert found["amp rest"] == pytest.approx(12, abs=0.3)
-    assert found["amp forward"] == pytest.approx(14, abs=0.3)
-    assert found["pure rest"] == pytest.approx(14, abs=0.3)
-    assert found["pure forward"] == pytest.approx(14, abs=0.3)
+    assert found["amp rest"] == pytest.approx(12, abs=0.5)
+    assert found["amp forward"] == pytest.approx(14, abs=0.5)
+    assert found["pure rest"] == pytest.approx(14, abs=0.5)
+    assert found["pure forward"] == pytest.approx(14, abs=0.5)
     assert found["pure backward"] < 17
 
 
