@@ -124,8 +124,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collective/gradient_average": {*CORE, "strategy", "errors"},
     "collective/strategies/layerwise": {*CORE, "strategy", "errors"},
     "collective/strategies/recomputation": {*CORE, "strategy", "errors"},
-    "collective/strategies/sharding": {*CORE, "strategy", "errors"},
     "collective/strategies/mixed_precision": {*CORE, "collective/outputs", "strategy", "errors"},
+    "collective/strategies/sharding": {*CORE, "collective/strategies/mixed_precision", "strategy", "errors"},
     "collective/strategies": {*CORE, "collective/strategies/layerwise", "strategy", "errors"},
     "collective/pipeline": {
         *CORE,

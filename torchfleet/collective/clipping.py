@@ -24,7 +24,7 @@ def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float, wo
     """Clip in place, between backward and step; returns the norm there was. All ranks call it together."""
     if not max_norm > 0:
         raise FleetError(f"clip_grad_norm: max_norm must be positive, found {max_norm}")
-    own = [parameter for parameter in parameters if parameter.grad is not None]
+    own = [parameter for parameter in parameters if parameter.grad is not None and _shares(parameter)]
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for parameter in own:
         norm = torch.linalg.vector_norm(_gradient(parameter), dtype=torch.float32).double()
@@ -50,8 +50,13 @@ def _num_shards(parameter: torch.Tensor, world: World) -> int:
     """Into how many shards it is cut, each on equally many ranks; a stage of a pipeline is a shard of the model."""
     if hasattr(parameter, "fleet_piece"):
         return int(parameter.fleet_piece[2])
-    num = world.degrees["pipe"]
+    num: int = world.degrees["pipe"] * _shares(parameter)
     if isinstance(parameter, DTensor):
         for dim, placement in enumerate(parameter.placements):
             num *= parameter.device_mesh.size(dim) if placement.is_shard() else 1
     return num
+
+
+def _shares(parameter: torch.Tensor) -> int:
+    """Among how many ranks the copies in float32 are dealt out, of which this is one; 0 without a copy here."""
+    return int(getattr(parameter, "fleet_shares", 1))

@@ -95,7 +95,9 @@ class CollectiveJob(JobSettings):
         parallel = self._data_parallel(wrapped)
         runner = self._runner()
         has_local = any(is_local(parameter) for parameter in model.parameters())
-        view = JobView(model, forward, has_local or self._owns_gradients, runner)
+        own_backward = any(strategy.has_own_backward for strategy in self.strategies)
+        is_sharded = has_local or self._owns_gradients
+        view = JobView(model, forward, is_sharded, runner, own_backward, self._begin_backward)
         for strategy in self.strategies:
             strategy.joined(view)
         share = partial(share_buffers, model, self.world)
@@ -103,6 +105,10 @@ class CollectiveJob(JobSettings):
         if any(strategy.wants_loss for strategy in self.strategies):
             self.model.on_loss = self._note_loss
         return self.model
+
+    def _begin_backward(self) -> None:
+        for strategy in self.strategies:
+            strategy.begin_backward()
 
     def _forward_of(self, model: torch.nn.Module) -> Forward:
         """What the strategies' forwards are wrapped around."""

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchfleet.collective.data_parallel import WrappedModel
 from torchfleet.collective.outputs import tensors
-from torchfleet.collective.strategy import LossFn, Runner, Strategy
+from torchfleet.collective.strategy import Forward, LossFn, Runner, Strategy
 from torchfleet.errors import ModelError
 
 
@@ -38,6 +38,10 @@ class CollectiveModel(torch.nn.Module):
         self.__dict__["_called"] = parallel or wrapped
         self.__dict__["wrapped"] = wrapped  # the model under the strategies, for one rank alone
         self.strategies, self._runner = tuple(strategies), runner
+        trained: Forward = self._called
+        for strategy in strategies:
+            trained = strategy.wrap_call(trained)
+        self.__dict__["_trained"] = trained
         self.num_samples = 0
         self.on_loss: Callable[[torch.Tensor], object] | None = None  # called with the loss, if the model returns it
         self.on_begin: Callable[[], object] = lambda: None  # called where ranks may begin to wait for each other
@@ -54,7 +58,7 @@ class CollectiveModel(torch.nn.Module):
             return self._called(*args, **kwargs)
         self._begin()
         self._count(args, kwargs)
-        outputs = self._called(*args, **kwargs)
+        outputs = self._trained(*args, **kwargs)
         if self.on_loss is not None:
             for tensor in tensors(outputs):
                 if tensor.dim() == 0 and tensor.requires_grad:
@@ -81,7 +85,7 @@ class CollectiveModel(torch.nn.Module):
             self._count((inputs,), {})
             for strategy in self.strategies:
                 strategy.begin_backward()
-            loss = self._runner.train_batch(inputs, target, loss_fn)
+            loss = self._runner.train_batch(inputs, target, self._scaled(loss_fn))
             for strategy in self.strategies:
                 strategy.end_backward()
             if self.on_loss is not None and loss is not None:
@@ -92,6 +96,15 @@ class CollectiveModel(torch.nn.Module):
             self.on_loss(loss.detach())
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    def _scaled(self, loss_fn: LossFn) -> LossFn:
+        def scaled(output: Any, target: Any) -> torch.Tensor:
+            loss = loss_fn(output, target)
+            for strategy in self.strategies:
+                loss = strategy.scaled_loss(loss) if isinstance(loss, torch.Tensor) else loss
+            return loss
+
+        return scaled
 
     @torch.no_grad()
     def eval_batch(self, inputs: Any) -> Any:
@@ -115,7 +128,7 @@ class CollectiveModel(torch.nn.Module):
 
     def forget(self) -> None:
         """Let go of the exchange of gradients: the model is going to have another."""
-        self.__dict__.update(_parallel=None, _called=None)
+        self.__dict__.update(_parallel=None, _called=None, _trained=None)
         gc.collect()  # the hooks of DistributedDataParallel on the parameters go with it, and it refers to itself
 
     def become(self, made: CollectiveModel) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 
@@ -11,6 +13,23 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def shards(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's shards of DTensors, all others as they are: to be changed in place where no gradients are noted."""
+    return [local(tensor) if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+
+
 def is_local(parameter: torch.Tensor) -> bool:
     """Whether the parameter is each rank's own (marked `fleet_local` by its layer) and never exchanged."""
     return bool(getattr(parameter, "fleet_local", False))
+
+
+def dealt(parameters: Iterable[torch.Tensor], loads: list[int]) -> dict[torch.Tensor, int]:
+    """Who steps on which parameter: the largest first, each goes to who has least. The same on all ranks.
+
+    `loads` are the numbers of elements that each has already; they are brought up to date.
+    """
+    owners: dict[torch.Tensor, int] = {}
+    for parameter in sorted(parameters, key=torch.Tensor.numel, reverse=True):  # sorting keeps the order of equal ones
+        owners[parameter] = loads.index(min(loads))
+        loads[owners[parameter]] += parameter.numel()
+    return owners

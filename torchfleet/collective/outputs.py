@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,11 +19,14 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], outputs: Any) ->
     def of_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return change(leaf)
-        if isinstance(leaf, _PLAIN) or not hasattr(leaf, "__dict__") or isinstance(leaf, type):
+        if not _has_parts(leaf):
             return leaf
         made = copy.copy(leaf)
-        for name, value in vars(leaf).items():
+        for name, value in _attributes(leaf):
             object.__setattr__(made, name, tree_map(of_leaf, value))
+        if isinstance(leaf, dict):  # of a kind that torch does not know
+            for key, value in leaf.items():
+                dict.__setitem__(made, key, tree_map(of_leaf, value))
         return made
 
     return tree_map(of_leaf, outputs)
@@ -33,6 +37,21 @@ def tensors(outputs: Any) -> Iterator[torch.Tensor]:
     for leaf in tree_leaves(outputs):
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        elif not isinstance(leaf, _PLAIN) and hasattr(leaf, "__dict__") and not isinstance(leaf, type):
-            for value in vars(leaf).values():
+        elif _has_parts(leaf):
+            for _, value in _attributes(leaf):
                 yield from tensors(value)
+            if isinstance(leaf, dict):
+                yield from tensors(list(leaf.values()))
+
+
+def _has_parts(leaf: Any) -> bool:
+    if isinstance(leaf, (*_PLAIN, type)):
+        return False
+    return hasattr(leaf, "__dict__") or dataclasses.is_dataclass(leaf)
+
+
+def _attributes(leaf: Any) -> list[tuple[str, Any]]:
+    """Of a dataclass with slots its fields."""
+    if hasattr(leaf, "__dict__"):
+        return list(vars(leaf).items())
+    return [(field.name, getattr(leaf, field.name)) for field in dataclasses.fields(leaf)]

@@ -40,6 +40,8 @@ class JobView(NamedTuple):
     forward: Forward  # what calling the model runs: its forward inside those of all strategies
     is_sharded: bool  # ranks hold different parameters, so that one rank's gradients may overflow and another's not
     runner: Runner | None
+    has_own_backward: bool  # a strategy makes the model's backward passes by themselves, and calls `begin_backward`
+    begin_backward: Callable[[], None]  # that of all strategies
 
 
 class Strategy:
@@ -56,6 +58,7 @@ class Strategy:
     owns_gradients = False  # exchanges gradients itself; the job then has no DistributedDataParallel
     registers_hook = False  # `attach` registers a communication hook: one rank alone has DistributedDataParallel too
     accepts_local_parameters = True  # the model may have parameters marked `fleet_local`, which are each rank's own
+    has_own_backward = False  # makes the model's backward passes by themselves; `begin_backward` of all is then called
     wants_loss = False  # `note_loss` is to be called for every batch
 
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
@@ -72,8 +75,12 @@ class Strategy:
         """Wrap the model's forward; what it returns is called on every rank for every forward pass."""
         return forward
 
+    def wrap_call(self, call: Forward) -> Forward:
+        """Wrap a call of the model with gradients, the exchange among ranks included. Not used beside a runner."""
+        return call
+
     def attach(self, parallel: DistributedDataParallel) -> None:
-        """Register how buckets of gradients are exchanged. At most one strategy of a job does."""
+        """Data parallelism is made. At most one strategy of a job registers how buckets are exchanged."""
 
     def runner(self) -> Runner | None:
         """What runs batches in the place of the model's forward. At most one strategy of a job has one."""
@@ -105,7 +112,14 @@ class Strategy:
         return True
 
     def begin_backward(self) -> None:
-        """The backward passes of a runner's batch are about to begin. Without a runner this is not called."""
+        """The backward passes of a runner's batch, or one that a strategy makes, are about to begin.
+
+        Not called otherwise. Gradients that come before are of what is beside the model's outputs in the loss.
+        """
+
+    def scaled_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of a runner's batch, as its backward pass is to begin with; its value stays."""
+        return loss
 
     def end_backward(self) -> None:
         """The backward passes of a runner's batch are over, and gradients are complete."""

@@ -139,7 +139,8 @@ def alone(
 
     def call(inputs: Any) -> Any:
         with torch.autocast("cpu", getattr(torch, precision or "bfloat16"), enabled=bool(precision)):
-            return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+            outputs = model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        return outputs.float() if precision == "float16" else outputs
 
     for step in range(steps):
         micro_batches = [

@@ -130,6 +130,7 @@ class TensorParallel(Strategy):
         self._average = GradientAverage(settings, world)
         self._exchanging = True
         self._is_ending = False  # the backward pass that runs has an exchange waiting at its end
+        self._is_told = False  # when the model's backward pass begins
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """Cut the layers in place. All ranks hold the same model."""
@@ -146,14 +147,19 @@ class TensorParallel(Strategy):
         return model
 
     def joined(self, job: JobView) -> None:
-        self._model = job.model
+        self._model, self._is_told = job.model, job.has_own_backward
         if self.owns_gradients and self._average.is_needed and job.runner is None:  # which averages itself
             for parameter in job.model.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
     def begin_forward(self, exchanging: bool) -> None:
-        self._exchanging, self._is_ending = exchanging, False
+        self._exchanging, self._is_ending = exchanging and not self._is_told, False
+        self._is_to_exchange = exchanging
+
+    def begin_backward(self) -> None:
+        if self._is_told:
+            self._exchanging = self._is_to_exchange
 
     def _on_gradient(self, _: torch.Tensor) -> None:
         if self._exchanging and not self._is_ending:

@@ -1,39 +1,48 @@
 """Mixed precision: matrix products in half precision, sums and parameters in float32.
 
-The model runs under torch.autocast; custom_white_list and custom_black_list change what it does for single functions.
-In float16 the loss is scaled (loss_scaling.py): gradients of the model's outputs are multiplied by the scale, and when
-the backward pass is over the parameters' gradients are divided by it, so that .grad is what it would be without, and
-clipping or merging see true gradients. A term of the loss that uses parameters directly, and not the model's outputs,
-must be computed inside the model. bfloat16 has float32's range and needs no scale.
+The model runs under torch.autocast; custom_white_list and custom_black_list change what it does for single functions
+(op_lists.py). In float16 the model returns float32, and the backward pass from its outputs to its parameters is scaled
+(loss_scaling.py, scaled_backward.py): .grad is what it would be without, and clipping or merging see true gradients.
+bfloat16 has float32's range and needs no scale.
 
 use_pure_fp16 / use_pure_bf16 keep the parameters themselves in half precision (those of norms excepted) and a copy in
-float32 in the optimizer, which steps. There the gradients of a float16 model stay scaled until the step.
+float32 in the optimizer, which steps (masters.py); norms compute in half precision too, so that activations have two
+bytes throughout. There the gradients of a float16 model stay scaled until the step.
+
+With Ψ parameters, and Adam, bytes beside activations, from forward to backward (the half-precision casts of weights,
+which autograd keeps) and while gradients exist:
+
+    float32    4Ψ + 8Ψ         + 4Ψ of gradients
+    amp        4Ψ + 8Ψ + 2Ψ    + 4Ψ of gradients
+    pure       2Ψ + 4Ψ + 8Ψ    + 2Ψ of gradients, 4Ψ while it steps
 
 Source: Micikevicius et al. 2018, Mixed Precision Training. Composes with every strategy but, in float16, dgc.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 
-from torchfleet.collective.local_tensors import local
+from torchfleet.collective.local_tensors import shards
 from torchfleet.collective.outputs import map_tensors
 from torchfleet.collective.strategies.mixed_precision.bfloat16_cpu import warn_if_slow
 from torchfleet.collective.strategies.mixed_precision.loss_scaling import LossScaling
+from torchfleet.collective.strategies.mixed_precision.masters import Masters
 from torchfleet.collective.strategies.mixed_precision.op_lists import OpLists
+from torchfleet.collective.strategies.mixed_precision.precision import precision
+from torchfleet.collective.strategies.mixed_precision.scaled_backward import ScaledBackward
 from torchfleet.collective.strategy import Forward, JobView, Strategy
 from torchfleet.collective.world import World
-from torchfleet.errors import StrategyError
-from torchfleet.strategy.collective_fields import CONFIGS, AmpConfigs
+from torchfleet.errors import ModelError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
-_SCALING = ("init_loss_scaling", "incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio", "decr_ratio",
-            "use_dynamic_loss_scaling")  # fmt: skip
+_PURE_WHITE = ("layer_norm", "group_norm", "rms_norm")  # autocast has them in float32 on GPUs; their sums are so anyway
 
 
 class Amp(Strategy):
@@ -41,18 +50,22 @@ class Amp(Strategy):
 
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)
-        self.dtype, self.is_pure = _precision(settings.amp_configs)
+        self.dtype, self.is_pure = precision(settings.amp_configs)
         if self.dtype == torch.bfloat16 and world.device.type == "cpu" and world.rank == 0:
             warn_if_slow()
         white, black = settings.amp_configs.custom_white_list, settings.amp_configs.custom_black_list
-        self._lists = OpLists(white, black, world.device.type, self.dtype) if white or black else None
+        if self.is_pure and world.device.type == "cuda":
+            white = [*white, *(name for name in _PURE_WHITE if name not in (*white, *black))]
+        self._lists = OpLists(white, black, world.device.type, self.dtype)
         self.scaling = LossScaling(settings.amp_configs, world.device) if self.dtype == torch.float16 else None
+        self.has_own_backward = self.scaling is not None
+        self._backward = ScaledBackward(self.row_scale, self.end_backward)
         self._is_sharded = False  # one rank's gradients may overflow and another's not
         self._returns_outputs = True  # forward returns the model's outputs, not those of a stage before the last
-        self._ends_backward = True  # a runner tells when its many backward passes are over
         self._is_scaled = False  # the gradients, right now
-        self._is_ending = False
-        self._pairs: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []  # of the model, of the optimizer
+        self._num_backwards = 0  # since the last step
+        self._masters = Masters(*_shares(settings, world))
+        self._left: dict[torch.nn.Parameter, tuple[int, int]] = {}  # gradients that are scaled, and their versions
 
     # The model
 
@@ -64,107 +77,117 @@ class Amp(Strategy):
         return model
 
     def joined(self, job: JobView) -> None:
-        self._model, self._is_sharded = job.model, job.is_sharded
+        self._model, self._fixed = job.model, None if job.is_sharded else list(job.model.parameters())
+        self._is_sharded = job.is_sharded or (self.is_pure and self._masters.num_shares > 1)
+        self._backward.begin = job.begin_backward
         if job.runner is not None:
-            self._returns_outputs, self._ends_backward = job.runner.is_last, False
+            self._returns_outputs = job.runner.is_last
 
     def wrap_forward(self, forward: Forward) -> Forward:
         device = self.world.device.type
 
         def with_amp(*args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(device, self.dtype):
-                if self._lists is None:
-                    outputs = forward(*args, **kwargs)
-                else:
-                    with self._lists:
-                        outputs = forward(*args, **kwargs)
-            return self._scaled(outputs)
+            with ExitStack() as contexts:
+                contexts.enter_context(torch.autocast(device, self.dtype))
+                if self._lists.mode is not None:
+                    contexts.enter_context(self._lists.mode)
+                outputs = forward(*args, **kwargs)
+            if self.scaling is None or not self._returns_outputs:
+                return outputs
+            return map_tensors(_float32, outputs)  # a gradient is scaled before it is rounded to half precision
 
         return with_amp
 
-    def _scaled(self, outputs: Any) -> Any:
-        if self.scaling is None or not torch.is_grad_enabled() or not self._returns_outputs:
-            return outputs
-        return map_tensors(self._scale_gradient_of, outputs)
+    def attach(self, parallel: DistributedDataParallel) -> None:
+        self._backward.use(parallel)
 
-    def _scale_gradient_of(self, output: torch.Tensor) -> torch.Tensor:
-        """The same values; a view, because inside the model the tensor's own gradient must not be scaled again."""
-        if not output.requires_grad:
-            return output
-        view = output.view_as(output)
-        view.register_hook(self._scale)  # type: ignore[no-untyped-call]
+    def wrap_call(self, call: Forward) -> Forward:
+        if self.scaling is None:
+            return call
+
+        def scaled(*args: Any, **kwargs: Any) -> Any:
+            return self._backward.call(call, args, kwargs)
+
+        return scaled
+
+    def scaled_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        if self.scaling is None or not loss.requires_grad:
+            return loss
+        view = _float32(loss).view_as(loss)  # a view: the user may use the loss itself
+        view.register_hook(lambda gradient: gradient * self.row_scale())  # type: ignore[no-untyped-call]
         return view
 
-    def _scale(self, gradient: torch.Tensor) -> torch.Tensor:
-        assert self.scaling is not None
-        if self._ends_backward and not self._is_ending:
-            self._is_ending = True
-            self.begin_backward()
-            # Behind what torch itself has to do at the end of a backward pass, which is queued when this one runs.
-            engine = Variable._execution_engine
-            engine.queue_callback(lambda: engine.queue_callback(self.end_backward))
-        return gradient * self.scaling.value
-
     def begin_forward(self, exchanging: bool) -> None:
-        self._is_ending = self._is_scaled = False  # also after a backward pass that was broken off
+        self._is_scaled = False  # also after a backward pass that was broken off
 
     def begin_backward(self) -> None:
         """Gradients of earlier passes that are being accumulated must have the scale of those to come."""
         if self.scaling is not None and not self._is_scaled:
-            gradients = self._gradients()
-            if gradients and not self.is_pure:
+            if self.is_pure:
+                self._check_scaled()
+            elif gradients := self._gradients():
                 torch._foreach_mul_(gradients, self.scaling.value)
             self._is_scaled = True
 
     def end_backward(self) -> None:
         """The gradients are complete, exchanged where they are to be: back to their true size."""
-        self._is_ending = False
+        self._num_backwards += 1
         if self.scaling is not None and not self.is_pure:
             self.scaling.unscale(self._gradients(), self.scaling.value)
+        elif self.scaling is not None:
+            filled = [p for p in self._parameters() if p.grad is not None]
+            self._left = {p: (id(p.grad), p.grad._version) for p in filled if p.grad is not None}
         self._is_scaled = False
 
+    def _check_scaled(self) -> None:
+        """Pure float16: what is in .grad is what the scaled passes left there."""
+        for parameter in self._parameters():
+            gradient = parameter.grad
+            if gradient is None or self._left.get(parameter) == (id(gradient), gradient._version):
+                continue
+            if bool(gradient.any()):  # zeros are of any scale
+                raise ModelError(
+                    "amp with use_pure_fp16: .grad, which is scaled until the step, was changed outside of the model's "
+                    "backward pass. Compute a term of the loss that uses parameters directly inside the model, clip "
+                    "with optimizer.clip_grad_norm_, or use use_pure_bf16, which has no scale."
+                )
+
     def _gradients(self) -> list[torch.Tensor]:
-        return [local(parameter.grad) for parameter in self._model.parameters() if parameter.grad is not None]
+        return shards(parameter.grad for parameter in self._parameters() if parameter.grad is not None)
+
+    def _parameters(self) -> Iterable[torch.nn.Parameter]:
+        """Found once, if they stay; sharding puts others in their place, for a while."""
+        return self._model.parameters() if self._fixed is None else self._fixed
 
     # The optimizer
 
     def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
-        if not self.is_pure:
-            return inner
-        if inner.state:
-            raise StrategyError("amp with pure parameters: the optimizer has made steps already; make a new one")
-        for group in inner.param_groups:
-            group["params"] = [self._master(parameter, names) for parameter in group["params"]]
+        if self.is_pure:
+            self._masters.take_over(inner, names)
         return inner
 
-    def _master(self, parameter: torch.nn.Parameter, names: dict[torch.Tensor, str]) -> torch.nn.Parameter:
-        if parameter.dtype == torch.float32:
-            return parameter
-        master = torch.nn.Parameter(parameter.detach().float(), parameter.requires_grad)
-        names[master] = names[parameter]
-        for mark in ("fleet_piece", "fleet_local"):
-            if hasattr(parameter, mark):
-                setattr(master, mark, getattr(parameter, mark))
-        self._pairs.append((parameter, master))
-        return master
-
     def before_step(self) -> bool:
-        for parameter, master in self._pairs:
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+        if self.scaling is not None:
+            self._check_backward()
+        if self.is_pure:
+            self._masters.take_gradients()
         if self.scaling is None:
             return True
         if self.is_pure:
-            gradients = [local(parameter.grad) for parameter in self._stepped() if parameter.grad is not None]
-            self.scaling.unscale(gradients, self.scaling.value)
+            self.scaling.unscale([*self._masters.gradients(), *self._gradients()], self.scaling.value)
         if self._is_sharded and self.world.size > 1:
             dist.all_reduce(self.scaling.overflow, dist.ReduceOp.MAX)
         return self.scaling.update()
 
-    def _stepped(self) -> Iterator[torch.nn.Parameter]:
-        """What the optimizer steps on: float32 copies, and parameters that are in float32 themselves."""
-        masters = {id(parameter): master for parameter, master in self._pairs}
-        for parameter in self._model.parameters():
-            yield masters.get(id(parameter), parameter)
+    def _check_backward(self) -> None:
+        if self.is_pure:
+            self._check_scaled()
+        if not self._num_backwards and not self._gradients():
+            raise ModelError(
+                "amp in float16: optimizer.step(), and no backward pass has come to the parameters since the last one. "
+                "Call loss.backward() on a loss computed from what the model returned; backward(inputs=...) and "
+                "torch.autograd.grad do not reach parameters. amp_configs={'dtype': 'bfloat16'} has no such limits."
+            )
 
     def row_scale(self) -> float:
         return 1.0 if self.scaling is None else self.scaling.value
@@ -174,10 +197,9 @@ class Amp(Strategy):
             self.scaling.overflow.fill_(1.0)
 
     def after_step(self) -> None:
-        with torch.no_grad():
-            for parameter, master in self._pairs:
-                parameter.copy_(master)
-                master.grad = None
+        self._masters.give_values()
+        self._num_backwards = 0
+        self._left = {}
 
     # Saving
 
@@ -187,21 +209,6 @@ class Amp(Strategy):
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
         if self.scaling is not None and "scaling" in state:
             self.scaling.load_state(state["scaling"])
-
-
-def _precision(configs: AmpConfigs) -> tuple[torch.dtype, bool]:
-    pure = [name for name in ("use_pure_fp16", "use_pure_bf16") if configs[name]]
-    if len(pure) > 1:
-        raise StrategyError("amp_configs: use_pure_fp16 and use_pure_bf16 are both on: choose one of them")
-    is_bfloat = configs.use_pure_bf16 or (configs.dtype == "bfloat16" and not pure)
-    if pure == ["use_pure_fp16"] and configs.dtype == "bfloat16":
-        raise StrategyError("amp_configs: use_pure_fp16 and dtype='bfloat16' contradict each other: use_pure_bf16")
-    changed = [name for name in _SCALING if configs[name] != CONFIGS["amp"][name].default]
-    if is_bfloat and changed:
-        raise StrategyError(
-            f"amp_configs['{changed[0]}'] scales the loss of float16 training; bfloat16 needs no scale: leave it out"
-        )
-    return (torch.bfloat16 if is_bfloat else torch.float16), bool(pure)
 
 
 def _is_norm(module: torch.nn.Module) -> bool:
@@ -214,3 +221,15 @@ def _cast_own(module: torch.nn.Module, dtype: torch.dtype) -> None:
     for parameter in module.parameters(recurse=False):
         if parameter.dtype == torch.float32:
             parameter.data = parameter.data.to(dtype)
+
+
+def _shares(settings: DistributedStrategy, world: World) -> tuple[int, int]:
+    """(among how many ranks steps are dealt out, which of them this one is)."""
+    if not settings.sharding or settings.sharding_configs.stage != 1:
+        return 1, 0
+    axis = world.axis("sharding")
+    return axis.size, axis.rank
+
+
+def _float32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from torchfleet.collective.local_tensors import is_local
-from torchfleet.collective.strategies.sharding.units import Units
+from torchfleet.collective.strategies.mixed_precision.weight_types import WeightTypes
+from torchfleet.collective.strategies.sharding.units import Kind, Units
 from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer
 from torchfleet.collective.strategy import Forward, Strategy
 from torchfleet.collective.world import World
@@ -59,7 +60,10 @@ class Sharding(Strategy):
         apart = {name for parameter, name in names.items() if is_local(parameter)}
         # By name: copies in float32 have the name, not the mark.
         others = [parameter for parameter, name in names.items() if name in apart]
-        self._optimizer = ShardedOptimizer(inner, self._axis, self._segment_bytes, others)
+        first = {name: parameter for parameter, name in reversed(names.items())}  # the model's own come before copies
+        stepped = [parameter for group in inner.param_groups for parameter in group["params"]]
+        models = {parameter: own for parameter in stepped if (own := first[names[parameter]]) is not parameter}
+        self._optimizer = ShardedOptimizer(inner, self._axis, self._segment_bytes, others, models)
         return self._optimizer
 
     # Stages 2 and 3
@@ -76,9 +80,11 @@ class Sharding(Strategy):
                 )
         own = {parameter for parameter in model.parameters() if is_local(parameter)}
         settings: dict[str, Any] = {"mesh": self._mesh(), **_leaving_out(own)}
-        for unit in list(Units(model, self._segment_bytes, tuple(own)).find()):
+        gathered = WeightTypes(self.settings)
+        for unit, kind in list(Units(model, self._segment_bytes, tuple(own), gathered).find_with_kinds()):
             # The model's own remainder is needed first thing in backward: it stays, as torch does it too.
             settings["reshard_after_forward"] = self.stage == 3 and unit != [model]
+            settings["mp_policy"] = _policy(kind)
             fully_shard(unit if len(unit) > 1 else unit[0], **settings)
         self._units = sharded_modules(model)
         return model
@@ -115,6 +121,13 @@ class Sharding(Strategy):
 def sharded_modules(model: torch.nn.Module) -> list[FSDPModule]:
     """Those whose parameters are gathered and let go; `reshard` of each leaves this rank its own shards of them."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _policy(kind: Kind | None) -> MixedPrecisionPolicy:
+    """Parameters gathered in half precision, where amp would cast them; gradients are summed in float32."""
+    if kind is None or kind.kept == kind.gathered:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=kind.gathered, reduce_dtype=kind.kept, cast_forward_inputs=False)
 
 
 def _leaving_out(parameters: set[torch.nn.Parameter]) -> dict[str, Any]:

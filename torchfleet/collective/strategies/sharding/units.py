@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -12,23 +13,45 @@ from torchfleet.errors import ModelError
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential)
 
 
+class Kind(NamedTuple):
+    """What the parameters of a unit have in common."""
+
+    kept: torch.dtype
+    gathered: torch.dtype  # what their values are rounded to when they are gathered
+
+
+def _as_kept(module: torch.nn.Module, kept: torch.dtype) -> torch.dtype:
+    return kept
+
+
 class Units:
     """The modules in the ModuleLists and Sequentials of a model, neighbours together up to `max_bytes` of parameters.
 
     A module larger than that is looked into for more. A module is no unit if a parameter of it is used outside of it
     too, or if it is never called itself; its parameters are then those of what is around it, in the end of the model.
+    `gathered` tells the type that the very own parameters of a module are gathered in.
     """
 
-    def __init__(self, model: torch.nn.Module, max_bytes: float, left_out: Sequence[torch.Tensor] = ()) -> None:
-        self._model, self._max_bytes = model, max_bytes
-        self._uses = _uses(model)
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        max_bytes: float,
+        left_out: Sequence[torch.Tensor] = (),
+        gathered: Callable[[torch.nn.Module, torch.dtype], torch.dtype] = _as_kept,
+    ) -> None:
+        self._model, self._max_bytes, self._gathered = model, max_bytes, gathered
+        self._uses, self._users = _uses(model), _users(model)
         self._left_out = set(left_out)
         self._taken = set(left_out)  # parameters that belong to a unit already, or to none ever
 
     def find(self) -> Iterator[list[torch.nn.Module]]:
-        """Innermost first, the model itself last. All parameters of a unit are of one type."""
+        """Innermost first, the model itself last. All parameters of a unit are of one kind."""
+        yield from (unit for unit, _ in self.find_with_kinds())
+
+    def find_with_kinds(self) -> Iterator[tuple[list[torch.nn.Module], Kind | None]]:
+        """None: the unit has no parameters that are in no other."""
         for unit in [*self._inside(self._model), [self._model]]:
-            yield from self._one_type_each(unit)
+            yield from self._one_kind_each(unit)
 
     def _inside(self, module: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
         for container in _outermost_containers(module):
@@ -56,35 +79,39 @@ class Units:
             if parameter not in self._left_out
         )
 
-    def _one_type_each(self, unit: list[torch.nn.Module]) -> Iterator[list[torch.nn.Module]]:
-        """Modules of another type than what is around them (norms in float32 in a model of half precision) apart."""
-        types = {module: kind for member in unit for module in member.modules() if (kind := self._type(module))}
-        if len(set(types.values())) <= 1:
-            yield self._take(unit)
+    def _one_kind_each(self, unit: list[torch.nn.Module]) -> Iterator[tuple[list[torch.nn.Module], Kind | None]]:
+        """Modules of another kind than what is around them (norms in float32 in a model of half precision) apart."""
+        kinds = {module: kind for member in unit for module in member.modules() if (kind := self._kind(module))}
+        if len(set(kinds.values())) <= 1:
+            yield self._take(unit), next(iter(kinds.values()), None)
             return
         for member in unit:
-            inside = [module for module in member.modules() if module in types]
-            sizes: Counter[torch.dtype] = Counter()
+            inside = [module for module in member.modules() if module in kinds]
+            sizes: Counter[Kind] = Counter()
             for module in inside:
-                sizes[types[module]] += self._own_bytes(module)
+                sizes[kinds[module]] += self._own_bytes(module)
             if not sizes:
                 continue
-            around = types.get(member) or sizes.most_common(1)[0][0]
+            around = kinds.get(member) or sizes.most_common(1)[0][0]
             for kind in sizes:
                 if kind != around:
-                    yield self._take([module for module in inside if types[module] == kind])
-            yield self._take([member])
+                    yield self._take([module for module in inside if kinds[module] == kind]), kind
+            yield self._take([member]), around
 
-    def _type(self, module: torch.nn.Module) -> torch.dtype | None:
+    def _kind(self, module: torch.nn.Module) -> Kind | None:
         """That of the module's very own parameters, as far as they are in no unit yet."""
         free = [parameter for parameter in module.parameters(recurse=False) if parameter not in self._taken]
-        kinds = {parameter.dtype for parameter in free}
-        if len(kinds) > 1:
+        kept = {parameter.dtype for parameter in free}
+        if len(kept) > 1:
             raise ModelError(
-                f"sharding: a {type(module).__name__} has parameters of types {', '.join(sorted(map(str, kinds)))}; "
+                f"sharding: a {type(module).__name__} has parameters of types {', '.join(sorted(map(str, kept)))}; "
                 "from stage 2 on those of one module must be of one type. Use sharding_configs={'stage': 1}."
             )
-        return kinds.pop() if kinds else None
+        if not kept:
+            return None
+        dtype = kept.pop()
+        types = {self._gathered(user, dtype) for parameter in free for user in self._users[parameter]}
+        return Kind(dtype, next(iter(types - {dtype}), dtype))  # of a tied one the narrower
 
     def _take(self, unit: list[torch.nn.Module]) -> list[torch.nn.Module]:
         self._taken.update(parameter for module in unit for parameter in module.parameters())
@@ -94,6 +121,14 @@ class Units:
 def _uses(module: torch.nn.Module) -> Counter[torch.Tensor]:
     """How many modules have each parameter; a module that stands at two places counts twice."""
     return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
+
+
+def _users(model: torch.nn.Module) -> dict[torch.Tensor, list[torch.nn.Module]]:
+    found: dict[torch.Tensor, list[torch.nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            found.setdefault(parameter, []).append(module)
+    return found
 
 
 def _is_called(module: torch.nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torchfleet.collective.buckets import buckets
 from torchfleet.collective.closures import run_closure
-from torchfleet.collective.local_tensors import local
+from torchfleet.collective.local_tensors import dealt, local, shards
 from torchfleet.collective.world import Axis
 from torchfleet.errors import ModelError
 
@@ -23,16 +23,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     The param groups are the inner optimizer's and stay whole, for schedulers and zero_grad; while it steps they are cut
     down to the own parameters. All ranks of the axis call `step` together. Parameters in `apart` are of layers that are
-    cut over the ranks: a rank steps on all of those that it has.
+    cut over the ranks: a rank steps on all of those that it has. `models` has the model's parameters of copies that the
+    optimizer steps on: those are what travels.
     """
 
     def __init__(
-        self, inner: torch.optim.Optimizer, axis: Axis, segment_bytes: int, apart: Collection[torch.Tensor] = ()
+        self,
+        inner: torch.optim.Optimizer,
+        axis: Axis,
+        segment_bytes: int,
+        apart: Collection[torch.Tensor] = (),
+        models: Mapping[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         if isinstance(inner, torch.optim.LBFGS):
             raise ModelError("sharding: LBFGS steps on all parameters as one vector, which cannot be dealt out")
         self.inner, self._axis, self._segment_bytes = inner, axis, segment_bytes
-        self._apart = set(apart)
+        self._apart, self._models = set(apart), models or {}
         self._owners: dict[torch.Tensor, int] = dict.fromkeys(self._apart, axis.rank)
         self._loads = [0] * axis.size
         self._deal()
@@ -88,17 +94,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.inner.add_param_group(param_group)
 
     def _deal(self) -> None:
-        """Parameters without an owner get one: the largest first, each goes to who has least. Alike on all ranks."""
-        new = [
-            parameter
-            for group in self.inner.param_groups
-            for parameter in group["params"]
-            if parameter not in self._owners
-        ]
-        for parameter in sorted(new, key=torch.Tensor.numel, reverse=True):  # sorting keeps the order of equal ones
-            owner = self._loads.index(min(self._loads))
-            self._owners[parameter] = owner
-            self._loads[owner] += parameter.numel()
+        """Parameters without an owner get one."""
+        every = (parameter for group in self.inner.param_groups for parameter in group["params"])
+        self._owners.update(dealt([parameter for parameter in every if parameter not in self._owners], self._loads))
 
     def _step_own(self) -> None:
         groups = list(self.inner.param_groups)
@@ -116,11 +114,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group["params"] = params
 
     def _broadcast_own(self) -> None:
+        if self._models:
+            torch._foreach_copy_(shards(self._models.values()), shards(self._models))
         shares: list[list[torch.Tensor]] = [[] for _ in range(self._axis.size)]
         for group in self.inner.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter not in self._apart:
-                    shares[self._owners[parameter]].append(local(parameter))
+                    shares[self._owners[parameter]].append(local(self._models.get(parameter, parameter)))
         broadcast(enumerate(shares), self._axis, self._segment_bytes)
 
 

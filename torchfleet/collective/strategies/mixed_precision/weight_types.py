@@ -1,0 +1,37 @@
+"""In which precision amp uses the weights of a layer: what sharding need gather of them.
+
+autocast casts the weights of linear and convolutional layers, and autograd keeps the casts until backward. Weights that
+are gathered in half precision need no cast, and are let go after forward. The values are the same.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torchfleet.collective.strategies.mixed_precision.op_lists import PADDLE
+from torchfleet.collective.strategies.mixed_precision.precision import precision
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+
+# Layers whose parameters are all inputs of functions that autocast computes in half precision, and those functions.
+_CAST: tuple[tuple[type[torch.nn.Module], tuple[str, ...]], ...] = (
+    (torch.nn.Linear, ("linear", "matmul", "addmm", "mm")),
+    (torch.nn.modules.conv._ConvNd, ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
+                                     "conv_transpose3d")),
+    (torch.nn.MultiheadAttention, ("linear", "multi_head_attention_forward")),
+)  # fmt: skip
+
+
+class WeightTypes:
+    """Tells the type of a module's very own parameters in forward, from that in which they are kept."""
+
+    def __init__(self, settings: DistributedStrategy) -> None:
+        self._dtype = precision(settings.amp_configs)[0] if settings.amp else None
+        self._black = {PADDLE.get(name, name) for name in settings.amp_configs.custom_black_list}
+
+    def __call__(self, module: torch.nn.Module, kept: torch.dtype) -> torch.dtype:
+        if self._dtype is None or kept != torch.float32:
+            return kept
+        for layer, functions in _CAST:
+            if isinstance(module, layer) and self._black.isdisjoint(functions):
+                return self._dtype
+        return kept
