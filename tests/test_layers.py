@@ -33,6 +33,7 @@ CORE = {
     "collective/local_tensors",
     "collective/buckets",
     "collective/closures",
+    "collective/whole_norms",
     "collective/strategy",
 }
 
@@ -106,6 +107,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collective/local_tensors": set(),
     "collective/buckets": {"collective/world"},
     "collective/closures": set(),
+    "collective/whole_norms": {"collective/local_tensors", "errors"},
     "collective/outputs": set(),
     "collective/strategy": {"collective/world", "strategy"},
     "collective/gradient_average": {*CORE, "strategy", "errors"},

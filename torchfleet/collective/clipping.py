@@ -12,46 +12,40 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
+from torchfleet.collective.buckets import buckets
 from torchfleet.collective.local_tensors import local
+from torchfleet.collective.whole_norms import local_gradient, num_shards, shard_norms
 from torchfleet.collective.world import World
 from torchfleet.errors import FleetError
 
 
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float, world: World) -> torch.Tensor:
-    """Clip in place, between backward and step; returns the norm there was. All ranks call it together."""
+    """Clip in place, between backward and step; returns the norm there was. All ranks call it together.
+
+    Nothing is waited for: the norm and the factor stay on the device.
+    """
     if not max_norm > 0:
         raise FleetError(f"clip_grad_norm: max_norm must be positive, found {max_norm}")
     own = [parameter for parameter in parameters if parameter.grad is not None]
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    alike: dict[int, list[torch.Tensor]] = {}  # number of shards → gradients
     for parameter in own:
-        norm = torch.linalg.vector_norm(_gradient(parameter), dtype=torch.float32).double()
-        total += norm.square() * _num_shards(parameter, world) / world.size
+        alike.setdefault(_num_shards(parameter, world), []).append(local_gradient(parameter))
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    for num, gradients in alike.items():
+        total += shard_norms(gradients).double().square().sum() * (num / world.size)
     if world.size > 1:
         dist.all_reduce(total)
     total = total.sqrt().float()
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for parameter in own:
-        gradient = _gradient(parameter)
-        gradient.mul_(factor.to(gradient.dtype))
+    for bucket in buckets(local(parameter.grad) for parameter in own if parameter.grad is not None):
+        torch._foreach_mul_(bucket, factor.to(bucket[0].dtype))
     return total
-
-
-def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's shard."""
-    gradient = parameter.grad
-    assert gradient is not None
-    return local(gradient)
 
 
 def _num_shards(parameter: torch.Tensor, world: World) -> int:
     """Into how many shards it is cut, each on equally many ranks; a stage of a pipeline is a shard of the model."""
     if hasattr(parameter, "fleet_piece"):
         return int(parameter.fleet_piece[2])
-    num = world.degrees["pipe"]
-    if isinstance(parameter, DTensor):
-        for dim, placement in enumerate(parameter.placements):
-            num *= parameter.device_mesh.size(dim) if placement.is_shard() else 1
-    return num
+    return world.degrees["pipe"] * num_shards(parameter)

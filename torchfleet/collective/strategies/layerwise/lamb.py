@@ -5,6 +5,9 @@
     r = m̂ / (√v̂ + eps) + wd · p
     p = p - lr · (‖p‖ / ‖r‖) · r         the ratio is 1 where one of the norms is 0
 
+Norms, ratios and rates stay on the device. On a GPU with Triton a step is a few kernels (multi_tensor.py), elsewhere
+torch's functions for lists of tensors.
+
 Parameters whose names contain one of `exclude_from_weight_decay` have wd = 0 and keep the ratio, as in Paddle. Learning
 rate, betas and eps are those of the user's torch.optim.Adam; its kernels (foreach, fused) are not used.
 
@@ -25,10 +28,10 @@ from torchfleet.collective.strategies.layerwise.layerwise import (
     ReplacingOptimizer,
     check_inner,
     is_excluded,
-    local_gradient,
-    norms,
 )
+from torchfleet.collective.strategies.layerwise.multi_tensor import Launch, is_fit
 from torchfleet.collective.strategy import Strategy
+from torchfleet.collective.whole_norms import local_gradient, shard_norms, summed_over_ranks
 
 _PLAIN = {
     "weight_decay": 0,
@@ -56,43 +59,61 @@ class LambAdam(ReplacingOptimizer):
         super().__init__(inner)
         self._decay, self._excluded = decay, excluded
 
-    def step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        if not parameters:
-            return
+    def step_part(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         weights = [local(parameter) for parameter in parameters]
-        moves = self._adam(group, parameters)
-        decayed = [index for index, parameter in enumerate(parameters) if not self._excluded(parameter)]
-        if decayed and self._decay:
+        directions = [local_gradient(parameter) for parameter in parameters]
+        means, variances = self.local_state(parameters, "exp_avg"), self.local_state(parameters, "exp_avg_sq")
+        first_beta, second_beta = group["betas"]
+        steps = self._count(parameters)
+        below_means = [1 - first_beta**step for step in steps]
+        below_roots = [(1 - second_beta**step) ** 0.5 for step in steps]
+        decays = [0.0 if self._excluded(parameter) else self._decay for parameter in parameters]
+        rows = [weights, directions, means, variances]
+        if is_fit(rows):
+            launch = Launch(rows, [below_means, below_roots, decays], self._plans)
+            squares = launch.lamb_moments(group["betas"], group["eps"])
+            launch.lamb_step(self._rates(group, squares, parameters), group["eps"])
+            return
+        moves = _adam(directions, means, variances, below_means, below_roots, group)
+        decayed = [place for place, decay in enumerate(decays) if decay]
+        if decayed:
             torch._foreach_add_([moves[i] for i in decayed], [weights[i] for i in decayed], alpha=self._decay)
-        rates = group["lr"] * _ratios(norms(weights, parameters), norms(moves, parameters))
-        torch._foreach_mul_(moves, rates.unbind())
+        squares = shard_norms([*weights, *moves]).square().view(2, -1)
+        torch._foreach_mul_(moves, self._rates(group, squares, parameters).unbind())
         torch._foreach_sub_(weights, moves)
 
-    def _adam(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """m̂ / (√v̂ + eps) of this rank's shards, new tensors."""
-        first_beta, second_beta = group["betas"]
-        directions = [local_gradient(parameter) for parameter in parameters]
-        means, squares = self.local_state(parameters, "exp_avg"), self.local_state(parameters, "exp_avg_sq")
-        torch._foreach_lerp_(means, directions, 1 - first_beta)
-        torch._foreach_mul_(squares, second_beta)
-        torch._foreach_addcmul_(squares, directions, directions, value=1 - second_beta)
-        steps = [self._count(parameter) for parameter in parameters]
-        below = torch._foreach_sqrt(squares)
-        torch._foreach_div_(below, [(1 - second_beta**step) ** 0.5 for step in steps])
-        torch._foreach_add_(below, group["eps"])
-        moves = torch._foreach_div(means, [1 - first_beta**step for step in steps])
-        torch._foreach_div_(moves, below)
-        return list(moves)
+    def _rates(self, group: dict[str, Any], squares: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
+        """lr · ‖p‖ / ‖r‖, or lr, from this rank's ‖p‖² and ‖r‖²."""
+        of_weights, of_moves = summed_over_ranks(squares.flatten(), [*parameters, *parameters]).sqrt().view(2, -1)
+        ratios = torch.where((of_weights > 0) & (of_moves > 0), of_weights / of_moves, 1.0)
+        return group["lr"] * ratios  # type: ignore[no-any-return]
 
-    def _count(self, parameter: torch.Tensor) -> int:
-        """This parameter's steps, this one included; on the host, as Adam keeps them."""
-        state = self.state[parameter]
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0)
-        state["step"] += 1
-        return int(state["step"].item())
+    def _count(self, parameters: list[torch.Tensor]) -> list[int]:
+        """Each one's steps, this one included; on the host, as Adam keeps them."""
+        for parameter in parameters:
+            if "step" not in self.state[parameter]:
+                self.state[parameter]["step"] = torch.tensor(0.0)
+        counts = [self.state[parameter]["step"] for parameter in parameters]
+        torch._foreach_add_(counts, 1)
+        return [int(count) for count in torch.stack(counts).tolist()]
 
 
-def _ratios(of_weights: torch.Tensor, of_moves: torch.Tensor) -> torch.Tensor:
-    """‖p‖ / ‖r‖, or 1."""
-    return torch.where((of_weights > 0) & (of_moves > 0), of_weights / of_moves, 1.0)
+def _adam(
+    directions: list[torch.Tensor],
+    means: list[torch.Tensor],
+    variances: list[torch.Tensor],
+    below_means: list[float],
+    below_roots: list[float],
+    group: dict[str, Any],
+) -> list[torch.Tensor]:
+    """m̂ / (√v̂ + eps), new tensors; m and v are brought up to date."""
+    first_beta, second_beta = group["betas"]
+    torch._foreach_lerp_(means, directions, 1 - first_beta)
+    torch._foreach_mul_(variances, second_beta)
+    torch._foreach_addcmul_(variances, directions, directions, value=1 - second_beta)
+    below = torch._foreach_sqrt(variances)
+    torch._foreach_div_(below, below_roots)
+    torch._foreach_add_(below, group["eps"])
+    moves = torch._foreach_div(means, below_means)
+    torch._foreach_div_(moves, below)
+    return list(moves)

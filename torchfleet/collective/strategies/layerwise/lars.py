@@ -8,6 +8,9 @@ Parameters whose names contain one of `exclude_from_weight_decay` (biases and no
 local_lr = lr: for them, as in Paddle, it is plain momentum SGD. `lars_weight_decay` = 0 leaves the scaling on.
 Learning rate and momentum are those of the user's torch.optim.SGD; its kernels (foreach, fused) are not used.
 
+Norms and rates stay on the device. On a GPU with Triton a step is a few kernels (multi_tensor.py), elsewhere torch's
+functions for lists of tensors.
+
 Source: You, Gitman, Ginsburg 2017, Large Batch Training of Convolutional Networks. Composes with every strategy but
 lamb, dgc, localsgd and adaptive_localsgd; of parameters cut over ranks (sharding) the norm of the whole is taken.
 """
@@ -25,14 +28,13 @@ from torchfleet.collective.strategies.layerwise.layerwise import (
     check_inner,
     check_momentum,
     is_excluded,
-    local_gradient,
-    norms,
 )
+from torchfleet.collective.strategies.layerwise.multi_tensor import Launch, is_fit
 from torchfleet.collective.strategy import Strategy
+from torchfleet.collective.whole_norms import local_gradient, shard_norms, summed_over_ranks
 from torchfleet.errors import StrategyError
 from torchfleet.strategy.collective_fields import LarsConfigs
 
-Pushes = list[torch.Tensor] | tuple[torch.Tensor, ...]
 _PLAIN = {"nesterov": False, "dampening": 0, "weight_decay": 0, "maximize": False, "differentiable": False}
 
 
@@ -60,27 +62,36 @@ class LarsMomentum(ReplacingOptimizer):
         super().__init__(inner)
         self._coeff, self._decay, self._epsilon = configs.lars_coeff, configs.lars_weight_decay, configs.epsilon
         self._excluded = excluded
+        self._flags: dict[Any, torch.Tensor] = {}
 
-    def step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        scaled = [parameter for parameter in parameters if not self._excluded(parameter)]
-        if scaled:
-            weights = [local(parameter) for parameter in scaled]
-            directions = [local_gradient(parameter) for parameter in scaled]
-            rates = self._rates(group["lr"], norms(weights, scaled), norms(directions, scaled))
-            pushes = torch._foreach_add(directions, weights, alpha=self._decay)
-            torch._foreach_mul_(pushes, rates.unbind())
-            self._move(group, scaled, pushes)
-        plain = [parameter for parameter in parameters if self._excluded(parameter)]
-        if plain:
-            self._move(group, plain, [local_gradient(parameter) * group["lr"] for parameter in plain])
-
-    def _rates(self, lr: Any, of_weights: torch.Tensor, of_gradients: torch.Tensor) -> torch.Tensor:
-        """Each one's local_lr, on the device, from the norms."""
-        rates = lr * self._coeff * of_weights / (of_gradients + self._decay * of_weights + self._epsilon)
-        return torch.where((of_weights > 0) & (of_gradients > 0), rates, lr)
-
-    def _move(self, group: dict[str, Any], parameters: list[torch.Tensor], pushes: Pushes) -> None:
+    def step_part(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        weights = [local(parameter) for parameter in parameters]
+        directions = [local_gradient(parameter) for parameter in parameters]
         velocities = self.local_state(parameters, "momentum_buffer")
+        decays = [0.0 if self._excluded(parameter) else self._decay for parameter in parameters]
+        rows = [weights, directions, velocities]
+        if is_fit(rows):
+            launch = Launch(rows, [decays], self._plans)
+            launch.lars_step(self._rates(group, launch.lars_squares(), parameters), group["momentum"])
+            return
+        squares = shard_norms([*weights, *directions]).square().view(2, -1)
+        pushes = torch._foreach_mul(weights, decays)
+        torch._foreach_add_(pushes, directions)
+        torch._foreach_mul_(pushes, self._rates(group, squares, parameters).unbind())
         torch._foreach_mul_(velocities, group["momentum"])
         torch._foreach_add_(velocities, pushes)
-        torch._foreach_sub_([local(parameter) for parameter in parameters], velocities)
+        torch._foreach_sub_(weights, velocities)
+
+    def _rates(self, group: dict[str, Any], squares: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
+        """Each one's local_lr, from this rank's ‖p‖² and ‖g‖²; lr of those that are excluded."""
+        of_weights, of_gradients = summed_over_ranks(squares.flatten(), [*parameters, *parameters]).sqrt().view(2, -1)
+        rates = group["lr"] * self._coeff * of_weights / (of_gradients + self._decay * of_weights + self._epsilon)
+        is_scaled = (of_weights > 0) & (of_gradients > 0) & self._scaled(parameters, rates.device)
+        return torch.where(is_scaled, rates, group["lr"])
+
+    def _scaled(self, parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """Which of them are not excluded; on the device, brought there once."""
+        flags = tuple(not self._excluded(parameter) for parameter in parameters)
+        if (flags, device) not in self._flags:
+            self._flags[flags, device] = torch.tensor(flags, device=device)
+        return self._flags[flags, device]

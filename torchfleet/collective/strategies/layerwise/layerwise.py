@@ -1,18 +1,18 @@
-"""Base of optimizers with a step size per layer (LARS, LAMB), and the norms of sharded tensors."""
+"""Base of optimizers with a step size per layer (LARS, LAMB)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from torchfleet.collective.closures import run_closure
 from torchfleet.collective.local_tensors import local
-from torchfleet.errors import FleetError, StrategyError
+from torchfleet.collective.strategies.layerwise.multi_tensor import Plan
+from torchfleet.errors import StrategyError
+
+_AT_ONCE = 1 << 26  # values of whole tensors: what a step needs beside them is two float32 of each of these
 
 
 def check_inner(
@@ -53,16 +53,18 @@ class ReplacingOptimizer(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups, self.state = inner.param_groups, inner.state
+        self._plans: dict[Any, Plan] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = run_closure(closure)
         for group in self.param_groups:
-            self.step_group(group, [parameter for parameter in group["params"] if parameter.grad is not None])
+            for part in _parts([parameter for parameter in group["params"] if parameter.grad is not None]):
+                self.step_part(group, part)
         return loss
 
-    def step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        """One step of the group's parameters that have gradients."""
+    def step_part(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        """One step of some parameters of the group, all of which have gradients."""
         raise NotImplementedError
 
     def local_state(self, parameters: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
@@ -73,38 +75,13 @@ class ReplacingOptimizer(torch.optim.Optimizer):
         return [local(self.state[parameter][name]) for parameter in parameters]
 
 
-def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of the gradient, sharded as the parameter is."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.is_sparse:
-        raise FleetError("lars and lamb need dense gradients, found a sparse one: use Embedding(sparse=False)")
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return local(gradient)
-
-
-def norms(shards: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norms of whole tensors whose `shards` this rank has, sharded as `parameters` are; a vector, not waited for.
-
-    The squares of the shards are summed over the ranks that hold them, all tensors' at once: these ranks come here
-    together. In float32, or float64 if one of them is.
-    """
-    kind = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
-    found = torch.stack([torch.linalg.vector_norm(shard, dtype=kind) for shard in shards])
-    cuts: dict[tuple[DeviceMesh, int], list[int]] = {}
-    for index, parameter in enumerate(parameters):
-        if not isinstance(parameter, DTensor):
-            continue
-        for dim, placement in enumerate(parameter.placements):
-            if placement.is_shard():
-                cuts.setdefault((parameter.device_mesh, dim), []).append(index)
-    if not cuts:
-        return found
-    squares = found.square()
-    for (mesh, dim), indices in cuts.items():
-        chosen = torch.tensor(indices, device=squares.device)
-        summed = squares[chosen]
-        dist.all_reduce(summed, group=mesh.get_group(dim))
-        squares[chosen] = summed
-    return squares.sqrt()
+def _parts(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The parameters in turn, some at once. By the sizes of whole tensors: the same parts on all ranks."""
+    part: list[torch.Tensor] = []
+    for parameter in parameters:
+        if part and sum(map(torch.Tensor.numel, part)) + parameter.numel() > _AT_ONCE:
+            yield part
+            part = []
+        part.append(parameter)
+    if part:
+        yield part

@@ -1,0 +1,135 @@
+"""One step of LARS or LAMB on many tensors by a few kernels: which there are, and what they are given.
+
+torch's functions for lists of tensors go over memory once for every operation. These kernels go over it twice: once for
+the norms, once for the step, which needs them. Bytes that are moved for each value: LAMB 40 (torch's fused Adam: 28),
+LARS 28 (torch's fused SGD with momentum: 20).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+CHUNK, BLOCK = 16384, 1024  # values of a program, and of these at a time
+_ALIGNMENT = 16  # bytes that a thread reads at once
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def is_fit(rows: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """Whether the kernels can work on these: float32 on one GPU, each without gaps."""
+    devices = {tensor.device for row in rows for tensor in row}
+    return (
+        len(devices) == 1
+        and devices.pop().type == "cuda"
+        and _has_triton()
+        and all(tensor.dtype == torch.float32 and tensor.is_contiguous() for row in rows for tensor in row)
+    )
+
+
+class Plan(NamedTuple):
+    """Which program works on what, for tensors of given sizes; on the device."""
+
+    sizes: torch.Tensor  # of each tensor
+    firsts: torch.Tensor  # of each tensor: its first program
+    counts: torch.Tensor  # of each tensor: how many programs it has
+    owners: torch.Tensor  # of each program: its tensor
+    starts: torch.Tensor  # of each program: the how manieth of its tensor's it is
+    partials: torch.Tensor  # (2, programs)
+
+    @staticmethod
+    def of(sizes: Sequence[int], device: torch.device) -> Plan:
+        counts = torch.tensor([-(-size // CHUNK) for size in sizes], dtype=torch.int64)
+        firsts = counts.cumsum(0) - counts
+        owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+        starts = torch.arange(len(owners)) - firsts[owners]
+        partials = torch.zeros(2, len(owners))
+        made = (torch.tensor(sizes, dtype=torch.int64), firsts, counts, owners, starts, partials)
+        return Plan(*(part.to(device) for part in made))
+
+
+class Launch:
+    """Kernels on rows of tensors (weights, gradients, states), with a row of numbers for each setting.
+
+    Nothing is waited for. The tensors must stay until the device has come so far, as with all of torch's functions.
+    """
+
+    def __init__(
+        self, rows: Sequence[Sequence[torch.Tensor]], settings: Sequence[Sequence[float]], plans: dict[Any, Plan]
+    ) -> None:
+        device, sizes = rows[0][0].device, tuple(tensor.numel() for tensor in rows[0])
+        if (sizes, device) not in plans:
+            plans[sizes, device] = Plan.of(sizes, device)
+        self._plan, self._num = plans[sizes, device], len(sizes)
+        addresses = [tensor.data_ptr() for row in rows for tensor in row]
+        self._is_aligned = all(address % _ALIGNMENT == 0 for address in addresses)
+        self._addresses = _uploaded(addresses, torch.int64, device)
+        self._settings = _uploaded([number for row in settings for number in row], torch.float32, device)
+
+    def lamb_moments(self, betas: tuple[float, float], eps: float) -> torch.Tensor:
+        """m and v anew; ‖p‖² and ‖r‖², (2, tensors)."""
+        from torchfleet.collective.strategies.layerwise.multi_tensor_kernels import lamb_moments
+
+        plan, (first, second) = self._plan, betas
+        lamb_moments[self._grid](
+            self._addresses, self._settings, plan.sizes, plan.owners, plan.starts, plan.partials, self._num,
+            len(plan.owners), first, 1 - first, second, 1 - second, eps, CHUNK, BLOCK, self._is_aligned,
+        )  # fmt: skip
+        return self._squares()
+
+    def lamb_step(self, rates: torch.Tensor, eps: float) -> None:
+        """p = p - rate · r."""
+        from torchfleet.collective.strategies.layerwise.multi_tensor_kernels import lamb_step
+
+        plan = self._plan
+        lamb_step[self._grid](
+            self._addresses, self._settings, plan.sizes, plan.owners, plan.starts, rates.contiguous(), self._num, eps,
+            CHUNK, BLOCK, self._is_aligned,
+        )  # fmt: skip
+
+    def lars_squares(self) -> torch.Tensor:
+        """‖p‖² and ‖g‖², (2, tensors)."""
+        from torchfleet.collective.strategies.layerwise.multi_tensor_kernels import lars_squares
+
+        plan = self._plan
+        lars_squares[self._grid](
+            self._addresses, plan.sizes, plan.owners, plan.starts, plan.partials, self._num, len(plan.owners),
+            CHUNK, BLOCK, self._is_aligned,
+        )  # fmt: skip
+        return self._squares()
+
+    def lars_step(self, rates: torch.Tensor, momentum: float) -> None:
+        """v = momentum · v + rate · (g + decay · p), p = p - v."""
+        from torchfleet.collective.strategies.layerwise.multi_tensor_kernels import lars_step
+
+        plan = self._plan
+        lars_step[self._grid](
+            self._addresses, self._settings, plan.sizes, plan.owners, plan.starts, rates.contiguous(), self._num,
+            momentum, CHUNK, BLOCK, self._is_aligned,
+        )  # fmt: skip
+
+    @property
+    def _grid(self) -> tuple[int]:
+        return (len(self._plan.owners),)
+
+    def _squares(self) -> torch.Tensor:
+        from torchfleet.collective.strategies.layerwise.multi_tensor_kernels import total_squares
+
+        plan = self._plan
+        squares = plan.partials.new_empty(2, self._num)
+        total_squares[(self._num,)](
+            plan.partials, plan.firsts, plan.counts, squares, self._num, len(plan.owners), BLOCK
+        )
+        return squares
+
+
+def _uploaded(numbers: list[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """By way of pinned memory, which is not waited for."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

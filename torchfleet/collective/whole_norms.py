@@ -1,0 +1,84 @@
+"""Norms of whole tensors of which ranks hold shards: many at once, on the device, and not waited for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from torchfleet.collective.local_tensors import local
+from torchfleet.errors import FleetError
+
+
+def whole_norms(shards: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norms of whole tensors whose `shards` this rank has, sharded as `parameters` are; a vector.
+
+    Ranks that hold shards of one tensor come here together. In float32, or float64 if a shard is.
+    """
+    return summed_over_ranks(shard_norms(shards).square(), parameters).sqrt()
+
+
+def shard_norms(shards: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm of each of this rank's tensors; a vector. Each type by itself: torch's fast kernels take one type."""
+    kind = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
+    found = list(torch.zeros(len(shards), dtype=kind, device=shards[0].device).unbind())
+    for dtype in {shard.dtype: None for shard in shards}:
+        places = [place for place, shard in enumerate(shards) if shard.dtype == dtype and shard.numel()]
+        for place, norm in zip(places, _norms([shards[place] for place in places], kind), strict=True):
+            found[place] = norm
+    return torch.stack(found)
+
+
+def _norms(tensors: list[torch.Tensor], kind: torch.dtype) -> Sequence[torch.Tensor]:
+    return torch._foreach_norm(tensors, 2, kind) if tensors else ()
+
+
+def summed_over_ranks(squares: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A number of each rank's shard, for each of `parameters`, summed over the shards: one all-reduce per mesh axis."""
+    cut: dict[dist.ProcessGroup, list[int]] = {}
+    for place, parameter in enumerate(parameters):
+        for mesh, dim in cutting_axes(parameter):
+            cut.setdefault(mesh.get_group(dim), []).append(place)
+    if not cut:
+        return squares
+    each = list(squares.unbind())
+    for group, places in cut.items():
+        sums = torch.stack([each[place] for place in places])
+        dist.all_reduce(sums, group=group)
+        for place, total in zip(places, sums.unbind(), strict=True):
+            each[place] = total
+    return torch.stack(each)
+
+
+def cutting_axes(parameter: torch.Tensor) -> Iterator[tuple[DeviceMesh, int]]:
+    """The axes of its mesh along which a DTensor is cut. All that is not replicated: a parameter holds no partial sums.
+
+    Not `is_shard()`: tensor_parallel and sharding together cut a dimension twice, which torch calls a strided shard,
+    and that is a shard in some of its versions and none in others.
+    """
+    if isinstance(parameter, DTensor):
+        for dim, placement in enumerate(parameter.placements):
+            if not placement.is_replicate():
+                yield parameter.device_mesh, dim
+
+
+def num_shards(parameter: torch.Tensor) -> int:
+    """Into how many a tensor is cut over its mesh."""
+    return math.prod(mesh.size(dim) for mesh, dim in cutting_axes(parameter))
+
+
+def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of the gradient, sharded as the parameter is."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        raise FleetError(
+            "clipping, lars and lamb need dense gradients, found a sparse one: use Embedding(sparse=False)"
+        )
+    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
+        gradient = gradient.redistribute(placements=parameter.placements)
+    return local(gradient)
