@@ -12,7 +12,8 @@ Nothing is lost: what was sent and what remains in v add up to all velocities. S
 while the sparsity is 0 or the step before `rampup_begin_step`, are averaged whole and have ordinary momentum. From that
 step on the sparsity goes through the list in `rampup_step` steps and stays at its last value; u starts as the momentum
 so far. The norm for clipping is that of one parameter, so that a bucket of gradients need not wait for the others.
-Between two steps gradients are exchanged once: use gradient_merge to gather several batches.
+Between two steps gradients are exchanged once, a second backward pass is an error: use gradient_merge to gather several
+batches.
 
 Source: Lin et al. 2018, Deep Gradient Compression. Composes with amp in bfloat16, recompute, gradient_merge,
 sync_batch_norm and compilation; the optimizer must be torch.optim.SGD with momentum.
@@ -111,6 +112,12 @@ class DeepGradientCompression(Strategy):
 
     def _compress(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put this rank's gradient to what it has not sent yet, and take from it what is to be sent now."""
+        if name in self._compressed:
+            raise FleetError(
+                f"dgc=True expects one backward pass for each optimizer.step(), found a second one: of '{name}' values "
+                "would be exchanged twice, those of the first pass for nothing. To gather several batches use "
+                "gradient_merge=True with gradient_merge_configs={'k_steps': ...}."
+            )
         residual, (parameter, group) = self._residual(name), self._stepped[name]
         gradient = gradient.to(residual.unsent.dtype)  # the very same memory, as a rule: it is written anew anyway
         if self._num_merged > 1:

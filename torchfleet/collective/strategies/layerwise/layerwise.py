@@ -78,10 +78,12 @@ class ReplacingOptimizer(torch.optim.Optimizer):
 def _parts(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """The parameters in turn, some at once. By the sizes of whole tensors: the same parts on all ranks."""
     part: list[torch.Tensor] = []
+    num = 0
     for parameter in parameters:
-        if part and sum(map(torch.Tensor.numel, part)) + parameter.numel() > _AT_ONCE:
+        if part and num + parameter.numel() > _AT_ONCE:
             yield part
-            part = []
+            part, num = [], 0
         part.append(parameter)
+        num += parameter.numel()
     if part:
         yield part

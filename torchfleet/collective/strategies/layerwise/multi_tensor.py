@@ -25,12 +25,15 @@ def _has_triton() -> bool:
 
 def is_fit(rows: Sequence[Sequence[torch.Tensor]]) -> bool:
     """Whether the kernels can work on these: float32 on one GPU, each without gaps."""
-    devices = {tensor.device for row in rows for tensor in row}
+    device = rows[0][0].device
     return (
-        len(devices) == 1
-        and devices.pop().type == "cuda"
+        device.type == "cuda"
         and _has_triton()
-        and all(tensor.dtype == torch.float32 and tensor.is_contiguous() for row in rows for tensor in row)
+        and all(
+            tensor.dtype is torch.float32 and tensor.device == device and tensor.is_contiguous()
+            for row in rows
+            for tensor in row
+        )
     )
 
 
