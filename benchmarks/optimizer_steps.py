@@ -3,9 +3,9 @@
 python -m benchmarks.optimizer_steps --json                                        small, on the CPU
 python -m benchmarks.optimizer_steps --device cuda --parameters 350e6 --json       shapes of BERT-Large
 
-Steps alone: gradients are there already, and stay. Each contender has parameters of its own; they step in turns. A ratio
-is a contender's time over its rival's. A roof is what the ratio would be if time were bytes moved: LAMB and LARS need
-the norms of whole tensors before they move, and read everything twice.
+Steps alone: gradients are there already, and stay. Each contender has parameters of its own; they step in turns. A
+ratio is a contender's time over its rival's. A roof is what the ratio would be if time were bytes moved: LAMB and LARS
+need the norms of whole tensors before they move, and read them twice.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-CHUNK, BLOCK = 16384, 1024  # values of a program, and of these at a time
+CHUNK, BLOCK, WARPS = 16384, 1024, 4  # values of a program, of these at a time, by so many threads of 32
 _ALIGNMENT = 16  # bytes that a thread reads at once
 
 
@@ -83,7 +83,8 @@ class Launch:
         plan, (first, second) = self._plan, betas
         lamb_moments[self._grid](
             self._addresses, self._settings, plan.sizes, plan.owners, plan.starts, plan.partials, self._num,
-            len(plan.owners), first, 1 - first, second, 1 - second, eps, CHUNK, BLOCK, self._is_aligned,
+            len(plan.owners), first, 1 - first, second, 1 - second, eps,
+            CHUNK, BLOCK, self._is_aligned, num_warps=WARPS,
         )  # fmt: skip
         return self._squares()
 
@@ -94,7 +95,7 @@ class Launch:
         plan = self._plan
         lamb_step[self._grid](
             self._addresses, self._settings, plan.sizes, plan.owners, plan.starts, rates.contiguous(), self._num, eps,
-            CHUNK, BLOCK, self._is_aligned,
+            CHUNK, BLOCK, self._is_aligned, num_warps=WARPS,
         )  # fmt: skip
 
     def lars_squares(self) -> torch.Tensor:
@@ -104,7 +105,7 @@ class Launch:
         plan = self._plan
         lars_squares[self._grid](
             self._addresses, plan.sizes, plan.owners, plan.starts, plan.partials, self._num, len(plan.owners),
-            CHUNK, BLOCK, self._is_aligned,
+            CHUNK, BLOCK, self._is_aligned, num_warps=WARPS,
         )  # fmt: skip
         return self._squares()
 
@@ -115,7 +116,7 @@ class Launch:
         plan = self._plan
         lars_step[self._grid](
             self._addresses, self._settings, plan.sizes, plan.owners, plan.starts, rates.contiguous(), self._num,
-            momentum, CHUNK, BLOCK, self._is_aligned,
+            momentum, CHUNK, BLOCK, self._is_aligned, num_warps=WARPS,
         )  # fmt: skip
 
     @property
