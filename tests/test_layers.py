@@ -34,6 +34,7 @@ CORE = {
     "collective/buckets",
     "collective/closures",
     "collective/whole_norms",
+    "collective/one_kind",
     "collective/strategy",
 }
 
@@ -107,6 +108,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collective/local_tensors": set(),
     "collective/buckets": {"collective/world"},
     "collective/closures": set(),
+    "collective/one_kind": set(),
     "collective/whole_norms": {"collective/local_tensors", "errors"},
     "collective/outputs": set(),
     "collective/strategy": {"collective/world", "strategy"},

@@ -9,15 +9,17 @@ model this is torch.nn.utils.clip_grad_norm_, which sees the gradients of one ra
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
-from torchfleet.collective.buckets import buckets
 from torchfleet.collective.local_tensors import local
 from torchfleet.collective.whole_norms import local_gradient, num_shards, shard_norms
 from torchfleet.collective.world import World
 from torchfleet.errors import FleetError
+
+Key = TypeVar("Key")
 
 
 @torch.no_grad()
@@ -28,24 +30,41 @@ def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float, wo
     """
     if not max_norm > 0:
         raise FleetError(f"clip_grad_norm: max_norm must be positive, found {max_norm}")
-    own = [parameter for parameter in parameters if parameter.grad is not None]
-    alike: dict[int, list[torch.Tensor]] = {}  # number of shards → gradients
-    for parameter in own:
-        alike.setdefault(_num_shards(parameter, world), []).append(local_gradient(parameter))
+    own = [parameter for parameter in parameters if parameter.grad is not None and _shares(parameter)]
+    gradients = [local_gradient(parameter) for parameter in own]
+    nums = [_num_shards(parameter, world) for parameter in own]
     total = torch.zeros((), dtype=torch.float64, device=world.device)
-    for num, gradients in alike.items():
-        total += shard_norms(gradients).double().square().sum() * (num / world.size)
+    for (num, _), alike in _grouped(gradients, [(n, g.device) for n, g in zip(nums, gradients, strict=True)]):
+        total += (shard_norms(alike).double().square().sum() * (num / world.size)).to(world.device)
     if world.size > 1:
         dist.all_reduce(total)
     total = total.sqrt().float()
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for bucket in buckets(local(parameter.grad) for parameter in own if parameter.grad is not None):
-        torch._foreach_mul_(bucket, factor.to(bucket[0].dtype))
+    gradients = [local(parameter.grad) for parameter in own if parameter.grad is not None]
+    for (device, dtype), alike in _grouped(gradients, [(gradient.device, gradient.dtype) for gradient in gradients]):
+        torch._foreach_mul_(alike, factor.to(device, dtype))  # some may be offloaded to host memory
     return total
 
 
-def _num_shards(parameter: torch.Tensor, world: World) -> int:
-    """Into how many shards it is cut, each on equally many ranks; a stage of a pipeline is a shard of the model."""
+def _grouped(tensors: list[torch.Tensor], keys: list[Key]) -> Iterable[tuple[Key, list[torch.Tensor]]]:
+    """The tensors of each key. torch's functions for lists of tensors are fast for those of one kind."""
+    found: dict[Key, list[torch.Tensor]] = {}
+    for key, tensor in zip(keys, tensors, strict=True):
+        found.setdefault(key, []).append(tensor)
+    return found.items()
+
+
+def _num_shards(parameter: torch.Tensor, world: World) -> float:
+    """Into how many shards it is cut, each on equally many ranks; a stage of a pipeline is a shard of the model.
+
+    Of a parameter that several stages have (`fleet_copies`) the copies count as one.
+    """
     if hasattr(parameter, "fleet_piece"):
-        return int(parameter.fleet_piece[2])
-    return world.degrees["pipe"] * num_shards(parameter)
+        return float(parameter.fleet_piece[2])
+    copies: int = getattr(parameter, "fleet_copies", 1)
+    return world.degrees["pipe"] * _shares(parameter) / copies * num_shards(parameter)
+
+
+def _shares(parameter: torch.Tensor) -> int:
+    """Among how many ranks the copies in float32 are dealt out, of which this is one; 0 without a copy here."""
+    return int(getattr(parameter, "fleet_shares", 1))
