@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torchfleet.collective.clipping import clip_grad_norm
+from torchfleet.collective.layers.margin_softmax import MarginSoftmax
 from torchfleet.collective.strategies.layerwise import lamb, lars
 
 pytestmark = pytest.mark.gpu
@@ -107,6 +109,25 @@ def test_a_step_does_not_wait_for_the_gpu(rule: str) -> None:
         torch.testing.assert_close(norm.cpu(), expected, rtol=1e-6, atol=0)
         clipped = torch.cat([parameter.grad.flatten() for parameter in model.values()]).norm()
         assert float(clipped) == pytest.approx(0.1, rel=1e-5)
+
+
+def test_classes_over_ranks_wait_for_the_gpu_once() -> None:
+    torch.manual_seed(0)
+    layer, twin = MarginSoftmax(50, 16, device="cuda"), MarginSoftmax(50, 16)
+    features, labels = torch.randn(12, 16), torch.randint(0, 50, (12,))
+    on_gpu, on_cpu = features.cuda().requires_grad_(), features.clone().requires_grad_()
+    labels_on_gpu = labels.cuda()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss = layer(on_gpu, labels_on_gpu)
+            loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len([warning for warning in caught if "synchroniz" in str(warning.message)]) == 1
+    twin(on_cpu, labels).backward()
+    torch.testing.assert_close(on_gpu.grad.cpu(), on_cpu.grad, rtol=1e-4, atol=1e-6)
 
 
 def train_cut(rule: str) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class MarginSoftmax(torch.nn.Module):
     def forward(self, features: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         self._check(features, labels)
         with torch.autocast(features.device.type, enabled=False):
-            sizes = self._batch_sizes(features)
+            sizes = self._batch_sizes(features, labels)
             labels = gather(labels.long(), sizes)
             whole: torch.Tensor = _GatheredFeatures.apply(features.float(), sizes)  # type: ignore[no-untyped-call]
             products = self._products(whole)
@@ -85,7 +85,7 @@ class MarginSoftmax(torch.nn.Module):
         """For each of this rank's features the best of all classes, and its score (a cosine; of "softmax" x·w)."""
         self._check(features, None)
         with torch.autocast(features.device.type, enabled=False):
-            sizes = self._batch_sizes(features)
+            sizes = self._batch_sizes(features, None)
             products = self._products(gather(features.float(), sizes))
             if products.shape[1]:
                 score, place = products.max(1)
@@ -103,10 +103,19 @@ class MarginSoftmax(torch.nn.Module):
             return features @ weight.t()
         return F.normalize(features) @ F.normalize(weight).t()
 
-    def _batch_sizes(self, features: torch.Tensor) -> list[int]:
-        if self.size == 1:
-            return [len(features)]
-        return [int(size) for size in stack(torch.tensor([len(features)], device=features.device), self.size).flatten()]
+    def _batch_sizes(self, features: torch.Tensor, labels: torch.Tensor | None) -> list[int]:
+        """Each rank's number of features: the one time that a step waits for the device. Wrong labels are errors."""
+        if labels is None or not len(labels):
+            labels = torch.zeros(1, dtype=torch.int64, device=features.device)
+        num = torch.full((), len(features), dtype=torch.int64, device=features.device)
+        told = torch.stack([num, labels.min().long(), labels.max().long()])
+        sizes, smallest, largest = zip(*stack(told, self.size).tolist(), strict=True)
+        if min(smallest) < 0 or max(largest) >= self.num_classes:
+            raise DataError(
+                f"MarginSoftmax: labels must be from 0 to {self.num_classes - 1}, found {min(smallest)} to "
+                f"{max(largest)}"
+            )
+        return list(sizes)
 
     def margin(self, cosine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """z_y / s of the own class's cosine, and its slope."""
@@ -137,21 +146,20 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, products: torch.Tensor, labels: torch.Tensor, layer: MarginSoftmax) -> torch.Tensor:
-        rows, places = _own_labels(labels, layer, products.shape[1])
+        places, is_own = _own_labels(labels, layer, products.shape[1])
         scale = 1.0 if layer.loss_type == "softmax" else layer.scale
-        value, slope = layer.margin(products[rows, places])
-        products[rows, places] = value
+        value, slope = layer.margin(products.gather(1, places))
+        _replace(products, places, is_own, value)
         logits = products.mul_(scale)  # nobody else looks at the products: a second matrix that size is saved
         largest = logits.max(1).values if logits.shape[1] else logits.new_full((len(logits),), -math.inf)
         _all_reduce(largest, dist.ReduceOp.MAX, layer.size)
-        target = torch.zeros_like(largest).index_copy_(0, rows, logits[rows, places])
+        target = torch.where(is_own, logits.gather(1, places), 0.0).sum(1)
         shares = logits.sub_(largest.unsqueeze(1)).exp_()
         both = torch.stack([shares.sum(1), target])
         _all_reduce(both, dist.ReduceOp.SUM, layer.size)
         total, target = both
         shares.div_(total.unsqueeze(1))
-        shares[rows, places] -= 1.0
-        shares[rows, places] *= slope
+        _replace(shares, places, is_own, (shares.gather(1, places) - 1.0) * slope)
         ctx.save_for_backward(shares)
         ctx.factor = scale / max(1, len(labels))
         loss: torch.Tensor = (total.log() + (largest - target)).sum() / max(1, len(labels))
@@ -186,14 +194,14 @@ class _GatheredFeatures(torch.autograd.Function):
 
 
 def _own_labels(labels: torch.Tensor, layer: MarginSoftmax, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples whose class is this rank's, and the places of their classes in its shard."""
-    if bool(((labels < 0) | (labels >= layer.num_classes)).any()):
-        raise DataError(
-            f"MarginSoftmax: labels must be from 0 to {layer.num_classes - 1}, found {int(labels.min())} to "
-            f"{int(labels.max())}"
-        )
-    rows = ((labels >= layer.first) & (labels < layer.first + num)).nonzero().flatten()
-    return rows, labels[rows] - layer.first
+    """Of each sample (not of some, which would have to be counted, and waited for): its class's place, if it is here."""
+    places = (labels - layer.first).unsqueeze(1)[:, : min(1, num)]
+    return places.clamp(0, max(0, num - 1)), (places >= 0) & (places < num)
+
+
+def _replace(matrix: torch.Tensor, places: torch.Tensor, chosen: torch.Tensor, values: torch.Tensor) -> None:
+    """One value of each row, in place, where it is chosen."""
+    matrix.scatter_(1, places, torch.where(chosen, values, matrix.gather(1, places)))
 
 
 def _checked(
