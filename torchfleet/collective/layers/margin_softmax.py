@@ -194,7 +194,7 @@ class _GatheredFeatures(torch.autograd.Function):
 
 
 def _own_labels(labels: torch.Tensor, layer: MarginSoftmax, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each sample (not of some, which would have to be counted, and waited for): its class's place, if it is here."""
+    """Each sample's class: its place, and whether it is here. Not some samples': they would have to be counted."""
     places = (labels - layer.first).unsqueeze(1)[:, : min(1, num)]
     return places.clamp(0, max(0, num - 1)), (places >= 0) & (places < num)
 
