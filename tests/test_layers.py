@@ -109,7 +109,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collective/buckets": {"collective/world"},
     "collective/closures": set(),
     "collective/one_kind": set(),
-    "collective/whole_norms": {"collective/local_tensors", "errors"},
+    "collective/whole_norms": {"errors"},
     "collective/outputs": set(),
     "collective/strategy": {"collective/world", "strategy"},
     "collective/gradient_average": {*CORE, "strategy", "errors"},

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchfleet.collective.local_tensors import local
 from torchfleet.errors import FleetError
 
 
@@ -40,8 +39,8 @@ def _norms(tensors: list[torch.Tensor], kind: torch.dtype) -> Sequence[torch.Ten
 def summed_over_ranks(squares: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """A number of each rank's shard, for each of `parameters`, summed over the shards: one all-reduce per mesh axis."""
     cut: dict[dist.ProcessGroup, list[int]] = {}
-    for place, parameter in enumerate(parameters):
-        for mesh, dim in cutting_axes(parameter):
+    for place in [place for place, parameter in enumerate(parameters) if isinstance(parameter, DTensor)]:
+        for mesh, dim in cutting_axes(parameters[place]):
             cut.setdefault(mesh.get_group(dim), []).append(place)
     if not cut:
         return squares
@@ -71,6 +70,11 @@ def num_shards(parameter: torch.Tensor) -> int:
     return math.prod(mesh.size(dim) for mesh, dim in cutting_axes(parameter))
 
 
+def shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor, any other tensor itself; for work without gradients, hundreds of times a step."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's shard of the gradient, sharded as the parameter is."""
     gradient = parameter.grad
@@ -81,4 +85,4 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
         )
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    return local(gradient)
+    return shard(gradient)

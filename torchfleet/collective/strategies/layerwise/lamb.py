@@ -18,20 +18,18 @@ is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from torchfleet.collective.local_tensors import local
 from torchfleet.collective.strategies.layerwise.layerwise import (
     ReplacingOptimizer,
     check_inner,
-    is_excluded,
+    excluded,
 )
 from torchfleet.collective.strategies.layerwise.multi_tensor import Launch, is_fit
 from torchfleet.collective.strategy import Strategy
-from torchfleet.collective.whole_norms import local_gradient, shard_norms, summed_over_ranks
+from torchfleet.collective.whole_norms import local_gradient, shard, shard_norms, summed_over_ranks
 
 _PLAIN = {
     "weight_decay": 0,
@@ -48,26 +46,30 @@ class Lamb(Strategy):
 
     def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
         check_inner(self.field, inner, torch.optim.Adam, _PLAIN)
-        excluded = is_excluded(names, self.settings.lamb_configs.exclude_from_weight_decay)
-        return LambAdam(inner, self.settings.lamb_configs.lamb_weight_decay, excluded)
+        configs = self.settings.lamb_configs
+        return LambAdam(inner, configs.lamb_weight_decay, excluded(names, configs.exclude_from_weight_decay))
 
 
 class LambAdam(ReplacingOptimizer):
     """The rule. State, as Adam's: exp_avg, exp_avg_sq, step."""
 
-    def __init__(self, inner: torch.optim.Optimizer, decay: float, excluded: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, decay: float, excluded: set[int]) -> None:
         super().__init__(inner)
         self._decay, self._excluded = decay, excluded
 
     def step_part(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        weights = [local(parameter) for parameter in parameters]
+        weights = [shard(parameter) for parameter in parameters]
         directions = [local_gradient(parameter) for parameter in parameters]
-        means, variances = self.local_state(parameters, "exp_avg"), self.local_state(parameters, "exp_avg_sq")
+        states = self.states(parameters, "exp_avg", "exp_avg_sq")
+        means, variances = (
+            [shard(state["exp_avg"]) for state in states],
+            [shard(state["exp_avg_sq"]) for state in states],
+        )
         first_beta, second_beta = group["betas"]
-        steps = self._count(parameters)
+        steps = _count(states)
         below_means = [1 - first_beta**step for step in steps]
         below_roots = [(1 - second_beta**step) ** 0.5 for step in steps]
-        decays = [0.0 if self._excluded(parameter) else self._decay for parameter in parameters]
+        decays = [0.0 if id(parameter) in self._excluded else self._decay for parameter in parameters]
         rows = [weights, directions, means, variances]
         if is_fit(rows):
             launch = Launch(rows, [below_means, below_roots, decays], self._plans)
@@ -88,14 +90,15 @@ class LambAdam(ReplacingOptimizer):
         ratios = torch.where((of_weights > 0) & (of_moves > 0), of_weights / of_moves, 1.0)
         return group["lr"] * ratios  # type: ignore[no-any-return]
 
-    def _count(self, parameters: list[torch.Tensor]) -> list[int]:
-        """Each one's steps, this one included; on the host, as Adam keeps them."""
-        for parameter in parameters:
-            if "step" not in self.state[parameter]:
-                self.state[parameter]["step"] = torch.tensor(0.0)
-        counts = [self.state[parameter]["step"] for parameter in parameters]
-        torch._foreach_add_(counts, 1)
-        return [int(count) for count in torch.stack(counts).tolist()]
+
+def _count(states: list[dict[str, torch.Tensor]]) -> list[int]:
+    """Each one's steps, this one included; on the host, as Adam keeps them."""
+    for state in states:
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0)
+    counts = [state["step"] for state in states]
+    torch._foreach_add_(counts, torch.tensor(1.0))  # a number would be made a tensor for each of them
+    return [int(count) for count in torch.stack(counts).tolist()]
 
 
 def _adam(

@@ -17,21 +17,19 @@ lamb, dgc, localsgd and adaptive_localsgd; of parameters cut over ranks (shardin
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from torchfleet.collective.local_tensors import local
 from torchfleet.collective.strategies.layerwise.layerwise import (
     ReplacingOptimizer,
     check_inner,
     check_momentum,
-    is_excluded,
+    excluded,
 )
 from torchfleet.collective.strategies.layerwise.multi_tensor import Launch, is_fit
 from torchfleet.collective.strategy import Strategy
-from torchfleet.collective.whole_norms import local_gradient, shard_norms, summed_over_ranks
+from torchfleet.collective.whole_norms import local_gradient, shard, shard_norms, summed_over_ranks
 from torchfleet.errors import StrategyError
 from torchfleet.strategy.collective_fields import LarsConfigs
 
@@ -50,25 +48,23 @@ class Lars(Strategy):
                 "LARS. Make a new torch.optim.SGD."
             )
         configs = self.settings.lars_configs
-        return LarsMomentum(inner, configs, is_excluded(names, configs.exclude_from_weight_decay))
+        return LarsMomentum(inner, configs, excluded(names, configs.exclude_from_weight_decay))
 
 
 class LarsMomentum(ReplacingOptimizer):
     """The rule. State: momentum_buffer, the v above."""
 
-    def __init__(
-        self, inner: torch.optim.Optimizer, configs: LarsConfigs, excluded: Callable[[torch.Tensor], bool]
-    ) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, configs: LarsConfigs, excluded: set[int]) -> None:
         super().__init__(inner)
         self._coeff, self._decay, self._epsilon = configs.lars_coeff, configs.lars_weight_decay, configs.epsilon
         self._excluded = excluded
         self._flags: dict[Any, torch.Tensor] = {}
 
     def step_part(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        weights = [local(parameter) for parameter in parameters]
+        weights = [shard(parameter) for parameter in parameters]
         directions = [local_gradient(parameter) for parameter in parameters]
-        velocities = self.local_state(parameters, "momentum_buffer")
-        decays = [0.0 if self._excluded(parameter) else self._decay for parameter in parameters]
+        velocities = [shard(state["momentum_buffer"]) for state in self.states(parameters, "momentum_buffer")]
+        decays = [0.0 if id(parameter) in self._excluded else self._decay for parameter in parameters]
         rows = [weights, directions, velocities]
         if is_fit(rows):
             launch = Launch(rows, [decays], self._plans)
@@ -91,7 +87,7 @@ class LarsMomentum(ReplacingOptimizer):
 
     def _scaled(self, parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
         """Which of them are not excluded; on the device, brought there once."""
-        flags = tuple(not self._excluded(parameter) for parameter in parameters)
+        flags = tuple(id(parameter) not in self._excluded for parameter in parameters)
         if (flags, device) not in self._flags:
             self._flags[flags, device] = torch.tensor(flags, device=device)
         return self._flags[flags, device]

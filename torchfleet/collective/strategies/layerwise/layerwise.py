@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from torchfleet.collective.closures import run_closure
-from torchfleet.collective.local_tensors import local
 from torchfleet.collective.strategies.layerwise.multi_tensor import Plan
 from torchfleet.errors import StrategyError
 
@@ -39,12 +38,11 @@ def check_momentum(field: str, inner: torch.optim.Optimizer) -> None:
         raise StrategyError(f"{field}=True needs torch.optim.SGD with momentum, found momentum=0: set it, 0.9 say")
 
 
-def is_excluded(names: Mapping[torch.Tensor, str], fragments: Sequence[Any]) -> Callable[[torch.Tensor], bool]:
-    """Tells whether a parameter's name contains one of `exclude_from_weight_decay`."""
+def excluded(names: Mapping[torch.Tensor, str], fragments: Sequence[Any]) -> set[int]:
+    """The ids of parameters whose names contain one of `exclude_from_weight_decay`."""
     if not all(isinstance(fragment, str) and fragment for fragment in fragments):
         raise StrategyError(f"exclude_from_weight_decay expects parts of names of parameters, found {fragments!r}")
-    excluded = {parameter for parameter, name in names.items() if any(fragment in name for fragment in fragments)}
-    return excluded.__contains__
+    return {id(parameter) for parameter, name in names.items() if any(fragment in name for fragment in fragments)}
 
 
 class ReplacingOptimizer(torch.optim.Optimizer):
@@ -67,12 +65,14 @@ class ReplacingOptimizer(torch.optim.Optimizer):
         """One step of some parameters of the group, all of which have gradients."""
         raise NotImplementedError
 
-    def local_state(self, parameters: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
-        """The tensors of that name in the parameters' states, zeros at first: what this rank holds of them."""
-        for parameter in parameters:
-            if name not in self.state[parameter]:
-                self.state[parameter][name] = torch.zeros_like(parameter)
-        return [local(self.state[parameter][name]) for parameter in parameters]
+    def states(self, parameters: Sequence[torch.Tensor], *names: str) -> list[dict[str, torch.Tensor]]:
+        """Each one's state, with tensors of these names like the parameter; zeros at first."""
+        found = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, found, strict=True):
+            for name in names:
+                if name not in state:
+                    state[name] = torch.zeros_like(parameter, requires_grad=False)
+        return found
 
 
 def _parts(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
