@@ -74,7 +74,7 @@ class DeepGradientCompression(Strategy):
         self._stepped = {
             names[parameter]: (parameter, group) for group in inner.param_groups for parameter in group["params"]
         }
-        self._optimizer = DgcMomentum(inner, lambda: (self._stepped[name] for name in self._compressed))
+        self._optimizer = DgcMomentum(inner, lambda: (self._stepped[name][0] for name in self._compressed))
         return self._optimizer
 
     def begin_forward(self, exchanging: bool) -> None:
@@ -201,7 +201,7 @@ class DgcMomentum(torch.optim.SGD):
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        compressed: Callable[[], Iterator[tuple[torch.Tensor, dict[str, Any]]]],
+        compressed: Callable[[], Iterator[torch.Tensor]],
     ) -> None:
         super().__init__(inner.param_groups, lr=inner.defaults["lr"])
         self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
@@ -210,11 +210,17 @@ class DgcMomentum(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = run_closure(closure)
-        hidden = [(parameter, parameter.grad) for parameter, _ in self._compressed() if parameter.grad is not None]
-        for parameter, group in self._compressed():
-            if parameter.grad is not None:
-                parameter.add_(parameter.grad, alpha=-float(group["lr"]))
-                parameter.grad = None
+        compressed = set(map(id, self._compressed()))
+        hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for group in self.param_groups:
+            chosen = [parameter for parameter in group["params"] if id(parameter) in compressed]
+            pairs = [(parameter, parameter.grad) for parameter in chosen if parameter.grad is not None]
+            if pairs:
+                parameters, gradients = zip(*pairs, strict=True)
+                torch._foreach_add_(parameters, gradients, alpha=-float(group["lr"]))
+            hidden.extend(pairs)
+        for parameter, _ in hidden:
+            parameter.grad = None
         super().step()
         for parameter, gradient in hidden:
             parameter.grad = gradient

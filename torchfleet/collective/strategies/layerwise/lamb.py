@@ -61,10 +61,8 @@ class LambAdam(ReplacingOptimizer):
         weights = [shard(parameter) for parameter in parameters]
         directions = [local_gradient(parameter) for parameter in parameters]
         states = self.states(parameters, "exp_avg", "exp_avg_sq")
-        means, variances = (
-            [shard(state["exp_avg"]) for state in states],
-            [shard(state["exp_avg_sq"]) for state in states],
-        )
+        means = [shard(state["exp_avg"]) for state in states]
+        variances = [shard(state["exp_avg_sq"]) for state in states]
         first_beta, second_beta = group["betas"]
         steps = _count(states)
         below_means = [1 - first_beta**step for step in steps]
