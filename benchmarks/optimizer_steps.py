@@ -109,7 +109,7 @@ class Bench:
         return optimizer
 
     def _stage_1(self) -> ShardedOptimizer:
-        """A job of one rank has nothing to cut and leaves it out; this is what it does on each of several."""
+        """A job of one rank leaves it out; this is what it does on each of several, but for what it sends them."""
         axis = Axis(0, 1, dist.group.WORLD)
         return ShardedOptimizer(self._plain(torch.optim.AdamW), axis, 32 << 20)
 

@@ -14,8 +14,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from torchfleet.collective.local_tensors import local
-from torchfleet.collective.whole_norms import local_gradient, num_shards, shard_norms
+from torchfleet.collective.whole_norms import local_gradient, num_shards, shard, shard_norms
 from torchfleet.collective.world import World
 from torchfleet.errors import FleetError
 
@@ -40,7 +39,7 @@ def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float, wo
         dist.all_reduce(total)
     total = total.sqrt().float()
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    gradients = [local(parameter.grad) for parameter in own if parameter.grad is not None]
+    gradients = [shard(parameter.grad) for parameter in own if parameter.grad is not None]
     for (device, dtype), alike in _grouped(gradients, [(gradient.device, gradient.dtype) for gradient in gradients]):
         torch._foreach_mul_(alike, factor.to(device, dtype))  # some may be offloaded to host memory
     return total
@@ -59,12 +58,13 @@ def _num_shards(parameter: torch.Tensor, world: World) -> float:
 
     Of a parameter that several stages have (`fleet_copies`) the copies count as one.
     """
-    if hasattr(parameter, "fleet_piece"):
-        return float(parameter.fleet_piece[2])
-    copies: int = getattr(parameter, "fleet_copies", 1)
+    marks = parameter.__dict__  # getattr is slow for what is not there
+    if "fleet_piece" in marks:
+        return float(marks["fleet_piece"][2])
+    copies: int = marks.get("fleet_copies", 1)
     return world.degrees["pipe"] * _shares(parameter) / copies * num_shards(parameter)
 
 
 def _shares(parameter: torch.Tensor) -> int:
     """Among how many ranks the copies in float32 are dealt out, of which this is one; 0 without a copy here."""
-    return int(getattr(parameter, "fleet_shares", 1))
+    return int(parameter.__dict__.get("fleet_shares", 1))

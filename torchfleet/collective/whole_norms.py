@@ -23,17 +23,17 @@ def whole_norms(shards: Sequence[torch.Tensor], parameters: Sequence[torch.Tenso
 
 def shard_norms(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     """The norm of each of this rank's tensors; a vector. Each type by itself: torch's fast kernels take one type."""
-    kind = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
+    types = {shard.dtype for shard in shards}
+    kind = torch.float64 if torch.float64 in types else torch.float32
+    if len(types) == 1 and all(map(torch.Tensor.numel, shards)):
+        return torch.stack(torch._foreach_norm(list(shards), 2, kind))
     found = list(torch.zeros(len(shards), dtype=kind, device=shards[0].device).unbind())
-    for dtype in {shard.dtype: None for shard in shards}:
+    for dtype in types:
         places = [place for place, shard in enumerate(shards) if shard.dtype == dtype and shard.numel()]
-        for place, norm in zip(places, _norms([shards[place] for place in places], kind), strict=True):
+        some = [shards[place] for place in places]
+        for place, norm in zip(places, torch._foreach_norm(some, 2, kind) if some else (), strict=True):
             found[place] = norm
     return torch.stack(found)
-
-
-def _norms(tensors: list[torch.Tensor], kind: torch.dtype) -> Sequence[torch.Tensor]:
-    return torch._foreach_norm(tensors, 2, kind) if tensors else ()
 
 
 def summed_over_ranks(squares: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -67,12 +67,12 @@ def cutting_axes(parameter: torch.Tensor) -> Iterator[tuple[DeviceMesh, int]]:
 
 def num_shards(parameter: torch.Tensor) -> int:
     """Into how many a tensor is cut over its mesh."""
-    return math.prod(mesh.size(dim) for mesh, dim in cutting_axes(parameter))
+    return math.prod(mesh.size(dim) for mesh, dim in cutting_axes(parameter)) if type(parameter) is DTensor else 1
 
 
 def shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor, any other tensor itself; for work without gradients, hundreds of times a step."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if type(tensor) is DTensor else tensor
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor:

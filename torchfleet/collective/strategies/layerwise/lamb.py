@@ -18,6 +18,7 @@ is taken.
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from torchfleet.collective.strategies.layerwise.layerwise import (
     check_inner,
     excluded,
 )
-from torchfleet.collective.strategies.layerwise.multi_tensor import Launch, is_fit
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.whole_norms import local_gradient, shard, shard_norms, summed_over_ranks
 
@@ -56,6 +56,7 @@ class LambAdam(ReplacingOptimizer):
     def __init__(self, inner: torch.optim.Optimizer, decay: float, excluded: set[int]) -> None:
         super().__init__(inner)
         self._decay, self._excluded = decay, excluded
+        self._counts: dict[torch.Tensor, StepCounts] = {}  # by the first of some parameters
 
     def step_part(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         weights = [shard(parameter) for parameter in parameters]
@@ -63,18 +64,16 @@ class LambAdam(ReplacingOptimizer):
         states = self.states(parameters, "exp_avg", "exp_avg_sq")
         means = [shard(state["exp_avg"]) for state in states]
         variances = [shard(state["exp_avg_sq"]) for state in states]
-        first_beta, second_beta = group["betas"]
-        steps = _count(states)
-        below_means = [1 - first_beta**step for step in steps]
-        below_roots = [(1 - second_beta**step) ** 0.5 for step in steps]
+        counts = self._counts.setdefault(parameters[0], StepCounts())
+        below = _below(group["betas"], counts.next(states))
         decays = [0.0 if id(parameter) in self._excluded else self._decay for parameter in parameters]
-        rows = [weights, directions, means, variances]
-        if is_fit(rows):
-            launch = Launch(rows, [below_means, below_roots, decays], self._plans)
+        launch = self._kernels.launch([weights, directions, means, variances])
+        if launch is not None:
+            launch.use(*below, decays)
             squares = launch.lamb_moments(group["betas"], group["eps"])
             launch.lamb_step(self._rates(group, squares, parameters), group["eps"])
             return
-        moves = _adam(directions, means, variances, below_means, below_roots, group)
+        moves = _adam(directions, means, variances, below, group)
         decayed = [place for place, decay in enumerate(decays) if decay]
         if decayed:
             torch._foreach_add_([moves[i] for i in decayed], [weights[i] for i in decayed], alpha=self._decay)
@@ -89,22 +88,35 @@ class LambAdam(ReplacingOptimizer):
         return group["lr"] * ratios  # type: ignore[no-any-return]
 
 
-def _count(states: list[dict[str, torch.Tensor]]) -> list[int]:
-    """Each one's steps, this one included; on the host, as Adam keeps them."""
-    for state in states:
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0)
-    counts = [state["step"] for state in states]
-    torch._foreach_add_(counts, torch.tensor(1.0))  # a number would be made a tensor for each of them
-    return [int(count) for count in torch.stack(counts).tolist()]
+class StepCounts:
+    """Adam's counts of steps of some parameters, on the host. Views of one tensor, so that all are raised at once."""
+
+    def __init__(self) -> None:
+        self._every, self._views = torch.empty(0), [torch.empty(0)]
+
+    def next(self, states: list[dict[str, torch.Tensor]]) -> list[float]:
+        """Each one's steps, this one included."""
+        if len(states) != len(self._views) or not all(map(is_, (s.get("step") for s in states), self._views)):
+            self._every = torch.tensor([float(state.get("step", 0.0)) for state in states])  # at first, or loaded
+            self._views = list(self._every.unbind())
+            for state, view in zip(states, self._views, strict=True):
+                state["step"] = view
+        self._every += 1
+        found: list[float] = self._every.tolist()
+        return found
+
+
+def _below(betas: tuple[float, float], steps: list[float]) -> tuple[list[float], list[float]]:
+    """1 - β1^t and √(1 - β2^t) of each."""
+    of_step = {step: (1 - betas[0] ** step, (1 - betas[1] ** step) ** 0.5) for step in set(steps)}
+    return [of_step[step][0] for step in steps], [of_step[step][1] for step in steps]
 
 
 def _adam(
     directions: list[torch.Tensor],
     means: list[torch.Tensor],
     variances: list[torch.Tensor],
-    below_means: list[float],
-    below_roots: list[float],
+    below: tuple[list[float], list[float]],
     group: dict[str, Any],
 ) -> list[torch.Tensor]:
     """m̂ / (√v̂ + eps), new tensors; m and v are brought up to date."""
@@ -112,9 +124,9 @@ def _adam(
     torch._foreach_lerp_(means, directions, 1 - first_beta)
     torch._foreach_mul_(variances, second_beta)
     torch._foreach_addcmul_(variances, directions, directions, value=1 - second_beta)
-    below = torch._foreach_sqrt(variances)
-    torch._foreach_div_(below, below_roots)
-    torch._foreach_add_(below, group["eps"])
-    moves = torch._foreach_div(means, below_means)
-    torch._foreach_div_(moves, below)
+    roots = torch._foreach_sqrt(variances)
+    torch._foreach_div_(roots, below[1])
+    torch._foreach_add_(roots, group["eps"])
+    moves = torch._foreach_div(means, below[0])
+    torch._foreach_div_(moves, roots)
     return list(moves)

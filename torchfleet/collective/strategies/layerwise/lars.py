@@ -27,7 +27,6 @@ from torchfleet.collective.strategies.layerwise.layerwise import (
     check_momentum,
     excluded,
 )
-from torchfleet.collective.strategies.layerwise.multi_tensor import Launch, is_fit
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.whole_norms import local_gradient, shard, shard_norms, summed_over_ranks
 from torchfleet.errors import StrategyError
@@ -65,9 +64,9 @@ class LarsMomentum(ReplacingOptimizer):
         directions = [local_gradient(parameter) for parameter in parameters]
         velocities = [shard(state["momentum_buffer"]) for state in self.states(parameters, "momentum_buffer")]
         decays = [0.0 if id(parameter) in self._excluded else self._decay for parameter in parameters]
-        rows = [weights, directions, velocities]
-        if is_fit(rows):
-            launch = Launch(rows, [decays], self._plans)
+        launch = self._kernels.launch([weights, directions, velocities])
+        if launch is not None:
+            launch.use(decays)
             launch.lars_step(self._rates(group, launch.lars_squares(), parameters), group["momentum"])
             return
         squares = shard_norms([*weights, *directions]).square().view(2, -1)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from torchfleet.collective.closures import run_closure
-from torchfleet.collective.strategies.layerwise.multi_tensor import Plan
+from torchfleet.collective.strategies.layerwise.multi_tensor import MultiTensor, are_for_kernels
 from torchfleet.errors import StrategyError
 
 _AT_ONCE = 1 << 26  # values of whole tensors: what a step needs beside them is two float32 of each of these
@@ -51,7 +52,7 @@ class ReplacingOptimizer(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups, self.state = inner.param_groups, inner.state
-        self._plans: dict[Any, Plan] = {}
+        self._kernels = MultiTensor()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -75,8 +76,15 @@ class ReplacingOptimizer(torch.optim.Optimizer):
         return found
 
 
-def _parts(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The parameters in turn, some at once. By the sizes of whole tensors: the same parts on all ranks."""
+def _parts(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The parameters in turn, some at once; all of them where kernels need nothing beside them.
+
+    By the sizes of whole tensors: ranks with shards of the same ones, which exchange norms, get the same parts.
+    """
+    is_cut = any(isinstance(parameter, DTensor) for parameter in parameters)
+    if parameters and not is_cut and are_for_kernels(parameters):
+        yield parameters
+        return
     part: list[torch.Tensor] = []
     num = 0
     for parameter in parameters:

@@ -8,6 +8,7 @@ LARS 28 (torch's fused SGD with momentum: 20).
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch
 
 CHUNK, BLOCK, WARPS = 16384, 1024, 4  # values of a program, of these at a time, by so many threads of 32
 _ALIGNMENT = 16  # bytes that a thread reads at once
+_MOST_PLANS = 64
 
 
 @cache
@@ -23,18 +25,10 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def is_fit(rows: Sequence[Sequence[torch.Tensor]]) -> bool:
-    """Whether the kernels can work on these: float32 on one GPU, each without gaps."""
-    device = rows[0][0].device
-    return (
-        device.type == "cuda"
-        and _has_triton()
-        and all(
-            tensor.dtype is torch.float32 and tensor.device == device and tensor.is_contiguous()
-            for row in rows
-            for tensor in row
-        )
-    )
+def are_for_kernels(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether the kernels may work on such parameters, as far as one can tell before their gradients are looked at."""
+    device = parameters[0].device
+    return device.type == "cuda" and _has_triton() and all(each.dtype is torch.float32 for each in parameters)
 
 
 class Plan(NamedTuple):
@@ -47,34 +41,61 @@ class Plan(NamedTuple):
     starts: torch.Tensor  # of each program: the how manieth of its tensor's it is
     partials: torch.Tensor  # (2, programs)
 
+    states: list[list[int]]  # addresses that were checked
+
     @staticmethod
-    def of(sizes: Sequence[int], device: torch.device) -> Plan:
+    def of(sizes: Sequence[int], device: torch.device, states: list[list[int]]) -> Plan:
         counts = torch.tensor([-(-size // CHUNK) for size in sizes], dtype=torch.int64)
         firsts = counts.cumsum(0) - counts
         owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
         starts = torch.arange(len(owners)) - firsts[owners]
-        partials = torch.zeros(2, len(owners))
-        made = (torch.tensor(sizes, dtype=torch.int64), firsts, counts, owners, starts, partials)
-        return Plan(*(part.to(device) for part in made))
+        partials = torch.zeros(2, len(owners), device=device)
+        numbers = (torch.tensor(sizes, dtype=torch.int64), firsts, counts, owners, starts)
+        of_sizes, firsts, counts, owners, starts = (each.to(device) for each in numbers)
+        return Plan(of_sizes, firsts, counts, owners, starts, partials, states)
+
+
+class MultiTensor:
+    """Launches of one optimizer. What does not change from step to step is made and looked at once."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Any, Plan] = {}
+
+    def launch(self, rows: Sequence[Sequence[torch.Tensor]]) -> Launch | None:
+        """For rows of tensors: weights, gradients, states. None: not all are float32 on one GPU, without gaps."""
+        weights, gradients, *states = rows
+        if not are_for_kernels(weights) or not all(map(torch.Tensor.is_contiguous, gradients)):
+            return None
+        addresses = [list(map(torch.Tensor.data_ptr, row)) for row in rows]
+        key = (*addresses[0], *map(torch.Tensor.numel, weights))
+        if key not in self._plans or self._plans[key].states != addresses[2:]:
+            if not all(map(_is_plain, itertools.chain(weights, *states))):
+                return None
+            if len(self._plans) >= _MOST_PLANS:  # of weights that are somewhere else in every step
+                self._plans.clear()
+            self._plans[key] = Plan.of(key[len(weights) :], weights[0].device, addresses[2:])
+        return Launch(self._plans[key], addresses, weights[0].device)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.is_cuda and tensor.is_contiguous()
 
 
 class Launch:
-    """Kernels on rows of tensors (weights, gradients, states), with a row of numbers for each setting.
+    """Kernels on rows of tensors: weights, gradients, states. `settings` are rows of numbers, one for each tensor.
 
     Nothing is waited for. The tensors must stay until the device has come so far, as with all of torch's functions.
     """
 
-    def __init__(
-        self, rows: Sequence[Sequence[torch.Tensor]], settings: Sequence[Sequence[float]], plans: dict[Any, Plan]
-    ) -> None:
-        device, sizes = rows[0][0].device, tuple(tensor.numel() for tensor in rows[0])
-        if (sizes, device) not in plans:
-            plans[sizes, device] = Plan.of(sizes, device)
-        self._plan, self._num = plans[sizes, device], len(sizes)
-        addresses = [tensor.data_ptr() for row in rows for tensor in row]
-        self._is_aligned = all(address % _ALIGNMENT == 0 for address in addresses)
-        self._addresses = _uploaded(addresses, torch.int64, device)
-        self._settings = _uploaded([number for row in settings for number in row], torch.float32, device)
+    def __init__(self, plan: Plan, addresses: list[list[int]], device: torch.device) -> None:
+        self._plan, self._num, self._device = plan, len(addresses[0]), device
+        flat = list(itertools.chain(*addresses))
+        self._is_aligned = not any(address % _ALIGNMENT for address in flat)
+        self._addresses = _uploaded(flat, torch.int64, device)
+        self._settings = torch.empty(0)
+
+    def use(self, *settings: Sequence[float]) -> None:
+        self._settings = _uploaded(list(itertools.chain(*settings)), torch.float32, self._device)
 
     def lamb_moments(self, betas: tuple[float, float], eps: float) -> torch.Tensor:
         """m and v anew; ‖p‖² and ‖r‖², (2, tensors)."""

@@ -131,6 +131,8 @@ def broadcast(shares: Iterable[tuple[int, Sequence[torch.Tensor]]], axis: Axis, 
     Small tensors travel together in buckets of up to `segment_bytes`, which are copied on both sides; large ones as
     they are. All ranks pass the same shares.
     """
+    if axis.size == 1:
+        return
     under_way: deque[tuple[Any, torch.Tensor, list[torch.Tensor]]] = deque()
     assert axis.group is not None
     for source, tensors in shares:
