@@ -40,7 +40,6 @@ class Plan(NamedTuple):
     owners: torch.Tensor  # of each program: its tensor
     starts: torch.Tensor  # of each program: the how manieth of its tensor's it is
     partials: torch.Tensor  # (2, programs)
-
     states: list[list[int]]  # addresses that were checked
 
     @staticmethod
@@ -64,21 +63,24 @@ class MultiTensor:
     def launch(self, rows: Sequence[Sequence[torch.Tensor]]) -> Launch | None:
         """For rows of tensors: weights, gradients, states. None: not all are float32 on one GPU, without gaps."""
         weights, gradients, *states = rows
-        if not are_for_kernels(weights) or not all(map(torch.Tensor.is_contiguous, gradients)):
+        if not (are_for_kernels(weights) and are_for_kernels(gradients)):
+            return None
+        if not all(map(torch.Tensor.is_contiguous, gradients)):
             return None
         addresses = [list(map(torch.Tensor.data_ptr, row)) for row in rows]
         key = (*addresses[0], *map(torch.Tensor.numel, weights))
         if key not in self._plans or self._plans[key].states != addresses[2:]:
-            if not all(map(_is_plain, itertools.chain(weights, *states))):
+            device = weights[0].device
+            if not all(_is_plain(tensor, device) for tensor in itertools.chain(weights, *states)):
                 return None
             if len(self._plans) >= _MOST_PLANS:  # of weights that are somewhere else in every step
                 self._plans.clear()
-            self._plans[key] = Plan.of(key[len(weights) :], weights[0].device, addresses[2:])
+            self._plans[key] = Plan.of(key[len(weights) :], device, addresses[2:])
         return Launch(self._plans[key], addresses, weights[0].device)
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.is_cuda and tensor.is_contiguous()
+def _is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
+    return tensor.dtype is torch.float32 and tensor.device == device and tensor.is_contiguous()
 
 
 class Launch:
