@@ -38,12 +38,12 @@ def shard_norms(shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def summed_over_ranks(squares: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     """A number of each rank's shard, for each of `parameters`, summed over the shards: one all-reduce per mesh axis."""
+    if not are_cut(parameters):
+        return squares
     cut: dict[dist.ProcessGroup, list[int]] = {}
     for place in [place for place, parameter in enumerate(parameters) if isinstance(parameter, DTensor)]:
         for mesh, dim in cutting_axes(parameters[place]):
             cut.setdefault(mesh.get_group(dim), []).append(place)
-    if not cut:
-        return squares
     each = list(squares.unbind())
     for group, places in cut.items():
         sums = torch.stack([each[place] for place in places])
@@ -73,6 +73,19 @@ def num_shards(parameter: torch.Tensor) -> int:
 def shard(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor, any other tensor itself; for work without gradients, hundreds of times a step."""
     return tensor.to_local() if type(tensor) is DTensor else tensor
+
+
+def are_cut(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether one of them is a DTensor."""
+    return DTensor in set(map(type, parameters))
+
+
+def local_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Of parameters that all have gradients."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if are_cut(parameters) or any(gradient.is_sparse for gradient in gradients):
+        return [local_gradient(parameter) for parameter in parameters]
+    return gradients
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from torchfleet.collective.strategies.layerwise.layerwise import (
     excluded,
 )
 from torchfleet.collective.strategy import Strategy
-from torchfleet.collective.whole_norms import local_gradient, shard, shard_norms, summed_over_ranks
+from torchfleet.collective.whole_norms import local_gradients, shard, shard_norms, summed_over_ranks
 
 _PLAIN = {
     "weight_decay": 0,
@@ -60,13 +60,13 @@ class LambAdam(ReplacingOptimizer):
 
     def step_part(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         weights = [shard(parameter) for parameter in parameters]
-        directions = [local_gradient(parameter) for parameter in parameters]
+        directions = local_gradients(parameters)
         states = self.states(parameters, "exp_avg", "exp_avg_sq")
         means = [shard(state["exp_avg"]) for state in states]
         variances = [shard(state["exp_avg_sq"]) for state in states]
         counts = self._counts.setdefault(parameters[0], StepCounts())
         below = _below(group["betas"], counts.next(states))
-        decays = [0.0 if id(parameter) in self._excluded else self._decay for parameter in parameters]
+        decays = self.decays(parameters, self._decay, self._excluded)
         launch = self._kernels.launch([weights, directions, means, variances])
         if launch is not None:
             launch.use(*below, decays)

@@ -28,7 +28,7 @@ from torchfleet.collective.strategies.layerwise.layerwise import (
     excluded,
 )
 from torchfleet.collective.strategy import Strategy
-from torchfleet.collective.whole_norms import local_gradient, shard, shard_norms, summed_over_ranks
+from torchfleet.collective.whole_norms import local_gradients, shard, shard_norms, summed_over_ranks
 from torchfleet.errors import StrategyError
 from torchfleet.strategy.collective_fields import LarsConfigs
 
@@ -61,9 +61,9 @@ class LarsMomentum(ReplacingOptimizer):
 
     def step_part(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         weights = [shard(parameter) for parameter in parameters]
-        directions = [local_gradient(parameter) for parameter in parameters]
+        directions = local_gradients(parameters)
         velocities = [shard(state["momentum_buffer"]) for state in self.states(parameters, "momentum_buffer")]
-        decays = [0.0 if id(parameter) in self._excluded else self._decay for parameter in parameters]
+        decays = self.decays(parameters, self._decay, self._excluded)
         launch = self._kernels.launch([weights, directions, velocities])
         if launch is not None:
             launch.use(decays)
@@ -86,7 +86,7 @@ class LarsMomentum(ReplacingOptimizer):
 
     def _scaled(self, parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
         """Which of them are not excluded; on the device, brought there once."""
-        flags = tuple(id(parameter) not in self._excluded for parameter in parameters)
-        if (flags, device) not in self._flags:
-            self._flags[flags, device] = torch.tensor(flags, device=device)
-        return self._flags[flags, device]
+        key = (device, *map(id, parameters))
+        if key not in self._flags:
+            self._flags[key] = torch.tensor([each not in self._excluded for each in key[1:]], device=device)
+        return self._flags[key]

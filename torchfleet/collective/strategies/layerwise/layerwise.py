@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from torchfleet.collective.closures import run_closure
 from torchfleet.collective.strategies.layerwise.multi_tensor import MultiTensor, are_for_kernels
+from torchfleet.collective.whole_norms import are_cut
 from torchfleet.errors import StrategyError
 
 _AT_ONCE = 1 << 26  # values of whole tensors: what a step needs beside them is two float32 of each of these
@@ -53,6 +53,7 @@ class ReplacingOptimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups, self.state = inner.param_groups, inner.state
         self._kernels = MultiTensor()
+        self._decays: dict[tuple[int, ...], list[float]] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -69,11 +70,17 @@ class ReplacingOptimizer(torch.optim.Optimizer):
     def states(self, parameters: Sequence[torch.Tensor], *names: str) -> list[dict[str, torch.Tensor]]:
         """Each one's state, with tensors of these names like the parameter; zeros at first."""
         found = [self.state[parameter] for parameter in parameters]
-        for parameter, state in zip(parameters, found, strict=True):
-            for name in names:
-                if name not in state:
-                    state[name] = torch.zeros_like(parameter, requires_grad=False)
+        for name in names:
+            for place in [place for place, state in enumerate(found) if name not in state]:
+                found[place][name] = torch.zeros_like(parameters[place], requires_grad=False)
         return found
+
+    def decays(self, parameters: Sequence[torch.Tensor], decay: float, excluded: set[int]) -> list[float]:
+        """Each one's weight decay: none of those that are excluded. The same list every time."""
+        key = tuple(map(id, parameters))
+        if key not in self._decays:
+            self._decays[key] = [0.0 if each in excluded else decay for each in key]
+        return self._decays[key]
 
 
 def _parts(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -81,8 +88,7 @@ def _parts(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
     By the sizes of whole tensors: ranks with shards of the same ones, which exchange norms, get the same parts.
     """
-    is_cut = any(isinstance(parameter, DTensor) for parameter in parameters)
-    if parameters and not is_cut and are_for_kernels(parameters):
+    if parameters and not are_cut(parameters) and are_for_kernels(parameters):
         yield parameters
         return
     part: list[torch.Tensor] = []

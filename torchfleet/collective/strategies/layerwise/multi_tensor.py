@@ -28,7 +28,7 @@ def _has_triton() -> bool:
 def are_for_kernels(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether the kernels may work on such parameters, as far as one can tell before their gradients are looked at."""
     device = parameters[0].device
-    return device.type == "cuda" and _has_triton() and all(each.dtype is torch.float32 for each in parameters)
+    return device.type == "cuda" and _has_triton() and {each.dtype for each in parameters} == {torch.float32}
 
 
 class Plan(NamedTuple):
@@ -55,28 +55,30 @@ class Plan(NamedTuple):
 
 
 class MultiTensor:
-    """Launches of one optimizer. What does not change from step to step is made and looked at once."""
+    """Launches of one optimizer. What does not change from step to step is made, looked at and uploaded once."""
 
     def __init__(self) -> None:
         self._plans: dict[Any, Plan] = {}
+        self._launches: dict[Any, Launch] = {}  # the last of each plan
 
     def launch(self, rows: Sequence[Sequence[torch.Tensor]]) -> Launch | None:
         """For rows of tensors: weights, gradients, states. None: not all are float32 on one GPU, without gaps."""
         weights, gradients, *states = rows
-        if not (are_for_kernels(weights) and are_for_kernels(gradients)):
-            return None
-        if not all(map(torch.Tensor.is_contiguous, gradients)):
+        if not are_for_kernels(gradients) or not all(map(torch.Tensor.is_contiguous, gradients)):
             return None
         addresses = [list(map(torch.Tensor.data_ptr, row)) for row in rows]
         key = (*addresses[0], *map(torch.Tensor.numel, weights))
         if key not in self._plans or self._plans[key].states != addresses[2:]:
-            device = weights[0].device
+            device = gradients[0].device
             if not all(_is_plain(tensor, device) for tensor in itertools.chain(weights, *states)):
                 return None
             if len(self._plans) >= _MOST_PLANS:  # of weights that are somewhere else in every step
                 self._plans.clear()
+                self._launches.clear()
             self._plans[key] = Plan.of(key[len(weights) :], device, addresses[2:])
-        return Launch(self._plans[key], addresses, weights[0].device)
+        if key not in self._launches or self._launches[key].addresses != addresses:
+            self._launches[key] = Launch(self._plans[key], addresses, gradients[0].device)
+        return self._launches[key]
 
 
 def _is_plain(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -90,14 +92,18 @@ class Launch:
     """
 
     def __init__(self, plan: Plan, addresses: list[list[int]], device: torch.device) -> None:
+        self.addresses = addresses
         self._plan, self._num, self._device = plan, len(addresses[0]), device
         flat = list(itertools.chain(*addresses))
         self._is_aligned = not any(address % _ALIGNMENT for address in flat)
         self._addresses = _uploaded(flat, torch.int64, device)
+        self._given: tuple[Sequence[float], ...] = ()
         self._settings = torch.empty(0)
 
     def use(self, *settings: Sequence[float]) -> None:
-        self._settings = _uploaded(list(itertools.chain(*settings)), torch.float32, self._device)
+        if settings != self._given:
+            self._given = settings
+            self._settings = _uploaded(list(itertools.chain(*settings)), torch.float32, self._device)
 
     def lamb_moments(self, betas: tuple[float, float], eps: float) -> torch.Tensor:
         """m and v anew; ‖p‖² and ‖r‖², (2, tensors)."""
