@@ -33,6 +33,8 @@ CORE = {
     "collective/local_tensors",
     "collective/buckets",
     "collective/closures",
+    "collective/whole_norms",
+    "collective/one_kind",
     "collective/strategy",
 }
 
@@ -119,6 +121,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collective/local_tensors": set(),
     "collective/buckets": {"collective/world"},
     "collective/closures": set(),
+    "collective/one_kind": set(),
+    "collective/whole_norms": {"errors"},
     "collective/outputs": set(),
     "collective/strategy": {"collective/world", "strategy"},
     "collective/gradient_average": {*CORE, "strategy", "errors"},

@@ -9,54 +9,62 @@ model this is torch.nn.utils.clip_grad_norm_, which sees the gradients of one ra
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from torchfleet.collective.local_tensors import local
+from torchfleet.collective.whole_norms import local_gradient, num_shards, shard, shard_norms
 from torchfleet.collective.world import World
 from torchfleet.errors import FleetError
+
+Key = TypeVar("Key")
 
 
 @torch.no_grad()
 def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float, world: World) -> torch.Tensor:
-    """Clip in place, between backward and step; returns the norm there was. All ranks call it together."""
+    """Clip in place, between backward and step; returns the norm there was. All ranks call it together.
+
+    Nothing is waited for: the norm and the factor stay on the device.
+    """
     if not max_norm > 0:
         raise FleetError(f"clip_grad_norm: max_norm must be positive, found {max_norm}")
     own = [parameter for parameter in parameters if parameter.grad is not None and _shares(parameter)]
+    gradients = [local_gradient(parameter) for parameter in own]
+    nums = [_num_shards(parameter, world) for parameter in own]
     total = torch.zeros((), dtype=torch.float64, device=world.device)
-    for parameter in own:
-        norm = torch.linalg.vector_norm(_gradient(parameter), dtype=torch.float32).double()
-        total += norm.square() * _num_shards(parameter, world) / world.size
+    for (num, _), alike in _grouped(gradients, [(n, g.device) for n, g in zip(nums, gradients, strict=True)]):
+        total += (shard_norms(alike).double().square().sum() * (num / world.size)).to(world.device)
     if world.size > 1:
         dist.all_reduce(total)
     total = total.sqrt().float()
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for parameter in own:
-        gradient = _gradient(parameter)
-        gradient.mul_(factor.to(gradient.dtype))
+    gradients = [shard(parameter.grad) for parameter in own if parameter.grad is not None]
+    for (device, dtype), alike in _grouped(gradients, [(gradient.device, gradient.dtype) for gradient in gradients]):
+        torch._foreach_mul_(alike, factor.to(device, dtype))  # some may be offloaded to host memory
     return total
 
 
-def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """This rank's shard."""
-    gradient = parameter.grad
-    assert gradient is not None
-    return local(gradient)
+def _grouped(tensors: list[torch.Tensor], keys: list[Key]) -> Iterable[tuple[Key, list[torch.Tensor]]]:
+    """The tensors of each key. torch's functions for lists of tensors are fast for those of one kind."""
+    found: dict[Key, list[torch.Tensor]] = {}
+    for key, tensor in zip(keys, tensors, strict=True):
+        found.setdefault(key, []).append(tensor)
+    return found.items()
 
 
-def _num_shards(parameter: torch.Tensor, world: World) -> int:
-    """Into how many shards it is cut, each on equally many ranks; a stage of a pipeline is a shard of the model."""
-    if hasattr(parameter, "fleet_piece"):
-        return int(parameter.fleet_piece[2])
-    num: int = world.degrees["pipe"] * _shares(parameter)
-    if isinstance(parameter, DTensor):
-        for dim, placement in enumerate(parameter.placements):
-            num *= parameter.device_mesh.size(dim) if placement.is_shard() else 1
-    return num
+def _num_shards(parameter: torch.Tensor, world: World) -> float:
+    """Into how many shards it is cut, each on equally many ranks; a stage of a pipeline is a shard of the model.
+
+    Of a parameter that several stages have (`fleet_copies`) the copies count as one.
+    """
+    marks = parameter.__dict__  # getattr is slow for what is not there
+    if "fleet_piece" in marks:
+        return float(marks["fleet_piece"][2])
+    copies: int = marks.get("fleet_copies", 1)
+    return world.degrees["pipe"] * _shares(parameter) / copies * num_shards(parameter)
 
 
 def _shares(parameter: torch.Tensor) -> int:
     """Among how many ranks the copies in float32 are dealt out, of which this is one; 0 without a copy here."""
-    return int(getattr(parameter, "fleet_shares", 1))
+    return int(parameter.__dict__.get("fleet_shares", 1))

@@ -9,6 +9,7 @@ import torch
 
 from torchfleet.adoption import AdoptedOptimizer
 from torchfleet.collective.clipping import clip_grad_norm
+from torchfleet.collective.local_tensors import local
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import FleetError, ModelError
@@ -88,12 +89,15 @@ class CollectiveOptimizer(AdoptedOptimizer):
         """Clear the gradients; while they are being gathered over several batches they stay."""
         if self._is_gathering:
             return
-        for parameter in self._parameters:
-            if set_to_none:
+        if set_to_none:
+            for parameter in self._parameters:
                 parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.requires_grad_(False)  # not detach_(): it may be a view of a bucket
-                parameter.grad.zero_()
+            return
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        for gradient in gradients:
+            gradient.requires_grad_(False)  # not detach_(): it may be a view of a bucket
+        if gradients:
+            torch._foreach_zero_([local(gradient) for gradient in gradients])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise ModelError("add_param_group: the strategies are in place; add it before fleet.distributed_optimizer")

@@ -9,6 +9,8 @@ import torch
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor; any other tensor itself. Detached; it shares the memory of `tensor`."""
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:  # hasattr is slow for what is not there
+        return tensor.detach()
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import torchfleet as fleet
 from torchfleet.collective.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from torchfleet.errors import ModelError, StrategyError
+from torchfleet.errors import ModelError
 
 EXACT = {"rtol": 1e-6, "atol": 1e-6}
 WORDS, DIM = 11, 6
@@ -160,6 +160,40 @@ def test_parallel_layers_compose(ranks: Ranks, extra: str) -> None:
         same({**found, **{name: expected[name] for name in expected if "loss" in name}}, expected)
 
 
+def train_lists(kernel: str) -> dict[str, Any]:
+    """AdamW of one group with parameters that are cut and others, by torch's functions for lists of tensors."""
+    fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(tensor_parallel=True, **configs(2)))
+    model = fleet.distributed_model(made())
+    inner = torch.optim.AdamW(model.parameters(), lr=0.01, **{kernel: True})
+    optimizer, groups = fleet.distributed_optimizer(inner), list(inner.param_groups)
+    assert groups[0][kernel]
+    steps = 0
+    for ids, target in map(batch, range(3)):
+        (model(ids) - target).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += all(group is own for group, own in zip(optimizer.param_groups, groups, strict=True))
+    whole = {
+        name: parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        for name, parameter in model.named_parameters()
+    }
+    return {"steps": steps, **{name: parameter.detach() for name, parameter in whole.items()}}
+
+
+@pytest.mark.parametrize("kernel", ["foreach", "fused"])
+def test_lists_of_tensors_are_stepped_on_at_once(ranks: Ranks, kernel: str) -> None:
+    model = made(parallel=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for ids, target in map(batch, range(3)):
+        (model(ids) - target).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in ranks.run(train_lists, 2, kernel=kernel):
+        assert found.pop("steps") == 3
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], parameter.detach(), **EXACT)
+
+
 def refused(kind: str) -> dict[str, Any]:
     """The text of the error that a mistake gives."""
     fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(tensor_parallel=True, **configs(2)))
@@ -168,14 +202,11 @@ def refused(kind: str) -> dict[str, Any]:
             fleet.distributed_model(made(parallel=False))
         elif kind == "small":
             fleet.distributed_model(VocabParallelEmbedding(1, 4))
-        elif kind == "fused":
-            model = fleet.distributed_model(made())
-            fleet.distributed_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
         else:
             model = fleet.distributed_model(VocabParallelEmbedding(WORDS, 4))
             if dist.get_rank() == 1:  # the other would wait for its sum
                 model(torch.tensor([WORDS]))
-    except (ModelError, StrategyError, IndexError) as error:
+    except (ModelError, IndexError) as error:
         return {"text": str(error)}
     finally:
         fleet.barrier_worker()  # a rank that left early would take the other's connections with it
@@ -187,7 +218,6 @@ def refused(kind: str) -> dict[str, Any]:
     [
         ("dense", "no layer that can be cut: use fleet.nn.ColumnParallelLinear"),
         ("small", "1 rows over 2 ranks leave a rank without any"),
-        ("fused", "leave fused out, or give them in two groups"),
         ("index", "index out of range"),
     ],
 )

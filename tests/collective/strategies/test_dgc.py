@@ -298,15 +298,28 @@ def test_accuracy_on_digits_is_that_of_dense_training(ranks: Ranks, tmp_path: Pa
     assert dgc > dense - 0.5, found  # points; after 900 steps, in which a value is sent about once
 
 
-def train_before_an_optimizer() -> dict[str, Any]:
-    model = job_of(dgc=True).distribute_model(mlp())
+def misused() -> dict[str, Any]:
+    batch = torch.randn(2, 64)
     with pytest.raises(FleetError, match="distributed_optimizer before the first backward"):
-        model(torch.randn(2, 64)).sum().backward()
+        job_of(dgc=True).distribute_model(mlp())(batch).sum().backward()
+    job = job_of(dgc=True, dgc_configs={"rampup_begin_step": 1, "sparsity": [0.9]})
+    model, once = job.distribute_model(mlp()), mlp()
+    optimizer = job.distribute_optimizer(torch.optim.SGD(model.parameters(), **OPTIONS))
+    once(batch).sum().backward()
+    for _ in range(2):  # nothing is compressed yet: gradients are added up, as ever
+        model(batch).sum().backward()
+    assert_close({"grad": model.module[0].weight.grad}, {"grad": 2 * once[0].weight.grad}, atol=1e-5)
+    optimizer.step()
+    optimizer.zero_grad()
+    model(batch).sum().backward()
+    optimizer.zero_grad()  # what was sent is gone all the same
+    with pytest.raises(FleetError, match=r"one backward pass for each optimizer.step\(\).*use gradient_merge=True"):
+        model(batch).sum().backward()
     return {}
 
 
-def test_a_backward_pass_before_the_optimizer_is_an_error(ranks: Ranks) -> None:
-    ranks.run(train_before_an_optimizer, 1)
+def test_backward_passes_that_are_too_early_or_too_many_are_errors(ranks: Ranks) -> None:
+    ranks.run(misused, 1)
 
 
 @pytest.mark.parametrize(

@@ -27,19 +27,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from torchfleet.collective.gradient_average import GradientAverage
 from torchfleet.collective.layers.shards import copied, gathered, own_shard, split, summed
+from torchfleet.collective.one_kind import OneKindGroups
 from torchfleet.collective.strategy import JobView, Strategy
 from torchfleet.collective.world import World
-from torchfleet.errors import ModelError, StrategyError
+from torchfleet.errors import ModelError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 
@@ -171,23 +171,15 @@ class TensorParallel(Strategy):
         self._average(self._model.parameters())
 
     def optimizer(self, inner: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> torch.optim.Optimizer:
-        """torch's functions for many tensors take those of one kind: where they mix, each is stepped on by itself."""
-        for group in inner.param_groups:
-            kinds = {_kind(parameter) for parameter in group["params"]}
-            if len(kinds) == 1:
-                continue
-            if group.get("fused"):
-                raise StrategyError(
-                    "tensor_parallel: an optimizer with fused=True steps on parameters that are cut and on others in "
-                    "one group: leave fused out, or give them in two groups"
-                )
-            if "foreach" in group:
-                group["foreach"] = False
+        self._groups = OneKindGroups(inner)
         return inner
 
+    def before_step(self) -> bool:
+        self._groups.split()
+        return True
 
-def _kind(parameter: torch.Tensor) -> Any:
-    return parameter.device_mesh if isinstance(parameter, DTensor) else None
+    def after_step(self) -> None:
+        self._groups.join()
 
 
 def _cut_parameters(layer: torch.nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement]) -> None:

@@ -12,7 +12,8 @@ Nothing is lost: what was sent and what remains in v add up to all velocities. S
 while the sparsity is 0 or the step before `rampup_begin_step`, are averaged whole and have ordinary momentum. From that
 step on the sparsity goes through the list in `rampup_step` steps and stays at its last value; u starts as the momentum
 so far. The norm for clipping is that of one parameter, so that a bucket of gradients need not wait for the others.
-Between two steps gradients are exchanged once: use gradient_merge to gather several batches.
+Between two steps gradients are exchanged once, a second backward pass is an error: use gradient_merge to gather several
+batches.
 
 Source: Lin et al. 2018, Deep Gradient Compression. Composes with amp in bfloat16, recompute, gradient_merge,
 sync_batch_norm and compilation; the optimizer must be torch.optim.SGD with momentum.
@@ -73,7 +74,7 @@ class DeepGradientCompression(Strategy):
         self._stepped = {
             names[parameter]: (parameter, group) for group in inner.param_groups for parameter in group["params"]
         }
-        self._optimizer = DgcMomentum(inner, lambda: (self._stepped[name] for name in self._compressed))
+        self._optimizer = DgcMomentum(inner, lambda: (self._stepped[name][0] for name in self._compressed))
         return self._optimizer
 
     def begin_forward(self, exchanging: bool) -> None:
@@ -111,6 +112,12 @@ class DeepGradientCompression(Strategy):
 
     def _compress(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put this rank's gradient to what it has not sent yet, and take from it what is to be sent now."""
+        if name in self._compressed:
+            raise FleetError(
+                f"dgc=True expects one backward pass for each optimizer.step(), found a second one: of '{name}' values "
+                "would be exchanged twice, those of the first pass for nothing. To gather several batches use "
+                "gradient_merge=True with gradient_merge_configs={'k_steps': ...}."
+            )
         residual, (parameter, group) = self._residual(name), self._stepped[name]
         gradient = gradient.to(residual.unsent.dtype)  # the very same memory, as a rule: it is written anew anyway
         if self._num_merged > 1:
@@ -194,7 +201,7 @@ class DgcMomentum(torch.optim.SGD):
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        compressed: Callable[[], Iterator[tuple[torch.Tensor, dict[str, Any]]]],
+        compressed: Callable[[], Iterator[torch.Tensor]],
     ) -> None:
         super().__init__(inner.param_groups, lr=inner.defaults["lr"])
         self.param_groups, self.state, self.defaults = inner.param_groups, inner.state, inner.defaults
@@ -203,11 +210,17 @@ class DgcMomentum(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = run_closure(closure)
-        hidden = [(parameter, parameter.grad) for parameter, _ in self._compressed() if parameter.grad is not None]
-        for parameter, group in self._compressed():
-            if parameter.grad is not None:
-                parameter.add_(parameter.grad, alpha=-float(group["lr"]))
-                parameter.grad = None
+        compressed = set(map(id, self._compressed()))
+        hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for group in self.param_groups:
+            chosen = [parameter for parameter in group["params"] if id(parameter) in compressed]
+            pairs = [(parameter, parameter.grad) for parameter in chosen if parameter.grad is not None]
+            if pairs:
+                parameters, gradients = zip(*pairs, strict=True)
+                torch._foreach_add_(parameters, gradients, alpha=-float(group["lr"]))
+            hidden.extend(pairs)
+        for parameter, _ in hidden:
+            parameter.grad = None
         super().step()
         for parameter, gradient in hidden:
             parameter.grad = gradient

@@ -5,6 +5,9 @@
     r = m̂ / (√v̂ + eps) + wd · p
     p = p - lr · (‖p‖ / ‖r‖) · r         the ratio is 1 where one of the norms is 0
 
+Norms, ratios and rates stay on the device. On a GPU with Triton a step is a few kernels (multi_tensor.py), elsewhere
+torch's functions for lists of tensors.
+
 Parameters whose names contain one of `exclude_from_weight_decay` have wd = 0 and keep the ratio, as in Paddle. Learning
 rate, betas and eps are those of the user's torch.optim.Adam; its kernels (foreach, fused) are not used.
 
@@ -15,20 +18,18 @@ is taken.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import torch
 
-from torchfleet.collective.local_tensors import local
 from torchfleet.collective.strategies.layerwise.layerwise import (
     ReplacingOptimizer,
     check_inner,
-    is_excluded,
-    local_gradient,
-    norms,
+    excluded,
 )
 from torchfleet.collective.strategy import Strategy
+from torchfleet.collective.whole_norms import local_gradients, shard, shard_norms, summed_over_ranks
 
 _PLAIN = {
     "weight_decay": 0,
@@ -45,54 +46,87 @@ class Lamb(Strategy):
 
     def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
         check_inner(self.field, inner, torch.optim.Adam, _PLAIN)
-        excluded = is_excluded(names, self.settings.lamb_configs.exclude_from_weight_decay)
-        return LambAdam(inner, self.settings.lamb_configs.lamb_weight_decay, excluded)
+        configs = self.settings.lamb_configs
+        return LambAdam(inner, configs.lamb_weight_decay, excluded(names, configs.exclude_from_weight_decay))
 
 
 class LambAdam(ReplacingOptimizer):
     """The rule. State, as Adam's: exp_avg, exp_avg_sq, step."""
 
-    def __init__(self, inner: torch.optim.Optimizer, decay: float, excluded: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, decay: float, excluded: set[int]) -> None:
         super().__init__(inner)
         self._decay, self._excluded = decay, excluded
+        self._counts: dict[torch.Tensor, StepCounts] = {}  # by the first of some parameters
 
-    def step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        if not parameters:
+    def step_part(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        weights = [shard(parameter) for parameter in parameters]
+        directions = local_gradients(parameters)
+        states = self.states(parameters, "exp_avg", "exp_avg_sq")
+        means = [shard(state["exp_avg"]) for state in states]
+        variances = [shard(state["exp_avg_sq"]) for state in states]
+        counts = self._counts.setdefault(parameters[0], StepCounts())
+        below = _below(group["betas"], counts.next(states))
+        decays = self.decays(parameters, self._decay, self._excluded)
+        launch = self._kernels.launch([weights, directions, means, variances])
+        if launch is not None:
+            launch.use(*below, decays)
+            squares = launch.lamb_moments(group["betas"], group["eps"])
+            launch.lamb_step(self._rates(group, squares, parameters), group["eps"])
             return
-        weights = [local(parameter) for parameter in parameters]
-        moves = self._adam(group, parameters)
-        decayed = [index for index, parameter in enumerate(parameters) if not self._excluded(parameter)]
-        if decayed and self._decay:
+        moves = _adam(directions, means, variances, below, group)
+        decayed = [place for place, decay in enumerate(decays) if decay]
+        if decayed:
             torch._foreach_add_([moves[i] for i in decayed], [weights[i] for i in decayed], alpha=self._decay)
-        rates = group["lr"] * _ratios(norms(weights, parameters), norms(moves, parameters))
-        torch._foreach_mul_(moves, rates.unbind())
+        squares = shard_norms([*weights, *moves]).square().view(2, -1)
+        torch._foreach_mul_(moves, self._rates(group, squares, parameters).unbind())
         torch._foreach_sub_(weights, moves)
 
-    def _adam(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-        """m̂ / (√v̂ + eps) of this rank's shards, new tensors."""
-        first_beta, second_beta = group["betas"]
-        directions = [local_gradient(parameter) for parameter in parameters]
-        means, squares = self.local_state(parameters, "exp_avg"), self.local_state(parameters, "exp_avg_sq")
-        torch._foreach_lerp_(means, directions, 1 - first_beta)
-        torch._foreach_mul_(squares, second_beta)
-        torch._foreach_addcmul_(squares, directions, directions, value=1 - second_beta)
-        steps = [self._count(parameter) for parameter in parameters]
-        below = torch._foreach_sqrt(squares)
-        torch._foreach_div_(below, [(1 - second_beta**step) ** 0.5 for step in steps])
-        torch._foreach_add_(below, group["eps"])
-        moves = torch._foreach_div(means, [1 - first_beta**step for step in steps])
-        torch._foreach_div_(moves, below)
-        return list(moves)
-
-    def _count(self, parameter: torch.Tensor) -> int:
-        """This parameter's steps, this one included; on the host, as Adam keeps them."""
-        state = self.state[parameter]
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0)
-        state["step"] += 1
-        return int(state["step"].item())
+    def _rates(self, group: dict[str, Any], squares: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
+        """lr · ‖p‖ / ‖r‖, or lr, from this rank's ‖p‖² and ‖r‖²."""
+        of_weights, of_moves = summed_over_ranks(squares.flatten(), [*parameters, *parameters]).sqrt().view(2, -1)
+        ratios = torch.where((of_weights > 0) & (of_moves > 0), of_weights / of_moves, 1.0)
+        return group["lr"] * ratios  # type: ignore[no-any-return]
 
 
-def _ratios(of_weights: torch.Tensor, of_moves: torch.Tensor) -> torch.Tensor:
-    """‖p‖ / ‖r‖, or 1."""
-    return torch.where((of_weights > 0) & (of_moves > 0), of_weights / of_moves, 1.0)
+class StepCounts:
+    """Adam's counts of steps of some parameters, on the host. Views of one tensor, so that all are raised at once."""
+
+    def __init__(self) -> None:
+        self._every, self._views = torch.empty(0), [torch.empty(0)]
+
+    def next(self, states: list[dict[str, torch.Tensor]]) -> list[float]:
+        """Each one's steps, this one included."""
+        if len(states) != len(self._views) or not all(map(is_, (s.get("step") for s in states), self._views)):
+            self._every = torch.tensor([float(state.get("step", 0.0)) for state in states])  # at first, or loaded
+            self._views = list(self._every.unbind())
+            for state, view in zip(states, self._views, strict=True):
+                state["step"] = view
+        self._every += 1
+        found: list[float] = self._every.tolist()
+        return found
+
+
+def _below(betas: tuple[float, float], steps: list[float]) -> tuple[list[float], list[float]]:
+    """1 - β1^t and √(1 - β2^t) of each."""
+    of_step = {step: (1 - betas[0] ** step, (1 - betas[1] ** step) ** 0.5) for step in set(steps)}
+    return [of_step[step][0] for step in steps], [of_step[step][1] for step in steps]
+
+
+def _adam(
+    directions: list[torch.Tensor],
+    means: list[torch.Tensor],
+    variances: list[torch.Tensor],
+    below: tuple[list[float], list[float]],
+    group: dict[str, Any],
+) -> list[torch.Tensor]:
+    """m̂ / (√v̂ + eps), new tensors; m and v are brought up to date."""
+    first_beta, second_beta = group["betas"]
+    torch._foreach_lerp_(means, directions, 1 - first_beta)
+    torch._foreach_mul_(variances, second_beta)
+    torch._foreach_addcmul_(variances, directions, directions, value=1 - second_beta)
+    roots = torch._foreach_sqrt(variances)
+    torch._foreach_div_(roots, below[1])
+    torch._foreach_add_(roots, group["eps"])
+    moves = torch._foreach_div(means, below[0])
+    torch._foreach_div_(moves, roots)
+    return list(moves)

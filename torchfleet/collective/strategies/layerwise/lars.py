@@ -8,31 +8,30 @@ Parameters whose names contain one of `exclude_from_weight_decay` (biases and no
 local_lr = lr: for them, as in Paddle, it is plain momentum SGD. `lars_weight_decay` = 0 leaves the scaling on.
 Learning rate and momentum are those of the user's torch.optim.SGD; its kernels (foreach, fused) are not used.
 
+Norms and rates stay on the device. On a GPU with Triton a step is a few kernels (multi_tensor.py), elsewhere torch's
+functions for lists of tensors.
+
 Source: You, Gitman, Ginsburg 2017, Large Batch Training of Convolutional Networks. Composes with every strategy but
 lamb, dgc, localsgd and adaptive_localsgd; of parameters cut over ranks (sharding) the norm of the whole is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from torchfleet.collective.local_tensors import local
 from torchfleet.collective.strategies.layerwise.layerwise import (
     ReplacingOptimizer,
     check_inner,
     check_momentum,
-    is_excluded,
-    local_gradient,
-    norms,
+    excluded,
 )
 from torchfleet.collective.strategy import Strategy
+from torchfleet.collective.whole_norms import local_gradients, shard, shard_norms, summed_over_ranks
 from torchfleet.errors import StrategyError
 from torchfleet.strategy.collective_fields import LarsConfigs
 
-Pushes = list[torch.Tensor] | tuple[torch.Tensor, ...]
 _PLAIN = {"nesterov": False, "dampening": 0, "weight_decay": 0, "maximize": False, "differentiable": False}
 
 
@@ -48,39 +47,46 @@ class Lars(Strategy):
                 "LARS. Make a new torch.optim.SGD."
             )
         configs = self.settings.lars_configs
-        return LarsMomentum(inner, configs, is_excluded(names, configs.exclude_from_weight_decay))
+        return LarsMomentum(inner, configs, excluded(names, configs.exclude_from_weight_decay))
 
 
 class LarsMomentum(ReplacingOptimizer):
     """The rule. State: momentum_buffer, the v above."""
 
-    def __init__(
-        self, inner: torch.optim.Optimizer, configs: LarsConfigs, excluded: Callable[[torch.Tensor], bool]
-    ) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, configs: LarsConfigs, excluded: set[int]) -> None:
         super().__init__(inner)
         self._coeff, self._decay, self._epsilon = configs.lars_coeff, configs.lars_weight_decay, configs.epsilon
         self._excluded = excluded
+        self._flags: dict[Any, torch.Tensor] = {}
 
-    def step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        scaled = [parameter for parameter in parameters if not self._excluded(parameter)]
-        if scaled:
-            weights = [local(parameter) for parameter in scaled]
-            directions = [local_gradient(parameter) for parameter in scaled]
-            rates = self._rates(group["lr"], norms(weights, scaled), norms(directions, scaled))
-            pushes = torch._foreach_add(directions, weights, alpha=self._decay)
-            torch._foreach_mul_(pushes, rates.unbind())
-            self._move(group, scaled, pushes)
-        plain = [parameter for parameter in parameters if self._excluded(parameter)]
-        if plain:
-            self._move(group, plain, [local_gradient(parameter) * group["lr"] for parameter in plain])
-
-    def _rates(self, lr: Any, of_weights: torch.Tensor, of_gradients: torch.Tensor) -> torch.Tensor:
-        """Each one's local_lr, on the device, from the norms."""
-        rates = lr * self._coeff * of_weights / (of_gradients + self._decay * of_weights + self._epsilon)
-        return torch.where((of_weights > 0) & (of_gradients > 0), rates, lr)
-
-    def _move(self, group: dict[str, Any], parameters: list[torch.Tensor], pushes: Pushes) -> None:
-        velocities = self.local_state(parameters, "momentum_buffer")
+    def step_part(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        weights = [shard(parameter) for parameter in parameters]
+        directions = local_gradients(parameters)
+        velocities = [shard(state["momentum_buffer"]) for state in self.states(parameters, "momentum_buffer")]
+        decays = self.decays(parameters, self._decay, self._excluded)
+        launch = self._kernels.launch([weights, directions, velocities])
+        if launch is not None:
+            launch.use(decays)
+            launch.lars_step(self._rates(group, launch.lars_squares(), parameters), group["momentum"])
+            return
+        squares = shard_norms([*weights, *directions]).square().view(2, -1)
+        pushes = torch._foreach_mul(weights, decays)
+        torch._foreach_add_(pushes, directions)
+        torch._foreach_mul_(pushes, self._rates(group, squares, parameters).unbind())
         torch._foreach_mul_(velocities, group["momentum"])
         torch._foreach_add_(velocities, pushes)
-        torch._foreach_sub_([local(parameter) for parameter in parameters], velocities)
+        torch._foreach_sub_(weights, velocities)
+
+    def _rates(self, group: dict[str, Any], squares: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
+        """Each one's local_lr, from this rank's ‖p‖² and ‖g‖²; lr of those that are excluded."""
+        of_weights, of_gradients = summed_over_ranks(squares.flatten(), [*parameters, *parameters]).sqrt().view(2, -1)
+        rates = group["lr"] * self._coeff * of_weights / (of_gradients + self._decay * of_weights + self._epsilon)
+        is_scaled = (of_weights > 0) & (of_gradients > 0) & self._scaled(parameters, rates.device)
+        return torch.where(is_scaled, rates, group["lr"])
+
+    def _scaled(self, parameters: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """Which of them are not excluded; on the device, brought there once."""
+        key = (device, *map(id, parameters))
+        if key not in self._flags:
+            self._flags[key] = torch.tensor([each not in self._excluded for each in key[1:]], device=device)
+        return self._flags[key]

@@ -1,18 +1,18 @@
-"""Base of optimizers with a step size per layer (LARS, LAMB), and the norms of sharded tensors."""
+"""Base of optimizers with a step size per layer (LARS, LAMB)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from torchfleet.collective.closures import run_closure
-from torchfleet.collective.local_tensors import local
-from torchfleet.errors import FleetError, StrategyError
+from torchfleet.collective.strategies.layerwise.multi_tensor import MultiTensor, are_for_kernels
+from torchfleet.collective.whole_norms import are_cut
+from torchfleet.errors import StrategyError
+
+_AT_ONCE = 1 << 26  # values of whole tensors: what a step needs beside them is two float32 of each of these
 
 
 def check_inner(
@@ -39,12 +39,11 @@ def check_momentum(field: str, inner: torch.optim.Optimizer) -> None:
         raise StrategyError(f"{field}=True needs torch.optim.SGD with momentum, found momentum=0: set it, 0.9 say")
 
 
-def is_excluded(names: Mapping[torch.Tensor, str], fragments: Sequence[Any]) -> Callable[[torch.Tensor], bool]:
-    """Tells whether a parameter's name contains one of `exclude_from_weight_decay`."""
+def excluded(names: Mapping[torch.Tensor, str], fragments: Sequence[Any]) -> set[int]:
+    """The ids of parameters whose names contain one of `exclude_from_weight_decay`."""
     if not all(isinstance(fragment, str) and fragment for fragment in fragments):
         raise StrategyError(f"exclude_from_weight_decay expects parts of names of parameters, found {fragments!r}")
-    excluded = {parameter for parameter, name in names.items() if any(fragment in name for fragment in fragments)}
-    return excluded.__contains__
+    return {id(parameter) for parameter, name in names.items() if any(fragment in name for fragment in fragments)}
 
 
 class ReplacingOptimizer(torch.optim.Optimizer):
@@ -53,58 +52,52 @@ class ReplacingOptimizer(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         super().__init__(inner.param_groups, inner.defaults)
         self.param_groups, self.state = inner.param_groups, inner.state
+        self._kernels = MultiTensor()
+        self._decays: dict[tuple[int, ...], list[float]] = {}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = run_closure(closure)
         for group in self.param_groups:
-            self.step_group(group, [parameter for parameter in group["params"] if parameter.grad is not None])
+            for part in _parts([parameter for parameter in group["params"] if parameter.grad is not None]):
+                self.step_part(group, part)
         return loss
 
-    def step_group(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        """One step of the group's parameters that have gradients."""
+    def step_part(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        """One step of some parameters of the group, all of which have gradients."""
         raise NotImplementedError
 
-    def local_state(self, parameters: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
-        """The tensors of that name in the parameters' states, zeros at first: what this rank holds of them."""
-        for parameter in parameters:
-            if name not in self.state[parameter]:
-                self.state[parameter][name] = torch.zeros_like(parameter)
-        return [local(self.state[parameter][name]) for parameter in parameters]
-
-
-def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of the gradient, sharded as the parameter is."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.is_sparse:
-        raise FleetError("lars and lamb need dense gradients, found a sparse one: use Embedding(sparse=False)")
-    if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and gradient.placements != parameter.placements:
-        gradient = gradient.redistribute(placements=parameter.placements)
-    return local(gradient)
-
-
-def norms(shards: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norms of whole tensors whose `shards` this rank has, sharded as `parameters` are; a vector, not waited for.
-
-    The squares of the shards are summed over the ranks that hold them, all tensors' at once: these ranks come here
-    together. In float32, or float64 if one of them is.
-    """
-    kind = torch.float64 if any(shard.dtype == torch.float64 for shard in shards) else torch.float32
-    found = torch.stack([torch.linalg.vector_norm(shard, dtype=kind) for shard in shards])
-    cuts: dict[tuple[DeviceMesh, int], list[int]] = {}
-    for index, parameter in enumerate(parameters):
-        if not isinstance(parameter, DTensor):
-            continue
-        for dim, placement in enumerate(parameter.placements):
-            if placement.is_shard():
-                cuts.setdefault((parameter.device_mesh, dim), []).append(index)
-    if not cuts:
+    def states(self, parameters: Sequence[torch.Tensor], *names: str) -> list[dict[str, torch.Tensor]]:
+        """Each one's state, with tensors of these names like the parameter; zeros at first."""
+        found = [self.state[parameter] for parameter in parameters]
+        for name in names:
+            for place in [place for place, state in enumerate(found) if name not in state]:
+                found[place][name] = torch.zeros_like(parameters[place], requires_grad=False)
         return found
-    squares = found.square()
-    for (mesh, dim), indices in cuts.items():
-        chosen = torch.tensor(indices, device=squares.device)
-        summed = squares[chosen]
-        dist.all_reduce(summed, group=mesh.get_group(dim))
-        squares[chosen] = summed
-    return squares.sqrt()
+
+    def decays(self, parameters: Sequence[torch.Tensor], decay: float, excluded: set[int]) -> list[float]:
+        """Each one's weight decay: none of those that are excluded. The same list every time."""
+        key = tuple(map(id, parameters))
+        if key not in self._decays:
+            self._decays[key] = [0.0 if each in excluded else decay for each in key]
+        return self._decays[key]
+
+
+def _parts(parameters: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The parameters in turn, some at once; all of them where kernels need nothing beside them.
+
+    By the sizes of whole tensors: ranks with shards of the same ones, which exchange norms, get the same parts.
+    """
+    if parameters and not are_cut(parameters) and are_for_kernels(parameters):
+        yield parameters
+        return
+    part: list[torch.Tensor] = []
+    num = 0
+    for parameter in parameters:
+        if part and num + parameter.numel() > _AT_ONCE:
+            yield part
+            part, num = [], 0
+        part.append(parameter)
+        num += parameter.numel()
+    if part:
+        yield part

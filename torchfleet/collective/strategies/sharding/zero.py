@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torchfleet.collective.world import Axis
 from torchfleet.errors import ModelError
 
 _UNDER_WAY = 2  # buffers that travel while the next is filled
+_LARGE = 4  # a tensor of a fourth of a bucket or more travels alone: another message costs less than two copies
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -127,12 +128,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def broadcast(shares: Iterable[tuple[int, Sequence[torch.Tensor]]], axis: Axis, segment_bytes: int) -> None:
     """(place in the axis, tensors): all ranks take the values that the rank at that place has.
 
-    Small tensors travel together in buckets of up to `segment_bytes`. All ranks pass the same shares.
+    Small tensors travel together in buckets of up to `segment_bytes`, which are copied on both sides; large ones as
+    they are. All ranks pass the same shares.
     """
+    if axis.size == 1:
+        return
     under_way: deque[tuple[Any, torch.Tensor, list[torch.Tensor]]] = deque()
     assert axis.group is not None
     for source, tensors in shares:
-        for bucket in buckets((tensor for tensor in tensors if tensor.numel()), segment_bytes):
+        for bucket in _bundles(tensors, segment_bytes):
             flat = _flat(bucket, source == axis.rank)
             work = dist.broadcast(flat, dist.get_global_rank(axis.group, source), axis.group, async_op=True)
             under_way.append((work, flat, [] if source == axis.rank else bucket))
@@ -140,6 +144,16 @@ def broadcast(shares: Iterable[tuple[int, Sequence[torch.Tensor]]], axis: Axis, 
                 _take(*under_way.popleft())
     while under_way:
         _take(*under_way.popleft())
+
+
+def _bundles(tensors: Sequence[torch.Tensor], segment_bytes: int) -> Iterator[list[torch.Tensor]]:
+    small = []
+    for tensor in tensors:
+        if tensor.nbytes * _LARGE >= segment_bytes and tensor.numel():
+            yield [tensor]
+        elif tensor.numel():
+            small.append(tensor)
+    yield from buckets(small, segment_bytes)
 
 
 def _flat(tensors: list[torch.Tensor], is_source: bool) -> torch.Tensor:
@@ -154,7 +168,6 @@ def _take(work: Any, flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     work.wait()
     if len(tensors) == 1 and tensors[0].is_contiguous():
         return
-    start = 0
-    for tensor in tensors:
-        tensor.copy_(flat[start : start + tensor.numel()].view(tensor.shape))
-        start += tensor.numel()
+    if tensors:
+        parts = flat.split([tensor.numel() for tensor in tensors])  # type: ignore[no-untyped-call]
+        torch._foreach_copy_(tensors, [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])

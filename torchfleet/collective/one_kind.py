@@ -1,0 +1,44 @@
+"""Param groups whose tensors are all of one kind, for as long as an optimizer steps.
+
+torch's functions for lists of tensors, and its fused optimizers, take plain tensors or DTensors of one mesh, not both.
+A group of a model of which some layers are cut has both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+class OneKindGroups:
+    """`split` puts groups of one kind in the places of mixed ones, `join` puts the users' own groups back.
+
+    In between a group's options are copies: what is changed in them is lost.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._groups: list[dict[str, Any]] = optimizer.param_groups
+        self._whole: list[dict[str, Any]] | None = None
+
+    def split(self) -> None:
+        self.join()
+        self._whole = list(self._groups)
+        self._groups[:] = [part for group in self._whole for part in _parts(group)]
+
+    def join(self) -> None:
+        if self._whole is not None:
+            self._groups[:] = self._whole
+            self._whole = None
+
+
+def _parts(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """The group itself if it is of one kind, or if its optimizer knows no lists of tensors."""
+    kinds: dict[Any, list[torch.Tensor]] = {}
+    for parameter in group["params"]:
+        kind = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        kinds.setdefault(kind, []).append(parameter)
+    if len(kinds) <= 1 or "foreach" not in group:
+        return [group]
+    return [{**group, "params": parameters} for parameters in kinds.values()]
