@@ -65,14 +65,19 @@ def _bucket_mb(settings: DistributedStrategy, beside_rows: bool) -> float:
     return _BESIDE_ROWS_MB if is_open else settings.fuse_grad_size_in_MB
 
 
-def broadcast(model: torch.nn.Module) -> None:
-    """Every rank takes rank 0's parameters and buffers, as DistributedDataParallel does when it is made."""
+def broadcast(model: torch.nn.Module, world: World) -> None:
+    """Every rank takes rank 0's parameters and buffers, as DistributedDataParallel does when it is made.
+
+    They are taken where they lie: those in host memory do not come to the GPU for it.
+    """
     own = {id(parameter) for parameter in model.parameters() if is_local(parameter)}
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers()) if id(tensor) not in own]
-    group = dist.group.WORLD
-    assert group is not None
-    for bucket in buckets(tensors):
-        _broadcast_coalesced(group, bucket, _BROADCAST_BYTES, 0)
+    in_host = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+    elsewhere = [tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")]
+    assert dist.group.WORLD is not None
+    for group, lying in ((world.control, in_host), (dist.group.WORLD, elsewhere)):
+        for bucket in buckets(lying):
+            _broadcast_coalesced(group, bucket, _BROADCAST_BYTES, 0)
 
 
 def together(loader: Iterable[Any], world: World) -> Iterator[Any]:

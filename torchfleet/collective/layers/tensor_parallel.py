@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchfleet.collective.gradient_average import GradientAverage
 from torchfleet.collective.layers.shards import copied, gathered, own_shard, split, summed
@@ -126,13 +126,13 @@ class TensorParallel(Strategy):
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)
         self._degree = world.axis("model").size
-        self.owns_gradients = self._degree > 1
+        self.owns_gradients = self.replaces_parameters = self._degree > 1
         self._average = GradientAverage(settings, world)
         self._exchanging = True
         self._is_ending = False  # the backward pass that runs has an exchange waiting at its end
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Cut the layers in place. All ranks hold the same model."""
+        """Cut the layers in place, before their parameters have values."""
         layers = [module for module in model.modules() if isinstance(module, LAYERS)]
         if self._degree == 1:
             return model
@@ -188,8 +188,19 @@ def _cut_parameters(layer: torch.nn.Module, mesh: DeviceMesh, placements: Mappin
     for name, placement in placements.items():
         whole = layer._parameters[name]
         if whole is not None:
-            sharded = distribute_tensor(whole.detach(), mesh, [placement])
-            layer._parameters[name] = torch.nn.Parameter(sharded, whole.requires_grad)
+            layer._parameters[name] = torch.nn.Parameter(_cut(whole.detach(), mesh, placement), whole.requires_grad)
+
+
+def _cut(whole: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """`whole` has no values yet (first_values.py), so nothing is sent."""
+    assert whole.is_meta
+    own = whole
+    if isinstance(placement, Shard):
+        width = math.ceil(whole.shape[placement.dim] / mesh.size())
+        start = min(width * mesh.get_local_rank(), whole.shape[placement.dim])
+        length = min(width, whole.shape[placement.dim] - start)
+        own = whole.narrow(placement.dim, start, length).contiguous()
+    return DTensor.from_local(own, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def _bias(layer: torch.nn.Linear) -> torch.Tensor | None:

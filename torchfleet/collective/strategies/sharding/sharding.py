@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 
 from torchfleet.collective.local_tensors import is_local, local
 from torchfleet.collective.strategies.sharding.units import Units
@@ -41,8 +41,10 @@ class Sharding(Strategy):
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)
         self._axis = world.axis("sharding")
-        self.stage = settings.sharding_configs.stage if self._axis.size > 1 else 0  # alone there is nothing to cut
-        self.owns_gradients = self.stage > 1
+        self.keeps_parameters_in_host = settings.sharding_configs.offload
+        is_cut = self._axis.size > 1 or self.keeps_parameters_in_host  # alone there is nothing to cut
+        self.stage = settings.sharding_configs.stage if is_cut else 0
+        self.owns_gradients = self.replaces_parameters = self.stage > 1
         self._segment_bytes = int(self.settings.sharding_configs.segment_broadcast_MB * (1 << 20))
         self._model: torch.nn.Module = torch.nn.Identity()
         self._units: list[FSDPModule] = []
@@ -76,6 +78,8 @@ class Sharding(Strategy):
                 )
         own = {parameter for parameter in model.parameters() if is_local(parameter)}
         settings: dict[str, Any] = {"mesh": self._mesh(), **_leaving_out(own)}
+        if self.keeps_parameters_in_host:
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
         for unit in list(Units(model, self._segment_bytes, tuple(own)).find()):
             # The model's own remainder is needed first thing in backward: it stays, as torch does it too.
             settings["reshard_after_forward"] = self.stage == 3 and unit != [model]
