@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchfleet.nn import ColumnParallelLinear, RowParallelLinear
+from torchfleet.nn import ColumnParallelLinear, RowParallelLinear, parallel_random
 
 
 class Size(NamedTuple):
@@ -65,7 +65,8 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = (self._by_head(project(x)) for project in (self.query, self.key, self.value))
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+        with parallel_random():  # each rank drops its own numbers of its own heads
+            mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
@@ -119,9 +120,16 @@ class Bert(nn.Module):
         self.embeddings = Embeddings(vocab_size, size.hidden, max_length, dropout)
         self.encoder = Encoder(size, dropout)
         self.head = Head(vocab_size, size.hidden)
-        self.apply(_initialize)
+        self.apply(self._init_weights)
         if tied:
             self.head.decoder.weight = self.embeddings.word.weight
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Also called for a model that was made without memory."""
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor | None = None, labels: torch.Tensor | None = None
@@ -144,10 +152,3 @@ def masked_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def _column(width: int, out: int) -> ColumnParallelLinear:
     return ColumnParallelLinear(width, out, gather_output=False)
-
-
-def _initialize(module: nn.Module) -> None:
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear):
-        nn.init.zeros_(module.bias)

@@ -35,7 +35,7 @@ def clip_grad_norm(parameters: Iterable[torch.nn.Parameter], max_norm: float, wo
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parameter in own:
         gradient = _gradient(parameter)
-        gradient.mul_(factor.to(gradient.dtype))
+        gradient.mul_(factor.to(gradient.device, gradient.dtype))  # which may be offloaded to host memory
     return total
 
 

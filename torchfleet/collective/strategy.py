@@ -69,8 +69,8 @@ class Strategy:
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """Change the layers of the model, in place where possible.
 
-        It is moved to its device when all strategies have converted it. Parameters may be without values yet, on torch's
-        meta device: those that come from a user's model on meta, and all if a strategy `replaces_parameters`.
+        It is moved to its device when all strategies have converted it. Parameters may have no values yet (torch's meta
+        device): those of a user's model without memory, and all if a strategy `replaces_parameters`.
         """
         return model
 

@@ -18,10 +18,18 @@ from torchfleet.strategy.distributed_strategy import DistributedStrategy
 AXES = ("data", "pipe", "sharding", "model")  # from the slowest to the fastest number: neighbours share a tensor
 
 
+class Place(NamedTuple):
+    """Of a rank among those that share layers, and where it computes."""
+
+    rank: int
+    device: torch.device
+
+
 class _Begun:
     """The role in the job that this process has begun: layers may be made before the ranks meet."""
 
     info: RoleInfo | None = None
+    place: Place | None = None  # None: no layers are shared
 
 
 begun = _Begun()
@@ -53,6 +61,7 @@ class World:
             )
         self._mesh: DeviceMesh | None = None
         self._control: dist.ProcessGroup | None = None
+        begun.place = Place(self.axis("model").rank, self.device) if self.degrees["model"] > 1 else None
 
     def _join(self, info: RoleInfo, timeout: float) -> None:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -119,13 +128,14 @@ class World:
         return next(group for group, ranks in zip(made, partition, strict=True) if self.rank in ranks)
 
     def barrier(self) -> None:
-        dist.barrier(device_ids=[self.local_rank] if self.device.type == "cuda" else None)
+        dist.barrier(device_ids=[self.local_rank] if dist.get_backend() == "nccl" else None)
 
     def close(self, alone: bool = False) -> None:
         """All ranks come here together: one that left earlier could keep another from leaving.
 
         `alone`: they are not waited for.
         """
+        begun.place = None
         if self._is_ours and dist.is_initialized():
             if self.size > 1 and not alone:
                 self.barrier()

@@ -96,7 +96,7 @@ class Pipeline(Strategy):
         if self.settings.recompute:
             again = {id(module) for module in chosen(model, self.settings.recompute_configs.checkpoints)}
             self._recomputed = [name for name, module in model.named_modules() if id(module) in again]
-        self._tracer, self._buffers = Tracer(model, first), dict(model.named_buffers())
+        self._tracer, self._buffers = Tracer(model, first, self.world.device), dict(model.named_buffers())
         stages.drop_tensors(model, others)
         model.forward = self._run_traced
         return model

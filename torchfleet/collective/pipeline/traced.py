@@ -28,15 +28,16 @@ from torchfleet.errors import ModelError
 class Tracer:
     """A copy of a model without memory of its own, to be traced for batches of different shapes."""
 
-    def __init__(self, model: torch.nn.Module, starts: Sequence[str]) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+    def __init__(self, model: torch.nn.Module, starts: Sequence[str], device: torch.device) -> None:
+        """`device`: where the stages will compute; the model is not there yet, and may have no values yet."""
+        self._mode, self._device = FakeTensorMode(allow_non_fake_inputs=True), device
         tensors = [*model.parameters(), *model.buffers()]
         if any(hasattr(tensor, "to_local") for tensor in tensors):
             raise ModelError(
                 f"pipeline and tensor_parallel: a {type(model).__name__} is traced, which cannot be done with layers "
                 "that are cut over ranks: make the model a torch.nn.Sequential"
             )
-        self._model = copy.deepcopy(model, {id(tensor): self._mode.from_tensor(tensor) for tensor in tensors})
+        self._model = copy.deepcopy(model, {id(tensor): self._bare(tensor) for tensor in tensors})
         self._tensors = [*self._model.parameters(), *self._model.buffers()]
         self._split: dict[str, Any] = dict.fromkeys(starts, SplitPoint.BEGINNING)
         self._stage_of = stage_of_modules(model, starts)
@@ -47,7 +48,7 @@ class Tracer:
             self._model, {id(tensor): tensor for tensor in self._tensors}
         )  # in which the cuts are marked
         model.train(training)
-        args, named = tree_map_only(torch.Tensor, self._mode.from_tensor, (args, dict(kwargs)))
+        args, named = tree_map_only(torch.Tensor, self._bare, (args, dict(kwargs)))
         try:
             annotate_split_points(model, self._split)
             with torch.no_grad():  # modules that are recomputed are then traced as they are
@@ -60,6 +61,14 @@ class Tracer:
             ) from error
         self._check([pipe.get_stage_module(stage) for stage in range(pipe.num_stages)])
         return TracedStage(pipe.get_stage_module(index), pipe.split_gm.graph, index)
+
+    def _bare(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its shape, on the device, without memory."""
+        with self._mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+            if isinstance(tensor, torch.nn.Parameter):
+                return torch.nn.Parameter(made, tensor.requires_grad)
+        return made
 
     def _check(self, modules: Sequence[torch.nn.Module]) -> None:
         """Every rank checks all stages: one that found a mistake alone would leave the others waiting."""
@@ -93,13 +102,18 @@ class TracedStage:
     def adopt(self, model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
         """Take the tensors of the same name from the model, which has those of this stage; tables of others, of all."""
         own = {**buffers, **dict(model.named_parameters()), **dict(model.named_buffers())}
-        for name, _ in [*self.module.named_parameters(), *self.module.named_buffers()]:
+        for name, traced in [*self.module.named_parameters(), *self.module.named_buffers()]:
             if name not in own:
                 continue  # a constant of the trace
+            if own[name].is_meta:
+                raise ModelError(
+                    f"pipeline: stage {self._index} uses the buffer {name!r} of another stage, which is on the meta "
+                    "device and gets its values there: make it with device='cpu'"
+                )
             parent, _, last = name.rpartition(".")
             holder = self.module.get_submodule(parent)
             tensors = holder._parameters if last in holder._parameters else holder._buffers
-            tensors[last] = own[name]  # type: ignore[assignment]
+            tensors[last] = own[name] if name not in buffers else own[name].to(traced.device)  # type: ignore[assignment]
 
     def arguments(self, received: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[Any]:
         """What the stage is called with, of what crossed the cut before it and of the model's inputs (flat)."""

@@ -42,6 +42,8 @@ class Sharding(Strategy):
         super().__init__(settings, world)
         self._axis = world.axis("sharding")
         self.keeps_parameters_in_host = settings.sharding_configs.offload
+        if self.keeps_parameters_in_host:
+            _check_offload(settings)
         is_cut = self._axis.size > 1 or self.keeps_parameters_in_host  # alone there is nothing to cut
         self.stage = settings.sharding_configs.stage if is_cut else 0
         self.owns_gradients = self.replaces_parameters = self.stage > 1
@@ -123,6 +125,23 @@ class Sharding(Strategy):
             axis = self.world.axis(name)
             if axis.size > 1 and buffers:
                 broadcast([(0, buffers)], axis, self._segment_bytes)
+
+
+def _check_offload(settings: DistributedStrategy) -> None:
+    stage = settings.sharding_configs.stage
+    if stage < 3:
+        raise StrategyError(
+            f"sharding_configs: offload=True and stage={stage}: parameters stay in host memory only if they are "
+            "gathered when they are needed. Use stage=3, or leave offload out."
+        )
+    on_device = [field for field in ("lars", "lamb") if getattr(settings, field)]
+    if settings.amp and settings.amp_configs.dtype != "bfloat16" and not settings.amp_configs.use_pure_bf16:
+        on_device.append("amp in float16")
+    if on_device:
+        raise StrategyError(
+            f"sharding_configs['offload'] and {on_device[0]} cannot be used together: gradients are in host memory, "
+            "where it does not look at them. Leave one of them out."
+        )
 
 
 def sharded_modules(model: torch.nn.Module) -> list[FSDPModule]:
