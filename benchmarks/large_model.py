@@ -44,11 +44,11 @@ class Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         normed = self.norm1(x)
-        heads = [
+        query, key, value = (
             project(normed).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
             for project in (self.query, self.key, self.value)
-        ]
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.mixed(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
 
@@ -167,7 +167,7 @@ def train_step(model: Any, optimizer: Any, options: argparse.Namespace, device: 
     drawn = torch.Generator().manual_seed(fleet.data_shard()[0])
     ids = torch.randint(vocabulary, (options.batch, options.length + 1), generator=drawn).to(device)
     loss = F.cross_entropy(model(ids[:, :-1]).float().flatten(0, 1), ids[:, 1:].flatten())
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
     return float(loss.detach())

@@ -46,11 +46,14 @@ def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     return local(gradient)
 
 
-def _num_shards(parameter: torch.Tensor, world: World) -> int:
-    """Into how many shards it is cut, each on equally many ranks; a stage of a pipeline is a shard of the model."""
+def _num_shards(parameter: torch.Tensor, world: World) -> float:
+    """Into how many shards it is cut, each on equally many ranks; a stage of a pipeline is a shard of the model.
+
+    Of a parameter that several stages have (`fleet_copies`) the copies count as one.
+    """
     if hasattr(parameter, "fleet_piece"):
         return int(parameter.fleet_piece[2])
-    num = world.degrees["pipe"]
+    num = world.degrees["pipe"] / getattr(parameter, "fleet_copies", 1)
     if isinstance(parameter, DTensor):
         for dim, placement in enumerate(parameter.placements):
             num *= parameter.device_mesh.size(dim) if placement.is_shard() else 1

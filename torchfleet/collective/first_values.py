@@ -70,7 +70,7 @@ class Filling:
         for module in model.modules():
             for tensors, key in _slots(module):
                 self._move(tensors, key, key in module._parameters)
-        model._apply(lambda tensor: tensor)  # tells torch's FSDP2 that its parameters are others now
+        model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # tells FSDP2 of its new parameters
 
     def _fill_module(self, name: str, module: torch.nn.Module, own: list[Slot], initializers: list[Any]) -> None:
         prefix = name + "." if name else ""

@@ -61,6 +61,7 @@ class World:
             )
         self._mesh: DeviceMesh | None = None
         self._control: dist.ProcessGroup | None = None
+        self._replicas: Axis | None = None
         begun.place = Place(self.axis("model").rank, self.device) if self.degrees["model"] > 1 else None
 
     def _join(self, info: RoleInfo, timeout: float) -> None:
@@ -108,6 +109,26 @@ class World:
         if size == self.size:
             return Axis(self.rank, size, dist.group.WORLD)
         return Axis(self.mesh.get_local_rank(name), size, self.mesh.get_group(name))
+
+    @property
+    def replicas(self) -> Axis:
+        """This rank's place among those that hold what it holds, and read other data: along data and sharding together.
+
+        All ranks come here together the first time.
+        """
+        if self._replicas is None:
+            data, sharding = self.axis("data"), self.axis("sharding")
+            index, number = self.data_shard
+            if 1 in (data.size, sharding.size):
+                self._replicas = data if sharding.size == 1 else sharding
+            elif number == self.size:
+                self._replicas = Axis(index, number, dist.group.WORLD)
+            else:
+                grid = torch.arange(self.size).reshape([self.degrees[axis] for axis in AXES])
+                places = [AXES.index(axis) for axis in ("pipe", "model", "data", "sharding")]
+                group = self._own(grid.permute(places).reshape(-1, number).tolist())
+                self._replicas = Axis(index, number, group)
+        return self._replicas
 
     @property
     def data_shard(self) -> tuple[int, int]:

@@ -49,7 +49,9 @@ def expected(seed: int, rank: int) -> dict[str, torch.Tensor]:
     for name, draw in (("cut", lambda: F.dropout(torch.ones(NUM), 0.5)), ("again", lambda: torch.rand(NUM))):
         drawn = int(torch.randint(1 << 62, ()))
         before = torch.get_rng_state()
-        torch.manual_seed(int.from_bytes(hashlib.blake2b(f"{drawn} {rank}".encode(), digest_size=8).digest(), "little") >> 1)
+        torch.manual_seed(
+            int.from_bytes(hashlib.blake2b(f"{drawn} {rank}".encode(), digest_size=8).digest(), "little") >> 1
+        )
         made[name] = draw()
         torch.set_rng_state(before)
     return {**made, "after": torch.rand(4), "not in training": torch.ones(4)}
@@ -79,9 +81,7 @@ def train(recompute: bool) -> dict[str, Any]:
     outputs = model(x)
     outputs.square().sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    made = {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in gradients.items()
-    }
+    made = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in gradients.items()}
     fleet.stop_worker()
     return {**made, "outputs": outputs.detach(), "after": torch.rand(1)}
 

@@ -426,7 +426,6 @@ def mistaken(kind: str) -> dict[str, Any]:
     [
         ("branching", "torch.export cannot trace this Branching"),
         ("late", "stage 0 uses 'third.weight', which belongs to another stage"),
-        ("tied", "'0.weight' and '1.weight' are one parameter, and they are in different stages"),
         ("called", "use model.train_batch(inputs, target, loss_fn)"),
         ("sharded", "pipeline and sharding (stage 2): a Late is traced"),
     ],

@@ -1,8 +1,8 @@
 """Random numbers of their own for each of the ranks that share layers.
 
     with fleet.nn.parallel_random():
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)        # on this rank's own heads
-    self.dropout = fleet.nn.ParallelDropout(0.1)                                         # behind a column-parallel layer
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)  # on this rank's own heads
+    self.dropout = fleet.nn.ParallelDropout(0.1)                           # behind a column-parallel layer
 
 Ranks along the model axis have equal random states, so that dropout of what they all hold drops the same numbers. What
 is cut over them needs masks that differ, as one process would draw different ones for different heads. In here the

@@ -18,9 +18,9 @@ All ranks of the model axis read the same batch, and ranks along data and shardi
     index, number = fleet.data_shard()
     sampler = DistributedSampler(data, num_replicas=number, rank=index)      # number = data × sharding degrees
 
-Source: Shoeybi et al. 2019, Megatron-LM. Composes with data parallelism (whose all-reduce comes after backward and is
-not overlapped, gradient_average.py), amp, recompute, gradient_merge, sharding and a pipeline of a Sequential. To clip
-by the norm of all gradients call optimizer.clip_grad_norm_.
+Source: Shoeybi et al. 2019, Megatron-LM. Composes with data parallelism (whose all-reduce runs beside backward,
+gradient_average.py), amp, recompute, gradient_merge, sharding and pipeline. To clip by the norm of all gradients call
+optimizer.clip_grad_norm_. Dropout of what is cut: parallel_random.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -127,9 +126,7 @@ class TensorParallel(Strategy):
         super().__init__(settings, world)
         self._degree = world.axis("model").size
         self.owns_gradients = self.replaces_parameters = self._degree > 1
-        self._average = GradientAverage(settings, world)
-        self._exchanging = True
-        self._is_ending = False  # the backward pass that runs has an exchange waiting at its end
+        self._average = GradientAverage(settings, world, ends_itself=True)
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """Cut the layers in place, before their parameters have values."""
@@ -141,28 +138,18 @@ class TensorParallel(Strategy):
                 f"tensor_parallel=True with degree {self._degree}, but the model has no layer that can be cut: use "
                 f"{', '.join('fleet.nn.' + layer.__name__ for layer in LAYERS)} in it, or leave tensor_parallel out"
             )
+        tied = _uses(model)
         for layer in layers:
             layer.cut(self.world.mesh["model"])
+        _tie_again(model, tied)
         return model
 
     def joined(self, job: JobView) -> None:
-        self._model = job.model
-        if self.owns_gradients and self._average.is_needed and job.runner is None:  # which averages itself
-            for parameter in job.model.parameters():
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+        if self.owns_gradients and job.runner is None:  # which averages itself
+            self._average.watch(job.model.parameters())
 
     def begin_forward(self, exchanging: bool) -> None:
-        self._exchanging, self._is_ending = exchanging, False
-
-    def _on_gradient(self, _: torch.Tensor) -> None:
-        if self._exchanging and not self._is_ending:
-            self._is_ending = True
-            Variable._execution_engine.queue_callback(self._exchange)
-
-    def _exchange(self) -> None:
-        self._is_ending = False
-        self._average(self._model.parameters())
+        self._average.begin(exchanging)
 
     def optimizer(self, inner: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> torch.optim.Optimizer:
         """torch's functions for many tensors take those of one kind: where they mix, each is stepped on by itself."""
@@ -189,6 +176,29 @@ def _cut_parameters(layer: torch.nn.Module, mesh: DeviceMesh, placements: Mappin
         whole = layer._parameters[name]
         if whole is not None:
             layer._parameters[name] = torch.nn.Parameter(_cut(whole.detach(), mesh, placement), whole.requires_grad)
+
+
+def _uses(model: torch.nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [found for found in names.values() if len(found) > 1]
+
+
+def _tie_again(model: torch.nn.Module, tied: list[list[str]]) -> None:
+    """Layers that had one parameter have one again; they must be cut alike."""
+    for first, *others in tied:
+        one = model.get_parameter(first)
+        for name in others:
+            other = model.get_parameter(name)
+            if getattr(one, "placements", None) != getattr(other, "placements", None):
+                raise ModelError(
+                    f"tensor_parallel: '{first}' and '{name}' are one parameter, and the two layers are cut in "
+                    "different ways. A VocabParallelEmbedding goes with a ColumnParallelLinear; or make them two."
+                )
+            parent, _, own = name.rpartition(".")
+            model.get_submodule(parent)._parameters[own] = one
 
 
 def _cut(whole: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:

@@ -20,7 +20,7 @@ tensor or a flat tuple. After the cut a rank has the parameters of its own stage
 Source: Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream (1F1B).
 Composes with amp, recompute, gradient_merge, lars, lamb, sharding (from stage 2 on if the model is a Sequential; every
 micro-batch then exchanges its gradients), tensor_parallel (likewise a Sequential) and data parallelism, whose
-all-reduce comes after the last micro-batch and is not overlapped (gradient_average.py). To clip by the norm of all
+all-reduce runs beside the backward pass of the last micro-batch (gradient_average.py). To clip by the norm of all
 gradients, of which a rank has its own stage's, call optimizer.clip_grad_norm_.
 """
 
@@ -45,6 +45,7 @@ from torchfleet.collective.pipeline.micro_batches import (
     num_micro_batches,
     signature,
 )
+from torchfleet.collective.pipeline.tied_weights import TiedWeights, ties
 from torchfleet.collective.pipeline.traced import TracedStage, Tracer
 from torchfleet.collective.strategies.recomputation.offload import Offload
 from torchfleet.collective.strategies.recomputation.recompute import chosen
@@ -68,9 +69,10 @@ class Pipeline(Strategy):
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)
         self._axis = world.axis("pipe")
-        self._average = GradientAverage(settings, world)
+        self._average = GradientAverage(settings, world, ends_itself=False)
         self._exchanging = True
         self._schedules: OrderedDict[Any, Schedule] = OrderedDict()
+        self._tied = TiedWeights([], world)
         self._tracer: Tracer | None = None
         self._recomputed: list[str] = []
 
@@ -87,7 +89,8 @@ class Pipeline(Strategy):
             return model  # a model of several stages can be tried out in one process
         first = stages.starts(model, self.settings.pipeline_configs.stages, self._axis.size)
         stage_of = stages.stage_of_modules(model, first)
-        stages.refuse_shared(model, stage_of)
+        found = ties(model, stage_of)
+        self._tied = TiedWeights(found, self.world)
         others = [name for name, stage in stage_of.items() if stage != self._axis.rank]
         if stages.is_cut_in_chain(model, first):
             stages.drop_modules(model, [name for name in stages.chain(model) if name in others])
@@ -96,7 +99,7 @@ class Pipeline(Strategy):
         if self.settings.recompute:
             again = {id(module) for module in chosen(model, self.settings.recompute_configs.checkpoints)}
             self._recomputed = [name for name, module in model.named_modules() if id(module) in again]
-        self._tracer, self._buffers = Tracer(model, first, self.world.device), dict(model.named_buffers())
+        self._tracer, self._buffers = Tracer(model, first, found, self.world.device), dict(model.named_buffers())
         stages.drop_tensors(model, others)
         model.forward = self._run_traced
         return model
@@ -115,6 +118,8 @@ class Pipeline(Strategy):
 
     def joined(self, job: JobView) -> None:
         self._model, self._forward = job.model, job.forward
+        self._average.watch(job.model.parameters())
+        self._tied.find(job.model)
         if self._axis.size > 1:  # before neighbours talk in pairs, all ranks of the group must have met
             dist.all_reduce(torch.zeros(1, device=self.world.device), group=self._axis.group)
 
@@ -132,13 +137,19 @@ class Pipeline(Strategy):
         size, configs = batch_size_of(inputs, target), self.settings.pipeline_configs
         num = num_micro_batches(size, configs.accumulate_steps, configs.micro_batch_size)
         batches = MicroBatches(inputs, target, num, loss_fn, self.world.device)
+        self._average.begin(False)
+        self._tied.begin()
         if self._axis.size == 1:
-            for _ in range(num):
-                batches.loss(self._call(None, (), batches.next_inputs())).backward()  # type: ignore[no-untyped-call]
+            for index in range(num):
+                loss = batches.loss(self._call(None, (), batches.next_inputs()))
+                if index == num - 1:
+                    self._average.begin(self._exchanging)
+                loss.backward()  # type: ignore[no-untyped-call]
         else:
-            self._schedule(batches).run(batches)
+            self._schedule(batches).run(batches, lambda: self._average.begin(self._exchanging))
+        self._average.finish()
         if self._exchanging:
-            self._average(self._model.parameters())
+            self._tied.sum_gradients()
         return torch.stack(batches.losses).mean() if self.is_last else None
 
     @torch.no_grad()

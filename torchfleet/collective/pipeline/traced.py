@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchfleet.collective.pipeline.flow import as_tuple
 from torchfleet.collective.pipeline.stages import stage_of_modules
+from torchfleet.collective.pipeline.tied_weights import Tie
 from torchfleet.collective.strategies.recomputation.offload import Offload
 from torchfleet.collective.strategies.recomputation.recompute import recompute
 from torchfleet.errors import ModelError
@@ -28,7 +29,9 @@ from torchfleet.errors import ModelError
 class Tracer:
     """A copy of a model without memory of its own, to be traced for batches of different shapes."""
 
-    def __init__(self, model: torch.nn.Module, starts: Sequence[str], device: torch.device) -> None:
+    def __init__(
+        self, model: torch.nn.Module, starts: Sequence[str], tied: Sequence[Tie], device: torch.device
+    ) -> None:
         """`device`: where the stages will compute; the model is not there yet, and may have no values yet."""
         self._mode, self._device = FakeTensorMode(allow_non_fake_inputs=True), device
         tensors = [*model.parameters(), *model.buffers()]
@@ -41,6 +44,7 @@ class Tracer:
         self._tensors = [*self._model.parameters(), *self._model.buffers()]
         self._split: dict[str, Any] = dict.fromkeys(starts, SplitPoint.BEGINNING)
         self._stage_of = stage_of_modules(model, starts)
+        self._ties = {name: tie for tie in tied for names in tie.values() for name in names}
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, index: int) -> TracedStage:
         """Stage `index` for inputs like these. Its parameters have no memory until `adopt` gives it some."""
@@ -60,7 +64,8 @@ class Tracer:
                 "its stages, or take what depends on values (branches, .item()) out of its forward."
             ) from error
         self._check([pipe.get_stage_module(stage) for stage in range(pipe.num_stages)])
-        return TracedStage(pipe.get_stage_module(index), pipe.split_gm.graph, index)
+        own = {name: tie[index][0] for name, tie in self._ties.items() if index in tie}
+        return TracedStage(pipe.get_stage_module(index), pipe.split_gm.graph, index, own)
 
     def _bare(self, tensor: torch.Tensor) -> torch.Tensor:
         """Its shape, on the device, without memory."""
@@ -79,7 +84,9 @@ class Tracer:
             )
         for stage, module in enumerate(modules):
             for name, _ in module.named_parameters():
-                if self._stage_of.get(name.rpartition(".")[0], stage) != stage:
+                if self._stage_of.get(name.rpartition(".")[0], stage) != stage and stage not in self._ties.get(
+                    name, ()
+                ):
                     raise ModelError(
                         f"pipeline: stage {stage} uses {name!r}, which belongs to another stage by the order in which "
                         "the model has its modules. Assign modules in the order forward calls them, or let the stages "
@@ -90,8 +97,9 @@ class Tracer:
 class TracedStage:
     """One stage as torch sees it, and which values it gets from where."""
 
-    def __init__(self, module: torch.nn.Module, graph: torch.fx.Graph, index: int) -> None:
-        self.module = module
+    def __init__(self, module: torch.nn.Module, graph: torch.fx.Graph, index: int, tied: Mapping[str, str]) -> None:
+        """`tied`: names of parameters that other stages use too → their names in this one."""
+        self.module, self._tied = module, tied
         wiring = _Wiring(graph)
         stage = wiring.stages[index]
         self._arguments = [wiring.source(node) for node in stage.args]
@@ -101,7 +109,8 @@ class TracedStage:
 
     def adopt(self, model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
         """Take the tensors of the same name from the model, which has those of this stage; tables of others, of all."""
-        own = {**buffers, **dict(model.named_parameters()), **dict(model.named_buffers())}
+        own = {**buffers, **dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        own.update({name: own[here] for name, here in self._tied.items()})
         for name, traced in [*self.module.named_parameters(), *self.module.named_buffers()]:
             if name not in own:
                 continue  # a constant of the trace

@@ -142,7 +142,7 @@ class Amp(Strategy):
             return parameter
         master = torch.nn.Parameter(parameter.detach().float(), parameter.requires_grad)
         names[master] = names[parameter]
-        for mark in ("fleet_piece", "fleet_local"):
+        for mark in ("fleet_piece", "fleet_local", "fleet_copies"):
             if hasattr(parameter, mark):
                 setattr(master, mark, getattr(parameter, mark))
         self._pairs.append((parameter, master))
