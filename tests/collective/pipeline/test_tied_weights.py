@@ -141,15 +141,14 @@ def test_tied_weights_on_two_stages_equal_one_process(ranks: Ranks) -> None:
 def test_tied_weights_beside_other_axes(ranks: Ranks) -> None:
     """Two replicas, a stage in between that has no copy, parameters cut over two ranks, layers cut over two ranks."""
     two = {"pp_degree": 2}
+    sharding = {"sharding": True, "sharding_configs": {"stage": 3}, "hybrid_configs": two}
     cases: list[dict[str, Any]] = [
         {"name": "replicas", "fields": {"hybrid_configs": two}},
         {"name": "four stages", "stages": ["1", "2", "3"]},
-        {"name": "stage 3", "fields": {"sharding": True, "sharding_configs": {"stage": 3}, "hybrid_configs": two}},
-        {
-            "name": "parallel",
-            "parallel": True,
-            "clip": 0.5,
-            "fields": {"tensor_parallel": True, "hybrid_configs": {**two, "mp_degree": 2}},
-        },
     ]
-    check(ranks, 4, cases, {"replicas": 2, "stage 3": 2})
+    both = {"tensor_parallel": True, "hybrid_configs": {**two, "mp_degree": 2}}
+    for traced in (False, True):
+        how = {"traced": traced}
+        cases.append({"name": f"stage 3 {traced}", "fields": sharding, **how})
+        cases.append({"name": f"parallel {traced}", "parallel": True, "clip": 0.5, "fields": both, **how})
+    check(ranks, 4, cases, {"replicas": 2, "stage 3 False": 2, "stage 3 True": 2})

@@ -57,6 +57,10 @@ class ParallelDropout(torch.nn.Dropout):
         with parallel_random():
             return F.dropout(x, self.p, True, self.inplace)
 
+    def stand_in(self) -> torch.nn.Module | None:
+        """For a tracer, which sees no random states; None if no layers are shared."""
+        return None if begun.place is None else torch.nn.Dropout(self.p, self.inplace)
+
 
 def seed_of(drawn: int, rank: int) -> int:
     """Neighbouring ranks get seeds that have nothing in common."""

@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchfleet.collective.gradient_average import GradientAverage
 from torchfleet.collective.layers.shards import copied, gathered, own_shard, split, summed
+from torchfleet.collective.local_tensors import local
 from torchfleet.collective.strategy import JobView, Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import ModelError, StrategyError
@@ -53,6 +54,13 @@ class ColumnParallelLinear(torch.nn.Linear):
     def cut(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         _cut_parameters(self, mesh, {"weight": Shard(0), "bias": Shard(0)})
+
+    def stand_in(self) -> torch.nn.Module | None:
+        """For a tracer: what returns tensors of the same shapes on this rank; None if the layer is not cut."""
+        if self._mesh is None:
+            return None
+        out = self.out_features if self.gather_output else local(self.weight).shape[0]
+        return _bare_linear(self, self.in_features, out)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._mesh is None:
@@ -73,6 +81,13 @@ class RowParallelLinear(torch.nn.Linear):
     def cut(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         _cut_parameters(self, mesh, {"weight": Shard(1), "bias": Replicate()})
+
+    def stand_in(self) -> torch.nn.Module | None:
+        """For a tracer: what takes tensors of the same shapes on this rank; None if the layer is not cut."""
+        if self._mesh is None:
+            return None
+        into = local(self.weight).shape[1] if self.input_is_parallel else self.in_features
+        return _bare_linear(self, into, self.out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._mesh is None:
@@ -101,6 +116,12 @@ class VocabParallelEmbedding(torch.nn.Embedding):
             )
         self._mesh = mesh
         _cut_parameters(self, mesh, {"weight": Shard(0)})
+
+    def stand_in(self) -> torch.nn.Module | None:
+        """For a tracer: what returns tensors of the same shapes; None if the layer is not cut."""
+        if self._mesh is None:
+            return None
+        return torch.nn.Embedding(self.num_embeddings, self.embedding_dim, device="meta", dtype=self.weight.dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self._mesh is None:
@@ -211,6 +232,11 @@ def _cut(whole: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor
         length = min(width, whole.shape[placement.dim] - start)
         own = whole.narrow(placement.dim, start, length).contiguous()
     return DTensor.from_local(own, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def _bare_linear(layer: torch.nn.Linear, into: int, out: int) -> torch.nn.Module:
+    has_bias = layer._parameters["bias"] is not None
+    return torch.nn.Linear(into, out, has_bias, device="meta", dtype=layer.weight.dtype)
 
 
 def _bias(layer: torch.nn.Linear) -> torch.Tensor | None:

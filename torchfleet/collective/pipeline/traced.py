@@ -34,13 +34,15 @@ class Tracer:
     ) -> None:
         """`device`: where the stages will compute; the model is not there yet, and may have no values yet."""
         self._mode, self._device = FakeTensorMode(allow_non_fake_inputs=True), device
-        tensors = [*model.parameters(), *model.buffers()]
-        if any(hasattr(tensor, "to_local") for tensor in tensors):
-            raise ModelError(
-                f"pipeline and tensor_parallel: a {type(model).__name__} is traced, which cannot be done with layers "
-                "that are cut over ranks: make the model a torch.nn.Sequential"
-            )
-        self._model = copy.deepcopy(model, {id(tensor): self._bare(tensor) for tensor in tensors})
+        # A layer that is cut over ranks talks to others, which a trace does not show. It is traced as a layer of the
+        # same shapes, and stands at its place again in the stage.
+        self._opaque: dict[str, torch.nn.Module] = {}
+        memo: dict[int, Any] = {}
+        for name, module in model.named_modules():
+            stand_in = module.stand_in() if hasattr(module, "stand_in") else None
+            if stand_in is not None:
+                self._opaque[name], memo[id(module)] = module, self._without_memory(stand_in)
+        self._model = self._without_memory(model, memo)
         self._tensors = [*self._model.parameters(), *self._model.buffers()]
         self._split: dict[str, Any] = dict.fromkeys(starts, SplitPoint.BEGINNING)
         self._stage_of = stage_of_modules(model, starts)
@@ -65,7 +67,14 @@ class Tracer:
             ) from error
         self._check([pipe.get_stage_module(stage) for stage in range(pipe.num_stages)])
         own = {name: tie[index][0] for name, tie in self._ties.items() if index in tie}
-        return TracedStage(pipe.get_stage_module(index), pipe.split_gm.graph, index, own)
+        stage = TracedStage(pipe.get_stage_module(index), pipe.split_gm.graph, index, own)
+        stage.put_back(self._opaque)
+        return stage
+
+    def _without_memory(self, module: torch.nn.Module, memo: Mapping[int, Any] | None = None) -> torch.nn.Module:
+        tensors = [*module.parameters(), *module.buffers()]
+        bare = {id(tensor): self._bare(tensor) for tensor in tensors if not hasattr(tensor, "to_local")}
+        return copy.deepcopy(module, {**bare, **(memo or {})})
 
     def _bare(self, tensor: torch.Tensor) -> torch.Tensor:
         """Its shape, on the device, without memory."""
@@ -100,6 +109,7 @@ class TracedStage:
     def __init__(self, module: torch.nn.Module, graph: torch.fx.Graph, index: int, tied: Mapping[str, str]) -> None:
         """`tied`: names of parameters that other stages use too → their names in this one."""
         self.module, self._tied = module, tied
+        self._put_back: set[str] = set()
         wiring = _Wiring(graph)
         stage = wiring.stages[index]
         self._arguments = [wiring.source(node) for node in stage.args]
@@ -124,6 +134,15 @@ class TracedStage:
             tensors = holder._parameters if last in holder._parameters else holder._buffers
             tensors[last] = own[name] if name not in buffers else own[name].to(traced.device)  # type: ignore[assignment]
 
+    def put_back(self, layers: Mapping[str, torch.nn.Module]) -> None:
+        """Layers of which only the shapes were traced, by name. Where they are to be recomputed, they are already."""
+        self._put_back = set(layers)
+        modules = dict(self.module.named_modules())
+        for name, layer in layers.items():
+            if name in modules:
+                parent, _, last = name.rpartition(".")
+                modules[parent]._modules[last] = layer
+
     def arguments(self, received: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[Any]:
         """What the stage is called with, of what crossed the cut before it and of the model's inputs (flat)."""
         values = dict(zip(self._incoming, received, strict=True))
@@ -140,7 +159,7 @@ class TracedStage:
         """What recompute did to the modules by these names, which the trace has not kept. The stage must be new."""
         modules = dict(self.module.named_modules())
         for name in names:
-            if name in modules:
+            if name in modules and name not in self._put_back:
                 _keep_buffers_in_backward(modules[name])
                 recompute(modules[name], offload)
 

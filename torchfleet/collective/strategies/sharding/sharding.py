@@ -83,6 +83,12 @@ class Sharding(Strategy):
         if self.keeps_parameters_in_host:
             settings["offload_policy"] = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
         for unit in list(Units(model, self._segment_bytes, tuple(own)).find()):
+            if getattr(model, "fleet_traced", False) and unit != [model]:
+                raise StrategyError(
+                    f"sharding (stage {self.stage}) and a pipeline of a {type(model).__name__}, which is traced: its "
+                    "parameters are of several types (amp with pure precision keeps norms in float32), and are "
+                    "gathered at once. Use sharding_configs={'stage': 1}, or make the model a torch.nn.Sequential."
+                )
             # The model's own remainder is needed first thing in backward: it stays, as torch does it too.
             settings["reshard_after_forward"] = self.stage == 3 and unit != [model]
             fully_shard(unit if len(unit) > 1 else unit[0], **settings)

@@ -27,7 +27,9 @@ class Units:
 
     def find(self) -> Iterator[list[torch.nn.Module]]:
         """Innermost first, the model itself last. All parameters of a unit are of one type."""
-        for unit in [*self._inside(self._model), [self._model]]:
+        # The modules of a model that is traced are never called themselves.
+        inside = [] if getattr(self._model, "fleet_traced", False) else self._inside(self._model)
+        for unit in [*inside, [self._model]]:
             yield from self._one_type_each(unit)
 
     def _inside(self, module: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
