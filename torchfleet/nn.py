@@ -1,6 +1,6 @@
 """Layers: embeddings whose rows live on the servers, first values of their rows, and layers of collective training.
 
-ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, ParallelDropout and parallel_random:
+ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, ParallelDropout, ParallelRandom, parallel_random:
 docs/collective/tensor_parallel.md. MarginSoftmax: docs/collective/classification.md.
 """
 
@@ -15,7 +15,7 @@ from torchfleet.worker.lookup.initializers import Constant, Normal, TruncatedNor
 
 if TYPE_CHECKING:
     from torchfleet.collective.layers.margin_softmax import MarginSoftmax
-    from torchfleet.collective.layers.parallel_random import ParallelDropout, parallel_random
+    from torchfleet.collective.layers.parallel_random import ParallelDropout, ParallelRandom, parallel_random
     from torchfleet.collective.layers.tensor_parallel import (
         ColumnParallelLinear,
         RowParallelLinear,
@@ -28,6 +28,7 @@ __all__ = [
     "MarginSoftmax",
     "Normal",
     "ParallelDropout",
+    "ParallelRandom",
     "RowParallelLinear",
     "SparseEmbedding",
     "SparseEmbeddingBag",
@@ -44,6 +45,7 @@ _COLLECTIVE = {
     "RowParallelLinear": "layers.tensor_parallel",
     "VocabParallelEmbedding": "layers.tensor_parallel",
     "ParallelDropout": "layers.parallel_random",
+    "ParallelRandom": "layers.parallel_random",
     "parallel_random": "layers.parallel_random",
     "MarginSoftmax": "layers.margin_softmax",
 }

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -37,7 +38,7 @@ def _at(place: Place) -> Iterator[None]:
     if isinstance(drawn, FakeTensor):
         raise ModelError(
             "fleet.nn.parallel_random() in a model that a pipeline traces: its random numbers would be those of all "
-            "ranks. Use the layer fleet.nn.ParallelDropout, or make the model a torch.nn.Sequential."
+            "ranks. Use the layers fleet.nn.ParallelDropout or fleet.nn.ParallelRandom, or make the model a Sequential."
         )
     generator = _generator(place.device)
     state = generator.get_state()
@@ -46,6 +47,24 @@ def _at(place: Place) -> Iterator[None]:
         yield
     finally:
         generator.set_state(state)
+
+
+class ParallelRandom(torch.nn.Module):
+    """`inner`, called under parallel_random(). A pipeline that traces the model leaves it as it is."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.training:
+            return self.inner(*args, **kwargs)
+        with parallel_random():
+            return self.inner(*args, **kwargs)
+
+    def stand_in(self) -> torch.nn.Module | None:
+        """For a tracer, which sees no random states; None if no layers are shared."""
+        return None if begun.place is None else self.inner
 
 
 class ParallelDropout(torch.nn.Dropout):
