@@ -101,24 +101,31 @@ def optimizer_of(pair: tuple[str, ...], parameters: Any) -> torch.optim.Optimize
 
 
 def train(kind: str, pairs: list[tuple[str, str]]) -> dict[str, Any]:
+    """Parameters by pair, or what is wrong with it: all ranks find that alike, and go on with the next pair."""
     found: dict[str, Any] = {}
     for pair in pairs:
-        name = " + ".join(pair)
-        print(name, flush=True)  # the last line of a rank that fails
-        job = start(**fields_of(pair, kind))
-        model = job.distribute_model(made(kind))
-        optimizer = job.distribute_optimizer(optimizer_of(pair, model.parameters()))
-        for step in range(STEPS):
-            loss = model.train_batch(*batch(kind, step, job.data_shard[0]), loss_of)
-            optimizer.step()
-            optimizer.zero_grad()
-        assert loss is None or bool(loss.isfinite()), name
-        found[name] = {
-            key: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().float().clone()
-            for key, value in model.named_parameters()
-        }
-        found[f"{name}: replicas"] = job.data_shard[1]
+        print(" + ".join(pair), flush=True)  # the last line of a rank that hangs
+        try:
+            found[" + ".join(pair)] = train_pair(kind, pair)
+        except Exception as error:
+            found[" + ".join(pair)] = {"error": f"{type(error).__name__}: {error}"}
     return found
+
+
+def train_pair(kind: str, pair: tuple[str, str]) -> dict[str, Any]:
+    job = start(**fields_of(pair, kind))
+    model = job.distribute_model(made(kind))
+    optimizer = job.distribute_optimizer(optimizer_of(pair, model.parameters()))
+    for step in range(STEPS):
+        loss = model.train_batch(*batch(kind, step, job.data_shard[0]), loss_of)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss is None or bool(loss.isfinite())
+    parameters = {
+        key: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().float().clone()
+        for key, value in model.named_parameters()
+    }
+    return {"parameters": parameters, "replicas": job.data_shard[1]}
 
 
 def plain(kind: str, replicas: int) -> dict[str, torch.Tensor]:
@@ -141,15 +148,17 @@ def test_every_pair_trains_the_examples(ranks: Ranks, kind: str) -> None:
     oracles = {replicas: plain(kind, replicas) for replicas in (1, 2, 4)}
     begun = dict(made(kind).named_parameters(remove_duplicate=False))
     names = set(dict(made(kind).named_parameters()))
+    wrong = {name: result["error"] for name, result in found[0].items() if "error" in result}
+    assert not wrong, "\n".join(f"{name}: {text[:300]}" for name, text in wrong.items())
     for pair in pairs:
         name = " + ".join(pair)
-        every = [of_rank[name] for of_rank in found]
+        every = [of_rank[name]["parameters"] for of_rank in found]
         assert {key for own in every for key in own} >= names, name
         for own in every:
             for key, value in own.items():
                 assert bool(value.isfinite().all()), (name, key)
                 if all(part in SAME for part in pair) and kind == "bert":
-                    expected = oracles[found[0][f"{name}: replicas"]][key]
+                    expected = oracles[found[0][name]["replicas"]][key]
                     torch.testing.assert_close(
                         value, expected, rtol=1e-4, atol=1e-5, msg=lambda text, at=(name, key): f"{at}: {text}"
                     )
