@@ -50,21 +50,32 @@ def _at(place: Place) -> Iterator[None]:
 
 
 class ParallelRandom(torch.nn.Module):
-    """`inner`, called under parallel_random(). A pipeline that traces the model leaves it as it is."""
+    """`inner`, called with tensors under parallel_random(). A pipeline that traces the model leaves it as it is."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *tensors: torch.Tensor) -> Any:
         if not self.training:
-            return self.inner(*args, **kwargs)
+            return self.inner(*tensors)
         with parallel_random():
-            return self.inner(*args, **kwargs)
+            return self.inner(*tensors)
 
     def stand_in(self) -> torch.nn.Module | None:
         """For a tracer, which sees no random states; None if no layers are shared."""
-        return None if begun.place is None else self.inner
+        return None if begun.place is None else _Told(self.inner)
+
+
+class _Told(torch.nn.Module):
+    """Copies of its inputs, in their order, tell a tracer which is which."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        return self.inner(*[tensor.clone() for tensor in tensors])
 
 
 class ParallelDropout(torch.nn.Dropout):

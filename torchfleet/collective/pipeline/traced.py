@@ -141,7 +141,7 @@ class TracedStage:
         for name, layer in layers.items():
             if name in modules:
                 parent, _, last = name.rpartition(".")
-                modules[parent]._modules[last] = layer
+                modules[parent]._modules[last] = _in_its_order(modules[name], layer)
 
     def arguments(self, received: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[Any]:
         """What the stage is called with, of what crossed the cut before it and of the model's inputs (flat)."""
@@ -189,6 +189,24 @@ class _Wiring:
             return self._outputs
         needed = [self.source(node) for stage in self.stages[index + 1 :] for node in stage.args]
         return sorted({value for value in (*needed, *self._outputs) if 0 <= value[0] <= index})
+
+
+class _Ordered(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module, places: Sequence[int]) -> None:
+        super().__init__()
+        self.__dict__["_layer"] = layer  # not registered: its names are the model's
+        self._places = places
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self._layer(*[args[place] for place in self._places])
+
+
+def _in_its_order(traced: Any, layer: torch.nn.Module) -> torch.nn.Module:
+    """A trace hands a module its inputs in an order of its own. Stand-ins of layers with several copy them first."""
+    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    copies = [node.args[0] for node in traced.graph.nodes if node.target is torch.ops.aten.clone.default]
+    places = [inputs.index(source) for source in copies if source in inputs]
+    return _Ordered(layer, places) if places else layer
 
 
 def _without_assertions(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:
