@@ -45,7 +45,7 @@ from torchfleet.collective.pipeline.micro_batches import (
     num_micro_batches,
     signature,
 )
-from torchfleet.collective.pipeline.tied_weights import TiedWeights, ties
+from torchfleet.collective.pipeline.stage_ties import StageTies, ties
 from torchfleet.collective.pipeline.traced import TracedStage, Tracer
 from torchfleet.collective.strategies.recomputation.offload import Offload
 from torchfleet.collective.strategies.recomputation.recompute import chosen
@@ -71,7 +71,7 @@ class Pipeline(Strategy):
         self._average = GradientAverage(settings, world, ends_itself=False)
         self._exchanging = True
         self._schedules: OrderedDict[Any, Schedule] = OrderedDict()
-        self._tied = TiedWeights([], world)
+        self._tied = StageTies([], world)
         self._tracer: Tracer | None = None
         self._recomputed: list[str] = []
         # From stage 2 on sharding puts gathered parameters into the model for the time of a call.
@@ -91,7 +91,7 @@ class Pipeline(Strategy):
         first = stages.starts(model, self.settings.pipeline_configs.stages, self._axis.size)
         stage_of = stages.stage_of_modules(model, first)
         found = ties(model, stage_of)
-        self._tied = TiedWeights(found, self.world)
+        self._tied = StageTies(found, self.world)
         others = [name for name, stage in stage_of.items() if stage != self._axis.rank]
         if stages.is_cut_in_chain(model, first):
             stages.drop_modules(model, [name for name in stages.chain(model) if name in others])

@@ -34,7 +34,7 @@ def ties(model: torch.nn.Module, stages: dict[str, int]) -> list[Tie]:
     return [tie for tie in found.values() if len(tie) > 1]
 
 
-class TiedWeights:
+class StageTies:
     """The tied parameters of this rank's stage. All ranks make it together, with the same ties."""
 
     def __init__(self, found: Sequence[Tie], world: World) -> None:
