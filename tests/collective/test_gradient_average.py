@@ -36,7 +36,7 @@ def inputs(replica: int) -> torch.Tensor:
 
 
 def watched(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What happens in the backward passes of one batch: exchanges of large buckets, and gradients of the first layer."""
+    """What happens in the backward passes of one batch: exchanges of buckets, and gradients of the first layer."""
     found: dict[str, Any] = {}
     reduce: Any = dist.all_reduce
     for name, fields in cases.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -194,11 +194,11 @@ class _Wiring:
 class _Ordered(torch.nn.Module):
     def __init__(self, layer: torch.nn.Module, places: Sequence[int]) -> None:
         super().__init__()
-        self.__dict__["_layer"] = layer  # not registered: its names are the model's
+        self._call: Callable[..., Any] = layer.__call__  # not registered: its names are the model's
         self._places = places
 
     def forward(self, *args: torch.Tensor) -> Any:
-        return self._layer(*[args[place] for place in self._places])
+        return self._call(*[args[place] for place in self._places])
 
 
 def _in_its_order(traced: Any, layer: torch.nn.Module) -> torch.nn.Module:
