@@ -126,7 +126,9 @@ class Sharding(Strategy):
 
     def _share_buffers(self) -> None:
         """Running means and the like are those of the first rank, as in data parallelism."""
-        buffers = [local(buffer) for buffer in self._model.buffers()]
+        # Not seen by autograd: micro-batches of a pipeline have batch norms' statistics saved for their backward passes,
+        # which do not use them.
+        buffers = [local(buffer.data) for buffer in self._model.buffers()]
         for name in ("data", "sharding"):
             axis = self.world.axis(name)
             if axis.size > 1 and buffers:
