@@ -126,8 +126,8 @@ class Sharding(Strategy):
 
     def _share_buffers(self) -> None:
         """Running means and the like are those of the first rank, as in data parallelism."""
-        # Not seen by autograd: micro-batches of a pipeline have batch norms' statistics saved for their backward passes,
-        # which do not use them.
+        # Not seen by autograd: in a pipeline backward passes of earlier micro-batches, which have saved statistics of
+        # batch norms and do not use them, come after this.
         buffers = [local(buffer.data) for buffer in self._model.buffers()]
         for name in ("data", "sharding"):
             axis = self.world.axis(name)
