@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchfleet as fleet
+from torchfleet.collective.checkpoint.loading import load_parameters
 
 WORDS, DIM, BATCH = 12, 6, 8
 
@@ -47,7 +49,7 @@ class Traced(nn.Module):
         return self.chain[3](x)  # type: ignore[no-any-return]
 
 
-def made(case: dict[str, Any]) -> nn.Module:
+def made(case: dict[str, Any]) -> Any:
     torch.manual_seed(2)
     return Traced(case.get("parallel", False)) if case.get("traced") else Chain(case.get("parallel", False))
 
@@ -87,6 +89,12 @@ def train_one(case: dict[str, Any]) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         norms.append(float(optimizer.grad_norm))
+    if "folder" in case:
+        job.save(case["folder"], None)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        job.load(case["folder"])
     state = {
         name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
         for name, value in model.state_dict().items()
@@ -128,14 +136,19 @@ def check(ranks: Ranks, size: int, cases: list[dict[str, Any]], replicas: dict[s
         assert seen == set(expected) - {"norms"}, case["name"]
 
 
-def test_tied_weights_on_two_stages_equal_one_process(ranks: Ranks) -> None:
-    """Clipped by the norm of all gradients, in which the copies count once; two batches for a step; traced."""
-    cases = [
-        {"name": "clipped", "clip": 0.5},
+def test_tied_weights_on_two_stages_equal_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    """Clipped by the norm of all gradients, in which the copies count once; two batches for a step; traced; saved."""
+    folder = str(tmp_path / "saved")
+    cases: list[dict[str, Any]] = [
+        {"name": "clipped", "clip": 0.5, "folder": folder},
         {"name": "twice", "calls": 2, "optimizer": "adam"},
         {"name": "traced", "traced": True, "clip": 0.5},
     ]
     check(ranks, 2, cases, {})
+    model = made({})
+    load_parameters(folder, model)
+    assert model[3].weight is model[0].weight
+    torch.testing.assert_close(model[0].weight.detach(), alone(cases[0], 1)["0.weight"], rtol=1e-5, atol=2e-6)
 
 
 def test_tied_weights_beside_other_axes(ranks: Ranks) -> None:
