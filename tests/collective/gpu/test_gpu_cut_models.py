@@ -39,6 +39,7 @@ def made(meta: bool) -> nn.Module:
 
 def begin(**fields: Any) -> None:
     """Both ranks on the first GPU: NCCL takes one rank a GPU, gloo any number."""
+    os.environ.pop("FLEET_DEVICE", None)  # which keeps the ranks of other tests on the CPU
     os.environ["LOCAL_RANK"] = "0"
     dist.init_process_group("gloo")
     fleet.init(is_collective=True, strategy=fleet.DistributedStrategy(**fields))
@@ -110,6 +111,7 @@ def test_layers_cut_on_meta_train_on_a_gpu_as_one_process_does(ranks: Ranks) -> 
 
 def train_offloaded() -> dict[str, Any]:
     """One rank over NCCL: parameters, gradients and state in page-locked host memory."""
+    os.environ.pop("FLEET_DEVICE", None)
     strategy = fleet.DistributedStrategy(sharding=True, sharding_configs={"stage": 3, "offload": True})
     fleet.init(is_collective=True, strategy=strategy)
     torch.zeros(1, device="cuda")
