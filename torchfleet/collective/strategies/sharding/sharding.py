@@ -10,8 +10,8 @@ rank holds in bytes, beside activations, for parameters and gradients of b bytes
 Stage 1 deals whole parameters out (zero.py) and takes any optimizer. Stages 2 and 3 are torch's FSDP2: every parameter
 is cut along its first dimension; units.py finds what is gathered at once. `segment_broadcast_MB` is about how much is
 sent or gathered at a time. `sharding_degree` ranks form a group; with `hybrid_dp` there are several groups, among which
-gradients are averaged too. With `offload` parameters, gradients and optimizer state of stage 3 are in host memory, of one
-rank alone too.
+gradients are averaged too. With `offload` parameters, gradients and optimizer state of stage 3 are in host memory, also
+those of one rank alone.
 
 Sources: Rajbhandari et al. 2020, ZeRO; Zhao et al. 2023, PyTorch FSDP. Composes with amp, recompute, gradient_merge,
 lars, lamb, tensor_parallel, pipeline; stage 1 with every way to exchange gradients too. Stage 1 equals plain training
