@@ -1,7 +1,7 @@
 """Layers: embeddings whose rows live on the servers, first values of their rows, and layers of collective training.
 
-ColumnParallelLinear, RowParallelLinear and VocabParallelEmbedding: docs/collective/tensor_parallel.md. MarginSoftmax:
-docs/collective/classification.md.
+ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, ParallelDropout, ParallelRandom, parallel_random:
+docs/collective/tensor_parallel.md. MarginSoftmax: docs/collective/classification.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torchfleet.worker.lookup.initializers import Constant, Normal, TruncatedNor
 
 if TYPE_CHECKING:
     from torchfleet.collective.layers.margin_softmax import MarginSoftmax
+    from torchfleet.collective.layers.parallel_random import ParallelDropout, ParallelRandom, parallel_random
     from torchfleet.collective.layers.tensor_parallel import (
         ColumnParallelLinear,
         RowParallelLinear,
@@ -26,6 +27,8 @@ __all__ = [
     "Constant",
     "MarginSoftmax",
     "Normal",
+    "ParallelDropout",
+    "ParallelRandom",
     "RowParallelLinear",
     "SparseEmbedding",
     "SparseEmbeddingBag",
@@ -33,6 +36,7 @@ __all__ = [
     "Uniform",
     "VocabParallelEmbedding",
     "convert",
+    "parallel_random",
     "sparse_embeddings",
 ]
 
@@ -40,6 +44,9 @@ _COLLECTIVE = {
     "ColumnParallelLinear": "layers.tensor_parallel",
     "RowParallelLinear": "layers.tensor_parallel",
     "VocabParallelEmbedding": "layers.tensor_parallel",
+    "ParallelDropout": "layers.parallel_random",
+    "ParallelRandom": "layers.parallel_random",
+    "parallel_random": "layers.parallel_random",
     "MarginSoftmax": "layers.margin_softmax",
 }
 

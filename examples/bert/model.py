@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from torchfleet.nn import ColumnParallelLinear, RowParallelLinear
+from torchfleet.nn import ColumnParallelLinear, ParallelRandom, RowParallelLinear
 
 
 class Size(NamedTuple):
@@ -53,20 +53,29 @@ class Embeddings(nn.Module):
         return self.dropout(self.norm(self.word(input_ids) + self.position(positions)))
 
 
+class Mixing(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
+
+
 class Attention(nn.Module):
     """Every word looks at all words of its sequence. Cut over ranks, each has some of the heads."""
 
     def __init__(self, size: Size, dropout: float) -> None:
         super().__init__()
-        self.head_width, self.dropout = size.hidden // size.heads, dropout
+        self.head_width = size.hidden // size.heads
         self.query, self.key, self.value = (_column(size.hidden, size.hidden) for _ in range(3))
+        self.mixing = ParallelRandom(Mixing(dropout))  # each rank drops its own numbers of its own heads
         self.output = RowParallelLinear(size.hidden, size.hidden, input_is_parallel=True)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = (self._by_head(project(x)) for project in (self.query, self.key, self.value))
-        dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout)
-        return self.output(mixed.transpose(1, 2).flatten(2))
+        return self.output(self.mixing(query, key, value).transpose(1, 2).flatten(2))
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(2, (-1, self.head_width)).transpose(1, 2)
@@ -110,7 +119,7 @@ class Head(nn.Module):
 
 
 class Bert(nn.Module):
-    """tied: the head's decoder is the table of word embeddings; False for a pipeline, which has them on two ranks."""
+    """tied: the head's decoder is the table of word embeddings."""
 
     def __init__(
         self, size: Size, vocab_size: int, max_length: int = 512, dropout: float = 0.1, tied: bool = True
@@ -119,9 +128,16 @@ class Bert(nn.Module):
         self.embeddings = Embeddings(vocab_size, size.hidden, max_length, dropout)
         self.encoder = Encoder(size, dropout)
         self.head = Head(vocab_size, size.hidden)
-        self.apply(_initialize)
+        self.apply(self._init_weights)
         if tied:
             self.head.decoder.weight = self.embeddings.word.weight
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Also called for a model that was made without memory."""
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor | None = None, labels: torch.Tensor | None = None
@@ -144,10 +160,3 @@ def masked_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def _column(width: int, out: int) -> ColumnParallelLinear:
     return ColumnParallelLinear(width, out, gather_output=False)
-
-
-def _initialize(module: nn.Module) -> None:
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear):
-        nn.init.zeros_(module.bias)

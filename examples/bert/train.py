@@ -37,8 +37,7 @@ def main() -> None:
     strategy = with_defaults(strategy_of(options), SIZES[options.size].layers)
     train_text, test_text = texts(options)
     model = fleet.distributed_model(
-        Bert(SIZES[options.size], train_text.vocab_size, options.length, options.dropout, tied=not strategy.pipeline),
-        strategy,
+        Bert(SIZES[options.size], train_text.vocab_size, options.length, options.dropout), strategy
     )
     optimizer = fleet.distributed_optimizer(optimizer_of(model, strategy, options))
     job = Job(model, optimizer, strategy.pipeline)

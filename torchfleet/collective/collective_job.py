@@ -15,6 +15,7 @@ from torchfleet.collective.build import build
 from torchfleet.collective.collective_model import CollectiveModel
 from torchfleet.collective.collective_optimizer import CollectiveOptimizer
 from torchfleet.collective.data_parallel import WrappedModel, broadcast, data_parallel, share_buffers
+from torchfleet.collective.first_values import Filling, is_without_memory, set_aside, share_seed
 from torchfleet.collective.job_settings import JobSettings
 from torchfleet.collective.local_tensors import is_local
 from torchfleet.collective.meeting.job_meetings import JobMeetings
@@ -129,11 +130,18 @@ class CollectiveJob(JobSettings):
                 )
 
     def _convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        model = model.to(self.world.device)
-        if self._owns_gradients and self.world.size > 1:
-            broadcast(model)  # before it is sharded; DistributedDataParallel does it otherwise
+        """Cut where it lies, then moved: no device ever holds more of a model that is cut than its own part."""
+        world, is_bare = self.world, is_without_memory(model)
+        if self._owns_gradients and world.size > 1:
+            broadcast(model, world)  # before it is sharded; DistributedDataParallel does it otherwise
+        whole = set_aside(model) if any(strategy.replaces_parameters for strategy in self.strategies) else {}
         for strategy in self.strategies:
             model = strategy.convert(model)
+        if not (whole or is_bare):
+            return model.to(world.device)
+        in_host = any(strategy.keeps_parameters_in_host for strategy in self.strategies)
+        home = torch.device("cpu") if in_host else world.device
+        Filling(world.device, home, share_seed(world.gather), whole).fill(model)
         return model
 
     def _data_parallel(self, wrapped: WrappedModel) -> DistributedDataParallel | None:

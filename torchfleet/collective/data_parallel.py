@@ -21,7 +21,6 @@ from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.nn.parallel import DistributedDataParallel
 
 from torchfleet.collective.buckets import buckets
-from torchfleet.collective.gradient_average import REPLICAS
 from torchfleet.collective.local_tensors import is_local, local
 from torchfleet.collective.strategy import Forward
 from torchfleet.collective.world import World
@@ -68,7 +67,7 @@ def data_parallel(
     """
     own = [name for name, parameter in wrapped.named_parameters() if is_local(parameter)]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(wrapped, own)  # type: ignore[no-untyped-call]
-    broadcast_buffers(wrapped)
+    broadcast_buffers(wrapped, world)
     options = _bucket_sizes(wrapped, settings, beside_rows)
     # In no forward pass; the second name warns where there is the first.
     options["forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"] = False
@@ -137,26 +136,30 @@ def bucket_bytes(gradients: Sequence[int], largest: int, last: int) -> list[int]
     return [*made, *([filled] if filled else []), num]
 
 
-def broadcast(model: torch.nn.Module) -> None:
+def broadcast(model: torch.nn.Module, world: World) -> None:
     """Every rank takes rank 0's parameters and buffers, as DistributedDataParallel does when it is made."""
-    _broadcast([parameter for parameter in model.parameters() if not is_local(parameter)])
-    broadcast_buffers(model)
+    own = [parameter.detach() for parameter in model.parameters() if not is_local(parameter)]
+    _where_they_lie([*own, *model.buffers()], world)
 
 
-def broadcast_buffers(model: torch.nn.Module) -> None:
+def broadcast_buffers(model: torch.nn.Module, world: World) -> None:
     """Every rank takes rank 0's buffers."""
-    _broadcast(list(model.buffers()))
+    _where_they_lie(list(model.buffers()), world)
 
 
 def share_buffers(model: torch.nn.Module, world: World) -> None:
     """Of ranks that hold the same layers, all take the buffers of the first. All ranks come here together."""
-    for axis in (world.axis(name) for name in REPLICAS):
-        if axis.group is not None:
-            _broadcast([local(buffer) for buffer in model.buffers()], axis.group)
+    if world.replicas.group is not None:
+        _broadcast([local(buffer) for buffer in model.buffers()], world.replicas.group)
 
 
-def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
-    group = group or dist.group.WORLD
-    assert group is not None
+def _where_they_lie(tensors: Sequence[torch.Tensor], world: World) -> None:
+    """Those in host memory do not come to the GPU for it."""
+    assert dist.group.WORLD is not None
+    _broadcast([tensor for tensor in tensors if tensor.device.type == "cpu"], world.control)
+    _broadcast([tensor for tensor in tensors if tensor.device.type not in ("cpu", "meta")], dist.group.WORLD)
+
+
+def _broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
     for bucket in buckets(tensor.detach() for tensor in tensors):
         _broadcast_coalesced(group, bucket, _BROADCAST_BYTES, 0)

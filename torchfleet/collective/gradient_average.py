@@ -1,55 +1,107 @@
-"""Data-parallel averaging of gradients after backward, for strategies that shard the model.
+"""Data-parallel averaging of gradients beside backward, for strategies that shard the model.
 
     g = (1/n) · Σ_{r=1..n} g_r      over the ranks along the data and sharding axes
 
-Gradients are put together into flat buckets of `fuse_grad_size_in_MB` (each by itself without `fuse_all_reduce_ops`),
-each averaged by one all-reduce. Unlike DistributedDataParallel's, the exchange is not overlapped with backward: it
-begins when all gradients are complete.
+Parameters are put together into buckets of `fuse_grad_size_in_MB` (each by itself without `fuse_all_reduce_ops`), from
+the last to the first, as backward comes to them. A bucket is averaged by one all-reduce that begins when the gradients
+of all its parameters, and of the buckets before it, are there; backward goes on meanwhile. What a pass has no gradients
+for is averaged at its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.autograd import Variable
 
-from torchfleet.collective.buckets import average
+from torchfleet.collective.buckets import buckets
 from torchfleet.collective.local_tensors import is_local, local
 from torchfleet.collective.world import World
 from torchfleet.errors import ModelError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
-REPLICAS = ("data", "sharding")  # the axes along which ranks hold the same, and read different data
-
 
 class GradientAverage:
-    """Averages gradients in place. Ranks along the axes call it together, with gradients of the same parameters."""
+    """Averages gradients in place. Ranks along the axes have the same parameters, and gradients of the same of them.
 
-    def __init__(self, settings: DistributedStrategy, world: World) -> None:
-        axes = [world.axis(name) for name in REPLICAS]
-        self._axes = [axis for axis in axes if axis.size > 1]
+    `watch` once, `begin` before a backward pass whose gradients are to be averaged, as often as there are any. With
+    `ends_itself` the average is complete at the end of the pass; otherwise `finish` is called behind it.
+    """
+
+    def __init__(self, settings: DistributedStrategy, world: World, ends_itself: bool) -> None:
+        self._replicas = world.replicas
         self._bucket_bytes = settings.fuse_grad_size_in_MB << 20 if settings.fuse_all_reduce_ops else 0
-        if settings.sharding and settings.sharding_configs.stage > 1:
-            self._axes = []  # sharding averages them itself
+        # From stage 2 on sharding averages them itself.
+        own = not (settings.sharding and settings.sharding_configs.stage > 1)
+        self.is_needed = own and self._replicas.size > 1
+        self._ends_itself, self._is_ending, self._is_open = ends_itself, False, False
+        self._buckets: list[list[torch.nn.Parameter]] = []
+        self._missing: list[set[torch.nn.Parameter]] = []  # of each bucket, in this pass
+        self._under_way: list[tuple[Any, torch.Tensor, list[torch.Tensor]]] = []
 
-    @property
-    def is_needed(self) -> bool:
-        return bool(self._axes)
+    def watch(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Gradients of these are averaged from now on, as passes that begin come to them."""
+        if not self.is_needed:
+            return
+        watched = [parameter for parameter in parameters if parameter.requires_grad and not is_local(parameter)]
+        shards = [local(parameter) for parameter in reversed(watched)]
+        of_shard = {id(shard): parameter for shard, parameter in zip(shards, reversed(watched), strict=True)}
+        for bucket in buckets(shards, self._bucket_bytes):
+            self._buckets.append([of_shard[id(shard)] for shard in bucket])
+        for parameter in watched:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
-    def __call__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        if self._axes:
-            average(_local_gradients(parameters), self._axes, self._bucket_bytes)
+    def begin(self, is_exchanged: bool = True) -> None:
+        """A pass is about to begin; `is_exchanged`: its gradients, and those gathered before it, are to be averaged."""
+        self._is_open, self._is_ending, self._under_way = is_exchanged and self.is_needed, False, []
+        self._missing = [set(bucket) for bucket in self._buckets]
+
+    def _on_gradient(self, parameter: torch.nn.Parameter) -> None:
+        if not self._is_open:
+            return
+        if self._ends_itself and not self._is_ending:
+            self._is_ending = True
+            Variable._execution_engine.queue_callback(self.finish)
+        for missing in self._missing[len(self._under_way) :]:
+            missing.discard(parameter)
+        while len(self._under_way) < len(self._buckets) and not self._missing[len(self._under_way)]:
+            self._exchange(self._buckets[len(self._under_way)])
+
+    @torch.no_grad()
+    def _exchange(self, bucket: list[torch.nn.Parameter]) -> None:
+        shards = [_shard(parameter) for parameter in bucket if parameter.grad is not None]
+        work, flat = None, torch.empty(0)
+        if shards:
+            flat = torch.cat([shard.reshape(-1) for shard in shards])
+            flat.div_(self._replicas.size)  # before the sum, which could be too large for half precision
+            work = dist.all_reduce(flat, group=self._replicas.group, async_op=True)
+        self._under_way.append((work, flat, shards))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """All gradients are averaged when this returns. Does nothing if no pass is open."""
+        if not self._is_open:
+            return
+        for bucket in self._buckets[len(self._under_way) :]:
+            self._exchange(bucket)
+        for work, flat, shards in self._under_way:
+            if work is not None:
+                work.wait()
+                means = flat.split([shard.numel() for shard in shards])  # type: ignore[no-untyped-call]
+                torch._foreach_copy_(shards, [mean.view_as(shard) for mean, shard in zip(means, shards, strict=True)])
+        self.begin(self._ends_itself)  # another backward pass may come without a forward pass
 
 
-def _local_gradients(parameters: Iterable[torch.nn.Parameter]) -> Iterator[torch.Tensor]:
-    """This rank's shards of the gradients that ranks have in common."""
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is None or is_local(parameter):
-            continue
-        if gradient.is_sparse:
-            raise ModelError(
-                "a sparse gradient (an embedding with sparse=True) cannot be averaged under pipeline or "
-                "tensor_parallel: make the embedding with sparse=False"
-            )
-        yield local(gradient)
+def _shard(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """This rank's shard of the gradient."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        raise ModelError(
+            "a sparse gradient (an embedding with sparse=True) cannot be averaged under pipeline or tensor_parallel: "
+            "make the embedding with sparse=False"
+        )
+    return local(gradient)

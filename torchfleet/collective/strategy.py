@@ -59,6 +59,8 @@ class Strategy:
     registers_hook = False  # `attach` registers a communication hook: one rank alone has DistributedDataParallel too
     accepts_local_parameters = True  # the model may have parameters marked `fleet_local`, which are each rank's own
     has_own_backward = False  # makes the model's backward passes by themselves; `begin_backward` of all is then called
+    replaces_parameters = False  # `convert` puts DTensors in their place: they are cut before they have values
+    keeps_parameters_in_host = False  # parameters, gradients and optimizer state stay in host memory
     wants_loss = False  # `note_loss` is to be called for every batch
 
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
@@ -68,7 +70,11 @@ class Strategy:
     # The model, once, in fleet.distributed_model
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Change the layers of the model, in place where possible. It is on its device already."""
+        """Change the layers of the model, in place where possible.
+
+        It is moved to its device when all strategies have converted it. Parameters may have no values yet (torch's meta
+        device): those of a user's model without memory, and all if a strategy `replaces_parameters`.
+        """
         return model
 
     def wrap_forward(self, forward: Forward) -> Forward:

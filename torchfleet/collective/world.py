@@ -19,11 +19,19 @@ from torchfleet.strategy.distributed_strategy import DistributedStrategy
 AXES = ("data", "pipe", "sharding", "model")  # from the slowest to the fastest number: neighbours share a tensor
 
 
+class Place(NamedTuple):
+    """Of a rank among those that share layers, and where it computes."""
+
+    rank: int
+    device: torch.device
+
+
 class _Begun:
     """The role in the job that this process has begun: layers may be made before the ranks meet."""
 
     info: RoleInfo | None = None
     num_stores = 0  # asked for in this process: the same on all ranks
+    place: Place | None = None  # None: no layers are shared
 
 
 begun = _Begun()
@@ -80,6 +88,8 @@ class World:
             )
         self._mesh: DeviceMesh | None = None
         self._control: dist.ProcessGroup | None = None
+        self._replicas: Axis | None = None
+        begun.place = Place(self.axis("model").rank, self.device) if self.degrees["model"] > 1 else None
 
     def _join(self, info: RoleInfo, timeout: float) -> None:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -141,6 +151,26 @@ class World:
         return Axis(self.mesh.get_local_rank(name), size, self.mesh.get_group(name))
 
     @property
+    def replicas(self) -> Axis:
+        """This rank's place among those that hold what it holds, and read other data: along data and sharding together.
+
+        All ranks come here together the first time.
+        """
+        if self._replicas is None:
+            data, sharding = self.axis("data"), self.axis("sharding")
+            index, number = self.data_shard
+            if 1 in (data.size, sharding.size):
+                self._replicas = data if sharding.size == 1 else sharding
+            elif number == self.size:
+                self._replicas = Axis(index, number, dist.group.WORLD)
+            else:
+                grid = torch.arange(self.size).reshape([self.degrees[axis] for axis in AXES])
+                places = [AXES.index(axis) for axis in ("pipe", "model", "data", "sharding")]
+                group = self._own(grid.permute(places).reshape(-1, number).tolist())
+                self._replicas = Axis(index, number, group)
+        return self._replicas
+
+    @property
     def data_shard(self) -> tuple[int, int]:
         """(index, number) of this rank's share of the samples: ranks of one pipeline or one cut layer have the same."""
         data, sharding = self.axis("data"), self.axis("sharding")
@@ -159,13 +189,14 @@ class World:
         return next(group for group, ranks in zip(made, partition, strict=True) if self.rank in ranks)
 
     def barrier(self) -> None:
-        dist.barrier(device_ids=[self.local_rank] if self.device.type == "cuda" else None)
+        dist.barrier(device_ids=[self.local_rank] if dist.get_backend() == "nccl" else None)
 
     def close(self, alone: bool = False) -> None:
         """All ranks come here together: one that left earlier could keep another from leaving.
 
         `alone`: they are not waited for.
         """
+        begun.place = None
         if self._is_ours and dist.is_initialized():
             if self.size > 1 and not alone:
                 self.barrier()

@@ -76,6 +76,7 @@ class ShardingConfigs(
     sharding_degree = Key(0, at_least=0)  # 0: all ranks
     hybrid_dp = Key(False)
     segment_broadcast_MB = Key(32.0, at_least=0.0)
+    offload = Key(False)  # parameters, gradients and optimizer state in host memory
 
 
 class PipelineConfigs(Configs, name="pipeline_configs", aliases={"micro_batch": "accumulate_steps"}):

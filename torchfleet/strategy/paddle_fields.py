@@ -41,7 +41,7 @@ _LOCAL = "torchfleet has no such training"
 _TABLES = "tables and their files are described by the model and by fleet.save_persistables, not by the strategy"
 _DEGREES = "degrees of other dimensions belong into hybrid_configs"
 _MERGE = "use gradient_merge: true and gradient_merge_configs { k_steps: ... }"
-_OFFLOAD = "the state of optimizers stays on its device; sharding stages 2 and 3 cut it over more ranks"
+_OFFLOAD = "sharding_configs { stage: 3 offload: true } keeps parameters, gradients and optimizer state in host memory"
 _EXCHANGE = "torchfleet's tensor-parallel layers and pipeline choose by themselves how they communicate"
 _PRECISION = "amp has custom_white_list, custom_black_list, use_pure_fp16 and use_pure_bf16 instead"
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
+from support.collective_oracles import alone as without_ranks
 from support.ranks import Ranks
 from support.sharded_models import (
     CLOSE,
@@ -27,7 +29,7 @@ from torchfleet.collective.strategies.sharding.sharding import Sharding
 from torchfleet.collective.strategies.sharding.units import Units
 from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer
 from torchfleet.collective.world import Axis, World
-from torchfleet.errors import ModelError
+from torchfleet.errors import ModelError, StrategyError
 from torchfleet.role import PaddleCloudRoleMaker
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
@@ -89,7 +91,8 @@ def on_two(ranks: Ranks) -> list[dict[str, Any]]:
         for stage in STAGES
     ]
     merged = {"name": "merged", "optimizer": "momentum", "fields": sharded(3, segment_broadcast_MB=32.0)}
-    return ranks.run(train, 2, cases=[*cases, merged, {"name": "plain", "optimizer": "adam", "fields": {}}])
+    offloaded = {"name": "offloaded", "optimizer": "adam", "fields": sharded(3, offload=True)}
+    return ranks.run(train, 2, cases=[*cases, merged, offloaded, {"name": "plain", "optimizer": "adam", "fields": {}}])
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +121,24 @@ def test_every_stage_trains_as_one_process_does(on_two: list[dict[str, Any]], st
 def test_layers_that_are_gathered_together_train_as_one_process_does(on_two: list[dict[str, Any]]) -> None:
     for found in on_two:
         assert_trained(of_case(found, "merged"), alone("momentum"))
+
+
+def test_parameters_in_host_memory_train_as_one_process_does(on_two: list[dict[str, Any]]) -> None:
+    for found in on_two:
+        assert_trained(of_case(found, "offloaded"), alone("adam"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (sharded(2, offload=True), "offload=True and stage=2: parameters stay in host memory only if"),
+        ({**sharded(3, offload=True), "lamb": True}, "sharding_configs['offload'] and lamb cannot be used together"),
+        ({**sharded(3, offload=True), "amp": True}, "and amp in float16 cannot be used together"),
+    ],
+)
+def test_what_offload_does_not_go_with_is_named(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(StrategyError, match=re.escape(text)):
+        Sharding(*without_ranks(**fields))
 
 
 def test_stage_1_equals_data_parallelism_to_the_bit(on_two: list[dict[str, Any]]) -> None:

@@ -18,9 +18,9 @@ All ranks of the model axis read the same batch, and ranks along data and shardi
     index, number = fleet.data_shard()
     sampler = DistributedSampler(data, num_replicas=number, rank=index)      # number = data × sharding degrees
 
-Source: Shoeybi et al. 2019, Megatron-LM. Composes with data parallelism (whose all-reduce comes after backward and is
-not overlapped, gradient_average.py), amp, recompute, gradient_merge, sharding and a pipeline of a Sequential. To clip
-by the norm of all gradients call optimizer.clip_grad_norm_.
+Source: Shoeybi et al. 2019, Megatron-LM. Composes with data parallelism (whose all-reduce runs beside backward,
+gradient_average.py), amp, recompute, gradient_merge, sharding and pipeline. To clip by the norm of all gradients call
+optimizer.clip_grad_norm_. Dropout of what is cut: parallel_random.py.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchfleet.collective.gradient_average import GradientAverage
 from torchfleet.collective.layers.shards import copied, gathered, own_shard, split, summed
+from torchfleet.collective.local_tensors import local
 from torchfleet.collective.one_kind import OneKindGroups
 from torchfleet.collective.strategy import JobView, Strategy
 from torchfleet.collective.world import World
@@ -54,6 +54,13 @@ class ColumnParallelLinear(torch.nn.Linear):
     def cut(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         _cut_parameters(self, mesh, {"weight": Shard(0), "bias": Shard(0)})
+
+    def stand_in(self) -> torch.nn.Module | None:
+        """For a tracer: what returns tensors of the same shapes on this rank; None if the layer is not cut."""
+        if self._mesh is None:
+            return None
+        out = self.out_features if self.gather_output else local(self.weight).shape[0]
+        return _bare_linear(self, self.in_features, out)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._mesh is None:
@@ -74,6 +81,13 @@ class RowParallelLinear(torch.nn.Linear):
     def cut(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         _cut_parameters(self, mesh, {"weight": Shard(1), "bias": Replicate()})
+
+    def stand_in(self) -> torch.nn.Module | None:
+        """For a tracer: what takes tensors of the same shapes on this rank; None if the layer is not cut."""
+        if self._mesh is None:
+            return None
+        into = local(self.weight).shape[1] if self.input_is_parallel else self.in_features
+        return _bare_linear(self, into, self.out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self._mesh is None:
@@ -103,6 +117,12 @@ class VocabParallelEmbedding(torch.nn.Embedding):
         self._mesh = mesh
         _cut_parameters(self, mesh, {"weight": Shard(0)})
 
+    def stand_in(self) -> torch.nn.Module | None:
+        """For a tracer: what returns tensors of the same shapes; None if the layer is not cut."""
+        if self._mesh is None:
+            return None
+        return torch.nn.Embedding(self.num_embeddings, self.embedding_dim, device="meta", dtype=self.weight.dtype)
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self._mesh is None:
             return super().forward(ids)
@@ -126,14 +146,14 @@ class TensorParallel(Strategy):
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)
         self._degree = world.axis("model").size
-        self.owns_gradients = self._degree > 1
-        self._average = GradientAverage(settings, world)
-        self._exchanging = True
-        self._is_ending = False  # the backward pass that runs has an exchange waiting at its end
-        self._is_told = False  # when the model's backward pass begins
+        self.owns_gradients = self.replaces_parameters = self._degree > 1
+        self._average = GradientAverage(settings, world, ends_itself=True)
+        self._is_told = self._is_to_exchange = (
+            False  # when the model's own backward pass begins; whether that exchanges
+        )
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Cut the layers in place. All ranks hold the same model."""
+        """Cut the layers in place, before their parameters have values."""
         layers = [module for module in model.modules() if isinstance(module, LAYERS)]
         if self._degree == 1:
             return model
@@ -142,33 +162,24 @@ class TensorParallel(Strategy):
                 f"tensor_parallel=True with degree {self._degree}, but the model has no layer that can be cut: use "
                 f"{', '.join('fleet.nn.' + layer.__name__ for layer in LAYERS)} in it, or leave tensor_parallel out"
             )
+        tied = _uses(model)
         for layer in layers:
             layer.cut(self.world.mesh["model"])
+        _tie_again(model, tied)
         return model
 
     def joined(self, job: JobView) -> None:
-        self._model, self._is_told = job.model, job.has_own_backward
-        if self.owns_gradients and self._average.is_needed and job.runner is None:  # which averages itself
-            for parameter in job.model.parameters():
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+        self._is_told = job.has_own_backward
+        if self.owns_gradients and job.runner is None:  # which averages itself
+            self._average.watch(job.model.parameters())
 
     def begin_forward(self, exchanging: bool) -> None:
-        self._exchanging, self._is_ending = exchanging and not self._is_told, False
         self._is_to_exchange = exchanging
+        self._average.begin(exchanging and not self._is_told)
 
     def begin_backward(self) -> None:
         if self._is_told:
-            self._exchanging = self._is_to_exchange
-
-    def _on_gradient(self, _: torch.Tensor) -> None:
-        if self._exchanging and not self._is_ending:
-            self._is_ending = True
-            Variable._execution_engine.queue_callback(self._exchange)
-
-    def _exchange(self) -> None:
-        self._is_ending = False
-        self._average(self._model.parameters())
+            self._average.begin(self._is_to_exchange)
 
     def optimizer(self, inner: torch.optim.Optimizer, names: Mapping[torch.Tensor, str]) -> torch.optim.Optimizer:
         self._groups = OneKindGroups(inner)
@@ -186,8 +197,47 @@ def _cut_parameters(layer: torch.nn.Module, mesh: DeviceMesh, placements: Mappin
     for name, placement in placements.items():
         whole = layer._parameters[name]
         if whole is not None:
-            sharded = distribute_tensor(whole.detach(), mesh, [placement])
-            layer._parameters[name] = torch.nn.Parameter(sharded, whole.requires_grad)
+            layer._parameters[name] = torch.nn.Parameter(_cut(whole.detach(), mesh, placement), whole.requires_grad)
+
+
+def _uses(model: torch.nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [found for found in names.values() if len(found) > 1]
+
+
+def _tie_again(model: torch.nn.Module, tied: list[list[str]]) -> None:
+    """Layers that had one parameter have one again; they must be cut alike."""
+    for first, *others in tied:
+        one = model.get_parameter(first)
+        for name in others:
+            other = model.get_parameter(name)
+            if getattr(one, "placements", None) != getattr(other, "placements", None):
+                raise ModelError(
+                    f"tensor_parallel: '{first}' and '{name}' are one parameter, and the two layers are cut in "
+                    "different ways. A VocabParallelEmbedding goes with a ColumnParallelLinear; or make them two."
+                )
+            parent, _, own = name.rpartition(".")
+            model.get_submodule(parent)._parameters[own] = one
+
+
+def _cut(whole: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """`whole` has no values yet (first_values.py), so nothing is sent."""
+    assert whole.is_meta
+    own = whole
+    if isinstance(placement, Shard):
+        width = math.ceil(whole.shape[placement.dim] / mesh.size())
+        start = min(width * mesh.get_local_rank(), whole.shape[placement.dim])
+        length = min(width, whole.shape[placement.dim] - start)
+        own = whole.narrow(placement.dim, start, length).contiguous()
+    return DTensor.from_local(own, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def _bare_linear(layer: torch.nn.Linear, into: int, out: int) -> torch.nn.Module:
+    has_bias = layer._parameters["bias"] is not None
+    return torch.nn.Linear(into, out, has_bias, device="meta", dtype=layer.weight.dtype)
 
 
 def _bias(layer: torch.nn.Linear) -> torch.Tensor | None:

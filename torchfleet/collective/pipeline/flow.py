@@ -78,14 +78,19 @@ class Schedule:
         self._sends: list[dist.P2POp] = []  # of what is done, posted together with what must come for the next thing
         self._kept: dict[int, tuple[Sequence[torch.Tensor], tuple[Any, ...]]] = {}  # between forward and backward
 
-    def run(self, batches: MicroBatches) -> None:
-        """All micro-batches, backward too if they have a loss. Ranks of the pipeline call it together."""
+    def run(self, batches: MicroBatches, before_last: Callable[[], object] = lambda: None) -> None:
+        """All micro-batches, backward too if they have a loss. Ranks of the pipeline call it together.
+
+        `before_last` is called before the last backward pass, with which gradients become complete.
+        """
         self._kept.clear()  # of a batch that was broken off
         self._sends = []
         for is_forward, index in order(self._mode, self._axis.rank, self._axis.size, batches.num, batches.has_loss):
             if is_forward:
                 self._forward(index, batches)
             else:
+                if index == batches.num - 1:
+                    before_last()
                 self._backward(index)
         self._exchange([], 0)
 

@@ -18,9 +18,9 @@ other model is traced by torch.export for each shape of micro-batch (traced.py),
 tensor or a flat tuple. After the cut a rank has the parameters of its own stage alone, by the names they had.
 
 Source: Huang et al. 2019, GPipe; Narayanan et al. 2019, PipeDream (1F1B).
-Composes with amp, recompute, gradient_merge, lars, lamb, sharding (from stage 2 on if the model is a Sequential; every
-micro-batch then exchanges its gradients), tensor_parallel (likewise a Sequential) and data parallelism, whose
-all-reduce comes after the last micro-batch and is not overlapped (gradient_average.py). To clip by the norm of all
+Composes with amp, recompute, gradient_merge, lars, lamb, sharding (from stage 2 on every micro-batch exchanges its
+gradients, and a stage that is traced is gathered as a whole), tensor_parallel and data parallelism, whose
+all-reduce runs beside the backward pass of the last micro-batch (gradient_average.py). To clip by the norm of all
 gradients, of which a rank has its own stage's, call optimizer.clip_grad_norm_.
 """
 
@@ -45,12 +45,12 @@ from torchfleet.collective.pipeline.micro_batches import (
     num_micro_batches,
     signature,
 )
+from torchfleet.collective.pipeline.stage_ties import StageTies, ties
 from torchfleet.collective.pipeline.traced import TracedStage, Tracer
 from torchfleet.collective.strategies.recomputation.offload import Offload
 from torchfleet.collective.strategies.recomputation.recompute import chosen
 from torchfleet.collective.strategy import JobView, LossFn, Runner, Strategy
 from torchfleet.collective.world import World
-from torchfleet.errors import StrategyError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 _NUM_KEPT = 8  # shapes of batches whose schedule, and trace, is kept
@@ -68,11 +68,14 @@ class Pipeline(Strategy):
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)
         self._axis = world.axis("pipe")
-        self._average = GradientAverage(settings, world)
+        self._average = GradientAverage(settings, world, ends_itself=False)
         self._exchanging = True
         self._schedules: OrderedDict[Any, Schedule] = OrderedDict()
+        self._tied = StageTies([], world)
         self._tracer: Tracer | None = None
         self._recomputed: list[str] = []
+        # From stage 2 on sharding puts gathered parameters into the model for the time of a call.
+        self._is_gathered = settings.sharding and settings.sharding_configs.stage > 1
 
     @property
     def is_last(self) -> bool:
@@ -87,34 +90,28 @@ class Pipeline(Strategy):
             return model  # a model of several stages can be tried out in one process
         first = stages.starts(model, self.settings.pipeline_configs.stages, self._axis.size)
         stage_of = stages.stage_of_modules(model, first)
-        stages.refuse_shared(model, stage_of)
+        found = ties(model, stage_of)
+        self._tied = StageTies(found, self.world)
         others = [name for name, stage in stage_of.items() if stage != self._axis.rank]
         if stages.is_cut_in_chain(model, first):
             stages.drop_modules(model, [name for name in stages.chain(model) if name in others])
             return model
-        self._refuse_sharding(model)
         if self.settings.recompute:
             again = {id(module) for module in chosen(model, self.settings.recompute_configs.checkpoints)}
             self._recomputed = [name for name, module in model.named_modules() if id(module) in again]
-        self._tracer, self._buffers = Tracer(model, first), dict(model.named_buffers())
+        self._tracer, self._buffers = Tracer(model, first, found, self.world.device), dict(model.named_buffers())
         stages.drop_tensors(model, others)
         model.forward = self._run_traced
+        vars(model)["fleet_traced"] = True  # its modules are never called themselves
         return model
-
-    def _refuse_sharding(self, model: torch.nn.Module) -> None:
-        stage = self.settings.sharding_configs.stage
-        if self.settings.sharding and stage > 1:
-            raise StrategyError(
-                f"pipeline and sharding (stage {stage}): a {type(model).__name__} is traced, which cannot be done with "
-                "parameters that are gathered when modules are called: use sharding_configs={'stage': 1}, or make the "
-                "model a torch.nn.Sequential"
-            )
 
     def runner(self) -> Runner:
         return self
 
     def joined(self, job: JobView) -> None:
         self._model, self._forward = job.model, job.forward
+        self._average.watch(job.model.parameters())
+        self._tied.find(job.model)
         if self._axis.size > 1:  # before neighbours talk in pairs, all ranks of the group must have met
             dist.all_reduce(torch.zeros(1, device=self.world.device), group=self._axis.group)
 
@@ -132,13 +129,19 @@ class Pipeline(Strategy):
         size, configs = batch_size_of(inputs, target), self.settings.pipeline_configs
         num = num_micro_batches(size, configs.accumulate_steps, configs.micro_batch_size)
         batches = MicroBatches(inputs, target, num, loss_fn, self.world.device)
+        self._average.begin(False)
+        self._tied.begin()
         if self._axis.size == 1:
-            for _ in range(num):
-                batches.loss(self._call(None, (), batches.next_inputs())).backward()  # type: ignore[no-untyped-call]
+            for index in range(num):
+                loss = batches.loss(self._call(None, (), batches.next_inputs()))
+                if index == num - 1:
+                    self._average.begin(self._exchanging)
+                loss.backward()  # type: ignore[no-untyped-call]
         else:
-            self._schedule(batches).run(batches)
+            self._schedule(batches).run(batches, lambda: self._average.begin(self._exchanging))
+        self._average.finish()
         if self._exchanging:
-            self._average(self._model.parameters())
+            self._tied.sum_gradients()
         return torch.stack(batches.losses).mean() if self.is_last else None
 
     @torch.no_grad()
@@ -166,6 +169,8 @@ class Pipeline(Strategy):
 
     def _run_traced(self, *args: Any) -> Any:
         """The model's forward, around which the other strategies are."""
+        if self._is_gathered:
+            self._traced.adopt(self._model, self._buffers)
         return self._traced.module(*args)
 
     # The schedule of batches of one shape
@@ -188,7 +193,8 @@ class Pipeline(Strategy):
 
     def _trace(self, tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedStage:
         traced = tracer.trace(args, kwargs, self._model.training, self._axis.rank)
-        traced.adopt(self._model, self._buffers)
+        if not self._is_gathered:
+            traced.adopt(self._model, self._buffers)
         is_offloaded = self.settings.recompute_configs.enable_offload
         traced.recompute(self._recomputed, Offload(self.world.device) if is_offloaded else None)
         return traced

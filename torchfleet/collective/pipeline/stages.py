@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.nn.modules import module as torch_module
 
-from torchfleet.errors import ModelError, StrategyError
+from torchfleet.errors import StrategyError
 
 _STAGE = "_fleet_stage"
 _guards: list[int] = []  # the stages of the guards that are open, the innermost last
@@ -166,18 +166,6 @@ def is_cut_in_chain(model: torch.nn.Module, first: Sequence[str]) -> bool:
     """Whether every stage of a Sequential begins with one of the modules it runs, so that it need not be traced."""
     units = chain(model)
     return all(any(unit == name or unit.startswith(name + ".") for unit in units) for name in first)
-
-
-def refuse_shared(model: torch.nn.Module, stages: dict[str, int]) -> None:
-    """A parameter that two stages use would be two parameters, each with a share of the gradient."""
-    seen: dict[torch.Tensor, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        other = seen.setdefault(parameter, name)
-        if stages[other.rpartition(".")[0]] != stages[name.rpartition(".")[0]]:
-            raise ModelError(
-                f"pipeline: {other!r} and {name!r} are one parameter, and they are in different stages: a stage has "
-                "its parameters for itself. Make them two, or let the stages begin elsewhere."
-            )
 
 
 def drop_modules(model: torch.nn.Module, names: Sequence[str]) -> None:

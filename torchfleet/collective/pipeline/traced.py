@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.pipelining._IR import annotate_split_points
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from torchfleet.collective.pipeline.flow import as_tuple
+from torchfleet.collective.pipeline.stage_ties import Tie
 from torchfleet.collective.pipeline.stages import stage_of_modules
 from torchfleet.collective.strategies.recomputation.offload import Offload
 from torchfleet.collective.strategies.recomputation.recompute import recompute
@@ -28,18 +29,24 @@ from torchfleet.errors import ModelError
 class Tracer:
     """A copy of a model without memory of its own, to be traced for batches of different shapes."""
 
-    def __init__(self, model: torch.nn.Module, starts: Sequence[str]) -> None:
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
-        tensors = [*model.parameters(), *model.buffers()]
-        if any(hasattr(tensor, "to_local") for tensor in tensors):
-            raise ModelError(
-                f"pipeline and tensor_parallel: a {type(model).__name__} is traced, which cannot be done with layers "
-                "that are cut over ranks: make the model a torch.nn.Sequential"
-            )
-        self._model = copy.deepcopy(model, {id(tensor): self._mode.from_tensor(tensor) for tensor in tensors})
+    def __init__(
+        self, model: torch.nn.Module, starts: Sequence[str], tied: Sequence[Tie], device: torch.device
+    ) -> None:
+        """`device`: where the stages will compute; the model is not there yet, and may have no values yet."""
+        self._mode, self._device = FakeTensorMode(allow_non_fake_inputs=True), device
+        # A layer that is cut over ranks talks to others, which a trace does not show. It is traced as a layer of the
+        # same shapes, and stands at its place again in the stage.
+        self._opaque: dict[str, torch.nn.Module] = {}
+        memo: dict[int, Any] = {}
+        for name, module in model.named_modules():
+            stand_in = module.stand_in() if hasattr(module, "stand_in") else None
+            if stand_in is not None:
+                self._opaque[name], memo[id(module)] = module, self._without_memory(stand_in)
+        self._model = self._without_memory(model, memo)
         self._tensors = [*self._model.parameters(), *self._model.buffers()]
         self._split: dict[str, Any] = dict.fromkeys(starts, SplitPoint.BEGINNING)
         self._stage_of = stage_of_modules(model, starts)
+        self._ties = {name: tie for tie in tied for names in tie.values() for name in names}
 
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, index: int) -> TracedStage:
         """Stage `index` for inputs like these. Its parameters have no memory until `adopt` gives it some."""
@@ -47,7 +54,7 @@ class Tracer:
             self._model, {id(tensor): tensor for tensor in self._tensors}
         )  # in which the cuts are marked
         model.train(training)
-        args, named = tree_map_only(torch.Tensor, self._mode.from_tensor, (args, dict(kwargs)))
+        args, named = tree_map_only(torch.Tensor, self._bare, (args, dict(kwargs)))
         try:
             annotate_split_points(model, self._split)
             with torch.no_grad():  # modules that are recomputed are then traced as they are
@@ -59,7 +66,23 @@ class Tracer:
                 "its stages, or take what depends on values (branches, .item()) out of its forward."
             ) from error
         self._check([pipe.get_stage_module(stage) for stage in range(pipe.num_stages)])
-        return TracedStage(pipe.get_stage_module(index), pipe.split_gm.graph, index)
+        own = {name: tie[index][0] for name, tie in self._ties.items() if index in tie}
+        stage = TracedStage(pipe.get_stage_module(index), pipe.split_gm.graph, index, own)
+        stage.put_back(self._opaque)
+        return stage
+
+    def _without_memory(self, module: torch.nn.Module, memo: Mapping[int, Any] | None = None) -> torch.nn.Module:
+        tensors = [*module.parameters(), *module.buffers()]
+        bare = {id(tensor): self._bare(tensor) for tensor in tensors if not hasattr(tensor, "to_local")}
+        return copy.deepcopy(module, {**bare, **(memo or {})})
+
+    def _bare(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its shape, on the device, without memory."""
+        with self._mode:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=self._device)
+            if isinstance(tensor, torch.nn.Parameter):
+                return torch.nn.Parameter(made, tensor.requires_grad)
+        return made
 
     def _check(self, modules: Sequence[torch.nn.Module]) -> None:
         """Every rank checks all stages: one that found a mistake alone would leave the others waiting."""
@@ -70,7 +93,9 @@ class Tracer:
             )
         for stage, module in enumerate(modules):
             for name, _ in module.named_parameters():
-                if self._stage_of.get(name.rpartition(".")[0], stage) != stage:
+                if self._stage_of.get(name.rpartition(".")[0], stage) != stage and stage not in self._ties.get(
+                    name, ()
+                ):
                     raise ModelError(
                         f"pipeline: stage {stage} uses {name!r}, which belongs to another stage by the order in which "
                         "the model has its modules. Assign modules in the order forward calls them, or let the stages "
@@ -81,8 +106,10 @@ class Tracer:
 class TracedStage:
     """One stage as torch sees it, and which values it gets from where."""
 
-    def __init__(self, module: torch.nn.Module, graph: torch.fx.Graph, index: int) -> None:
-        self.module = module
+    def __init__(self, module: torch.nn.Module, graph: torch.fx.Graph, index: int, tied: Mapping[str, str]) -> None:
+        """`tied`: names of parameters that other stages use too → their names in this one."""
+        self.module, self._tied = module, tied
+        self._put_back: set[str] = set()
         wiring = _Wiring(graph)
         stage = wiring.stages[index]
         self._arguments = [wiring.source(node) for node in stage.args]
@@ -92,14 +119,29 @@ class TracedStage:
 
     def adopt(self, model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
         """Take the tensors of the same name from the model, which has those of this stage; tables of others, of all."""
-        own = {**buffers, **dict(model.named_parameters()), **dict(model.named_buffers())}
-        for name, _ in [*self.module.named_parameters(), *self.module.named_buffers()]:
+        own = {**buffers, **dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        own.update({name: own[here] for name, here in self._tied.items()})
+        for name, traced in [*self.module.named_parameters(), *self.module.named_buffers()]:
             if name not in own:
                 continue  # a constant of the trace
+            if own[name].is_meta:
+                raise ModelError(
+                    f"pipeline: stage {self._index} uses the buffer {name!r} of another stage, which is on the meta "
+                    "device and gets its values there: make it with device='cpu'"
+                )
             parent, _, last = name.rpartition(".")
             holder = self.module.get_submodule(parent)
             tensors = holder._parameters if last in holder._parameters else holder._buffers
-            tensors[last] = own[name]  # type: ignore[assignment]
+            tensors[last] = own[name] if name not in buffers else own[name].to(traced.device)  # type: ignore[assignment]
+
+    def put_back(self, layers: Mapping[str, torch.nn.Module]) -> None:
+        """Layers of which only the shapes were traced, by name. Where they are to be recomputed, they are already."""
+        self._put_back = set(layers)
+        modules = dict(self.module.named_modules())
+        for name, layer in layers.items():
+            if name in modules:
+                parent, _, last = name.rpartition(".")
+                modules[parent]._modules[last] = _in_its_order(modules[name], layer)
 
     def arguments(self, received: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[Any]:
         """What the stage is called with, of what crossed the cut before it and of the model's inputs (flat)."""
@@ -117,7 +159,7 @@ class TracedStage:
         """What recompute did to the modules by these names, which the trace has not kept. The stage must be new."""
         modules = dict(self.module.named_modules())
         for name in names:
-            if name in modules:
+            if name in modules and name not in self._put_back:
                 _keep_buffers_in_backward(modules[name])
                 recompute(modules[name], offload)
 
@@ -147,6 +189,24 @@ class _Wiring:
             return self._outputs
         needed = [self.source(node) for stage in self.stages[index + 1 :] for node in stage.args]
         return sorted({value for value in (*needed, *self._outputs) if 0 <= value[0] <= index})
+
+
+class _Ordered(torch.nn.Module):
+    def __init__(self, layer: torch.nn.Module, places: Sequence[int]) -> None:
+        super().__init__()
+        self._call: Callable[..., Any] = layer.__call__  # not registered: its names are the model's
+        self._places = places
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self._call(*[args[place] for place in self._places])
+
+
+def _in_its_order(traced: Any, layer: torch.nn.Module) -> torch.nn.Module:
+    """A trace hands a module its inputs in an order of its own. Stand-ins of layers with several copy them first."""
+    inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
+    copies = [node.args[0] for node in traced.graph.nodes if node.target is torch.ops.aten.clone.default]
+    places = [inputs.index(source) for source in copies if source in inputs]
+    return _Ordered(layer, places) if places else layer
 
 
 def _without_assertions(graph: torch.fx.GraphModule) -> torch.fx.GraphModule:

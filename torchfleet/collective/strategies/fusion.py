@@ -151,11 +151,19 @@ def fuse_optimizer(optimizer: torch.optim.Optimizer) -> str:
             f"build_strategy.fuse_all_optimizer_ops: {name} has neither fused nor foreach kernels. Use an optimizer of "
             "torch.optim that has (SGD, Adam, AdamW, Adagrad, RMSprop and others), or leave the flag out."
         )
-    for options in (optimizer.defaults, *optimizer.param_groups):
+    uniform = [group for group in optimizer.param_groups if not _is_mixed(group)]
+    for options in (optimizer.defaults, *uniform):
         options.update(chosen)
+    if len(uniform) < len(optimizer.param_groups):
+        words += "; parameters in a group of whole and cut ones are stepped on by themselves"
     if chosen.get("fused"):
         _move_counts(optimizer)
     return words
+
+
+def _is_mixed(group: dict[str, Any]) -> bool:
+    """Some are cut over ranks (tensor_parallel), others whole: no kernel takes both."""
+    return len({getattr(parameter, "device_mesh", None) for parameter in group["params"]}) > 1
 
 
 def _is_fusible(optimizer: torch.optim.Optimizer) -> bool:
@@ -163,11 +171,10 @@ def _is_fusible(optimizer: torch.optim.Optimizer) -> bool:
     if isinstance(optimizer, torch.optim.Adagrad):
         kinds = ["cpu"]
     groups = optimizer.param_groups
-    fits = all(
-        parameter.device.type in kinds and parameter.is_floating_point()
-        for group in groups
-        for parameter in group["params"]
-    )
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    fits = all(parameter.device.type in kinds and parameter.is_floating_point() for parameter in parameters)
+    if any(hasattr(parameter, "placements") for parameter in parameters):  # cut: torch has no other kernels for them
+        fits = fits and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
     return fits and not any(group.get("differentiable") for group in groups)
 
 

@@ -10,7 +10,8 @@ rank holds in bytes, beside activations, for parameters and gradients of b bytes
 Stage 1 deals whole parameters out (zero.py) and takes any optimizer. Stages 2 and 3 are torch's FSDP2: every parameter
 is cut along its first dimension; units.py finds what is gathered at once. `segment_broadcast_MB` is about how much is
 sent or gathered at a time. `sharding_degree` ranks form a group; with `hybrid_dp` there are several groups, among which
-gradients are averaged too.
+gradients are averaged too. With `offload` parameters, gradients and optimizer state of stage 3 are in host memory, also
+those of one rank alone.
 
 Sources: Rajbhandari et al. 2020, ZeRO; Zhao et al. 2023, PyTorch FSDP. Composes with amp, recompute, gradient_merge,
 lars, lamb, tensor_parallel, pipeline; stage 1 with every way to exchange gradients too. Stage 1 equals plain training
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from torchfleet.collective.local_tensors import is_local
 from torchfleet.collective.strategies.mixed_precision.weight_types import WeightTypes
@@ -42,8 +43,12 @@ class Sharding(Strategy):
     def __init__(self, settings: DistributedStrategy, world: World) -> None:
         super().__init__(settings, world)
         self._axis = world.axis("sharding")
-        self.stage = settings.sharding_configs.stage if self._axis.size > 1 else 0  # alone there is nothing to cut
-        self.owns_gradients = self.stage > 1
+        self.keeps_parameters_in_host = settings.sharding_configs.offload
+        if self.keeps_parameters_in_host:
+            _check_offload(settings)
+        is_cut = self._axis.size > 1 or self.keeps_parameters_in_host  # alone there is nothing to cut
+        self.stage = settings.sharding_configs.stage if is_cut else 0
+        self.owns_gradients = self.replaces_parameters = self.stage > 1
         self._segment_bytes = int(self.settings.sharding_configs.segment_broadcast_MB * (1 << 20))
         self._model: torch.nn.Module = torch.nn.Identity()
         self._units: list[FSDPModule] = []
@@ -80,8 +85,16 @@ class Sharding(Strategy):
                 )
         own = {parameter for parameter in model.parameters() if is_local(parameter)}
         settings: dict[str, Any] = {"mesh": self._mesh(), **_leaving_out(own)}
+        if self.keeps_parameters_in_host:
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
         gathered = WeightTypes(self.settings)
         for unit, kind in list(Units(model, self._segment_bytes, tuple(own), gathered).find_with_kinds()):
+            if getattr(model, "fleet_traced", False) and unit != [model]:
+                raise StrategyError(
+                    f"sharding (stage {self.stage}) and a pipeline of a {type(model).__name__}, which is traced: its "
+                    "parameters are of several types (amp with pure precision keeps norms in float32), and are "
+                    "gathered at once. Use sharding_configs={'stage': 1}, or make the model a torch.nn.Sequential."
+                )
             # The model's own remainder is needed first thing in backward: it stays, as torch does it too.
             settings["reshard_after_forward"] = self.stage == 3 and unit != [model]
             settings["mp_policy"] = _policy(kind)
@@ -116,6 +129,23 @@ class Sharding(Strategy):
     def _reshard(self) -> None:
         for module in self._units:
             module.reshard()
+
+
+def _check_offload(settings: DistributedStrategy) -> None:
+    stage = settings.sharding_configs.stage
+    if stage < 3:
+        raise StrategyError(
+            f"sharding_configs: offload=True and stage={stage}: parameters stay in host memory only if they are "
+            "gathered when they are needed. Use stage=3, or leave offload out."
+        )
+    on_device = [field for field in ("lars", "lamb") if getattr(settings, field)]
+    if settings.amp and settings.amp_configs.dtype != "bfloat16" and not settings.amp_configs.use_pure_bf16:
+        on_device.append("amp in float16")
+    if on_device:
+        raise StrategyError(
+            f"sharding_configs['offload'] and {on_device[0]} cannot be used together: gradients are in host memory, "
+            "where it does not look at them. Leave one of them out."
+        )
 
 
 def sharded_modules(model: torch.nn.Module) -> list[FSDPModule]:

@@ -24,6 +24,11 @@ def _as_kept(module: torch.nn.Module, kept: torch.dtype) -> torch.dtype:
     return kept
 
 
+def _is_traced(model: torch.nn.Module) -> bool:
+    """Its modules are never called themselves."""
+    return bool(getattr(model, "fleet_traced", False))
+
+
 class Units:
     """The modules in the ModuleLists and Sequentials of a model, neighbours together up to `max_bytes` of parameters.
 
@@ -39,7 +44,8 @@ class Units:
         left_out: Sequence[torch.Tensor] = (),
         gathered: Callable[[torch.nn.Module, torch.dtype], torch.dtype] = _as_kept,
     ) -> None:
-        self._model, self._max_bytes, self._gathered = model, max_bytes, gathered
+        self._model, self._max_bytes = model, max_bytes
+        self._gathered = _as_kept if _is_traced(model) else gathered
         self._uses, self._users = _uses(model), _users(model)
         self._left_out = set(left_out)
         self._taken = set(left_out)  # parameters that belong to a unit already, or to none ever
@@ -50,7 +56,8 @@ class Units:
 
     def find_with_kinds(self) -> Iterator[tuple[list[torch.nn.Module], Kind | None]]:
         """None: the unit has no parameters that are in no other."""
-        for unit in [*self._inside(self._model), [self._model]]:
+        inside = [] if _is_traced(self._model) else self._inside(self._model)
+        for unit in [*inside, [self._model]]:
             yield from self._one_kind_each(unit)
 
     def _inside(self, module: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:

@@ -1,0 +1,189 @@
+"""Memory and first values for a model that was cut before it had any.
+
+    with torch.device("meta"):
+        model = Net()                              # shapes, and no memory
+    model = fleet.distributed_model(model)         # cut; then this rank's own part is made, on its device
+
+Modules draw their values themselves, by `reset_parameters` (or `_reset_parameters`) and by `_init_weights(module)` of
+the innermost module around them that has it, innermost modules first. Before each of them the random state is set by
+the first rank's torch.initial_seed() and the module's name. So values do not depend on how the model is cut, nor on the
+number of ranks. One module at a time is whole in the memory of the device.
+
+A model that has values is set aside in host memory, cut without them, and every rank takes its own part of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from torchfleet.collective.checkpoint.pieces import piece_of
+from torchfleet.collective.local_tensors import local
+from torchfleet.errors import ModelError
+
+Slot = tuple[dict[str, Any], str]  # a module's parameters or buffers, and a name among them
+
+
+def is_without_memory(model: torch.nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def set_aside(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters by all their names. The model keeps their shapes: its own have no memory from now on."""
+    whole = dict(model.named_parameters(remove_duplicate=False))
+    bare: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.is_meta:
+                continue
+            if id(parameter) not in bare:
+                made = torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+                vars(made).update(vars(parameter))
+                bare[id(parameter)] = made
+            module._parameters[name] = bare[id(parameter)]
+    return {name: parameter for name, parameter in whole.items() if not parameter.is_meta}
+
+
+class Filling:
+    """Gives a model's tensors memory: from `whole` where they are there by name, else drawn by their modules.
+
+    device  where the model computes, and where values are drawn
+    home    where parameters stay: the device, or host memory if they are offloaded, page-locked for a GPU
+    """
+
+    def __init__(
+        self, device: torch.device, home: torch.device, seed: int, whole: Mapping[str, torch.nn.Parameter]
+    ) -> None:
+        self._device, self._home, self._seed, self._whole = device, home, seed, whole
+        self._pinned = home.type == "cpu" and device.type == "cuda"
+        self._made: dict[torch.Tensor, torch.Tensor] = {}  # by the tensor without memory: tied ones stay one
+
+    @torch.no_grad()
+    def fill(self, model: torch.nn.Module) -> None:
+        for name, module, initializers in _innermost_first(model):
+            own = [slot for slot in _slots(module) if slot[0][slot[1]].is_meta]
+            if own:
+                self._fill_module(name, module, own, initializers)
+        for module in model.modules():
+            for tensors, key in _slots(module):
+                self._move(tensors, key, key in module._parameters)
+        model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]  # tells FSDP2 of its new parameters
+
+    def _fill_module(self, name: str, module: torch.nn.Module, own: list[Slot], initializers: list[Any]) -> None:
+        prefix = name + "." if name else ""
+        drawn: dict[str, torch.Tensor] = {}
+        if any(tensors[key] not in self._made and prefix + key not in self._whole for tensors, key in own):
+            drawn = self._draw(name, module, own, initializers)
+        for tensors, key in own:
+            bare = tensors[key]
+            if bare not in self._made:
+                given = self._whole.get(prefix + key)
+                self._made[bare] = self._placed(bare, drawn[key] if given is None else given)
+            tensors[key] = self._made[bare]
+
+    def _draw(
+        self, name: str, module: torch.nn.Module, own: list[Slot], initializers: list[Any]
+    ) -> dict[str, torch.Tensor]:
+        """Whole tensors of this module, with its own first values."""
+        bare = [tensors[key] for tensors, key in own]
+        for (tensors, key), tensor in zip(own, bare, strict=True):
+            tensors[key] = _unset(tensor, self._device)
+        counts = {key: tensors[key]._version for tensors, key in own}
+        made = {key: tensors[key] for tensors, key in own}
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self._device:
+            torch.manual_seed(seed_of(self._seed, name))
+            for initialize in initializers:
+                initialize()
+        for tensors, key in own:
+            if _is_unset(tensors[key], made[key], counts[key]):
+                raise ModelError(_without_values(name, module, key))
+        drawn = {key: tensors[key] for tensors, key in own}
+        for (tensors, key), tensor in zip(own, bare, strict=True):
+            tensors[key] = tensor
+        return drawn
+
+    def _placed(self, bare: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of `whole`, where and as `bare` is to be."""
+        is_parameter = isinstance(bare, torch.nn.Parameter)
+        home = self._home if is_parameter else self._device
+        if not hasattr(bare, "placements"):
+            whole.data = whole.data.to(home, bare.dtype)
+            vars(whole).update(vars(bare))
+            return whole  # where it was given: the user's own object
+        piece = piece_of(bare)
+        box = tuple(slice(at, at + size) for at, size in zip(piece.offset, piece.tensor.shape, strict=True))
+        values = torch.empty_like(bare.detach(), device=home, pin_memory=self._pinned)
+        local(values).copy_(whole.detach()[box])
+        return torch.nn.Parameter(values, bare.requires_grad) if is_parameter else values
+
+    def _move(self, tensors: dict[str, Any], key: str, is_parameter: bool) -> None:
+        """What had values all along, and was not cut."""
+        tensor, home = tensors[key], self._home if is_parameter else self._device
+        if tensor.device.type != home.type:
+            if is_parameter:
+                tensor.data = tensor.data.to(home)
+            else:
+                tensors[key] = tensor.to(home)
+
+
+def seed_of(seed: int, name: str) -> int:
+    """Of a module's first values: from the job's seed and the module's name alone."""
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _slots(module: torch.nn.Module) -> list[Slot]:
+    return [
+        (tensors, key)
+        for tensors in (module._parameters, module._buffers)
+        for key, tensor in tensors.items()
+        if tensor is not None
+    ]
+
+
+def _innermost_first(
+    module: torch.nn.Module, name: str = "", around: Callable[[torch.nn.Module], object] | None = None
+) -> Iterator[tuple[str, torch.nn.Module, list[Callable[[], object]]]]:
+    """(name, module, what gives it values), as constructors run: children before what they are in."""
+    around = getattr(module, "_init_weights", around)
+    for own, child in module.named_children():
+        yield from _innermost_first(child, f"{name}.{own}" if name else own, around)
+    found: list[Callable[[], object]] = []
+    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    if reset is not None:
+        found.append(reset)
+    if around is not None:
+        found.append(lambda: around(module))
+    yield name, module, found
+
+
+def _unset(bare: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for the whole of it that shows whether somebody has written to it."""
+    whole = torch.empty(bare.shape, dtype=bare.dtype, device=device)
+    if whole.is_floating_point():
+        whole.fill_(torch.nan)
+    return torch.nn.Parameter(whole, bare.requires_grad) if isinstance(bare, torch.nn.Parameter) else whole
+
+
+def _is_unset(now: torch.Tensor, before: torch.Tensor, version: int) -> bool:
+    if now.is_floating_point():
+        return bool(now.isnan().any())
+    return now is before and now._version == version
+
+
+def _without_values(name: str, module: torch.nn.Module, key: str) -> str:
+    place = f"'{name}.{key}'" if name else f"'{key}'"
+    return (
+        f"{place} is on the meta device, and nothing gives it values: a {type(module).__name__} has no "
+        f"reset_parameters() that sets '{key}'. Write one, or _init_weights(module) in the model, or make the tensor "
+        "with device='cpu'."
+    )
+
+
+def share_seed(gather: Callable[[bytes], Iterable[bytes]]) -> int:
+    """The first rank's torch.initial_seed(). All ranks call it together."""
+    return int(next(iter(gather(str(torch.initial_seed()).encode()))))

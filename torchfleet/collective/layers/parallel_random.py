@@ -1,0 +1,105 @@
+"""Random numbers of their own for each of the ranks that share layers.
+
+    with fleet.nn.parallel_random():
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)  # on this rank's own heads
+    self.dropout = fleet.nn.ParallelDropout(0.1)                           # behind a column-parallel layer
+
+Ranks along the model axis have equal random states, so that dropout of what they all hold drops the same numbers. What
+is cut over them needs masks that differ, as one process would draw different ones for different heads. In here the
+random state is that of (a number drawn from the processor's state, the rank's place on the axis); afterwards it is what
+it was. So nothing has to be kept beside torch's own states: recompute, which restores those, repeats the masks.
+
+Source: Shoeybi et al. 2019, Megatron-LM, which keeps a second state instead. Without tensor_parallel this does nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
+
+from torchfleet.collective.world import Place, begun
+from torchfleet.errors import ModelError
+
+
+def parallel_random() -> contextlib.AbstractContextManager[None]:
+    """Random numbers that are drawn in here, on the rank's device, differ among the ranks that share layers."""
+    return contextlib.nullcontext() if begun.place is None else _at(begun.place)
+
+
+@contextlib.contextmanager
+def _at(place: Place) -> Iterator[None]:
+    drawn = torch.randint(1 << 62, (), device="cpu")
+    if isinstance(drawn, FakeTensor):
+        raise ModelError(
+            "fleet.nn.parallel_random() in a model that a pipeline traces: its random numbers would be those of all "
+            "ranks. Use the layers fleet.nn.ParallelDropout or fleet.nn.ParallelRandom, or make the model a Sequential."
+        )
+    generator = _generator(place.device)
+    state = generator.get_state()
+    generator.manual_seed(seed_of(int(drawn), place.rank))
+    try:
+        yield
+    finally:
+        generator.set_state(state)
+
+
+class ParallelRandom(torch.nn.Module):
+    """`inner`, called with tensors under parallel_random(). A pipeline that traces the model leaves it as it is."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        if not self.training:
+            return self.inner(*tensors)
+        with parallel_random():
+            return self.inner(*tensors)
+
+    def stand_in(self) -> torch.nn.Module | None:
+        """For a tracer, which sees no random states; None if no layers are shared."""
+        return None if begun.place is None else _Told(self.inner)
+
+
+class _Told(torch.nn.Module):
+    """Copies of its inputs, in their order, tell a tracer which is which."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        return self.inner(*[tensor.clone() for tensor in tensors])
+
+
+class ParallelDropout(torch.nn.Dropout):
+    """torch.nn.Dropout of what is cut over the ranks of the model axis: each draws its own mask."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or not self.p:
+            return x
+        with parallel_random():
+            return F.dropout(x, self.p, True, self.inplace)
+
+    def stand_in(self) -> torch.nn.Module | None:
+        """For a tracer, which sees no random states; None if no layers are shared."""
+        return None if begun.place is None else torch.nn.Dropout(self.p, self.inplace)
+
+
+def seed_of(drawn: int, rank: int) -> int:
+    """Neighbouring ranks get seeds that have nothing in common."""
+    digest = hashlib.blake2b(f"{drawn} {rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]

@@ -1,0 +1,89 @@
+"""Parameters that several stages of a pipeline use (an embedding that is the head's weight too).
+
+Each of the stages has a copy, by the name that the parameter has there, and computes its own share of the gradient. The
+shares are summed when a batch is over, so that copies which begin alike, and are stepped on alike, stay alike:
+
+    g = Σ_{s: stage s uses it} g_s
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torchfleet.collective.local_tensors import local
+from torchfleet.collective.world import AXES, World
+
+Tie = dict[int, list[str]]  # stage → the names that one parameter has there
+
+
+class _Tied(NamedTuple):
+    parameter: torch.nn.Parameter
+    group: dist.ProcessGroup
+    num_copies: int
+
+
+def ties(model: torch.nn.Module, stages: dict[str, int]) -> list[Tie]:
+    """Parameters that more than one stage uses, in the order of the model."""
+    found: dict[torch.Tensor, Tie] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(parameter, {}).setdefault(stages[name.rpartition(".")[0]], []).append(name)
+    return [tie for tie in found.values() if len(tie) > 1]
+
+
+class StageTies:
+    """The tied parameters of this rank's stage. All ranks make it together, with the same ties."""
+
+    def __init__(self, found: Sequence[Tie], world: World) -> None:
+        self._stage = world.axis("pipe").rank
+        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self._own: list[tuple[str, dist.ProcessGroup, int]] = []
+        for tie in found:
+            stages = tuple(tie)
+            if stages not in groups:
+                groups[stages] = _group(stages, world)
+            group = groups[stages]
+            if group is not None:
+                self._own.append((tie[self._stage][0], group, len(tie)))
+        self._tied: list[_Tied] = []
+        self._is_summed = False  # the gradients, right now
+
+    def find(self, model: torch.nn.Module) -> None:
+        """The parameters, when all strategies have converted the model. Marked `fleet_copies`, for norms of all."""
+        named = dict(model.named_parameters(remove_duplicate=False))
+        for name, group, num in self._own:
+            named[name].fleet_copies = num  # type: ignore[attr-defined]
+            self._tied.append(_Tied(named[name], group, num))
+
+    def begin(self) -> None:
+        """More gradients are about to be added to what was summed: each copy keeps an equal share of that."""
+        for parameter, _, num_copies in self._tied:
+            if self._is_summed and parameter.grad is not None:
+                local(parameter.grad).div_(num_copies)
+        self._is_summed = False
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Ranks of the pipeline call it together, when all gradients of a batch are there."""
+        for parameter, group, _ in self._tied:
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:  # another stage may have one
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(local(parameter.grad), group=group)
+        self._is_summed = True
+
+
+def _group(stages: tuple[int, ...], world: World) -> dist.ProcessGroup | None:
+    """The ranks of this pipeline that have these stages. All ranks come here together."""
+    grid = torch.arange(world.size).reshape([world.degrees[axis] for axis in AXES])
+    pipelines = grid.movedim(AXES.index("pipe"), -1)[..., list(stages)].reshape(-1, len(stages)).tolist()
+    own = None
+    for ranks in pipelines:
+        group = dist.new_group(ranks)
+        if world.rank in ranks:
+            own = group
+    return own
