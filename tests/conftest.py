@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections.abc import Iterator
 
@@ -28,9 +29,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def has_gpu() -> bool:
+    """FLEET_TEST_DEVICE=cpu: tests of tests/collective/gpu are to be tried out on the CPU."""
     import torch
 
-    return torch.cuda.is_available()
+    return torch.cuda.is_available() or os.environ.get("FLEET_TEST_DEVICE") == "cpu"
 
 
 def pytest_collection_finish() -> None:

@@ -1,10 +1,10 @@
 """Operator fusion by torch.compile and fused optimizers: the flags of build_strategy.
 
 fuse_elewise_add_act_ops, fuse_bn_act_ops, fuse_bn_add_act_ops and fuse_relu_depthwise_conv name fusions of Paddle's
-graph passes. Here any of them hands the model to torch.compile, which fuses these and all others that it finds; rank
-0 prints which after the first step (`Fusion.report`). allow_cuda_graph_capture compiles too, and has torch.compile
-record the kernels of a pass as a CUDA graph: one launch in the place of hundreds. Results equal those of the eager model up to the order of sums
-inside a kernel: about 1e-5 of a value in float32, 1e-2 in half precision.
+graph passes. Here any of them hands the model to torch.compile, which fuses these and all others that it finds; rank 0
+prints which after the first step (`Fusion.report`). allow_cuda_graph_capture compiles too, and has torch.compile record
+the kernels of a pass as a CUDA graph: one launch in the place of hundreds. Results equal those of the eager model up to
+the order of sums inside a kernel: about 1e-5 of a value in float32, 1e-2 in half precision.
 
 fuse_all_optimizer_ops lets the optimizer step with one kernel for many parameters: its own `fused` variant where it has
 one for the device and the parameters, otherwise `foreach`.
@@ -110,7 +110,11 @@ def _check_pairs(settings: DistributedStrategy, flag: str) -> None:
             "Leave one of them out."
         )
     configs = settings.recompute_configs
-    changed = {"enable_offload": configs.enable_offload, "half_inputs": configs.half_inputs, "slices": configs.slices > 1}
+    changed = {
+        "enable_offload": configs.enable_offload,
+        "half_inputs": configs.half_inputs,
+        "slices": configs.slices > 1,
+    }
     ours = next((name for name, is_on in changed.items() if is_on), None)
     if settings.recompute and ours is not None:
         raise StrategyError(

@@ -59,8 +59,8 @@ class Recompute(Strategy):
         configs = settings.recompute_configs
         if settings.pipeline and (configs.half_inputs or configs.slices > 1):
             raise StrategyError(
-                "recompute_configs['half_inputs'] and ['slices'] cannot be used together with pipeline, which has small "
-                "micro-batches already: raise pipeline_configs['accumulate_steps'] instead"
+                "recompute_configs['half_inputs'] and ['slices'] cannot be used together with pipeline, which has "
+                "small micro-batches already: raise pipeline_configs['accumulate_steps'] instead"
             )
         if configs.half_inputs and not settings.amp:
             raise StrategyError(

@@ -2,7 +2,8 @@
 
 Recomputation of a block brings back all activations of that block for the whole batch: the larger the batch, the more
 of the memory that they take, and not the inputs that were kept. In slices the block's inputs stay whole, and its
-activations are those of a few samples. Samples must not depend on each other inside the module: batch norms are refused.
+activations are those of a few samples. Samples must not depend on each other inside the module: batch norms are
+refused.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _cut(leaf: Any, size: int, num: int) -> Sequence[torch.Tensor] | None:
     if leaf.shape[0] != size:
         raise ModelError(
             f"recompute_configs['slices'] cuts the inputs of a module along their first dimension, which must be the "
-            f"batch: {size} for the first of them, found {leaf.shape[0]} in one of shape {tuple(leaf.shape)}. {_WAY_OUT}"
+            f"batch: expected {size}, as the first of them has, found a tensor of shape {tuple(leaf.shape)}. {_WAY_OUT}"
         )
     return leaf.chunk(num)
 
