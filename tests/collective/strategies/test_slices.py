@@ -48,7 +48,7 @@ def gradients(blocks: nn.ModuleList, call: Call, dtype: torch.dtype | None = Non
     with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
         for block in blocks:
             y = call(block, y)
-    y.float().square().mean().backward()
+    y.float().sin().sum().backward()  # not a square: that of a norm's outputs is nearly constant
     assert x.grad is not None
     return [x.grad, *(parameter.grad for parameter in blocks.parameters() if parameter.grad is not None)]
 
@@ -75,7 +75,7 @@ def test_slices_draw_the_same_masks_again_and_add_gradients_in_float32(offload: 
     found = gradients(blocks, lambda block, y: block(y), dtype)
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+        assert float((one - other).norm() / other.norm()) < 1e-5
 
 
 def test_inputs_in_half_precision_are_rounded_for_both_runs() -> None:
@@ -156,7 +156,14 @@ def test_after_a_backward_pass_that_was_broken_off_no_input_stays() -> None:
     handle.remove()
     gc.collect()
     blocks.zero_grad()
-    found = gradients(blocks, lambda block, y: block(y))
-    assert not offload._coming
+    left: list[int] = []
+
+    def call(block: nn.Module, y: torch.Tensor) -> torch.Tensor:
+        y = block(y)
+        left.append(len(offload._coming))
+        return y
+
+    found = gradients(blocks, call)
+    assert left == [0] * 4, "a new pass has their memory"
     expected = gradients(made(num=4), lambda block, y: block(y))
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -54,9 +54,9 @@ class Fusion(Strategy):
         self._optimizer = ""
         if self.compiled_for:
             _check_pairs(settings, f"build_strategy.{self.compiled_for[0]}")
+            if "allow_cuda_graph_capture" in self.compiled_for:
+                _check_graphs(settings, world.device)
             _check_compiler(world.device, f"build_strategy.{self.compiled_for[0]}")
-        if "allow_cuda_graph_capture" in self.compiled_for:
-            _check_graphs(settings, world.device)
         if self._fuses_optimizer:
             _check_rule(settings)
 
