@@ -12,7 +12,7 @@ from support.ranks import Ranks
 
 import torchfleet as fleet
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("gpu")]
+pytestmark = pytest.mark.gpu
 
 
 def train_recorded(amp: bool) -> dict[str, Any]:

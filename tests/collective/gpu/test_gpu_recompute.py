@@ -12,7 +12,7 @@ from torch import nn
 from torchfleet.collective.strategies.recomputation.offload import Offload
 from torchfleet.collective.strategies.recomputation.recompute import recompute
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("gpu")]
+pytestmark = pytest.mark.gpu
 
 WIDTH, ROWS, NUM = 512, 16384, 12
 INPUT = WIDTH * ROWS * 4  # bytes of what a block is given

@@ -15,7 +15,7 @@ from support.ranks import Ranks
 import torchfleet as fleet
 from torchfleet.nn import ColumnParallelLinear, RowParallelLinear
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("gpu")]
+pytestmark = pytest.mark.gpu
 
 TOGETHER = ("data_parallel", "adam", "amp_bfloat16", "amp_float16", "pure_bfloat16", "recompute", "offload", "slices",
             "half_inputs", "lars", "lamb", "localsgd", "fp16_allreduce", "communicators", "gradient_merge",
