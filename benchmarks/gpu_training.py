@@ -52,7 +52,8 @@ class BertTask(TrainingTask):
 
     def model(self) -> torch.nn.Module:
         torch.manual_seed(0)
-        return Bert(SIZES[self.size], self._vocabulary, max(self.length, 64)).to(self.device)
+        with self.device:  # random numbers of a CPU would take seconds
+            return Bert(SIZES[self.size], self._vocabulary, max(self.length, 64))
 
     def batch(self, size: int) -> Batch:
         def drawn(most: int, length: int) -> torch.Tensor:
@@ -79,7 +80,8 @@ class ResNetTask(TrainingTask):
 
     def model(self) -> torch.nn.Module:
         torch.manual_seed(0)
-        return (resnet50() if self._side > 32 else resnet_small(num_blocks=1)).to(self.device)
+        with self.device:
+            return resnet50() if self._side > 32 else resnet_small(num_blocks=1)
 
     def batch(self, size: int) -> Batch:
         images = torch.randn(size, 3, self._side, self._side, device=self.device)
