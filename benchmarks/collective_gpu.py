@@ -85,7 +85,8 @@ class Bench:
     def recompute(self) -> dict[str, Any]:
         """BERT-Large with `--gib` of memory: the largest batch, and samples per second with it."""
         layers: dict[str, Any] = {"checkpoints": ["encoder.layer.*"]}
-        tuned = {"checkpoints": ["encoder.layer.*", "head"], "half_inputs": bool(self.amp), "slices": self.sizes.slices}
+        names = ["embeddings", "encoder.layer.*", "head"]
+        tuned = {"checkpoints": names, "half_inputs": bool(self.amp), "slices": self.sizes.slices}
         variants: dict[str, dict[str, Any]] = {
             "amp": {},
             "recompute_exact": {"recompute": True, "recompute_configs": layers},

@@ -16,20 +16,16 @@ their own.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
-import re
 import shlex
 import shutil
-from collections import Counter
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
+from torchfleet.collective.strategies.compiler_counts import Counts
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import ModelError, StrategyError
@@ -49,7 +45,7 @@ class Fusion(Strategy):
         self.configs = {name: value for name, value in vars(flags).items() if value}
         self.compiled_for = [name for name in COMPILING if getattr(flags, name)]
         self._fuses_optimizer = bool(flags.fuse_all_optimizer_ops)
-        self._before = _Counts()
+        self._before = Counts()
         self._is_reported = not self.compiled_for
         self._optimizer = ""
         if self.compiled_for:
@@ -62,7 +58,7 @@ class Fusion(Strategy):
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         if self.compiled_for:
-            self._before = _Counts.now()
+            self._before = Counts.now()
             _compile(model, _CUDA_GRAPHS if "allow_cuda_graph_capture" in self.compiled_for else "default")
         return model
 
@@ -85,7 +81,7 @@ class Fusion(Strategy):
         """What was fused so far; numbers that this version of torch does not count are left out."""
         lines = []
         if self.compiled_for:
-            lines.append(f"build_strategy ({', '.join(self.compiled_for)}): compiled, {_Counts.now() - self._before}")
+            lines.append(f"build_strategy ({', '.join(self.compiled_for)}): compiled, {Counts.now() - self._before}")
         if self._optimizer:
             lines.append(f"build_strategy (fuse_all_optimizer_ops): {self._optimizer}")
         return "\n".join(lines)
@@ -205,68 +201,3 @@ def _move_counts(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].to(parameter.device)
-
-
-# What the compiler has done
-
-
-class _Counts:
-    """Its counters, which are those of the process, and the kernels it has loaded."""
-
-    def __init__(self) -> None:
-        self.numbers: Counter[str] = Counter()
-        self.breaks: Counter[str] = Counter()
-        self.kernels: Counter[str] = Counter()
-
-    @classmethod
-    def now(cls) -> _Counts:
-        counts = cls()
-        dynamo, metrics = _module("torch._dynamo.utils"), _module("torch._inductor.metrics")
-        counters: Any = getattr(dynamo, "counters", {})
-        counts.numbers["graphs"] = counters.get("stats", {}).get("unique_graphs", 0)
-        counts.numbers["operations"] = getattr(metrics, "ir_nodes_pre_fusion", 0)
-        counts.numbers["calls"] = counters.get("inductor", {}).get("extern_calls", 0)
-        counts.breaks.update({_reason(text): num for text, num in counters.get("graph_break", {}).items()})
-        counts.kernels.update(_kernels())
-        return counts
-
-    def __sub__(self, before: _Counts) -> _Counts:
-        counts = _Counts()
-        counts.numbers = self.numbers - before.numbers
-        counts.breaks, counts.kernels = self.breaks - before.breaks, self.kernels - before.kernels
-        return counts
-
-    def __str__(self) -> str:
-        numbers, num_breaks = self.numbers, self.breaks.total()
-        lines = [f"graphs {numbers['graphs']}, graph breaks {num_breaks}"]
-        lines += [f"  graph break ({num}×): {reason}" for reason, num in self.breaks.most_common(5)]
-        if numbers["operations"]:
-            calls = f", {numbers['calls']} library calls" if numbers["calls"] else ""
-            lines[0] += f"; {numbers['operations']} operations in {self.kernels.total()} kernels{calls}"
-        lines += [f"  {num}× {kernel}" for kernel, num in self.kernels.most_common(12)]
-        if len(self.kernels) > 12:
-            lines.append(f"  and {len(self.kernels) - 12} other kinds of kernels")
-        return "\n".join(lines)
-
-
-def _kernels() -> Iterator[str]:
-    """The operations in each kernel, as in `add, native_layer_norm`: the compiler puts them into the kernel's name."""
-    cache = getattr(_module("torch._inductor.codecache"), "PyCodeCache", None)
-    for module in getattr(cache, "modules", ()):
-        if hasattr(module, "call"):  # not the files of single kernels that it uses
-            for name in vars(module):
-                found = re.fullmatch(r"(?:triton_\w+?|cpp)_fused_(\w+?)_\d+", name)
-                if found:
-                    yield found[1].strip("_")
-
-
-def _reason(text: str) -> str:
-    """Of a page of hints, the first line."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")[:200]
-
-
-def _module(name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None
