@@ -167,8 +167,9 @@ class Bench:
         found: dict[str, Any] = {}
         tasks, amp = self.tasks(), {**self.amp, "amp_configs": {"dtype": "bfloat16"}} if self.amp else {}
         limit = Limit(self.sizes.seconds)
-        for name, task in tasks.items():
-            for how, flag in {"graphs": "allow_cuda_graph_capture", "compiled": "fuse_elewise_add_act_ops"}.items():
+        ways = {"graphs": "allow_cuda_graph_capture", "compiled": "fuse_elewise_add_act_ops"}
+        for how, flag in ways.items():
+            for name, task in tasks.items():
                 if limit.is_over or (how == "graphs" and self.device.type == "cpu"):
                     log(f"  {name} {how}: left out")
                     continue
