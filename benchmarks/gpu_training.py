@@ -101,9 +101,9 @@ class _Job:
         self.optimizer: Any = fleet.distributed_optimizer(task.optimizer(self.model))
 
     def step(self, batch: Batch) -> None:
+        self.optimizer.zero_grad()  # first: a step before may have ended for want of memory
         self.task.loss(self.model, batch).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
-        self.optimizer.zero_grad()
 
 
 @contextmanager
@@ -129,12 +129,12 @@ def by_hand(task: TrainingTask, is_amp: bool, with_ddp: bool) -> Step:
     scaler = torch.amp.GradScaler(kind, init_scale=32768.0, growth_interval=1000, enabled=is_amp)
 
     def step(batch: Batch) -> None:
+        optimizer.zero_grad()
         with torch.autocast(kind, torch.float16, enabled=is_amp):
             loss = task.loss(model, batch)
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
 
     return step
 

@@ -43,5 +43,9 @@ def test_steps_are_recorded_and_train_as_plain_torch(ranks: Ranks, amp: bool) ->
     result = ranks.run(train_recorded, 1, amp=amp)[0]
     assert result["losses"] == pytest.approx(result["plain"], rel=0.05 if amp else 1e-4)
     assert result["graphs"] >= 2, "one of the forward pass, one of backward"
-    for name, value in result["expected"].items():
-        torch.testing.assert_close(result["found"][name], value, rtol=0, atol=0.03 if amp else 1e-3)
+    first = {name: value.detach() for name, value in mlp(deep=True).named_parameters()}
+    off, way = (
+        torch.stack([(result["expected"][name] - other[name]).norm() for name in first]).norm()
+        for other in (result["found"], first)
+    )
+    assert float(off / way) < (0.1 if amp else 1e-3)
