@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
     length: int = 512
     first: int = 16  # batch that the search begins with
     most: int = 20  # times the largest batch of amp alone: further is not searched
-    slices: int = 16
+    slices: int = 4  # fewer fill the GPU better, more need less memory
     precision_batch: int = 32
     bert: tuple[tuple[int, int], ...] = ((64, 128), (64, 512))  # batch and length: bound by launches, and not
     resnet_batch: int = 256
@@ -94,11 +94,13 @@ class Bench:
             "offload": {"recompute": True, "recompute_configs": {**tuned, "enable_offload": True}},
         }
         found: dict[str, Any] = {}
+        first = self.sizes.first
         self._limit(self.cap)
         try:
             for name, fields in variants.items():
                 log(f"  {name}")
-                found.update(self._largest(name, {**self.amp, **fields}, found.get("amp_batch")))
+                found.update(self._largest(name, {**self.amp, **fields}, first, found.get("amp_batch")))
+                first = max(4 * found["amp_batch"], found[f"{name}_batch"])  # each is to have more than that before
         finally:
             self._limit(None)
         for name in ("recompute_exact", *REFERENCE):
@@ -108,11 +110,9 @@ class Bench:
             found[f"{name}_reference_batch_ratio"], found[f"{name}_reference_speed_ratio"] = batch, speed
         return found
 
-    def _largest(self, name: str, fields: dict[str, Any], amp_batch: int | None) -> dict[str, Any]:
+    def _largest(self, name: str, fields: dict[str, Any], first: int, amp_batch: int | None) -> dict[str, Any]:
         task = BertTask(self.device, 1, self.sizes.large, self.sizes.length)
-        first, most = (4 * amp_batch, self.sizes.most * amp_batch) if amp_batch else (self.sizes.first, 4096)
-        if self.device.type == "cpu":
-            most = self.sizes.most
+        most = self.sizes.most if self.device.type == "cpu" else self.sizes.most * (amp_batch or 100)
         with ours(task, **fields) as step:
             peak_bytes(task, step, 1)  # the optimizer's state is there from now on
             limit = Limit(self.sizes.seconds / 5)

@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torchfleet.errors import ModelError
 
 NUM_LEAVING = 2  # blocks whose inputs are still on the device, while they are copied out
-PIECE_BYTES = 1 << 26  # of pinned memory, of which torch gives powers of two: in pieces little is wasted
+PIECE_BYTES = 1 << 24  # of pinned memory: pieces of one size serve batches of all sizes again, and waste little
 
 
 class _Kept:
