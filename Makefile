@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test quick check bench fuzz clean
+.PHONY: setup demo test test-gpu quick check bench fuzz clean
 
 setup: $(VENV)/.done
 
@@ -20,6 +20,10 @@ demo: setup
 
 test: setup
 	$(RUN) -m pytest -n 2 --dist loadgroup
+
+# On a machine with an NVIDIA GPU; one at a time, because tests look at the GPU's memory.
+test-gpu: setup
+	$(RUN) -m pytest -m gpu -n 0
 
 # Without whole fleets and ranks, and without what takes more than ten seconds: four fifths of the tests.
 FLEETS := integration examples launch benchmarks collective ecosystem

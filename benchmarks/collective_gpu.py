@@ -1,11 +1,12 @@
 """Collective training on one GPU: memory and speed of recompute, amp and fusion, and what torchfleet itself costs.
 
-python -m benchmarks.collective_gpu --json                     all parts, about ten minutes on an H200
+python -m benchmarks.collective_gpu --json                     all parts, less than two minutes each on an H200
 python -m benchmarks.collective_gpu --part recompute --json    BERT-Large in 32 GiB: largest batch and speed there
 python -m benchmarks.collective_gpu --cpu --json               to see that it works, with tiny models
 
 Parts: recompute (amp, with recompute, with offload), precision (float32, amp, pure; sharding on one rank), fusion
-(torch.compile against eager), overhead (torchfleet against plain PyTorch).
+(torch.compile and CUDA graphs against eager), overhead (torchfleet against plain PyTorch).
+benchmarks.optimizer_steps has the optimizers of strategies against torch's fused ones.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu_training import (
     BertTask,
+    Limit,
     ResNetTask,
     TrainingTask,
     by_hand,
@@ -32,7 +34,6 @@ from benchmarks.gpu_training import (
 )
 from benchmarks.timing import log, report
 
-LAYERS = {"checkpoints": ["encoder.layer.*"]}
 REFERENCE = {"recompute": (10.0, 0.74), "offload": (14.3, 0.65)}  # Paddle's batch and speed, as multiples of amp alone
 
 
@@ -42,18 +43,18 @@ class Sizes(NamedTuple):
     large: str = "large"
     base: str = "base"
     length: int = 512
-    small: tuple[int, int] = (4, 8)  # batches that show how memory grows
-    most: int = 4096
+    first: int = 16  # batch that the search begins with
+    most: int = 20  # times the largest batch of amp alone: further is not searched
+    slices: int = 4  # fewer fill the GPU better, more need less memory
     precision_batch: int = 32
-    base_batch: int = 64
-    base_length: int = 128
-    resnet_batch: int = 128
+    bert: tuple[tuple[int, int], ...] = ((64, 128), (64, 512))  # batch and length: bound by launches, and not
+    resnet_batch: int = 256
     side: int = 224
-    seconds: float = 3.0
     rounds: int = 5
+    seconds: float = 100.0
 
 
-ON_CPU = Sizes("tiny", "tiny", 16, (1, 2), 4, 2, 2, 16, 2, 32, 0.01, 1)
+ON_CPU = Sizes("tiny", "tiny", 16, 1, 2, 2, 2, ((2, 16),), 2, 32, 1, 1.0)
 
 
 class Bench:
@@ -65,45 +66,70 @@ class Bench:
         self.cap = int(chosen.gib * 2**30)
         self.amp: dict[str, Any] = {} if chosen.cpu else {"amp": True}  # a CPU is slow in half precision
 
-    def resnet(self) -> TrainingTask:
-        return ResNetTask(self.device, self.sizes.resnet_batch, self.sizes.side)
+    @property
+    def moment(self) -> float:
+        """Seconds of one measurement."""
+        return self.sizes.seconds / 80
 
-    def bert(self) -> TrainingTask:
-        return BertTask(self.device, self.sizes.base_batch, self.sizes.base, self.sizes.base_length)
+    def tasks(self) -> dict[str, TrainingTask]:
+        found: dict[str, TrainingTask] = {
+            f"bert_base_{batch}x{length}": BertTask(self.device, batch, self.sizes.base, length)
+            for batch, length in self.sizes.bert
+        }
+        return {**found, "resnet50": ResNetTask(self.device, self.sizes.resnet_batch, self.sizes.side)}
 
     # The parts
 
     def recompute(self) -> dict[str, Any]:
         """BERT-Large with `--gib` of memory: the largest batch, and samples per second with it."""
+        layers: dict[str, Any] = {"checkpoints": ["encoder.layer.*"]}
+        names = ["embeddings", "encoder.layer.*", "head"]
+        tuned = {"checkpoints": names, "half_inputs": bool(self.amp), "slices": self.sizes.slices}
         variants: dict[str, dict[str, Any]] = {
-            "amp": self.amp,
-            "recompute": {**self.amp, "recompute": True, "recompute_configs": LAYERS},
-            "offload": {**self.amp, "recompute": True, "recompute_configs": {**LAYERS, "enable_offload": True}},
+            "amp": {},
+            "recompute_exact": {"recompute": True, "recompute_configs": layers},
+            "recompute": {"recompute": True, "recompute_configs": tuned},
+            "offload": {"recompute": True, "recompute_configs": {**tuned, "enable_offload": True}},
         }
         found: dict[str, Any] = {}
+        first = self.sizes.first
         self._limit(self.cap)
         try:
             for name, fields in variants.items():
                 log(f"  {name}")
-                found.update(self._largest(name, fields))
+                found.update(self._largest(name, {**self.amp, **fields}, first, found.get("amp_batch")))
+                first = max(4 * found["amp_batch"], found[f"{name}_batch"])  # each is to have more than that before
         finally:
             self._limit(None)
-        for name, (batch, speed) in REFERENCE.items():
+        for name in ("recompute_exact", *REFERENCE):
             found[f"{name}_batch_ratio"] = found[f"{name}_batch"] / found["amp_batch"]
             found[f"{name}_speed_ratio"] = found[f"{name}_samples_per_s"] / found["amp_samples_per_s"]
+        for name, (batch, speed) in REFERENCE.items():
             found[f"{name}_reference_batch_ratio"], found[f"{name}_reference_speed_ratio"] = batch, speed
         return found
 
-    def _largest(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+    def _largest(self, name: str, fields: dict[str, Any], first: int, amp_batch: int | None) -> dict[str, Any]:
         task = BertTask(self.device, 1, self.sizes.large, self.sizes.length)
+        most = self.sizes.most if self.device.type == "cpu" else self.sizes.most * (amp_batch or 100)
         with ours(task, **fields) as step:
-            batch = largest_batch(
-                lambda size: peak_bytes(task, step, size), self.cap, self.sizes.small, self.sizes.most
-            )
-            free()
-            speed = samples_per_s(task, step, task.batch(batch), 2 * self.sizes.seconds)
+            peak_bytes(task, step, 1)  # the optimizer's state is there from now on
+            limit = Limit(self.sizes.seconds / 5)
+            batch = largest_batch(lambda size: peak_bytes(task, step, size), first, most, limit)
+            if not batch:
+                raise SystemExit(f"not even one sample fits into {self.cap / 2**30:.0f} GiB")
+            speed = None
+            while speed is None:  # several steps in a row may need a little more than one
+                speed = self._speed(task, step, batch)
+                batch = batch if speed is not None else batch - max(1, batch // 32)
         log(f"    batch {batch}, {speed:,.1f} samples/s")
         return {f"{name}_batch": batch, f"{name}_samples_per_s": speed}
+
+    def _speed(self, task: TrainingTask, step: Callable[[Any], object], batch: int) -> float | None:
+        free()
+        try:
+            return samples_per_s(task, step, task.batch(batch), 2 * self.moment)
+        except torch.OutOfMemoryError:
+            return None
 
     def _limit(self, num_bytes: int | None) -> None:
         if self.device.type == "cuda":
@@ -125,27 +151,33 @@ class Bench:
         for name, fields in variants.items():
             task = BertTask(self.device, self.sizes.precision_batch, self.sizes.large, self.sizes.length)
             with ours(task, **fields) as step:
-                peak = peak_bytes(task, step, task.batch_size)
+                peak = peak_bytes(task, step, task.batch_size, steps=2)
                 if peak is None:
                     log(f"  {name}: a batch of {task.batch_size} does not fit")
                     continue
-                speed = samples_per_s(task, step, task.batch(task.batch_size), self.sizes.seconds)
+                speed = samples_per_s(task, step, task.batch(task.batch_size), self.moment)
             found[f"{name}_gib"], found[f"{name}_samples_per_s"] = peak / 2**30, speed
             log(f"  {name}: {peak / 2**30:.2f} GiB, {speed:,.1f} samples/s")
         return found
 
     def fusion(self) -> dict[str, Any]:
-        """The same compiled job, now as compiled, now with every operation by itself."""
+        """The same job, compiled with CUDA graphs, compiled, and with every operation by itself."""
         found: dict[str, Any] = {}
-        for name, task in {"resnet50": self.resnet(), "bert_base": self.bert()}.items():
-            log(f"  {name}")
-            torch._dynamo.reset()
-            fields = {**self.amp, "build_strategy": {"fuse_elewise_add_act_ops": True, "fuse_bn_act_ops": True}}
-            with ours(task, **fields) as compiled:
-                contenders = {"compiled": compiled, "eager": _eagerly(compiled)}
-                speeds = in_turns(task, contenders, self.sizes.rounds, self.sizes.seconds / 2)
-            found.update({f"{name}_{how}_samples_per_s": speed for how, speed in speeds.items()})
-            found[f"{name}_speed_up"] = speeds["compiled"] / speeds["eager"]
+        tasks, amp = self.tasks(), {**self.amp, "amp_configs": {"dtype": "bfloat16"}} if self.amp else {}
+        limit = Limit(self.sizes.seconds)
+        ways = {"graphs": "allow_cuda_graph_capture", "compiled": "fuse_elewise_add_act_ops"}
+        for how, flag in ways.items():
+            for name, task in tasks.items():
+                if limit.is_over or (how == "graphs" and self.device.type == "cpu"):
+                    log(f"  {name} {how}: left out")
+                    continue
+                log(f"  {name} {how}")
+                torch._dynamo.reset()
+                with ours(task, **amp, build_strategy={flag: True, "fuse_all_optimizer_ops": True}) as compiled:
+                    contenders = {how: compiled, "eager": _eagerly(compiled)}
+                    speeds = in_turns(task, contenders, self.sizes.rounds, self.moment / 2, limit)
+                found.update({f"{name}_{key}_samples_per_s": speed for key, speed in speeds.items()})
+                found[f"{name}_{how}_speed_up"] = speeds[how] / speeds["eager"]
         return found
 
     def overhead(self) -> dict[str, Any]:
@@ -154,13 +186,15 @@ class Bench:
         On one GPU torchfleet uses no DDP, so the rival is what has none either; one with it is shown beside.
         """
         found: dict[str, Any] = {}
-        for name, task in {"resnet50": self.resnet(), "bert_base": self.bert()}.items():
+        tasks = self.tasks()
+        for name, task in tasks.items():
             log(f"  {name}")
             with ours(task, **self.amp) as step:
                 contenders = {"ours": step, "hand": by_hand(task, bool(self.amp), with_ddp=False)}
                 if dist.is_initialized():
                     contenders["hand_ddp"] = by_hand(task, bool(self.amp), with_ddp=True)
-                speeds = in_turns(task, contenders, 2 * self.sizes.rounds - 1, self.sizes.seconds / 2)
+                limit = Limit(self.sizes.seconds / len(tasks))
+                speeds = in_turns(task, contenders, 2 * self.sizes.rounds - 1, self.moment, limit)
                 del contenders
             found.update({f"{name}_{how}_samples_per_s": speed for how, speed in speeds.items()})
             found[f"{name}_overhead_percent"] = 100 * (speeds["hand"] / speeds["ours"] - 1)
@@ -193,7 +227,7 @@ def options(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gib", type=float, default=32.0, help="memory that the part `recompute` may use")
     parser.add_argument("--length", type=int, help="words of a sequence of BERT-Large; default 512")
     parser.add_argument("--rounds", type=int, help="default 5")
-    parser.add_argument("--seconds", type=float, help="of a measurement; default 3")
+    parser.add_argument("--seconds", type=float, help="that a part may take, about; default 100")
     parser.add_argument("--cpu", action="store_true", help="tiny models on the CPU")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     chosen = parser.parse_args(arguments)

@@ -52,7 +52,8 @@ class BertTask(TrainingTask):
 
     def model(self) -> torch.nn.Module:
         torch.manual_seed(0)
-        return Bert(SIZES[self.size], self._vocabulary, max(self.length, 64)).to(self.device)
+        with self.device:  # random numbers of a CPU would take seconds
+            return Bert(SIZES[self.size], self._vocabulary, max(self.length, 64))
 
     def batch(self, size: int) -> Batch:
         def drawn(most: int, length: int) -> torch.Tensor:
@@ -79,7 +80,8 @@ class ResNetTask(TrainingTask):
 
     def model(self) -> torch.nn.Module:
         torch.manual_seed(0)
-        return (resnet50() if self._side > 32 else resnet_small(num_blocks=1)).to(self.device)
+        with self.device:
+            return resnet50() if self._side > 32 else resnet_small(num_blocks=1)
 
     def batch(self, size: int) -> Batch:
         images = torch.randn(size, 3, self._side, self._side, device=self.device)
@@ -99,9 +101,9 @@ class _Job:
         self.optimizer: Any = fleet.distributed_optimizer(task.optimizer(self.model))
 
     def step(self, batch: Batch) -> None:
+        self.optimizer.zero_grad()  # first: a step before may have ended for want of memory
         self.task.loss(self.model, batch).backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
-        self.optimizer.zero_grad()
 
 
 @contextmanager
@@ -127,12 +129,12 @@ def by_hand(task: TrainingTask, is_amp: bool, with_ddp: bool) -> Step:
     scaler = torch.amp.GradScaler(kind, init_scale=32768.0, growth_interval=1000, enabled=is_amp)
 
     def step(batch: Batch) -> None:
+        optimizer.zero_grad()
         with torch.autocast(kind, torch.float16, enabled=is_amp):
             loss = task.loss(model, batch)
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
-        optimizer.zero_grad()
 
     return step
 
@@ -150,40 +152,56 @@ def wait(device: torch.device) -> None:
 
 
 def samples_per_s(task: TrainingTask, step: Step, batch: Batch, seconds: float) -> float:
-    """Over about so many seconds, three steps at least; the GPU is waited for at the end alone."""
-    taken = _seconds(task, step, batch, 1)
-    num = min(500, max(3, round(seconds / taken)))
-    return num * _size(batch) / _seconds(task, step, batch, num)
+    """Over about so many seconds, two steps at least; the GPU is waited for at the end alone."""
+    return len(next(iter(batch.values()))) / seconds_of(lambda: step(batch), task.device, seconds)
 
 
-def _seconds(task: TrainingTask, step: Step, batch: Batch, num: int) -> float:
-    wait(task.device)
+def seconds_of(work: Callable[[], object], device: torch.device, seconds: float) -> float:
+    """Of one run of `work`, the mean over about so many seconds."""
+    num = min(500, max(2, round(seconds / _timed(work, device, 1))))
+    return _timed(work, device, num) / num
+
+
+def _timed(work: Callable[[], object], device: torch.device, num: int) -> float:
+    wait(device)
     start = time.perf_counter()
     for _ in range(num):
-        step(batch)
-    wait(task.device)
+        work()
+    wait(device)
     return time.perf_counter() - start
 
 
-def _size(batch: Batch) -> int:
-    return len(next(iter(batch.values())))
+class Limit:
+    """The time that a part of the benchmark may take, from now on."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self._end
 
 
-def in_turns(task: TrainingTask, contenders: Mapping[str, Step], rounds: int, seconds: float) -> dict[str, float]:
-    """Samples per second of each, the median over rounds taken in turns."""
+def in_turns(
+    task: TrainingTask, contenders: Mapping[str, Step], rounds: int, seconds: float, limit: Limit
+) -> dict[str, float]:
+    """Samples per second of each, the median over rounds taken in turns, fewer when time is up."""
     batch = task.batch(task.batch_size)
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for step in contenders.values():
-        for _ in range(3):
+        for _ in range(4):  # a CUDA graph is recorded in the second or third
             step(batch)
     for turn in range(rounds):
         for name, step in contenders.items():
             found[name].append(samples_per_s(task, step, batch, seconds))
         log(f"  round {turn + 1}/{rounds}: " + ", ".join(f"{name} {each[-1]:,.1f}/s" for name, each in found.items()))
+        if limit.is_over:
+            log("  time is up")
+            break
     return {name: statistics.median(each) for name, each in found.items()}
 
 
-def peak_bytes(task: TrainingTask, step: Step, size: int, steps: int = 2) -> int | None:
+def peak_bytes(task: TrainingTask, step: Step, size: int, steps: int = 1) -> int | None:
     """Of memory on the device over some steps with a batch of `size`; None: there was not enough."""
     try:
         free()
@@ -196,27 +214,19 @@ def peak_bytes(task: TrainingTask, step: Step, size: int, steps: int = 2) -> int
     return torch.cuda.max_memory_allocated() if task.device.type == "cuda" else 0
 
 
-def largest_batch(peak: Callable[[int], int | None], cap: int, small: tuple[int, int], most: int) -> int:
-    """The largest batch that fits into `cap` bytes, to one in fifty, or `most`; `peak(size)` is None if it does not.
+def largest_batch(peak: Callable[[int], int | None], first: int, most: int, limit: Limit, share: float = 1 / 24) -> int:
+    """The largest batch for which `peak` finds memory, to a `share` of it: by doubling from `first`, then by bisection.
 
-    Two small batches show how memory grows; then sizes around the extrapolation are tried.
+    `most` if that fits. When time is up, the largest that was seen to fit; 0: not even a single sample does.
     """
-    lower, upper = (peak(size) for size in small)
-    if lower is None or upper is None:
-        raise SystemExit(f"not even a batch of {small} fits into {cap / 2**30:.0f} GiB")
-    slope = (upper - lower) / (small[1] - small[0])
-    fits, too_large = small[1], most + 1
-    guess = most if slope <= 0 else int(small[1] + (cap - upper) / slope)
-    for _ in range(10):
-        guess = min(max(guess, fits + 1), too_large - 1)
-        if too_large - fits <= max(1, fits // 50):
-            break
-        found = peak(guess)
-        log(f"    batch {guess}: " + ("does not fit" if found is None else f"{found / 2**30:.2f} GiB"))
+    fits, too_large = 0, most + 1
+    size = min(first, most)
+    while too_large - fits > max(1, share * fits) and not (limit.is_over and fits):
+        found = peak(size)
+        log(f"    batch {size}: " + ("does not fit" if found is None else f"{found / 2**30:.2f} GiB"))
         if found is None:
-            too_large = guess
-            guess = max((fits + guess) // 2, int(0.96 * guess))
+            too_large = size
         else:
-            fits = guess
-            guess = (fits + too_large) // 2 if too_large <= most else int(1.04 * guess) + 1
+            fits = size
+        size = min(2 * fits, most) if fits and too_large > most else (fits + too_large) // 2
     return fits

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 import torchfleet as fleet
 from benchmarks.timing import log, report
-from torchfleet.collective.local_tensors import local
+from torchfleet.collective.tensors.local_tensors import local
 
 _PERIOD = 0.02  # seconds between two looks at the memory of the machine
 

@@ -30,11 +30,9 @@ WORKER = {
 }
 CORE = {
     "collective/world",
-    "collective/local_tensors",
+    "collective/tensors",
     "collective/buckets",
     "collective/closures",
-    "collective/whole_norms",
-    "collective/one_kind",
     "collective/strategy",
 }
 
@@ -118,17 +116,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {"data", "data/samples", "worker", "worker/lookup", "fetch", "background", "errors"},
     # collective training
     "collective/world": {"role", "strategy", "errors"},
-    "collective/local_tensors": set(),
+    "collective/tensors": {"errors"},
     "collective/buckets": {"collective/world"},
     "collective/closures": set(),
-    "collective/one_kind": set(),
-    "collective/whole_norms": {"errors"},
-    "collective/outputs": set(),
     "collective/strategy": {"collective/world", "strategy"},
     "collective/gradient_average": {*CORE, "strategy", "errors"},
     "collective/strategies/layerwise": {*CORE, "strategy", "errors"},
     "collective/strategies/recomputation": {*CORE, "strategy", "errors"},
-    "collective/strategies/mixed_precision": {*CORE, "collective/outputs", "strategy", "errors"},
+    "collective/strategies/mixed_precision": {*CORE, "strategy", "errors"},
     "collective/strategies/sharding": {*CORE, "collective/strategies/mixed_precision", "strategy", "errors"},
     "collective/strategies": {*CORE, "collective/strategies/layerwise", "strategy", "errors"},
     "collective/pipeline": {
@@ -151,7 +146,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "collective": {
         *CORE,
-        "collective/outputs",
         "collective/gradient_average",
         "collective/meeting",
         "collective/checkpoint",
@@ -166,7 +160,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *WORKER,
         "collective",
         "collective/world",
-        "collective/local_tensors",
+        "collective/tensors",
         "collective/meeting",
         "collective/strategy",
         "kernels",
@@ -228,7 +222,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
     },
     "plain": {"worker/lookup", "worker/row_state", "fleet", "errors"},
-    "preparation": {"fleet", "collective/outputs", "role", "strategy", "errors"},
+    "preparation": {"fleet", "collective/tensors", "role", "strategy", "errors"},
     "online": {"data", "storage", "fleet", "metrics", "errors"},
     "word2vec": {
         "worker/lookup",

@@ -107,15 +107,19 @@ class Encoder(nn.Module):
 
 
 class Head(nn.Module):
-    """Scores of all words of the vocabulary."""
+    """Scores of all words of the vocabulary; with labels, the loss of each, so that recompute can do without scores."""
 
     def __init__(self, vocab_size: int, hidden: int) -> None:
         super().__init__()
         self.dense, self.norm = nn.Linear(hidden, hidden), nn.LayerNorm(hidden, eps=1e-12)
         self.decoder = nn.Linear(hidden, vocab_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.decoder(self.norm(F.gelu(self.dense(x))))
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+        logits = self.decoder(self.norm(F.gelu(self.dense(x))))
+        if labels is None:
+            return logits
+        losses = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="none")
+        return losses.view_as(labels)
 
 
 class Bert(nn.Module):
@@ -150,8 +154,9 @@ class Bert(nn.Module):
         x = self.encoder(self.embeddings(input_ids))
         if positions is not None:
             x = x.gather(1, positions[:, :, None].expand(-1, -1, x.shape[2]))
-        logits = self.head(x)
-        return Output(None, logits) if labels is None else Output(masked_loss(logits, labels), None)
+        if labels is None:
+            return Output(None, self.head(x))
+        return Output(self.head(x, labels).sum() / (labels != IGNORED).sum(), None)
 
 
 def masked_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

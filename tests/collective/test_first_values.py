@@ -15,7 +15,7 @@ from torch import nn
 import torchfleet as fleet
 from examples.bert.model import Bert, Size
 from torchfleet.collective.first_values import Filling, set_aside
-from torchfleet.collective.local_tensors import local
+from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.errors import ModelError
 
 WORDS, DIM = 13, 6

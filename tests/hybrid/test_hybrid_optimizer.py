@@ -193,7 +193,6 @@ def test_parts_of_the_model_by_themselves_that_would_not_be_exchanged_are_an_err
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 def test_the_network_and_its_rows_on_a_gpu_equal_torch_with_ids_on_either_side(where: str) -> None:
     rule = RULES["adam"]

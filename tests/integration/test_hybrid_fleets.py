@@ -98,7 +98,6 @@ def test_rows_equal_a_replay_of_the_pushes_and_the_network_equals_data_paralleli
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_networks_on_a_gpu_equal_data_parallelism(tmp_path: Path) -> None:
     """Two workers share the GPU, which NCCL does not do: gloo carries their gradients."""
     with started(tmp_path, "--device", "cuda", environment={"FLEET_DIST_BACKEND": "gloo"}) as job:

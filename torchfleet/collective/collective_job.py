@@ -17,9 +17,9 @@ from torchfleet.collective.collective_optimizer import CollectiveOptimizer
 from torchfleet.collective.data_parallel import WrappedModel, broadcast, data_parallel, share_buffers
 from torchfleet.collective.first_values import Filling, is_without_memory, set_aside, share_seed
 from torchfleet.collective.job_settings import JobSettings
-from torchfleet.collective.local_tensors import is_local
 from torchfleet.collective.meeting.job_meetings import JobMeetings
 from torchfleet.collective.strategy import Forward, JobView, Runner, Strategy
+from torchfleet.collective.tensors.local_tensors import is_local
 from torchfleet.collective.world import begun
 from torchfleet.errors import FleetError, ModelError, StrategyError
 from torchfleet.monitor.status import StatusFile

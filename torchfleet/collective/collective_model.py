@@ -12,8 +12,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from torchfleet.collective.data_parallel import WrappedModel
-from torchfleet.collective.outputs import tensors
 from torchfleet.collective.strategy import Forward, LossFn, Runner, Strategy
+from torchfleet.collective.tensors.outputs import tensors
 from torchfleet.errors import ModelError
 
 

@@ -9,8 +9,8 @@ import torch
 
 from torchfleet.adoption import AdoptedOptimizer
 from torchfleet.collective.clipping import clip_grad_norm
-from torchfleet.collective.local_tensors import local
 from torchfleet.collective.strategy import Strategy
+from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.collective.world import World
 from torchfleet.errors import FleetError, ModelError
 

@@ -21,8 +21,8 @@ from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.nn.parallel import DistributedDataParallel
 
 from torchfleet.collective.buckets import buckets
-from torchfleet.collective.local_tensors import is_local, local
 from torchfleet.collective.strategy import Forward
+from torchfleet.collective.tensors.local_tensors import is_local, local
 from torchfleet.collective.world import World
 from torchfleet.errors import StrategyError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy

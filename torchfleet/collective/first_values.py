@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from torchfleet.collective.checkpoint.pieces import piece_of
-from torchfleet.collective.local_tensors import local
+from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.errors import ModelError
 
 Slot = tuple[dict[str, Any], str]  # a module's parameters or buffers, and a name among them

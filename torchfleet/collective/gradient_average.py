@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from torchfleet.collective.buckets import buckets
-from torchfleet.collective.local_tensors import is_local, local
+from torchfleet.collective.tensors.local_tensors import is_local, local
 from torchfleet.collective.world import World
 from torchfleet.errors import ModelError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy

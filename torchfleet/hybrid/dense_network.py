@@ -19,8 +19,8 @@ from torchfleet.collective.collective_model import CollectiveModel
 from torchfleet.collective.collective_optimizer import CollectiveOptimizer
 from torchfleet.collective.data_parallel import WrappedModel
 from torchfleet.collective.job_settings import use_execution
-from torchfleet.collective.local_tensors import is_local
 from torchfleet.collective.strategy import Forward
+from torchfleet.collective.tensors.local_tensors import is_local
 from torchfleet.collective.world import World, begun
 from torchfleet.errors import FleetError, ModelError, TableError
 from torchfleet.role import RoleInfo

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from torchfleet import fleet
-from torchfleet.collective.outputs import map_tensors
+from torchfleet.collective.tensors.outputs import map_tensors
 from torchfleet.errors import FleetError, ModelError
 from torchfleet.preparation.loader_shard import shared_loader
 from torchfleet.role import is_collective_job

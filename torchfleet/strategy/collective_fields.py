@@ -30,6 +30,8 @@ class AmpConfigs(Configs, name="amp_configs"):
 class RecomputeConfigs(Configs, name="recompute_configs"):
     checkpoints = ListKey(str)
     enable_offload = Key(False)
+    half_inputs = Key(False)
+    slices = Key(1, at_least=1)
     checkpoint_shape = ListKey(int, only="shapes are seen when the model runs")
 
 

@@ -55,12 +55,13 @@ _GRAPHS = "eager PyTorch has no graph of operators to change; torch.compile choo
 
 
 class BuildStrategy(ObjectFields):
-    """Operator fusion. Any of the first four compiles the model with torch.compile, which fuses what it can."""
+    """Operator fusion. Any of the first five compiles the model with torch.compile, which fuses what it can."""
 
     fuse_elewise_add_act_ops = Field(False)
     fuse_bn_act_ops = Field(False)
     fuse_bn_add_act_ops = Field(False)
     fuse_relu_depthwise_conv = Field(False)
+    allow_cuda_graph_capture = Field(False)  # and its kernels are launched by one call, as a CUDA graph
     fuse_all_optimizer_ops = Field(False)  # the optimizer's own fused or foreach kernels
     fuse_broadcast_ops = Field(False, only="DistributedDataParallel broadcasts first values in one go already")
     enable_inplace = Field(False, only=_GRAPHS)

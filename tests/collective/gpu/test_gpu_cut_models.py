@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import torchfleet as fleet
-from torchfleet.collective.local_tensors import local
+from torchfleet.collective.tensors.local_tensors import local
 
 pytestmark = pytest.mark.gpu
 WIDTH, BLOCKS = 512, 8

@@ -11,7 +11,7 @@ import torch
 from support import precision_cases
 from support.ranks import Ranks
 
-from torchfleet.collective.outputs import map_tensors, tensors
+from torchfleet.collective.tensors.outputs import map_tensors, tensors
 
 
 def errors_of_losses(**arguments: Any) -> dict[str, Any]:

@@ -413,7 +413,7 @@ def test_a_transposed_input_keeps_its_layout():
     assert seen == [(1, 5, 20)] * 4
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_on_a_gpu_results_are_equal_and_memory_falls():
     device, results, peaks = torch.device("cuda", 0), [], []
     for offload in (None, Offload(device)):

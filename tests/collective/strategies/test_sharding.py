@@ -24,10 +24,10 @@ from support.sharded_models import (
     whole,
 )
 
-from torchfleet.collective.local_tensors import local
 from torchfleet.collective.strategies.sharding.sharding import Sharding
 from torchfleet.collective.strategies.sharding.units import Units
 from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer
+from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.collective.world import Axis, World
 from torchfleet.errors import ModelError, StrategyError
 from torchfleet.role import PaddleCloudRoleMaker

@@ -10,9 +10,9 @@ import msgspec
 import torch
 
 from torchfleet.collective.checkpoint.planning import Key, PieceSpec, Report, error_text, exchange
-from torchfleet.collective.local_tensors import local
 from torchfleet.collective.strategies.sharding.sharding import sharded_modules
 from torchfleet.collective.strategy import Strategy
+from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.collective.world import World
 from torchfleet.errors import CheckpointError
 

@@ -35,9 +35,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from torchfleet.collective.gradient_average import GradientAverage
 from torchfleet.collective.layers.shards import copied, gathered, own_shard, split, summed
-from torchfleet.collective.local_tensors import local
-from torchfleet.collective.one_kind import OneKindGroups
 from torchfleet.collective.strategy import JobView, Strategy
+from torchfleet.collective.tensors.local_tensors import local
+from torchfleet.collective.tensors.one_kind import OneKindGroups
 from torchfleet.collective.world import World
 from torchfleet.errors import ModelError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy

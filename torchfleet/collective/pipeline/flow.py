@@ -73,6 +73,7 @@ class Schedule:
         mode: str,
     ) -> None:
         self._call, self._axis, self._device, self._mode = call, axis, device, mode
+        self._wire_device = wire_device(axis, device)
         self._incoming, self._outgoing = crossing
         self._is_last = axis.rank == axis.size - 1
         self._sends: list[dist.P2POp] = []  # of what is done, posted together with what must come for the next thing
@@ -139,16 +140,16 @@ class Schedule:
     def _exchange(self, shapes: Sequence[Shape], step: int) -> list[torch.Tensor]:
         """Send what is waiting, and receive from the stage before (-1) or after (1). Posted as one: no stage waits for
         another that waits for it."""
-        received = [shape.empty(self._device) for shape in shapes]
+        received = [shape.empty(self._wire_device) for shape in shapes]
         operations = [*self._sends, *(self._op(dist.irecv, tensor, step) for tensor in received)]
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
         self._sends = []
-        return received
+        return [tensor.to(self._device) for tensor in received]
 
     def _op(self, kind: Callable[..., Any], tensor: torch.Tensor, step: int) -> dist.P2POp:
-        return dist.P2POp(kind, _wire(tensor), neighbour(self._axis, step), self._axis.group)
+        return dist.P2POp(kind, _wire(tensor.to(self._wire_device)), neighbour(self._axis, step), self._axis.group)
 
 
 def _differentiable(shapes: Sequence[Shape]) -> list[Shape]:
@@ -159,6 +160,11 @@ def _wire(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory if it is contiguous; integers and truth values as bytes, which every backend can send."""
     tensor = tensor.contiguous()
     return tensor if tensor.is_floating_point() else tensor.view(-1).view(torch.uint8)
+
+
+def wire_device(axis: Axis, device: torch.device) -> torch.device:
+    """gloo sends and receives host memory alone; ranks that share a GPU have no other backend."""
+    return torch.device("cpu") if dist.get_backend(axis.group) == "gloo" else device
 
 
 def neighbour(axis: Axis, step: int) -> int:
@@ -175,19 +181,19 @@ def send_described(tensors: Sequence[torch.Tensor], axis: Axis, device: torch.de
     numbers: list[int] = [len(tensors)]
     for shape in map(shape_of, tensors):
         numbers += [_DTYPES.index(shape.dtype), len(shape.sizes), *shape.sizes]
-    to = neighbour(axis, 1)
+    to, wire = neighbour(axis, 1), wire_device(axis, device)
     for message in (torch.tensor([len(numbers)]), torch.tensor(numbers)):
-        dist.send(message.to(device), to, axis.group)
+        dist.send(message.to(wire), to, axis.group)
     for tensor in tensors:
-        dist.send(_wire(tensor), to, axis.group)
+        dist.send(_wire(tensor.to(wire)), to, axis.group)
 
 
 def recv_described(axis: Axis, device: torch.device) -> tuple[list[Shape], list[torch.Tensor]]:
     """The shapes that the stage before sends, and the tensors themselves."""
-    source = neighbour(axis, -1)
-    length = torch.empty(1, dtype=torch.int64, device=device)
+    source, wire = neighbour(axis, -1), wire_device(axis, device)
+    length = torch.empty(1, dtype=torch.int64, device=wire)
     dist.recv(length, source, axis.group)
-    message = torch.empty(int(length), dtype=torch.int64, device=device)
+    message = torch.empty(int(length), dtype=torch.int64, device=wire)
     dist.recv(message, source, axis.group)
     num, *numbers = message.tolist()
     shapes: list[Shape] = []
@@ -195,7 +201,7 @@ def recv_described(axis: Axis, device: torch.device) -> tuple[list[Shape], list[
         dtype, dim = numbers[:2]
         shapes.append(Shape(tuple(numbers[2 : 2 + dim]), _DTYPES[dtype]))
         numbers = numbers[2 + dim :]
-    tensors = [shape.empty(device) for shape in shapes]
+    tensors = [shape.empty(wire) for shape in shapes]
     for tensor in tensors:
         dist.recv(_wire(tensor), source, axis.group)
-    return shapes, tensors
+    return shapes, [tensor.to(device) for tensor in tensors]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from torchfleet.collective.local_tensors import local
+from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.collective.world import AXES, World
 
 Tie = dict[int, list[str]]  # stage → the names that one parameter has there

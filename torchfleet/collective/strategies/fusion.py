@@ -1,9 +1,10 @@
 """Operator fusion by torch.compile and fused optimizers: the flags of build_strategy.
 
 fuse_elewise_add_act_ops, fuse_bn_act_ops, fuse_bn_add_act_ops and fuse_relu_depthwise_conv name fusions of Paddle's
-graph passes. Here any of them hands the model to torch.compile, which fuses these and all others that it finds; rank
-0 prints which after the first step (`Fusion.report`). Results equal those of the eager model up to the order of sums
-inside a kernel: about 1e-5 of a value in float32, 1e-2 in half precision.
+graph passes. Here any of them hands the model to torch.compile, which fuses these and all others that it finds; rank 0
+prints which after the first step (`Fusion.report`). allow_cuda_graph_capture compiles too, and has torch.compile record
+the kernels of a pass as a CUDA graph: one launch in the place of hundreds. Results equal those of the eager model up to
+the order of sums inside a kernel: about 1e-5 of a value in float32, 1e-2 in half precision.
 
 fuse_all_optimizer_ops lets the optimizer step with one kernel for many parameters: its own `fused` variant where it has
 one for the device and the parameters, otherwise `foreach`.
@@ -15,26 +16,24 @@ their own.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
-import re
 import shlex
 import shutil
-from collections import Counter
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
+from torchfleet.collective.strategies.compiler_counts import Counts
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import ModelError, StrategyError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
-COMPILING = ("fuse_elewise_add_act_ops", "fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_relu_depthwise_conv")
+COMPILING = ("fuse_elewise_add_act_ops", "fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_relu_depthwise_conv",
+             "allow_cuda_graph_capture")  # fmt: skip
+_CUDA_GRAPHS = "reduce-overhead"  # torch.compile's name for it
 
 
 class Fusion(Strategy):
@@ -46,19 +45,21 @@ class Fusion(Strategy):
         self.configs = {name: value for name, value in vars(flags).items() if value}
         self.compiled_for = [name for name in COMPILING if getattr(flags, name)]
         self._fuses_optimizer = bool(flags.fuse_all_optimizer_ops)
-        self._before = _Counts()
+        self._before = Counts()
         self._is_reported = not self.compiled_for
         self._optimizer = ""
         if self.compiled_for:
             _check_pairs(settings, f"build_strategy.{self.compiled_for[0]}")
+            if "allow_cuda_graph_capture" in self.compiled_for:
+                _check_graphs(settings, world.device)
             _check_compiler(world.device, f"build_strategy.{self.compiled_for[0]}")
         if self._fuses_optimizer:
             _check_rule(settings)
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         if self.compiled_for:
-            self._before = _Counts.now()
-            _compile(model)
+            self._before = Counts.now()
+            _compile(model, _CUDA_GRAPHS if "allow_cuda_graph_capture" in self.compiled_for else "default")
         return model
 
     def optimizer(self, inner: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> torch.optim.Optimizer:
@@ -80,22 +81,22 @@ class Fusion(Strategy):
         """What was fused so far; numbers that this version of torch does not count are left out."""
         lines = []
         if self.compiled_for:
-            lines.append(f"build_strategy ({', '.join(self.compiled_for)}): compiled, {_Counts.now() - self._before}")
+            lines.append(f"build_strategy ({', '.join(self.compiled_for)}): compiled, {Counts.now() - self._before}")
         if self._optimizer:
             lines.append(f"build_strategy (fuse_all_optimizer_ops): {self._optimizer}")
         return "\n".join(lines)
 
 
-def _compile(model: torch.nn.Module) -> None:
+def _compile(model: torch.nn.Module, mode: str) -> None:
     """As Module.compile, which compiles nothing of a Sequential: dynamo passes over frames that are torch.nn's own."""
     if not type(model).forward.__module__.startswith("torch.nn"):
-        model.compile()
+        model.compile(mode=mode)
         return
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    model._compiled_call_impl = torch.compile(call)
+    model._compiled_call_impl = torch.compile(call, mode=mode)
 
 
 def _check_pairs(settings: DistributedStrategy, flag: str) -> None:
@@ -104,10 +105,34 @@ def _check_pairs(settings: DistributedStrategy, flag: str) -> None:
             f"{flag} and pipeline cannot be used together: a pipeline takes the model apart, and it is compiled whole. "
             "Leave one of them out."
         )
-    if settings.recompute and settings.recompute_configs.enable_offload:
+    configs = settings.recompute_configs
+    changed = {
+        "enable_offload": configs.enable_offload,
+        "half_inputs": configs.half_inputs,
+        "slices": configs.slices > 1,
+    }
+    ours = next((name for name, is_on in changed.items() if is_on), None)
+    if settings.recompute and ours is not None:
         raise StrategyError(
-            f"{flag} and recompute_configs['enable_offload'] cannot be used together: a compiled model decides itself "
-            "what it keeps where. Leave one of them out."
+            f"{flag} and recompute_configs['{ours}'] cannot be used together: a compiled model decides itself what it "
+            "keeps where. Leave one of them out."
+        )
+
+
+def _check_graphs(settings: DistributedStrategy, device: torch.device) -> None:
+    """A graph writes gradients and outputs to the same memory every time, and reads parameters from the same."""
+    flag = "build_strategy.allow_cuda_graph_capture"
+    if device.type != "cuda":
+        raise StrategyError(f"{flag} needs a GPU, and this job computes on the {device.type}: leave it out")
+    if settings.gradient_merge:
+        raise StrategyError(
+            f"{flag} and gradient_merge cannot be used together: a graph's gradients are gone when it runs again. "
+            "Leave one of them out."
+        )
+    if settings.sharding and settings.sharding_configs.stage > 1:
+        raise StrategyError(
+            f"{flag} and sharding (stage {settings.sharding_configs.stage}) cannot be used together: parameters are "
+            "gathered into other memory at every call. Use stage 1, or leave the flag out."
         )
 
 
@@ -183,68 +208,3 @@ def _move_counts(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         if isinstance(state.get("step"), torch.Tensor):
             state["step"] = state["step"].to(parameter.device)
-
-
-# What the compiler has done
-
-
-class _Counts:
-    """Its counters, which are those of the process, and the kernels it has loaded."""
-
-    def __init__(self) -> None:
-        self.numbers: Counter[str] = Counter()
-        self.breaks: Counter[str] = Counter()
-        self.kernels: Counter[str] = Counter()
-
-    @classmethod
-    def now(cls) -> _Counts:
-        counts = cls()
-        dynamo, metrics = _module("torch._dynamo.utils"), _module("torch._inductor.metrics")
-        counters: Any = getattr(dynamo, "counters", {})
-        counts.numbers["graphs"] = counters.get("stats", {}).get("unique_graphs", 0)
-        counts.numbers["operations"] = getattr(metrics, "ir_nodes_pre_fusion", 0)
-        counts.numbers["calls"] = counters.get("inductor", {}).get("extern_calls", 0)
-        counts.breaks.update({_reason(text): num for text, num in counters.get("graph_break", {}).items()})
-        counts.kernels.update(_kernels())
-        return counts
-
-    def __sub__(self, before: _Counts) -> _Counts:
-        counts = _Counts()
-        counts.numbers = self.numbers - before.numbers
-        counts.breaks, counts.kernels = self.breaks - before.breaks, self.kernels - before.kernels
-        return counts
-
-    def __str__(self) -> str:
-        numbers, num_breaks = self.numbers, self.breaks.total()
-        lines = [f"graphs {numbers['graphs']}, graph breaks {num_breaks}"]
-        lines += [f"  graph break ({num}×): {reason}" for reason, num in self.breaks.most_common(5)]
-        if numbers["operations"]:
-            calls = f", {numbers['calls']} library calls" if numbers["calls"] else ""
-            lines[0] += f"; {numbers['operations']} operations in {self.kernels.total()} kernels{calls}"
-        lines += [f"  {num}× {kernel}" for kernel, num in self.kernels.most_common(12)]
-        if len(self.kernels) > 12:
-            lines.append(f"  and {len(self.kernels) - 12} other kinds of kernels")
-        return "\n".join(lines)
-
-
-def _kernels() -> Iterator[str]:
-    """The operations in each kernel, as in `add, native_layer_norm`: the compiler puts them into the kernel's name."""
-    cache = getattr(_module("torch._inductor.codecache"), "PyCodeCache", None)
-    for module in getattr(cache, "modules", ()):
-        if hasattr(module, "call"):  # not the files of single kernels that it uses
-            for name in vars(module):
-                found = re.fullmatch(r"(?:triton_\w+?|cpp)_fused_(\w+?)_\d+", name)
-                if found:
-                    yield found[1].strip("_")
-
-
-def _reason(text: str) -> str:
-    """Of a page of hints, the first line."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")[:200]
-
-
-def _module(name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        return None

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 
 import torch
 
-from torchfleet.collective.local_tensors import local
 from torchfleet.collective.strategy import Strategy
+from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.collective.world import World
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 

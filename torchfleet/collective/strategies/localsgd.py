@@ -23,8 +23,8 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from torchfleet.collective.buckets import average
-from torchfleet.collective.local_tensors import is_local
 from torchfleet.collective.strategy import JobView, Strategy
+from torchfleet.collective.tensors.local_tensors import is_local
 from torchfleet.collective.world import World
 from torchfleet.errors import StrategyError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy

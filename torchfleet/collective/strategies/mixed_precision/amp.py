@@ -29,8 +29,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from torchfleet.collective.local_tensors import shards
-from torchfleet.collective.outputs import map_tensors
 from torchfleet.collective.strategies.mixed_precision.bfloat16_cpu import warn_if_slow
 from torchfleet.collective.strategies.mixed_precision.loss_scaling import LossScaling
 from torchfleet.collective.strategies.mixed_precision.masters import Masters
@@ -38,6 +36,8 @@ from torchfleet.collective.strategies.mixed_precision.op_lists import OpLists
 from torchfleet.collective.strategies.mixed_precision.precision import precision
 from torchfleet.collective.strategies.mixed_precision.scaled_backward import ScaledBackward
 from torchfleet.collective.strategy import Forward, JobView, Strategy
+from torchfleet.collective.tensors.local_tensors import shards
+from torchfleet.collective.tensors.outputs import map_tensors
 from torchfleet.collective.world import World
 from torchfleet.errors import ModelError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from torchfleet.collective.local_tensors import dealt, is_local, local, shards
+from torchfleet.collective.tensors.local_tensors import dealt, is_local, local, shards
 from torchfleet.errors import StrategyError
 
 _CHUNK_BYTES = 64 << 20  # gradients that exist in both precisions at a time

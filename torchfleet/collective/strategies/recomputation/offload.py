@@ -25,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torchfleet.errors import ModelError
 
 NUM_LEAVING = 2  # blocks whose inputs are still on the device, while they are copied out
-PIECE_BYTES = 1 << 26  # of pinned memory, of which torch gives powers of two: in pieces little is wasted
+PIECE_BYTES = 1 << 24  # of pinned memory: pieces of one size serve batches of all sizes again, and waste little
 
 
 class _Kept:
@@ -85,7 +85,12 @@ class Offload:
 
     def hooks(self) -> saved_tensors_hooks:
         """To be entered around one call of a module: what it then saves are its inputs."""
-        block = _Block(self._last() if self._last is not None else None)
+        before = self._last() if self._last is not None else None
+        if before is None:  # the graph before is gone; if its backward pass was broken off, some inputs are still here
+            for coming in self._coming:
+                self._release(coming)
+            self._coming = []
+        block = _Block(before)
         self._last = weakref.ref(block)
         self._leaving.append(self._last)
         return saved_tensors_hooks(lambda tensor: self._pack(tensor, block), self._unpack)

@@ -3,7 +3,9 @@
 With n modules of equal size the activations of n inputs and of one module are in memory, instead of those of n modules,
 for one more forward pass: about a third more computation. Random numbers are those of the first run, so that dropout
 masks, results and gradients are the same, bit for bit where the kernels are deterministic. Running statistics of norms
-are changed by the first run only. With `enable_offload` the inputs live in host memory meanwhile (offload.py).
+are changed by the first run only. With `enable_offload` the inputs live in host memory meanwhile (offload.py). With
+`half_inputs` they are rounded to amp's precision, before the first run, so that both runs compute the same. With
+`slices` a module runs with some samples at a time, forward and again (slices.py).
 
     recompute_configs={"checkpoints": ["encoder.layer.*"], "enable_offload": True}
 
@@ -21,6 +23,7 @@ import contextlib
 import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -29,10 +32,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import TorchFunctionMode
 from torch.overrides import _get_current_function_mode_stack as _function_modes
 from torch.utils._device import DeviceContext
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from torchfleet.collective.strategies.recomputation.offload import Offload
+from torchfleet.collective.strategies.recomputation.slices import check_sliceable, in_slices
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
 from torchfleet.errors import ModelError, StrategyError
@@ -52,16 +56,34 @@ class Recompute(Strategy):
                 f"backward, found {list(self._patterns)!r}. Give names of model.named_modules(), or patterns, for "
                 "example ['encoder.layer.*']."
             )
-        self.offload = Offload(world.device) if self.settings.recompute_configs.enable_offload else None
+        configs = settings.recompute_configs
+        if settings.pipeline and (configs.half_inputs or configs.slices > 1):
+            raise StrategyError(
+                "recompute_configs['half_inputs'] and ['slices'] cannot be used together with pipeline, which has "
+                "small micro-batches already: raise pipeline_configs['accumulate_steps'] instead"
+            )
+        if configs.half_inputs and not settings.amp:
+            raise StrategyError(
+                "recompute_configs['half_inputs']=True keeps inputs in the precision of amp, and amp is off: set "
+                "amp=True, or leave half_inputs out"
+            )
+        self.offload = Offload(world.device) if configs.enable_offload else None
 
     def convert(self, model: torch.nn.Module) -> torch.nn.Module:
         """In place; names and state_dict stay what they are."""
         for module in chosen(model, self._patterns):
-            recompute(module, self.offload)
+            recompute(
+                module,
+                self.offload,
+                self.settings.recompute_configs.half_inputs,
+                self.settings.recompute_configs.slices,
+            )
         return model
 
 
-def recompute(module: torch.nn.Module, offload: Offload | None = None) -> None:
+def recompute(
+    module: torch.nn.Module, offload: Offload | None = None, half_inputs: bool = False, slices: int = 1
+) -> None:
     """From now on `module` keeps its inputs alone for backward. A deep copy of it does likewise."""
     inner: Any = module.forward
     if getattr(inner, "__self__", None) is module:
@@ -71,25 +93,47 @@ def recompute(module: torch.nn.Module, offload: Offload | None = None) -> None:
         def body(_: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
             return inner(*args, **kwargs)
 
+    if slices > 1:
+        check_sliceable(module)
+
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return body(self, *args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiler sees to random numbers and statistics itself
-            return checkpoint(body, self, *args, use_reentrant=False, **kwargs)
-        contexts = _contexts(self)
-        if offload is None:
-            return checkpoint(body, self, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        # Flat, because checkpoint saves tensors among the positional arguments and just holds on to all others.
-        leaves, structure = tree_flatten((args, kwargs))
-
-        def of_leaves(*leaves: Any) -> Any:
-            args, kwargs = tree_unflatten(leaves, structure)
-            return body(self, *args, **kwargs)
-
-        with offload.hooks():  # seen by the inputs: inside, checkpoint has its own
-            return checkpoint(of_leaves, *leaves, use_reentrant=False, context_fn=contexts)
+        if half_inputs:
+            args, kwargs = tree_map(_in_half, (args, kwargs))
+        call = partial(_checkpointed, body, self, offload)
+        if slices > 1 and not torch.compiler.is_compiling():
+            return in_slices(call, slices, args, kwargs)
+        return call(*args, **kwargs)
 
     module.forward = MethodType(forward, module)
+
+
+def _checkpointed(
+    body: Callable[..., Any], module: torch.nn.Module, offload: Offload | None, *args: Any, **kwargs: Any
+) -> Any:
+    if torch.compiler.is_compiling():  # the compiler sees to random numbers and statistics itself
+        return checkpoint(body, module, *args, use_reentrant=False, **kwargs)
+    contexts = _contexts(module)
+    if offload is None:
+        return checkpoint(body, module, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    # Flat, because checkpoint saves tensors among the positional arguments and just holds on to all others.
+    leaves, structure = tree_flatten((args, kwargs))
+
+    def of_leaves(*leaves: Any) -> Any:
+        args, kwargs = tree_unflatten(leaves, structure)
+        return body(module, *args, **kwargs)
+
+    with offload.hooks():  # seen by the inputs: inside, checkpoint has its own
+        return checkpoint(of_leaves, *leaves, use_reentrant=False, context_fn=contexts)
+
+
+def _in_half(value: Any) -> Any:
+    """A tensor that is kept, in the precision that products have under amp; all else as it is."""
+    if not isinstance(value, torch.Tensor) or value.dtype != torch.float32 or not value.requires_grad:
+        return value
+    kind = value.device.type
+    return value.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else value
 
 
 Context = contextlib.AbstractContextManager[None]

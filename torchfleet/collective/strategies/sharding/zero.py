@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from torchfleet.collective.buckets import buckets
 from torchfleet.collective.closures import run_closure
-from torchfleet.collective.local_tensors import dealt, local, shards
+from torchfleet.collective.tensors.local_tensors import dealt, local, shards
 from torchfleet.collective.world import Axis
 from torchfleet.errors import ModelError
 
