@@ -88,7 +88,7 @@ class Bench:
             "lars": self._ours(torch.optim.SGD, lars=True, lars_configs=EXCLUDED).step,
             "amp": self._ours(torch.optim.AdamW, **BFLOAT16).step,
             "amp_float16": self._ours(torch.optim.AdamW, amp=True).step,
-            "pure": self._ours(torch.optim.AdamW, **PURE).step,
+            "pure": self._pure(),
             "stage_1": self._stage_1().step,
             "clipped": self._clipped(),
         }
@@ -100,13 +100,28 @@ class Bench:
         return optimizer
 
     def _ours(self, kind: Any, **fields: Any) -> Any:
-        """The optimizer of a job of one rank. LARS and LAMB have kernels of their own."""
+        return self._job(kind, **fields)[0]
+
+    def _job(self, kind: Any, **fields: Any) -> tuple[Any, torch.nn.Module]:
+        """The optimizer and the model of a job of one rank. LARS and LAMB have kernels of their own."""
         job = CollectiveJob(self._info, DistributedStrategy(**fields))
         model = job.distribute_model(Shapes(self._num, self._device))
         options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
         optimizer = job.distribute_optimizer(kind(model.parameters(), lr=1e-4, fused=True, **options))
         _give_gradients(model)
-        return optimizer
+        return optimizer, model
+
+    def _pure(self) -> Callable[[], Any]:
+        """A step lets the gradients of half precision go: they are put back before each."""
+        optimizer, model = self._job(torch.optim.AdamW, **PURE)
+        kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+
+        def step() -> None:
+            for parameter, gradient in kept:
+                parameter.grad = gradient
+            optimizer.step()
+
+        return step
 
     def _stage_1(self) -> ShardedOptimizer:
         """A job of one rank leaves it out; this is what it does on each of several, but for what it sends them."""
