@@ -128,7 +128,7 @@ def test_lamb_steps_the_network_and_adam_the_rows() -> None:
         found = values(part)
     model = plain()
     dense, sparse = jobs.split_parameters(model)
-    network = LambAdam(torch.optim.Adam(dense, lr=0.01), 0.01, lambda parameter: False)
+    network = LambAdam(torch.optim.Adam(dense, lr=0.01), 0.01, set())
     rows = torch.optim.SparseAdam(sparse, lr=0.01)
     for batch in BATCHES:
         jobs.plain_step(model, [network, rows], batch)

@@ -189,20 +189,25 @@ def kept_bytes(net: nn.Module) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_second_run_has_the_precision_of_the_first(dtype: torch.dtype):
-    """Also with the function lists of amp, which are a mode that backward is not in."""
-    lists = OpLists(["add"], ["linear"], "cpu", dtype)
+    """Also with the function lists of amp, which are changes of the dispatcher."""
 
-    def under_amp(net: nn.Module, with_lists: bool) -> Callable[..., torch.Tensor]:
+    def under_amp(net: nn.Module) -> Callable[..., torch.Tensor]:
         def called(x: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", dtype), lists if with_lists else contextlib.nullcontext():
+            with torch.autocast("cpu", dtype):
                 return net(x).float()
 
         return called
 
-    for with_lists in (False, True):
-        plain, again = made(), made(["encoder.layer.*"])
-        expected = trained(plain, under_amp(plain, with_lists))
-        assert_equal(trained(again, under_amp(again, with_lists)), expected)
+    try:
+        for white, black, kind in (([], [], dtype), (["add"], ["linear"], torch.float32)):
+            lists = OpLists(white, black, "cpu", dtype)  # in force as long as it is there
+            with torch.autocast("cpu", dtype):
+                assert nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == kind, lists
+            plain, again = made(), made(["encoder.layer.*"])
+            expected = trained(plain, under_amp(plain))
+            assert_equal(trained(again, under_amp(again)), expected)
+    finally:
+        OpLists([], [], "cpu", dtype)  # torch chooses again, in this process
 
 
 def test_a_copy_computes_with_its_own_parameters():
