@@ -232,6 +232,5 @@ def test_the_gpu_benchmark_reports_all_its_figures_on_a_cpu():
     assert found["recompute.offload_batch"] == found["most"]
     speeds = [found[f"overhead.bert_base_2x16_{who}_samples_per_s"] for who in ("hand", "ours")]
     assert found["overhead.bert_base_2x16_overhead_percent"] == pytest.approx(100 * (speeds[0] / speeds[1] - 1))
-    assert found["steps.lamb_ratio"] == pytest.approx(found["steps.lamb_ms"] / found["steps.lamb_torch_adam_ms"])
     for name in ("float32", "amp_float16", "pure_bfloat16", "amp_sharding_3"):
         assert found[f"precision.{name}_samples_per_s"] > 0
