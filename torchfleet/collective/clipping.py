@@ -14,7 +14,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from torchfleet.collective.tensors.whole_norms import local_gradient, num_shards, shard, shard_norms
+from torchfleet.collective.tensors.local_tensors import shard
+from torchfleet.collective.tensors.whole_norms import local_gradient, num_shards, shard_norms
 from torchfleet.collective.world import World
 from torchfleet.errors import FleetError
 

@@ -62,37 +62,23 @@ def plan_save(
     names: Names | None = None,
 ) -> tuple[PlannedSave, dict[Key, torch.Tensor]]:
     """(who writes what, this rank's tensors, which share their memory with the model's). All ranks call it together."""
-    with contextlib.ExitStack() as stack:  # what is left of a save that cannot be planned is removed
-        found = _plan(dirname, model, optimizer, strategies, world, extra, names, stack)
-        stack.pop_all()
-        return found
-
-
-def _plan(
-    dirname: str,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    strategies: Sequence[Strategy],
-    world: World,
-    extra: Mapping[str, Any] | None,
-    names: Names | None,
-    stack: contextlib.ExitStack,
-) -> tuple[PlannedSave, dict[Key, torch.Tensor]]:
     own: dict[Key, HeldPiece] = {("model", name): piece for name, piece in model_pieces(model, world).items()}
     failed = place = None
-    try:
-        holdings = _collect(own, model, optimizer, strategies, world, names)
-        as_json(extra or {}, "fleet.save")
-        if world.rank == 0:
-            place = stack.enter_context(_reserve(Storage(dirname)))
-            holdings.number = place.number
-    except Exception as error:
-        holdings, failed = Holdings(error=error_text(error)), error
-    held = exchange(world, holdings, failed)
-    plan = assign_writers([holdings.specs for holdings in held])
-    settings = strategies[0].settings.differences() if strategies else {}
-    kept = [as_json(values, "fleet.save") for values in (settings, extra or {})]
-    planned = PlannedSave(Storage(dirname), held[0].number, plan, held, kept[0], kept[1], place)
+    kept: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:  # what is left of a save that cannot be planned is removed
+        try:
+            holdings = _collect(own, model, optimizer, strategies, world, names)
+            kept = as_json(extra or {}, "fleet.save")
+            if world.rank == 0:
+                place = stack.enter_context(_reserve(Storage(dirname)))
+                holdings.number = place.number
+        except Exception as error:
+            holdings, failed = Holdings(error=error_text(error)), error
+        held = exchange(world, holdings, failed)
+        plan = assign_writers([holdings.specs for holdings in held])
+        settings = as_json(strategies[0].settings.differences() if strategies else {}, "fleet.save")
+        stack.pop_all()
+    planned = PlannedSave(Storage(dirname), held[0].number, plan, held, settings, kept, place)
     mine = {(spec.kind, spec.name) for spec in plan[world.rank]}
     return planned, {key: piece.tensor for key, piece in own.items() if key in mine}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -15,9 +16,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
+def shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a DTensor, any other tensor itself; for work without gradients, hundreds of times a step."""
+    return tensor.to_local() if type(tensor) is DTensor else tensor
+
+
 def shards(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """This rank's shards of DTensors, all others as they are: to be changed in place where no gradients are noted."""
-    return [local(tensor) if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    """`shard` of each: to be changed in place where no gradients are noted."""
+    return [shard(tensor) for tensor in tensors]
 
 
 def is_local(parameter: torch.Tensor) -> bool:

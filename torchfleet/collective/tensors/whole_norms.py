@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torchfleet.collective.tensors.local_tensors import shard
 from torchfleet.errors import FleetError
 
 
@@ -68,11 +69,6 @@ def cutting_axes(parameter: torch.Tensor) -> Iterator[tuple[DeviceMesh, int]]:
 def num_shards(parameter: torch.Tensor) -> int:
     """Into how many a tensor is cut over its mesh."""
     return math.prod(mesh.size(dim) for mesh, dim in cutting_axes(parameter)) if type(parameter) is DTensor else 1
-
-
-def shard(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor, any other tensor itself; for work without gradients, hundreds of times a step."""
-    return tensor.to_local() if type(tensor) is DTensor else tensor
 
 
 def are_cut(parameters: Sequence[torch.Tensor]) -> bool:

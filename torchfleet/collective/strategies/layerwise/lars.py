@@ -28,7 +28,8 @@ from torchfleet.collective.strategies.layerwise.layerwise import (
     excluded,
 )
 from torchfleet.collective.strategy import Strategy
-from torchfleet.collective.tensors.whole_norms import local_gradients, shard, shard_norms, summed_over_ranks
+from torchfleet.collective.tensors.local_tensors import shard
+from torchfleet.collective.tensors.whole_norms import local_gradients, shard_norms, summed_over_ranks
 from torchfleet.errors import StrategyError
 from torchfleet.strategy.collective_fields import LarsConfigs
 
