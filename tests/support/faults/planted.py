@@ -1,0 +1,286 @@
+"""Bugs that can be switched on by name: what the schedules must find. Those of clients, sessions and meetings.
+
+A bug is a function that replaces something of torchfleet, by way of `patch`; leaving the context takes it out again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+from torchfleet.net.wire import Command, decode_reply, encode_reply
+from torchfleet.server import among_workers, commands, long_work, sync_step
+from torchfleet.server.meeting.barrier import Barriers
+from torchfleet.server.meeting.file_lists import FileLists, Holder
+from torchfleet.server.meeting.gathering import Gatherings
+from torchfleet.server.meeting.mail import Mail
+from torchfleet.server.state.changes import Changes
+from torchfleet.server.state.sessions import Outcome, Sessions
+from torchfleet.worker.client.connection import Connection
+
+Patch = Callable[[Any, str, Any], None]
+
+
+@dataclass(frozen=True)
+class Bug:
+    name: str
+    install: Callable[[Patch], None]
+    fleets: tuple[str, ...]  # of which it is a bug
+
+
+BUGS: dict[str, Bug] = {}
+
+
+def bug(name: str, *fleets: str) -> Callable[[Callable[[Patch], None]], None]:
+    """Plant one. `fleets`: where it can show; with none given, in every one."""
+
+    def register(install: Callable[[Patch], None]) -> None:
+        assert name not in BUGS, f"two bugs are called {name!r}"
+        BUGS[name] = Bug(name, install, fleets)
+
+    return register
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Within this, the package has the bug."""
+    with contextlib.ExitStack() as stack:
+        BUGS[name].install(lambda owner, attribute, other: stack.enter_context(mock.patch.object(owner, attribute, other)))
+        yield
+
+
+@bug("client: a request is sent again with a new sequence number")
+def _(patch: Patch) -> None:
+    send_again = Connection._send_again
+
+    def with_new_number(self: Connection, call: Any, now: float) -> None:
+        if call.sequence:
+            call.sequence = call.message.sequence = self._next_sequence
+            self._next_sequence += 1
+        send_again(self, call, now)
+
+    patch(Connection, "_send_again", with_new_number)
+
+
+@bug("client: the floor passes changes that are not answered")
+def _(patch: Patch) -> None:
+    patch(Connection, "_floor", lambda self: self._next_sequence)
+
+
+@bug("client: a late reply is taken for the answer to another call")
+def _(patch: Patch) -> None:
+    take = Connection._take
+
+    def take_for_oldest(self: Connection, frames: Any) -> None:
+        reply = decode_reply(frames)
+        same = [call.number for call in self._calls.values() if call.command == reply.command]
+        if reply.call not in self._calls and same:
+            reply.call = same[0]
+        take(self, encode_reply(reply))
+
+    patch(Connection, "_take", take_for_oldest)
+
+
+@bug("client: after a reconnection only the late request is sent again, as a new call")
+def _(patch: Patch) -> None:
+    def send_again(self: Connection, call: Any, now: float) -> None:
+        call.message.client += 1  # and so as another client's
+        self._send(call)
+
+    patch(Connection, "_send_again", send_again)
+
+
+@bug("sessions: repeats are applied again")
+def _(patch: Patch) -> None:
+    patch(Sessions, "begin", lambda *_: Outcome.RUNNING)
+
+
+@bug("sessions: a change raises the floor to its own number")
+def _(patch: Patch) -> None:
+    begin = Sessions.begin
+
+    def begin_too_high(self: Sessions, client: int, sequence: int, floor: int, *more: Any) -> Any:
+        return begin(self, client, sequence, sequence, *more)
+
+    patch(Sessions, "begin", begin_too_high)
+
+
+@bug("sessions: outcomes are not kept")
+def _(patch: Patch) -> None:
+    patch(Sessions, "settle", lambda *_: None)
+
+
+@bug("sessions: a change that still waits is acknowledged to a repeat")
+def _(patch: Patch) -> None:
+    begin = Sessions.begin
+
+    def begin_settled(self: Sessions, client: int, sequence: int, *more: Any) -> Any:
+        is_running = self.is_running(client, sequence)
+        found = begin(self, client, sequence, *more)
+        return Outcome.APPLIED if is_running else found
+
+    patch(Sessions, "begin", begin_settled)
+
+
+@bug("sessions: a refused change is remembered as applied")
+def _(patch: Patch) -> None:
+    settle = Sessions.settle
+    patch(Sessions, "settle", lambda self, client, sequence, _: settle(self, client, sequence, Outcome.APPLIED))
+
+
+@bug("pull: a repeat counts again")
+def _(patch: Patch) -> None:
+    handler = commands.COMMANDS[Command.PULL]
+    patch(commands, "COMMANDS", {**commands.COMMANDS})
+    patch_command(patch, Command.PULL, replace(handler, again=handler.run))
+
+
+def patch_command(patch: Patch, command: Command, handler: Any) -> None:
+    from torchfleet.server import server
+
+    patch(server, "COMMANDS", {**commands.COMMANDS, command: handler})
+
+
+@bug("sync: a step is closed when one worker is missing")
+def _(patch: Patch) -> None:
+    close = sync_step.close_sync_step
+
+    def close_early(state: Any) -> None:
+        num, state.num_workers = state.num_workers, max(1, state.num_workers - 1)
+        try:
+            close(state)
+        finally:
+            state.num_workers = num
+
+    patch(sync_step, "close_sync_step", close_early)
+
+
+@bug("sync: gradients are summed in the order in which they came")
+def _(patch: Patch) -> None:
+    mock_sorted = mock.patch.object(sync_step, "sorted", list, create=True)
+    patch(sync_step, "close_sync_step", _within(mock_sorted, sync_step.close_sync_step))
+
+
+def _within(context: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        with context:
+            return function(*arguments)
+
+    return call
+
+
+@bug("barrier: opens one worker early")
+def _(patch: Patch) -> None:
+    num_there = Barriers._num_there
+    patch(Barriers, "_num_there", lambda self, meeting: num_there(self, meeting) + (len(meeting.waiting) > 1))
+
+
+@bug("barrier: a late copy counts for the next one of its name")
+def _(patch: Patch) -> None:
+    patch_command(patch, Command.BARRIER, replace(commands.COMMANDS[Command.BARRIER], once=False))
+
+
+@bug("gather: replies are not kept for a repeat")
+def _(patch: Patch) -> None:
+    patch(Gatherings, "_keep", lambda self, name, request, _: self._rounds.pop((name, request.message.worker)))
+
+
+@bug("gather: a late copy of an earlier round takes part in the next")
+def _(patch: Patch) -> None:
+    arrive = Gatherings.arrive
+
+    def arrive_anew(self: Gatherings, body: Any, request: Any) -> Any:
+        kept = self._kept.get(request.message.client)
+        if kept is not None and body.round < kept[0]:
+            body.round = kept[0] + 1
+        return arrive(self, body, request)
+
+    patch(Gatherings, "arrive", arrive_anew)
+
+
+@bug("mail: a repeated parcel is kept twice")
+def _(patch: Patch) -> None:
+    send = Mail.send
+
+    def send_again(self: Mail, sender: int, body: Any, parcel: Any) -> bool:
+        self._topic(body.topic, sender).sent.clear()
+        return send(self, sender, body, parcel)
+
+    patch(Mail, "send", send_again)
+
+
+@bug("mail: a parcel is forgotten before it has arrived")
+def _(patch: Patch) -> None:
+    take = Mail.take
+
+    def take_and_forget(self: Mail, worker: int, body: Any) -> Any:
+        taken = take(self, worker, body)
+        if taken:
+            body.received = taken[-1][0]
+            take(self, worker, body)
+        return taken
+
+    patch(Mail, "take", take_and_forget)
+
+
+@bug("files: a repeated wish gets another file")
+def _(patch: Patch) -> None:
+    following = FileLists._next
+
+    def next_file(current: Any, holder: Holder, client: int, wish: int) -> Any:
+        holder.answered = (0, "", "")
+        return following(current, holder, client, wish)
+
+    patch(FileLists, "_next", staticmethod(next_file))
+
+
+@bug("files: a file that is said to be done twice counts twice")
+def _(patch: Patch) -> None:
+    ask = FileLists.ask
+
+    def ask_and_count(self: FileLists, client: int, worker: int, body: Any, *more: Any) -> Any:
+        current = self._passes.get((body.name, body.number))
+        if not isinstance(current, int) and current is not None and client in current.holders:
+            current.num_done += sum(path not in current.holders[client].files for path in body.done)
+        return ask(self, client, worker, body, *more)
+
+    patch(FileLists, "ask", ask_and_count)
+
+
+@bug("files: a lease is not renewed by a word of its holder")
+def _(patch: Patch) -> None:
+    holder_of = FileLists._holder
+
+    def found(current: Any, client: int, worker: int, lease: float, now: float) -> Holder:
+        known = current.holders.get(client)
+        heard = known.heard if known is not None else now
+        holder = holder_of(current, client, worker, lease, now)
+        holder.heard = heard
+        return holder
+
+    patch(FileLists, "_holder", staticmethod(found))
+
+
+@bug("geo: a reply that was lost is not made again")
+def _(patch: Patch) -> None:
+    since = Changes.since
+
+    def since_last(self: Changes, worker: int, received: int, *more: Any) -> Any:
+        return since(self, worker, self._numbers.get(worker, 0) if received else 0, *more)
+
+    patch(Changes, "since", since_last)
+
+
+@bug("clock: a late copy of an old request turns it back")
+def _(patch: Patch) -> None:
+    def set_clock(state: Any, request: Any) -> Any:
+        body = long_work.unpack(long_work.only(request), long_work.ClockBody)
+        state.long_requests.pop(body.token, None)
+        return long_work.set_clock(state, request)
+
+    patch_command(patch, Command.CLOCK, replace(commands.COMMANDS[Command.CLOCK], run=set_clock))
+
+
