@@ -14,8 +14,8 @@ from support.faults.sync_steps import TIMEOUT, joining
 from torchfleet.net.wire import Array
 from torchfleet.worker.client.client import Client
 
-LEASE = 6.0  # seconds: shorter than the longest stop
-NUM_FILES = 5
+LEASE = 2.5  # seconds: shorter than most stops
+NUM_FILES = 18
 NUM_PARCELS = 2  # to every other worker
 
 
@@ -25,7 +25,7 @@ class Meetings:
 
     setting: Setting
     seed: int
-    num_rounds: int = 3
+    num_rounds: int = 5
     received: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # by worker: (sender, number)
 
     def begin(self) -> None:
@@ -38,7 +38,7 @@ class Meetings:
         dice = random.Random(f"meetings {self.seed} {worker}")
         client.join(joining(worker, self.setting.num_workers))
         for number in range(self.num_rounds):
-            self.setting.world.sleep(dice.expovariate(1.0))
+            self.setting.world.sleep(dice.expovariate(3.0))
             self._meet(worker, client, number)
         self._exchange(worker, client)
         self._share_files(worker, client, dice)
@@ -84,7 +84,7 @@ class Meetings:
             if what == "end":
                 return
             done = [path] if what == "file" else []
-            self.setting.world.sleep(dice.uniform(0.1, 1.0))
+            self.setting.world.sleep(dice.uniform(0.1, 0.6))
         raise Violation(f"{name}: the list of files has no end")
 
     def check(self, fleet: Fleet) -> None:
