@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from support.faults.network import Doors, Frames
+from support.faults.virtual_world import Stuck
 
 from torchfleet.net.transport import Handler, Peer
 from torchfleet.net.wire import Frame
 
 TICK = 0.1  # seconds between two looks at the clock, as a transport makes them
-MAX_SLICES = 10_000
+MAX_SLICES = 2000
 
 
 class Node:
@@ -81,10 +82,11 @@ class Node:
         """Long work, and what is due: as the loop of a transport does between requests."""
         with self.world.on_machine(self.skew):
             for _ in range(MAX_SLICES):
-                if not self.is_alive or not self.handler.work():
-                    break
-            if self.is_alive:
+                worked = self.handler.work()
                 self.send(self.handler.tick(self.world.now + self.skew))
+                if not worked:
+                    return
+        raise Stuck(f"{self.name}: its work has no end")
 
     def _wake(self, life: int) -> None:
         if life != self._life or not self.is_alive:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 from support.faults.geo_rounds import GeoRounds
+from support.faults.logged_fleet import LoggedFleet
 from support.faults.meetings import Meetings
 from support.faults.policies import Policies
 from support.faults.setting import Fleet, Setting
 from support.faults.sync_steps import SyncSteps
 from support.faults.tokens import Tokens
 from support.lossy import Faults
+
+from torchfleet.server.state.spare_memory import SpareMemory
 
 LONGEST = 1500.0  # virtual seconds of a schedule
 HORIZON = 12.0  # seconds in which faults happen
@@ -26,7 +32,7 @@ SCRIPTS: dict[str, Callable[[Setting, int], Script]] = {
     "sync": SyncSteps,
     "tokens": Tokens,
 }
-FLEETS: dict[str, Callable[[Setting], Fleet]] = {"plain": Fleet}
+FLEETS: dict[str, Callable[[Setting], Fleet]] = {"logged": LoggedFleet, "plain": Fleet}
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,8 @@ class Outcome:
 def run(plan: Plan) -> Outcome:
     """Raises what was found wrong: a Violation, Stuck, or the error of a client."""
     setting = Setting.make(plan.seed, plan.faults, plan.num_shards, plan.num_workers)
-    with setting.world.in_charge():
+    # What a machine has left of its memory, and what it prints, is no part of a schedule.
+    with setting.world.in_charge(), _without_memory_limits(), contextlib.redirect_stderr(io.StringIO()):
         fleet = FLEETS[plan.fleet](setting)
         script = SCRIPTS[plan.script](setting, plan.seed)
         script.begin()
@@ -79,8 +86,15 @@ def run(plan: Plan) -> Outcome:
         fleet.settle()
         script.check(fleet)
         fleet.check()
+        if fleet.can_crash:
+            fleet.restart_all()
+            script.check(fleet)
         history = setting.history
         return Outcome(plan, history.digest(), len(history.ops), setting.world.num_events, setting.world.now)
+
+
+def _without_memory_limits() -> contextlib.AbstractContextManager[object]:
+    return mock.patch.object(SpareMemory, "check", lambda *_: None)
 
 
 def _raise_errors(setting: Setting) -> None:

@@ -84,6 +84,9 @@ class Fleet:
         """By shard, whoever serves it now."""
         return [node.handler for node in self.nodes]
 
+    def restart_all(self) -> None:
+        """Every process ends, and begins again with what is kept of it."""
+
     def check(self) -> None:
         """What must hold of these servers beside what clients see."""
 
