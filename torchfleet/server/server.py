@@ -27,9 +27,9 @@ from torchfleet.net.wire import (
     pack,
     version_of,
 )
+from torchfleet.server.change_recorder import Recorder, Unrecorded
 from torchfleet.server.commands import COMMANDS, CommandHandler
 from torchfleet.server.long_work import shrink_in_slices
-from torchfleet.server.recorder import Recorder, Unrecorded
 from torchfleet.server.saving.save_roots import roots_of
 from torchfleet.server.state.sessions import Outcome
 from torchfleet.server.state.state import Answer, State

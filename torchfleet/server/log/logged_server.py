@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from torchfleet.errors import FleetError
 from torchfleet.net.transport import Peer
 from torchfleet.net.wire import Frame, Role
-from torchfleet.server.log.entry import Entry, Kind, encode_entry
 from torchfleet.server.log.journal import Journal
+from torchfleet.server.log.log_entry import Entry, Kind, encode_entry
 from torchfleet.server.log.sink import Sink
 from torchfleet.server.log.state_copy import export_state
 from torchfleet.server.server import Server
