@@ -81,6 +81,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         "monitor",
         "errors",
     },
+    "server/log": {
+        *TABLES,
+        "tables/policies",
+        "server",
+        "server/state",
+        "server/saving",
+        "net",
+        "background",
+        "monitor",
+        "errors",
+    },
     # workers
     "strategy": {"errors"},
     "worker/client": {*TABLES, "checkpoint", "net", "kernels", "errors"},

@@ -27,9 +27,9 @@ from torchfleet.net.wire import (
     pack,
     version_of,
 )
+from torchfleet.server.change_recorder import Recorder, Unrecorded
 from torchfleet.server.commands import COMMANDS, CommandHandler
 from torchfleet.server.long_work import shrink_in_slices
-from torchfleet.server.recorder import Recorder, Unrecorded
 from torchfleet.server.saving.save_roots import roots_of
 from torchfleet.server.state.sessions import Outcome
 from torchfleet.server.state.state import Answer, State
@@ -154,6 +154,9 @@ class Server:
         if not self.state.long_work:
             return None
         return self.recorder.work(self._slice)
+
+    def wakes(self) -> None:
+        """As Handler.wakes: all that it does is asked for by requests, or by time."""
 
     def _slice(self) -> bool:
         try:

@@ -16,7 +16,7 @@ def end_hopeless_waits(state: State, now: float) -> bool:
     """Answer everybody whose time is up, who waits for a worker that is lost, or who waits in a circle. Returns whether
     that changed anything."""
     lost, num_finished = state.presence.lost(now), len(state.finished)
-    is_any_released = any([state.bound.release(worker) for worker in lost])
+    is_any_released = sum(state.bound.release(worker) for worker in lost) > 0
     apply_waiting(state)
     ended = (
         *state.barriers.expired(now, lost),

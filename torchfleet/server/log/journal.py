@@ -9,7 +9,7 @@ from torchfleet.net.packed import pack_arrays, peer_bytes
 from torchfleet.net.request import Request
 from torchfleet.net.wire import BOUNDED, NO_CREATE, Command
 from torchfleet.server.commands import COMMANDS
-from torchfleet.server.log.entry import Effects, Entry, Kind, LongResult, Refused, encode_entry, noted_table
+from torchfleet.server.log.log_entry import Effects, Entry, Kind, LongResult, Refused, encode_entry, noted_table
 from torchfleet.server.log.sink import Sink
 from torchfleet.server.server import Server
 from torchfleet.server.state.state import Answer, LongRequest

@@ -9,7 +9,7 @@ from torchfleet.net.packed import error_of, unpack_answer
 from torchfleet.net.request import Request
 from torchfleet.net.wire import MAX_BODY, Command, decode, unpack
 from torchfleet.server.arrays import only
-from torchfleet.server.log.entry import Effects, Entry, Kind, noted_of
+from torchfleet.server.log.log_entry import Effects, Entry, Kind, noted_of
 from torchfleet.server.log.state_copy import StateImport
 from torchfleet.server.saving.table_saving import SaveBody, begin_save
 from torchfleet.server.server import Server

@@ -189,7 +189,7 @@ class FileLists:
 
 
 def _digest(files: Iterable[str]) -> int:
-    """Of a list of files in any order. Not Python's hash(): it is salted per process, and servers may follow another."""
+    """Of a list in any order. Not Python's hash(): it is salted per process, and a server may follow another."""
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(files):
         digest.update(path.encode(errors="surrogatepass") + b"\0")

@@ -61,8 +61,9 @@ class Decisions:
         self._is_noting = False
         if not self._keys:
             return None
-        found = Noted(**{what: np.concatenate(pieces) for what, pieces in self._keys.items()})
-        found.carried = _joined(self._carried)
+        found = Noted(carried=_joined(self._carried))
+        for what, pieces in self._keys.items():
+            setattr(found, what, np.concatenate(pieces))
         self._keys, self._carried = {}, []
         return found
 

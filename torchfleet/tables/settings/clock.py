@@ -31,8 +31,8 @@ class Clock:
         return self.measured() if self._frozen is None else self._frozen
 
     def freeze(self, seconds: int | None) -> None:
-        """Unless a job sets it, it is this late, until the next call; None: as late as the machine says. A request that is
-        applied again on another server finds the time that it found on the first."""
+        """Unless a job sets it, it is this late, until the next call; None: as late as the machine says. A request that
+        is applied again on another server finds the time that it found on the first."""
         self._frozen = seconds
 
     def measured(self) -> int:

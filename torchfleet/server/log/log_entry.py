@@ -157,12 +157,10 @@ def noted_table(number: int, noted: Noted) -> NotedTable:
 def noted_of(written: NotedTable) -> Noted:
     """The inverse of noted_table. Raises LogError."""
     try:
-        return Noted(
-            *(np.frombuffer(keys, np.uint64) for keys in (written.dropped, written.gone, written.forgotten)),
-            np.frombuffer(written.let_in, np.uint64),
-            {name: np.frombuffer(data, _COLUMN_TYPES[dtype]) for name, (dtype, data) in written.carried.items()},
-            np.frombuffer(written.left_out, np.uint64),
-            np.frombuffer(written.saved, np.uint64),
-        )
+        columns = {name: np.frombuffer(data, _COLUMN_TYPES[dtype]) for name, (dtype, data) in written.carried.items()}
+        found = Noted(carried=columns)
+        for what in ("dropped", "gone", "forgotten", "let_in", "left_out", "saved"):
+            setattr(found, what, np.frombuffer(getattr(written, what), np.uint64))
+        return found
     except (ValueError, KeyError) as error:
         raise LogError(f"what table {written.table} decided cannot be read: {error}") from None
