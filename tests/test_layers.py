@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": {"errors"},
     "fetch": {"errors"},
     "net": {"guard", "errors"},
+    "coordination": {"guard", "errors"},
     # tables and their servers: no torch
     "tables/settings": {"monitor", "kernels", "errors"},
     "tables/rows": {"tables/settings", "kernels", "cgroups", "errors"},
@@ -271,6 +272,7 @@ WITHOUT_TORCH = {
     "background",
     "cgroups",
     "checkpoint",
+    "coordination",
     "errors",
     "guard",
     "kernels",

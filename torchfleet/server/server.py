@@ -61,6 +61,7 @@ class Server:
         self._is_pulls_turn = False  # long pulls and work over whole tables take turns
         self.desertion = ""  # which workers went without leaving, if that is why it stops
         self._incarnation = secrets.randbits(63) | 1
+        self.shard = self.term = 0  # a server with replicas says which it is, and how often another one took over
 
     @property
     def is_stopping(self) -> bool:
@@ -71,6 +72,7 @@ class Server:
         self.state.num_requests += 1
         try:
             message = decode(frames)
+            self._check_place(message)
         except WireError as error:
             broken = Request(Message(Command.PING, call=call_of(frames)), peer, version=version_of(frames))
             self.state.finish(broken, error)
@@ -78,6 +80,13 @@ class Server:
         request = Request(message, peer, time.monotonic(), message.role if role is None else role)
         self._answer(request)
         return self._replies()
+
+    def _check_place(self, message: Message) -> None:
+        if message.shard != self.shard or message.term > self.term:
+            raise WireError(
+                f"expected shard {self.shard} and at most term {self.term}, found {message.shard} and {message.term}: "
+                + ("this is another server" if self.term else "this server has no replicas")
+            )
 
     def _answer(self, request: Request) -> None:
         result = self._run(request)
@@ -213,7 +222,7 @@ class Server:
 
     def _reply(self, request: Request, result: Answer | FleetError) -> list[Frame]:
         message = request.message
-        reply = Reply(message.command, OK, message.worker, self._incarnation, message.call)
+        reply = Reply(message.command, OK, message.worker, self._incarnation, message.call, term=self.term)
         if isinstance(result, FleetError):
             self.state.num_errors += 1
             reply.status, reply.arrays = ERROR, error_arrays(type(result).__name__, str(result))
