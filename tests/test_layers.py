@@ -82,6 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "monitor",
         "errors",
     },
+    "server/replicas": {"server/log", "server", "coordination", "net", "errors"},
     # workers
     "strategy": {"errors"},
     "worker/client": {*TABLES, "checkpoint", "net", "kernels", "errors"},
@@ -170,6 +171,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server",
         "server/state",
         "server/saving",
+        "server/replicas",
+        "coordination",
         "checkpoint",
         "storage",
         "strategy",
@@ -254,8 +257,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
     },
     "launch/machines": {"net", "errors"},
+    "launch/replicas": {"coordination", "worker/client", "net", "errors"},
     "launch": {
         "launch/machines",
+        "launch/replicas",
         "tables/settings",
         "worker/client",
         "monitor",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from torchfleet.coordination.coordinator import Coordinator
+from torchfleet.coordination.view import Coordinator
 from torchfleet.coordination.etcd_coordinator import EtcdCoordinator
 from torchfleet.coordination.file_coordinator import FileCoordinator
 from torchfleet.errors import RoleError

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from torchfleet.coordination.coordinator import RENEWAL, View, pack_view, unpack_view
+from torchfleet.coordination.view import RENEWAL, View, pack_view, unpack_view
 from torchfleet.errors import CoordinatorUnreachable, FleetError
 
 _TIMEOUT = 0.4  # seconds for one answer: a primary that is not sure for longer is no primary
@@ -41,9 +41,6 @@ class EtcdCoordinator:
             # It may have been done all the same. Nobody else writes this view: it names its writer and its term.
             return self.read(shard) == after
         return bool(answer.get("succeeded"))
-
-    def forget(self, shard: int) -> None:
-        self._ask("kv/deleterange", {"key": self._key(shard)})
 
     def renew(self) -> None:
         if self._lease is not None:

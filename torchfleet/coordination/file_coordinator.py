@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchfleet.coordination.coordinator import View, pack_view, unpack_view
+from torchfleet.coordination.view import View, pack_view, unpack_view
 from torchfleet.errors import CoordinatorUnreachable
 from torchfleet.guard.ownership import check_own
 
@@ -47,11 +47,6 @@ class FileCoordinator:
             except FileExistsError:
                 return False
             return True
-
-    def forget(self, shard: int) -> None:
-        with self._errors():
-            for path in self._folder.glob(f"shard-{shard}.*"):
-                path.unlink(missing_ok=True)
 
     def renew(self) -> None:
         pass

@@ -14,8 +14,8 @@ class Envelope:
 
     command: int
     role: int  # of a reply: its status
+    worker: int
     call: int
-    incarnation: int
     shard: int
     term: int
 
@@ -25,4 +25,4 @@ def envelope_of(frames: Sequence[Frame]) -> Envelope | None:
     if version_of(frames) != VERSION or memoryview(frames[0]).nbytes < HEADER.size:
         return None
     fields = HEADER.unpack_from(memoryview(frames[0]).cast("B"))
-    return Envelope(fields[2], fields[3], fields[8], fields[11], fields[12], fields[13])
+    return Envelope(fields[2], fields[3], fields[5], fields[8], fields[12], fields[13])

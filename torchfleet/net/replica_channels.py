@@ -82,14 +82,14 @@ class ReplicaChannels:
     def _is_for_client(self, number: int, frames: Sequence[Frame]) -> bool:
         """Whether it is a reply to pass on. Learns from it who is primary."""
         envelope = envelope_of(frames)
-        if envelope is None or envelope.term < self.term:
-            return envelope is None and number == self._current  # a server of version 1 says in its own way what it is
+        if envelope is None:
+            return number == self._current  # a server of version 1 says in its own way what it is
         if envelope.role == ERROR and _is_refusal(frames):
             if number == self._current and envelope.call != _PROBE and not self._is_refused:
                 self._is_refused = True
                 self._ask()
             return False
-        return self._follow(number, envelope)
+        return envelope.term >= self.term and self._follow(number, envelope)
 
     def _follow(self, number: int, envelope: Envelope) -> bool:
         """A primary speaks."""

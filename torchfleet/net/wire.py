@@ -23,6 +23,7 @@ from torchfleet.errors import WireError
 MAGIC = b"TFLT"
 VERSION = 2
 MAX_ARRAYS = 4096
+MAX_ENTRY = MAX_ARRAYS + 2  # arrays of a message from server to server, which may hold a whole one
 MAX_FRAME = 1 << 30
 MAX_BODY = 1 << 16  # bytes of a structured body
 HEADER = struct.Struct("<4sBBBBIHxxQQQQQII")
@@ -61,10 +62,9 @@ class Command(IntEnum):
     JOIN = 20
     WALK = 21
     FOLLOW = 22
-    FILL = 23
-    APPEND = 24
-    CONFIRM = 25
-    LOST = 26
+    APPEND = 23
+    CONFIRM = 24
+    LOST = 25
 
 
 class Role(IntEnum):
@@ -171,8 +171,8 @@ def encode(message: Message) -> list[Frame]:
             )
         parts.append(_ARRAY.pack(array.number, _CODES[data.dtype], data.shape[1], data.shape[0]))
         frames.append(data)
-    if len(message.arrays) > MAX_ARRAYS:
-        raise WireError(f"{len(message.arrays)} arrays in one message, at most {MAX_ARRAYS}")
+    if len(message.arrays) > _most_arrays(message.role):
+        raise WireError(f"{len(message.arrays)} arrays in one message, at most {_most_arrays(message.role)}")
     parts[0] = HEADER.pack(
         MAGIC, VERSION, message.command, message.role, message.flags, message.worker, len(message.arrays),
         message.client, message.call, message.sequence, message.floor, message.incarnation,
@@ -215,12 +215,16 @@ def decode(frames: Sequence[Frame]) -> Message:
     (
         _, _, command, role, flags, worker, num_arrays, client, call, sequence, floor, incarnation, shard, term
     ) = HEADER.unpack_from(header)  # fmt: skip
-    if num_arrays > MAX_ARRAYS or len(header) != HEADER.size + num_arrays * _ARRAY.size:
+    if num_arrays > _most_arrays(role) or len(header) != HEADER.size + num_arrays * _ARRAY.size:
         raise WireError(f"a header for {num_arrays} arrays cannot have {len(header)} bytes")
     if len(frames) != 1 + num_arrays:
         raise WireError(f"the header announces {num_arrays} arrays, found {len(frames) - 1}")
     arrays = [_decode_array(header, i, frames[1 + i]) for i in range(num_arrays)]
     return Message(command, role, flags, worker, client, call, sequence, floor, arrays, incarnation, shard, term)
+
+
+def _most_arrays(role: int) -> int:
+    return MAX_ENTRY if role == Role.SERVER else MAX_ARRAYS
 
 
 def _decode_array(header: memoryview, index: int, frame: Frame) -> Array:
