@@ -82,6 +82,17 @@ MAY_IMPORT: dict[str, set[str]] = {
         "monitor",
         "errors",
     },
+    "server/log": {
+        *TABLES,
+        "tables/policies",
+        "server",
+        "server/state",
+        "server/saving",
+        "net",
+        "background",
+        "monitor",
+        "errors",
+    },
     "server/replicas": {"server/log", "server", "coordination", "net", "errors"},
     # workers
     "strategy": {"errors"},

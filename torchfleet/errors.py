@@ -87,3 +87,11 @@ class DataError(FleetError):
 
 class CheckpointError(FleetError):
     """A saved model that cannot be read or written; the message names the file."""
+
+
+class LogError(FleetError):
+    """A server's log that cannot be read, continued or followed; the message names the file and the place."""
+
+
+class LogStuck(ServerBusy):
+    """A server cannot write its log now, and so promises nothing. It goes on when it can."""

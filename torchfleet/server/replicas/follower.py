@@ -10,7 +10,7 @@ from torchfleet.coordination.view import ENDED, Coordinator, View
 from torchfleet.errors import CoordinatorUnreachable, FleetError
 from torchfleet.net.transport import Channel
 from torchfleet.net.wire import Message
-from torchfleet.server.log.entry import decode_entry
+from torchfleet.server.log.log_entry import decode_entry
 from torchfleet.server.log.replay import Replay
 from torchfleet.server.replicas.between import IN_VIEW, Identity, LostBody, confirm, follow, replica_of
 from torchfleet.server.replicas.pace import BEAT, GIVE_UP, OWN_PAUSE, SILENCE
