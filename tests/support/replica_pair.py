@@ -60,7 +60,7 @@ class Pair:
 
     def run(self, seconds: float) -> None:
         """Let so much time pass."""
-        end = self.now + seconds
+        end = self.now + max(seconds, 1e-6)  # less than this may be lost in rounding
         while self.now < end:
             due = min((mail[0][0] for i, mail in enumerate(self._mail) if mail and i not in self.stopped), default=end)
             self.now = max(self.now, min(due, self._next_tick, end))
@@ -69,8 +69,8 @@ class Pair:
                 self._next_tick = self.now + TICK
                 self._tick()
 
-    def client(self) -> ReplicaChannels:
-        return ReplicaChannels([PairChannel(self, -1, to, Role.FIRST_WORKER) for to in range(2)], 0, Role.FIRST_WORKER)
+    def client(self, role: Role = Role.FIRST_WORKER) -> ReplicaChannels:
+        return ReplicaChannels([PairChannel(self, -1, to, role) for to in range(2)], 0, role)
 
     def primary(self) -> int | None:
         """Which replica is primary and not stopped."""

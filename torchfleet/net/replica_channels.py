@@ -17,6 +17,7 @@ from torchfleet.net.wire import ERROR, Command, Frame, Message, Role, decode_rep
 SEPARATOR = "|"  # between the addresses of a server's replicas
 SILENCE = 0.2  # seconds of waiting in vain after which all are asked
 _STEP = 0.02  # seconds between two looks at all replicas, once they were asked
+_LEAST = 0.001  # seconds of a wait: less may be lost in rounding
 _PROBE = (1 << 64) - 1  # the call of a question of ours, which no client's request reaches
 
 
@@ -38,7 +39,7 @@ class ReplicaChannels:
         deadline = self.now() + timeout
         while True:
             before = self.now()
-            longest = _STEP if self._is_asking else max(0.0, SILENCE - self._waited)
+            longest = _STEP if self._is_asking else max(_LEAST, SILENCE - self._waited)
             frames = self._channels[self._current].receive(max(0.0, min(longest, deadline - before)))
             if frames is not None:
                 self._waited = 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +11,8 @@ from support.replica_pair import Pair
 
 from torchfleet.coordination.view import ENDED
 from torchfleet.errors import FleetError, PermissionRefused, ServerUnreachable
-from torchfleet.launch.replicas.loss import tell_of_loss
-from torchfleet.net.wire import Command, Role, decode_reply, encode, pack, unpack
-from torchfleet.net.wire import Message
-from torchfleet.server.replicas.pace import PATIENCE, SILENCE
+from torchfleet.net.wire import Command, Message, Role, decode_reply, encode, pack, unpack
+from torchfleet.server.replicas.pace import PATIENCE
 from torchfleet.tables.settings.spec import Rule, TableSpec
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
@@ -157,7 +154,7 @@ def test_a_backup_that_is_not_in_step_does_not_take_over(pair: Pair) -> None:
     assert pair.primary() is None
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_replicas_that_cannot_hear_each_other_never_both_acknowledge(tmp_path: Path, seed: int) -> None:
     """Links fail one way or both, processes stop and die, at random; one that ended begins anew."""
     dice, pair = random.Random(seed), Pair(tmp_path)
@@ -214,7 +211,7 @@ def test_at_the_end_of_a_job_the_backup_ends_too(tmp_path: Path) -> None:
     pair = Pair(tmp_path, num_workers=1)
     first, second = pair.start(0), pair.start(1)
     pair.run(START)
-    client = Client([pair.client()], role=Role.LAUNCHER, patience=Patience(5.0, 3))
+    client = Client([pair.client(Role.LAUNCHER)], role=Role.LAUNCHER, patience=Patience(5.0, 3))
     client.leave()
     assert first.is_stopping
     first.end()

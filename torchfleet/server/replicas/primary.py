@@ -33,7 +33,7 @@ class Primary:
         self._sink: BackupSink | None = None
         self._backup = ""  # name of the replica that the sink leads to
         self._session = 0  # and its incarnation
-        self._mark: int | None = None  # the last message before replies began to wait for the new backup
+        self._mark: int | None = None  # a message to the new backup on which the next step to its being one waits
         self._heard = self._lease = self._looked = self._beaten = now
         self._renewed = now
         self._is_backup_lost = False
@@ -124,15 +124,21 @@ class Primary:
             self._sink.term, self._sink.flags = view.term, IN_VIEW if view.backup else 0
 
     def _join(self) -> None:
-        """Name the new backup in the view, once it has all that anybody was told of."""
-        if self._sink is None or self.logged.is_copying:
+        """Name the new backup in the view, once it has all that anybody was told of.
+
+        When it has the whole state, replies begin to wait for it; when it has what was told before that, it is named.
+        """
+        sink = self._sink
+        if sink is None or self.logged.is_copying:
             return
         if self._mark is None:
-            self._mark, self._sink.is_counted = self._sink.last_number, True
-        if self._sink.confirmed_number < self._mark:
+            self._mark = sink.last_number
+        if sink.confirmed_number < self._mark:
             return
-        if self._replace(self.view.joined_by(self._backup)):
-            self._sink.beat()
+        if not sink.is_counted:
+            self._mark, sink.is_counted = sink.last_number, True
+        if sink.confirmed_number >= self._mark and self._replace(self.view.joined_by(self._backup)):
+            sink.beat()
             self._say(f"replica {replica_of(self._backup)} is the backup now (term {self.view.term})")
 
     def _go_on_alone(self, sink: BackupSink) -> None:
