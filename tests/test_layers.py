@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "storage": {"errors"},
     "fetch": {"errors"},
     "net": {"guard", "errors"},
+    "coordination": {"guard", "errors"},
     # tables and their servers: no torch
     "tables/settings": {"monitor", "kernels", "errors"},
     "tables/rows": {"tables/settings", "kernels", "cgroups", "errors"},
@@ -92,6 +93,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "monitor",
         "errors",
     },
+    "server/replicas": {"server/log", "server", "coordination", "net", "errors"},
     # workers
     "strategy": {"errors"},
     "worker/client": {*TABLES, "checkpoint", "net", "kernels", "errors"},
@@ -180,6 +182,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server",
         "server/state",
         "server/saving",
+        "server/replicas",
+        "coordination",
         "checkpoint",
         "storage",
         "strategy",
@@ -264,8 +268,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
     },
     "launch/machines": {"net", "errors"},
+    "launch/replicas": {"coordination", "worker/client", "net", "errors"},
     "launch": {
         "launch/machines",
+        "launch/replicas",
         "tables/settings",
         "worker/client",
         "monitor",
@@ -282,6 +288,7 @@ WITHOUT_TORCH = {
     "background",
     "cgroups",
     "checkpoint",
+    "coordination",
     "errors",
     "guard",
     "kernels",
