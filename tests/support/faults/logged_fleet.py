@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Sequence
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
 
-from support.faults.disks import Disk, DiskSink
+from support.faults.disks import Disks
 from support.faults.history import expect
 from support.faults.nodes import Node
 from support.faults.same_state import check_same
 from support.faults.setting import Fleet, Setting
 
-from torchfleet.server.log.entry import decode_entry
+from torchfleet.server.log.durable_server import Durability, DurableServer, open_durable
 from torchfleet.server.log.logged_server import LoggedServer
-from torchfleet.server.log.replay import Replay
 from torchfleet.server.server import Server
+
+FAST_FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+CLOCK_DEFAULTS = (0, 0, None, lambda: time.monotonic())  # of LoggedServer: the clock as it is when it is asked
 
 
 class LoggedNode(Node):
@@ -22,31 +28,30 @@ class LoggedNode(Node):
 
     def __init__(self, fleet: LoggedFleet, name: str, skew: float) -> None:
         self.fleet = fleet
-        self.disk = Disk(fleet.setting.world, self.poke, is_safe_when_written=fleet.is_safe_when_written)
-        super().__init__(fleet.setting.doors, name, self._make_logged, skew)
+        path = Path(fleet.folder) / name
+        self.disk = fleet.disks.add(path, fleet.has_power_cuts)
+        super().__init__(fleet.setting.doors, name, self._make_durable, skew)
 
-    def _make_logged(self) -> LoggedServer:
+    def _make_durable(self) -> DurableServer:
+        fsync_ms = 0.0 if self.fleet.has_power_cuts else 10.0
         server = self.fleet.make_server()
-        sink = DiskSink(self.disk)
-        if not self.disk.kept:
-            logged = LoggedServer(server, [sink])
-            logged.copy_to(sink.append, lambda: True)
-            return logged
-        replay = recovered(server, self.disk.kept)
-        sink.last = replay.index
-        return LoggedServer(server, [sink], replay.index, replay.term, begun=replay.time)
+        made, _ = open_durable(server, Durability(self.disk.folder, fsync_ms), lambda text: None)
+        ring = made.wake
+        made._writer._wake = lambda: (ring(), self.world.after(0.0, self.poke))
+        return made
 
     def crash(self) -> None:
+        handler = self.handler
         super().crash()
-        self.disk.lose(self.world.dice)
+        self.disk.crash()
+        if handler is not None:  # as the system does at the end of a process
+            handler._folder.close()
+            os.close(handler._bell)
 
-
-def recovered(server: Server, entries: Sequence[Sequence[bytes]]) -> Replay:
-    replay = Replay(server)
-    for frames in entries:
-        replay.apply(decode_entry(frames))
-    replay.finish()
-    return replay
+    def freeze(self, seconds: float) -> None:
+        super().freeze(seconds)
+        for writer in self.disk.writers:
+            writer.freeze(seconds)
 
 
 class LoggedFleet(Fleet):
@@ -56,8 +61,15 @@ class LoggedFleet(Fleet):
     nodes: list[LoggedNode]
 
     def __init__(self, setting: Setting) -> None:
-        self.is_safe_when_written = setting.world.dice.random() < 0.5
+        self.has_power_cuts = setting.world.dice.random() < 0.5
+        self._held = tempfile.TemporaryDirectory(prefix="faults-", dir=FAST_FOLDER)
+        self.folder = self._held.name
+        self.disks = Disks(setting.world)
+        setting.stack.callback(self._held.cleanup)
+        setting.stack.enter_context(self.disks.attached())
+        setting.stack.enter_context(mock.patch.object(LoggedServer.__init__, "__defaults__", CLOCK_DEFAULTS))
         super().__init__(setting)
+        setting.stack.callback(lambda: [node.crash() for node in self.nodes])
 
     def make_node(self, shard: str, index: int) -> LoggedNode:
         return LoggedNode(self, shard, 1000.0 * (index + 1))
@@ -67,16 +79,19 @@ class LoggedFleet(Fleet):
 
     def disturb(self, dice: random.Random) -> None:
         node = dice.choice(self.nodes)
-        (kind,) = dice.choices(["kill", "slow", "full"], (5, 1, 1))
+        (kind,) = dice.choices(["kill", "cut", "slow", "full"], (6, 2, 1, 1))
         note = self.setting.history.note
         if kind == "kill" and node.is_alive:
             seconds = dice.choice([0.05, 0.5, 3.0])
             note(f"{node.name} is killed, and started again {seconds:g} s later")
             node.crash()
             self.setting.world.after(seconds, lambda: self._revive(node))
+        elif kind == "cut" and node.is_alive:
+            note(f"the log of {node.name} is cut")
+            node.handler._cut()
         elif kind == "slow":
             note(f"the disk of {node.name} becomes slow")
-            node.disk.delay = 0.5
+            node.disk.delay = 0.3
         else:
             seconds = dice.choice([0.5, 4.0])
             note(f"the disk of {node.name} is full for {seconds:g} s")
@@ -96,17 +111,12 @@ class LoggedFleet(Fleet):
     def restart_all(self) -> None:
         """Whatever was promised is on the disks."""
         for node in self.nodes:
+            before = node.handler.server
             node.crash()
             node.start()
-
-    def check(self) -> None:
-        """Whoever replays the log comes to the state of the server that wrote it."""
-        for node in self.nodes:
-            again = recovered(self.make_server(), node.disk.kept)
-            expect(again.index == node.handler.index, f"{node.name}: the log ends at {again.index}")
-            check_same(node.name, again.server, node.handler.server)
+            check_same(node.name, node.handler.server, before)
 
     @staticmethod
     def _revive(node: LoggedNode) -> None:
-        if not node.is_alive:
+        if not node.is_alive and not node.is_starting:
             node.start()

@@ -23,6 +23,7 @@ class Node:
         self.name, self.skew, self._make, self._doors = name, skew, make, doors
         self.world = doors.network.world
         self.handler: Any = None
+        self.is_starting = False
         self._life = 0  # counts starts: what was planned for an earlier process is void
         self._frozen_until = 0.0
         self._queue: deque[tuple[bytes, Frames]] = deque()
@@ -39,10 +40,12 @@ class Node:
 
     def start(self) -> None:
         assert self.handler is None
+        self.is_starting = True
         self._life += 1
         self._queue.clear()
         with self.world.on_machine(self.skew):
-            self.handler = self._make()
+            made = self._make()  # which may take time
+        self.handler, self.is_starting = made, False
         self._tick_later(self._life)
 
     def crash(self) -> None:

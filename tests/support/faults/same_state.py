@@ -51,7 +51,7 @@ def _have_same_sessions(ours: StateBody, theirs: StateBody) -> bool:
 
 def _answers(body: StateBody) -> dict[int, Any]:
     """Whoever asked last is told: which of a client's connections that is may differ."""
-    return {token: repr(known[1:]) for token, known in body.long_requests.items()}
+    return {token: repr(known[1] or known[1:]) for token, known in body.long_requests.items()}
 
 
 def _make_first_values(here: Server, there: Server) -> None:

@@ -73,7 +73,7 @@ def run(plan: Plan) -> Outcome:
     """Raises what was found wrong: a Violation, Stuck, or the error of a client."""
     setting = Setting.make(plan.seed, plan.faults, plan.num_shards, plan.num_workers)
     # What a machine has left of its memory, and what it prints, is no part of a schedule.
-    with setting.world.in_charge(), _without_memory_limits(), contextlib.redirect_stderr(io.StringIO()):
+    with setting.world.in_charge(), _without_memory_limits(), contextlib.redirect_stderr(io.StringIO()), setting.stack:
         fleet = FLEETS[plan.fleet](setting)
         script = SCRIPTS[plan.script](setting, plan.seed)
         script.begin()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ class Setting:
     history: History
     shards: list[str]
     num_workers: int
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed at the end
 
     @classmethod
     def make(cls, seed: int, faults: Faults, num_shards: int, num_workers: int) -> Setting:

@@ -42,6 +42,7 @@ class Actor:
         self.has_ended = False
         self.error: BaseException | None = None
         self.frozen_until = 0.0
+        self.skew = world.skew  # of the machine that it was started on
         _thread.start_new_thread(self._live, ())
         world.after(0.0, lambda: self._go_on(0))
 
@@ -79,10 +80,12 @@ class Actor:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        before, self._world.current = self._world.current, self
+        world = self._world
+        before, skew = world.current, world.skew
+        world.current, world.skew = self, self.skew
         self._gate.release()
-        self._world.baton.acquire()
-        self._world.current = before
+        world.baton.acquire()
+        world.current, world.skew = before, skew
 
     def _live(self) -> None:
         self._gate.acquire()
@@ -123,8 +126,10 @@ class World:
         return self.actors[-1]
 
     def sleep(self, seconds: float) -> None:
-        """Of the actor that runs."""
-        assert self.current is not None
+        """Of the actor that runs; or of an event, during which others happen."""
+        if self.current is None:
+            self.pass_time(seconds)
+            return
         until = self.now + seconds
         while self.now < until:
             self.current.wait(until - self.now)
@@ -141,12 +146,13 @@ class World:
 
     def pass_time(self, seconds: float) -> None:
         """Let everything happen in the next seconds."""
-        until = self.now + seconds
+        until, current, skew = self.now + seconds, self.current, self.skew
+        self.current, self.skew = None, 0.0
         while self._events and self._events[0][0] <= until:
             self.now, _, happen = heapq.heappop(self._events)
             self.num_events += 1
             happen()
-        self.now = until
+        self.now, self.current, self.skew = until, current, skew
 
     @contextlib.contextmanager
     def on_machine(self, skew: float) -> Iterator[None]:
@@ -168,6 +174,7 @@ class World:
 
         replaced: list[tuple[Any, str, Callable[..., Any]]] = [
             (time, "monotonic", lambda: self.now + self.skew),
+            (time, "sleep", self.sleep),
             (time, "time", lambda: EPOCH + self.now),
             (time, "clock_gettime", uptime),
             (secrets, "randbits", system.getrandbits),
