@@ -14,6 +14,7 @@ from support.faults.geo_rounds import GeoRounds
 from support.faults.logged_fleet import LoggedFleet
 from support.faults.meetings import Meetings
 from support.faults.policies import Policies
+from support.faults.replica_fleet import ReplicaFleet
 from support.faults.setting import Fleet, Setting
 from support.faults.sync_steps import SyncSteps
 from support.faults.tokens import Tokens
@@ -32,7 +33,7 @@ SCRIPTS: dict[str, Callable[[Setting, int], Script]] = {
     "sync": SyncSteps,
     "tokens": Tokens,
 }
-FLEETS: dict[str, Callable[[Setting], Fleet]] = {"logged": LoggedFleet, "plain": Fleet}
+FLEETS: dict[str, Callable[[Setting], Fleet]] = {"logged": LoggedFleet, "plain": Fleet, "replicas": ReplicaFleet}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from support.faults.nodes import Node
 from support.faults.virtual_world import Actor, World
 from support.lossy import Faults
 
+from torchfleet.net.transport import Channel
 from torchfleet.server.server import Server
 from torchfleet.tables.settings.spec import TableSpec
 from torchfleet.worker.client.client import Client
@@ -45,8 +46,12 @@ class Setting:
         return cls(world, network, Doors(network), History(world), shards, num_workers)
 
     def client(self, name: str, worker: int, window: int = 4) -> Client:
-        channels = [self.doors.connect(name, shard) for shard in self.shards]
+        channels = [self.connect(name, i) for i in range(len(self.shards))]
         return Client(channels, worker=worker, patience=PATIENT, window=window, process=1000 + worker)
+
+    def connect(self, name: str, shard: int) -> Channel:
+        """A client's way to a server; fleets with replicas put another in its place."""
+        return self.doors.connect(name, self.shards[shard])
 
     def actor(self, name: str, work: Callable[[], None]) -> Actor:
         return self.world.spawn(name, work)
