@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import tempfile
@@ -10,12 +11,14 @@ from pathlib import Path
 from unittest import mock
 
 from support.faults.disks import Disks
-from support.faults.history import expect
+from support.faults.history import Violation, expect
 from support.faults.nodes import Node
 from support.faults.same_state import check_same
 from support.faults.setting import Fleet, Setting
 
+from torchfleet.errors import LogError
 from torchfleet.server.log.durable_server import Durability, DurableServer, open_durable
+from torchfleet.server.log.log_records import Records
 from torchfleet.server.log.logged_server import LoggedServer
 from torchfleet.server.server import Server
 
@@ -83,12 +86,13 @@ class LoggedFleet(Fleet):
         note = self.setting.history.note
         if kind == "kill" and node.is_alive:
             seconds = dice.choice([0.05, 0.5, 3.0])
-            note(f"{node.name} is killed, and started again {seconds:g} s later")
-            node.crash()
-            self.setting.world.after(seconds, lambda: self._revive(node))
+            self._kill(node, seconds)
         elif kind == "cut" and node.is_alive:
             note(f"the log of {node.name} is cut")
-            node.handler._cut()
+            with self.setting.world.on_machine(node.skew):
+                node.handler._cut()
+            if dice.random() < 0.5:
+                self.setting.world.after(dice.uniform(0.0, 0.02), lambda: self._kill(node, 0.5))
         elif kind == "slow":
             note(f"the disk of {node.name} becomes slow")
             node.disk.delay = 0.3
@@ -96,6 +100,12 @@ class LoggedFleet(Fleet):
             seconds = dice.choice([0.5, 4.0])
             note(f"the disk of {node.name} is full for {seconds:g} s")
             node.disk.full_until = self.setting.world.now + seconds
+
+    def _kill(self, node: LoggedNode, seconds: float) -> None:
+        if node.is_alive and self.setting.has_faults:
+            self.setting.history.note(f"{node.name} is killed, and started again {seconds:g} s later")
+            node.crash()
+            self.setting.world.after(seconds, lambda: self._revive(node))
 
     def heal(self) -> None:
         super().heal()
@@ -115,6 +125,18 @@ class LoggedFleet(Fleet):
             node.crash()
             node.start()
             check_same(node.name, node.handler.server, before)
+
+    def check(self) -> None:
+        """A log with one bit that is wrong, wherever, is not used."""
+        dice = self.setting.world.dice
+        for node in self.nodes:
+            held = sorted(node.disk.folder.glob("segment-*"))
+            data = bytearray(held[-1].read_bytes())
+            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+            records = Records(memoryview(bytes(data)), "a spoiled copy")
+            with contextlib.suppress(LogError):
+                num = sum(1 for _ in records)
+                raise Violation(f"{node.name}: {num} records of a log with a wrong bit were read, as if it were right")
 
     @staticmethod
     def _revive(node: LoggedNode) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 
 from torchfleet.net.wire import Command, decode_reply, encode_reply
-from torchfleet.server import among_workers, commands, long_work, sync_step
+from torchfleet.server import commands, long_work, server, sync_step
 from torchfleet.server.meeting.barrier import Barriers
 from torchfleet.server.meeting.file_lists import FileLists, Holder
 from torchfleet.server.meeting.gathering import Gatherings
@@ -28,18 +28,21 @@ Patch = Callable[[Any, str, Any], None]
 class Bug:
     name: str
     install: Callable[[Patch], None]
-    fleets: tuple[str, ...]  # of which it is a bug
+    fleets: tuple[str, ...]  # in which it can show; none: in all
+    script: str | None  # in which it shows soonest; None: in any
 
 
 BUGS: dict[str, Bug] = {}
 
 
-def bug(name: str, *fleets: str) -> Callable[[Callable[[Patch], None]], None]:
-    """Plant one. `fleets`: where it can show; with none given, in every one."""
+def bug(
+    name: str, fleets: tuple[str, ...] = (), script: str | None = None
+) -> Callable[[Callable[[Patch], None]], None]:
+    """Plant one. `fleets`, `script`: as in Bug."""
 
     def register(install: Callable[[Patch], None]) -> None:
         assert name not in BUGS, f"two bugs are called {name!r}"
-        BUGS[name] = Bug(name, install, fleets)
+        BUGS[name] = Bug(name, install, fleets, script)
 
     return register
 
@@ -56,16 +59,17 @@ def planted(name: str) -> Iterator[None]:
 def _(patch: Patch) -> None:
     send_again = Connection._send_again
 
-    def with_new_number(self: Connection, call: Any, now: float) -> None:
-        if call.sequence:
-            call.sequence = call.message.sequence = self._next_sequence
-            self._next_sequence += 1
-        send_again(self, call, now)
+    def with_new_number(self: Connection, calls: Any, now: float) -> None:
+        for call in calls:
+            if call.sequence:
+                call.sequence = call.message.sequence = self._next_sequence
+                self._next_sequence += 1
+        send_again(self, calls, now)
 
     patch(Connection, "_send_again", with_new_number)
 
 
-@bug("client: the floor passes changes that are not answered")
+@bug("client: the floor passes changes that are not answered", script="tokens")
 def _(patch: Patch) -> None:
     patch(Connection, "_floor", lambda self: self._next_sequence)
 
@@ -84,13 +88,16 @@ def _(patch: Patch) -> None:
     patch(Connection, "_take", take_for_oldest)
 
 
-@bug("client: after a reconnection only the late request is sent again, as a new call")
+@bug("client: is another one to the server after a reconnection")
 def _(patch: Patch) -> None:
-    def send_again(self: Connection, call: Any, now: float) -> None:
-        call.message.client += 1  # and so as another client's
-        self._send(call)
+    send_again = Connection._send_again
 
-    patch(Connection, "_send_again", send_again)
+    def send_as_another(self: Connection, calls: Any, now: float) -> None:
+        for call in calls:
+            call.message.client += 1
+        send_again(self, calls, now)
+
+    patch(Connection, "_send_again", send_as_another)
 
 
 @bug("sessions: repeats are applied again")
@@ -98,7 +105,7 @@ def _(patch: Patch) -> None:
     patch(Sessions, "begin", lambda *_: Outcome.RUNNING)
 
 
-@bug("sessions: a change raises the floor to its own number")
+@bug("sessions: a change raises the floor to its own number", script="tokens")
 def _(patch: Patch) -> None:
     begin = Sessions.begin
 
@@ -125,26 +132,23 @@ def _(patch: Patch) -> None:
     patch(Sessions, "begin", begin_settled)
 
 
-@bug("sessions: a refused change is remembered as applied")
+@bug("sessions: a refused change is remembered as applied", script="tokens")
 def _(patch: Patch) -> None:
     settle = Sessions.settle
     patch(Sessions, "settle", lambda self, client, sequence, _: settle(self, client, sequence, Outcome.APPLIED))
 
 
-@bug("pull: a repeat counts again")
+@bug("pull: a repeat counts again", script="tokens")
 def _(patch: Patch) -> None:
     handler = commands.COMMANDS[Command.PULL]
-    patch(commands, "COMMANDS", {**commands.COMMANDS})
     patch_command(patch, Command.PULL, replace(handler, again=handler.run))
 
 
 def patch_command(patch: Patch, command: Command, handler: Any) -> None:
-    from torchfleet.server import server
-
     patch(server, "COMMANDS", {**commands.COMMANDS, command: handler})
 
 
-@bug("sync: a step is closed when one worker is missing")
+@bug("sync: a step is closed when one worker is missing", script="sync")
 def _(patch: Patch) -> None:
     close = sync_step.close_sync_step
 
@@ -158,7 +162,7 @@ def _(patch: Patch) -> None:
     patch(sync_step, "close_sync_step", close_early)
 
 
-@bug("sync: gradients are summed in the order in which they came")
+@bug("sync: gradients are summed in the order in which they came", script="sync")
 def _(patch: Patch) -> None:
     mock_sorted = mock.patch.object(sync_step, "sorted", list, create=True)
     patch(sync_step, "close_sync_step", _within(mock_sorted, sync_step.close_sync_step))
@@ -172,23 +176,23 @@ def _within(context: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-@bug("barrier: opens one worker early")
+@bug("barrier: opens one worker early", script="meetings")
 def _(patch: Patch) -> None:
     num_there = Barriers._num_there
     patch(Barriers, "_num_there", lambda self, meeting: num_there(self, meeting) + (len(meeting.waiting) > 1))
 
 
-@bug("barrier: a late copy counts for the next one of its name")
+@bug("barrier: a late copy counts for the next one of its name", script="meetings")
 def _(patch: Patch) -> None:
     patch_command(patch, Command.BARRIER, replace(commands.COMMANDS[Command.BARRIER], once=False))
 
 
-@bug("gather: replies are not kept for a repeat")
+@bug("gather: replies are not kept for a repeat", script="meetings")
 def _(patch: Patch) -> None:
     patch(Gatherings, "_keep", lambda self, name, request, _: self._rounds.pop((name, request.message.worker)))
 
 
-@bug("gather: a late copy of an earlier round takes part in the next")
+@bug("gather: a late copy of an earlier round takes part in the next", script="meetings")
 def _(patch: Patch) -> None:
     arrive = Gatherings.arrive
 
@@ -201,7 +205,7 @@ def _(patch: Patch) -> None:
     patch(Gatherings, "arrive", arrive_anew)
 
 
-@bug("mail: a repeated parcel is kept twice")
+@bug("mail: a repeated parcel is kept twice", script="meetings")
 def _(patch: Patch) -> None:
     send = Mail.send
 
@@ -212,7 +216,7 @@ def _(patch: Patch) -> None:
     patch(Mail, "send", send_again)
 
 
-@bug("mail: a parcel is forgotten before it has arrived")
+@bug("mail: a parcel is forgotten before it has arrived", script="meetings")
 def _(patch: Patch) -> None:
     take = Mail.take
 
@@ -226,7 +230,7 @@ def _(patch: Patch) -> None:
     patch(Mail, "take", take_and_forget)
 
 
-@bug("files: a repeated wish gets another file")
+@bug("files: a repeated wish gets another file", script="meetings")
 def _(patch: Patch) -> None:
     following = FileLists._next
 
@@ -237,7 +241,7 @@ def _(patch: Patch) -> None:
     patch(FileLists, "_next", staticmethod(next_file))
 
 
-@bug("files: a file that is said to be done twice counts twice")
+@bug("files: a file that is said to be done twice counts twice", script="meetings")
 def _(patch: Patch) -> None:
     ask = FileLists.ask
 
@@ -250,7 +254,7 @@ def _(patch: Patch) -> None:
     patch(FileLists, "ask", ask_and_count)
 
 
-@bug("files: a lease is not renewed by a word of its holder")
+@bug("files: a lease is not renewed by a word of its holder", script="meetings")
 def _(patch: Patch) -> None:
     holder_of = FileLists._holder
 
@@ -264,7 +268,7 @@ def _(patch: Patch) -> None:
     patch(FileLists, "_holder", staticmethod(found))
 
 
-@bug("geo: a reply that was lost is not made again")
+@bug("geo: a reply that was lost is not made again", script="geo")
 def _(patch: Patch) -> None:
     since = Changes.since
 
@@ -274,7 +278,7 @@ def _(patch: Patch) -> None:
     patch(Changes, "since", since_last)
 
 
-@bug("clock: a late copy of an old request turns it back")
+@bug("clock: a late copy of an old request turns it back", script="policies")
 def _(patch: Patch) -> None:
     def set_clock(state: Any, request: Any) -> Any:
         body = long_work.unpack(long_work.only(request), long_work.ClockBody)

@@ -13,6 +13,7 @@ from torchfleet.server.server import Server
 from torchfleet.tables.rows.row_statistics import is_counted
 from torchfleet.tables.rowstore import RowStore
 
+MAX_GAP = 1 << 16  # of floors: beyond it lies that of a worker that has left
 # Seen by nobody, or compared below.
 _LEFT_OUT = ("tables", "sessions", "long_requests", "presence")
 
@@ -46,7 +47,15 @@ def _have_same_sessions(ours: StateBody, theirs: StateBody) -> bool:
         outcomes = [{n: o for n, o in one[6] if n >= floor} for one in (session, right[client])]
         if outcomes[0] != outcomes[1]:
             return False
+        if not all(_settles(one, floor) for one in (session, right[client])):
+            return False
     return True
+
+
+def _settles(session: Any, floor: int) -> bool:
+    """Whether it knows of everything below the floor that it is not to be done again."""
+    known = {number for number, outcome in session[6] if outcome != "running"}
+    return floor - session[4] > MAX_GAP or all(number in known for number in range(session[4], floor))
 
 
 def _answers(body: StateBody) -> dict[int, Any]:

@@ -83,6 +83,7 @@ def run(plan: Plan) -> Outcome:
             setting.world.run(lambda: setting.are_done, LONGEST)
         finally:
             _raise_errors(setting)
+        setting.has_faults = False
         fleet.heal()
         fleet.settle()
         script.check(fleet)
@@ -112,6 +113,8 @@ def _plan_faults(plan: Plan, setting: Setting, fleet: Fleet) -> None:
 
 
 def _disturb(setting: Setting, fleet: Fleet, dice: random.Random) -> None:
+    if not setting.has_faults:
+        return
     (kind,) = dice.choices(["stop", "freeze", "cut", "own"], (2, 1, 2, 4))
     seconds = dice.choice([0.3, 1.0, 5.0, 15.0])
     if kind == "stop":

@@ -36,6 +36,7 @@ class Setting:
     history: History
     shards: list[str]
     num_workers: int
+    has_faults: bool = True  # until the script is done
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed at the end
 
     @classmethod
@@ -108,6 +109,8 @@ def contents(server: Server) -> dict[str, Any]:
             arrays = {name: np.asarray(array) for name, array in sorted(saved.arrays.items())}
             if "keys" in arrays:
                 keys = arrays["keys"].reshape(-1)
+                if not len(keys):
+                    continue
                 order = np.argsort(keys, kind="stable")
                 arrays = {name: array[order] for name, array in arrays.items() if len(array) == len(keys)}
             pieces.append((saved.kind, saved.start, *((name, array.tobytes()) for name, array in arrays.items())))

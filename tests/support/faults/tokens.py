@@ -17,7 +17,7 @@ from support.faults.setting import Fleet, Setting
 
 from torchfleet.errors import TableError
 from torchfleet.net.wire import DENSE_BACK, VERSIONS
-from torchfleet.tables.settings.policy import AdmissionEntry
+from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.tables.settings.spec import Rule, TableSpec
 from torchfleet.worker.client.client import Client, Future
 from torchfleet.worker.client.future import Dense
@@ -27,7 +27,9 @@ PLUS = Rule("sgd", lr=1.0)
 REGISTERS = TableSpec("registers", dim=1, rule=PLUS)
 OWN = TableSpec("own", dim=2, rule=PLUS)
 ABSENT = TableSpec("absent", dim=1, rule=PLUS)  # which nobody makes
-COUNTED = TableSpec("counted", dim=1, rule=PLUS, entry=AdmissionEntry(count=1000))
+COUNTED = TableSpec(  # it keeps when a key was seen
+    "counted", dim=1, rule=PLUS, entry=AdmissionEntry(count=1000), shrink=Shrink(delete_after_unseen_days=1000.0)
+)
 NUM_REGISTERS, NUM_OWN, NUM_COUNTED = 3, 3, 4
 
 
