@@ -63,6 +63,9 @@ class Listener:
         """Answer requests until `is_over`, which is looked at after every request and every TICK."""
         assert self._files is not None
         next_tick, next_desk, worked = 0.0, 0.0, None
+        wakes = handler.wakes()
+        if wakes is not None:
+            self._poller.register(wakes, zmq.POLLIN)
         while not is_over():
             request = self._next(0 if worked else int(TICK * 1000) if worked is None else 1)
             if request is not None:

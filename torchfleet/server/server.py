@@ -164,6 +164,9 @@ class Server:
             return None
         return self.recorder.work(self._slice)
 
+    def wakes(self) -> None:
+        """As Handler.wakes: all that it does is asked for by requests, or by time."""
+
     def _slice(self) -> bool:
         try:
             return next(self.state.long_work[0])

@@ -6,6 +6,8 @@ has promised nothing, and what it did is gone with it.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +16,14 @@ from dataclasses import dataclass
 from torchfleet.errors import FleetError
 from torchfleet.net.transport import Peer
 from torchfleet.net.wire import Frame, Role
+from torchfleet.server.change_recorder import Unrecorded
 from torchfleet.server.log.journal import Journal
 from torchfleet.server.log.log_entry import Entry, Kind, encode_entry
 from torchfleet.server.log.sink import Sink
 from torchfleet.server.log.state_copy import export_state
 from torchfleet.server.server import Server
+
+TICK = 0.05  # seconds between two looks at the clock
 
 Replies = list[tuple[Peer, list[Frame]]]
 
@@ -30,6 +35,7 @@ class Copy:
     pieces: Iterator[list[Frame]]
     take: Callable[[int, Sequence[Frame]], None]
     has_room: Callable[[], bool]
+    done: Callable[[], None]
 
 
 class LoggedServer:
@@ -51,6 +57,8 @@ class LoggedServer:
         self._clock, self._offset = clock, 0.0 if begun is None else begun - clock()
         self._held: deque[tuple[int, Peer, list[Frame]]] = deque()  # replies, with what must be confirmed first
         self._copies: deque[Copy] = deque()
+        self._ticked = -TICK
+        self._bell, self._is_woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), False
         server.recorder = self._journal
         server.state.now = self.now
         server.state.presence.pause(self.now())
@@ -91,10 +99,16 @@ class LoggedServer:
         """Nothing waits for it any longer."""
         self._journal.sinks.remove(sink)
 
-    def copy_to(self, take: Callable[[int, Sequence[Frame]], None], has_room: Callable[[], bool]) -> None:
+    def copy_to(
+        self,
+        take: Callable[[int, Sequence[Frame]], None],
+        has_room: Callable[[], bool],
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
         """Give the state to `take`, as entries of the kind PIECE: its first piece now, the others beside serving,
-        whenever there is room. All entries after this call must come there too, in order."""
-        copy = Copy(export_state(self.server, self.index), take, has_room)
+        whenever there is room. All entries after this call must come there too, in order. `done` is called after the
+        last piece."""
+        copy = Copy(export_state(self.server, self.index), take, has_room, done)
         self._copies.append(copy)
         self._give(copy)
 
@@ -124,10 +138,33 @@ class LoggedServer:
 
     def tick(self, now: float) -> Replies:
         """As Handler.tick."""
+        if now - self._ticked < TICK and not self.server.state.finished:
+            return self._hold([])  # called because something was confirmed: that is all there is to do
+        self._ticked = now
         return self._hold(self.server.tick(now + self._offset))
+
+    def wakes(self) -> int:
+        """As Handler.wakes."""
+        return self._bell
+
+    def wake(self) -> None:
+        """More may be confirmed: replies can go. For any thread."""
+        os.eventfd_write(self._bell, 1)
+        self._is_woken = True
+
+    def close(self) -> None:
+        """Close all sinks: what they have not confirmed was promised to nobody."""
+        for sink in self._journal.sinks:
+            sink.close()
+        self.server.recorder = Unrecorded()
+        os.close(self._bell)
 
     def work(self) -> bool | None:
         """As Handler.work; False also while replies wait for sinks."""
+        if self._is_woken:
+            self._is_woken = False
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._bell)
         if self._copies and self._copies[0].has_room():
             self._give(self._copies[0])
             self.server.work()
@@ -154,6 +191,7 @@ class LoggedServer:
         piece = next(copy.pieces, None)
         if piece is None:
             self._copies.remove(copy)
+            copy.done()
             return
         entry = Entry(Kind.PIECE, self.index, self.term, time=self.now(), frames=piece)
         copy.take(self.index, encode_entry(entry))
