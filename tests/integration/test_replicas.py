@@ -11,7 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 from support import processes
+from support.own_etcd import started_etcd
 from support.scripts.launching import START, Started, forked_fleetrun, in_log, run_dir, wait_until
+
+from torchfleet.coordination.etcd_coordinator import EtcdCoordinator
+from torchfleet.coordination.view import ENDED, View
 
 COUNTED = str(Path(__file__).parents[1] / "support" / "scripts" / "counted.py")
 
@@ -109,3 +113,18 @@ def test_training_goes_on_without_a_backup_and_a_new_one_is_filled(tmp_path: Pat
         job.wait_for_backup(2)
         _, text = job.finish()
         assert " 0 numbers are wrong" in text
+
+
+@pytest.mark.slow
+def test_etcd_decides_in_the_place_of_fleetrun(tmp_path: Path) -> None:
+    with started_etcd() as place:
+        job = Job(tmp_path, "async", "--coordinator", f"etcd://{place}/{tmp_path.name}")
+        with job.started:
+            job.wait_for_backup(1)
+            job.wait_for_steps(100)
+            os.kill(job.pid(0), signal.SIGKILL)
+            job.wait_for_steps(100)
+            job.wait_for_backup(2)
+            _, text = job.finish()
+            assert " 0 numbers are wrong" in text
+        assert (EtcdCoordinator([place], tmp_path.name).read(0) or View(1, "nobody")).primary == ENDED
