@@ -6,10 +6,12 @@ import argparse
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torchfleet.cgroups import usable_cores
 from torchfleet.errors import RoleError
+from torchfleet.launch.durability import add_options as add_durability_options
+from torchfleet.launch.durability import durability_variables, log_store
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.privacy import KINDS, kind_of, private_folder, told
 from torchfleet.launch.roles import JobLayout, given_threads, one_machine, several_machines, spare_servers, tasks
@@ -66,6 +68,7 @@ class ServerLauncher:
             "of this user (default: keys on x86, ipc elsewhere)",
         )
         group.add_argument("--plain", action="store_true", help="let every user of this machine reach the servers")
+        add_durability_options(group)
 
     def takes(self, options: argparse.Namespace) -> bool:
         return True
@@ -90,8 +93,8 @@ class ServerLauncher:
             print(f"[fleetrun] {line}", flush=True)
         for attempt in range(job.max_job_restart + 1):
             layout, num_workers = _layout(job, options.servers, options.workers)  # new free ports for every attempt
-            with private_folder(job, layout, kind) as made:
-                local_tasks = _tasks(made, options, layout, num_workers)
+            with private_folder(job, layout, kind) as made, log_store(durability_variables(options), run_dir) as kept:
+                local_tasks = _tasks(made, options, layout, num_workers, kept)
                 supervisor = JobSupervisor(made, layout, local_tasks, run_dir, attempt)
                 code = supervisor.run()
             if code != 1 or supervisor.is_finished:
@@ -110,13 +113,20 @@ def _with_servers(job: JobSpec) -> tuple[JobSpec, list[str]]:
     return dataclasses.replace(job, num_servers=num_servers), [why]
 
 
-def _tasks(job: JobSpec, options: argparse.Namespace, layout: JobLayout, num_workers: int) -> list[Task]:
+def _tasks(
+    job: JobSpec,
+    options: argparse.Namespace,
+    layout: JobLayout,
+    num_workers: int,
+    kept: Mapping[str, str] | None = None,
+) -> list[Task]:
     """The processes to start on this machine. With `--server_num auto` the workers' threads leave a core to every
-    server."""
+    server. `kept`: variables about the servers' logs, if their folder is known."""
     if not job.insecure and not job.key_dir:
         _refuse_open_servers(layout)
     bounds = limits(options.max_table_bytes, options.orphan_timeout)
-    base = {**job.environment, **bounds, **roots(options.save_root)}
+    kept = durability_variables(options) if kept is None else kept
+    base = {**job.environment, **bounds, **roots(options.save_root), **kept}
     return tasks(layout, num_workers, base, len(layout.local_servers) if options.server_num == "auto" else 0)
 
 

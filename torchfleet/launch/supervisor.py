@@ -15,6 +15,7 @@ from torchfleet.launch.roles import JobLayout
 from torchfleet.monitor.freshness import advice, summed
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.wire import Role
+from torchfleet.role import DURABILITY
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
 
@@ -125,6 +126,8 @@ class JobSupervisor:
 
     def _go_on_without(self, process: Process, display: Display) -> bool:
         """Whether the job goes on: a worker of a free mode is restarted (--max_restart), or given up if killed."""
+        if process.task.role == "server" and self._restart_server(process, display):
+            return True
         mode = process.status().get("mode")
         if mode == _TOGETHER and process.task.role == "worker" and not self._job.max_job_restart:
             return self._restart_workers(process, display)
@@ -142,6 +145,17 @@ class JobSupervisor:
         then = f"; {mode} training goes on without it" if rest else ""
         display.report(f"[fleetrun] {process.task.name} was killed by {_signal_name(-code)}{then}")
         return self._leave_for(process.task.index, display)
+
+    def _restart_server(self, process: Process, display: Display) -> bool:
+        """A server that keeps a log starts again, with all that it has promised; workers wait for it."""
+        if not _keeps_log(process) or process.num_restarts >= self._job.max_restart or self._job.max_job_restart:
+            return False
+        number = f"{process.num_restarts + 1} of {self._job.max_restart}"
+        display.report(
+            f"[fleetrun] {process.task.name} {_how(process)}; starting it again from its log ({number}). Workers wait."
+        )
+        process.restart()
+        return True
 
     def _restart_workers(self, failed: Process, display: Display) -> bool:
         """All workers start again, while the servers keep their rows. False if they may not, or one has left."""
@@ -177,6 +191,11 @@ class JobSupervisor:
         display.report(
             f"[fleetrun] {process.task.name}{address} {_how(process)}; the job ends. Last lines of {process.log}:"
         )
+        if _keeps_log(process) and not self._job.max_job_restart:
+            display.report(
+                f"[fleetrun] a server that keeps a log is started again as often as --max_restart says: "
+                f"{self._job.max_restart} times"
+            )
         if process.task.role == "worker" and process.num_restarts < self._job.max_restart:
             mode = process.status().get("mode", "a job that has not begun")
             text = f"acts in {', '.join(_FREE_MODES)} and {_TOGETHER}; this is {mode}"
@@ -185,6 +204,10 @@ class JobSupervisor:
             display.report(f"[fleetrun] --max_restart {text}")
         for line in process.last_lines():
             display.report(f"    {line}")
+
+
+def _keeps_log(process: Process) -> bool:
+    return process.task.role == "server" and process.task.environment.get(DURABILITY) == "log"
 
 
 def _how(process: Process) -> str:
