@@ -128,7 +128,9 @@ class Work:
     def _pull(self) -> None:
         spec = self.dice.choice(SPECS[:5])
         flags = SYNC if self.dice.random() < 0.3 else 0
-        self._ask(Command.PULL, self._worker(), Array(spec.number, self._keys()), once=spec.name == "counted", flags=flags)
+        self._ask(
+            Command.PULL, self._worker(), Array(spec.number, self._keys()), once=spec.name == "counted", flags=flags
+        )
 
     def _push(self) -> None:
         specs = self.dice.sample(SPECS, 2)
