@@ -23,7 +23,7 @@ import psutil
 
 from torchfleet.coordination.coordinators import make_coordinator
 from torchfleet.errors import FleetError
-from torchfleet.launch.replicas.loss import tell_of_loss
+from torchfleet.launch.endurance.loss import tell_of_loss
 from torchfleet.launch.roles import free_ports
 from torchfleet.server.process import ServerProcess
 from torchfleet.server.replicas.between import replica_of
@@ -149,7 +149,10 @@ def fill(client: Client, num_rows: int, dim: int) -> None:
 
 def measure_kills(options: argparse.Namespace) -> dict[str, object]:
     silences, filled = [], []
-    with replicas(options.coordinator, not options.untold) as pair, connect("|".join(pair.places), options.dim) as client:
+    with (
+        replicas(options.coordinator, not options.untold) as pair,
+        connect("|".join(pair.places), options.dim) as client,
+    ):
         fill(client, options.rows, options.dim)
         load = Load(client, options.dim)
         for number in range(options.kills):
@@ -159,7 +162,10 @@ def measure_kills(options: argparse.Namespace) -> dict[str, object]:
             silences.append(load.silence(dead))
             pair.primary()
             filled.append(time.monotonic() - dead)
-            print(f"kill {number + 1}: silent for {silences[-1]:.3f} s, a backup after {filled[-1]:.1f} s", file=sys.stderr)
+            print(
+                f"kill {number + 1}: silent for {silences[-1]:.3f} s, a backup after {filled[-1]:.1f} s",
+                file=sys.stderr,
+            )
         num_pushes = load.end()
         rows = client.pull("rows", np.arange(NUM_KEYS, dtype=np.uint64)).result()
     off = rows - num_pushes

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from support.own_etcd import started_etcd
 
-from torchfleet.coordination.view import Coordinator, View
 from torchfleet.coordination.coordinators import make_coordinator
+from torchfleet.coordination.view import Coordinator, View
 from torchfleet.errors import CoordinatorUnreachable, RoleError, SecurityError
 
 pytestmark = pytest.mark.xdist_group("coordinators")

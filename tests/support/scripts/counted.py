@@ -58,7 +58,9 @@ def main() -> None:
         found = model.rows(ids)
     expected = -RATE * (sum(counts) if strategy.a_sync else num_steps)
     wrong = int((found != expected).sum())
-    print(f"{sum(counts)} steps, {wrong} numbers are wrong; dense {model.dense.tolist()}, expected {expected}", flush=True)
+    print(
+        f"{sum(counts)} steps, {wrong} numbers are wrong; dense {model.dense.tolist()}, expected {expected}", flush=True
+    )
     print(f"longest step {longest:.3f} s", flush=True)
     fleet.stop_worker()
 

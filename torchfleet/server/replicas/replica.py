@@ -227,6 +227,4 @@ class Replica:
         return encode_reply(reply)
 
     def _reply(self, envelope: Envelope, status: int) -> Reply:
-        return Reply(
-            envelope.command, status, envelope.worker, self._server.incarnation, envelope.call, term=self.term
-        )
+        return Reply(envelope.command, status, envelope.worker, self._server.incarnation, envelope.call, term=self.term)
