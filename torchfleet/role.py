@@ -16,6 +16,9 @@ from torchfleet.errors import RoleError
 
 WORKER, SERVER = "worker", "server"
 MAX_SECONDS = 7 * 24 * 3600.0
+MAX_FSYNC_MS = 60_000.0
+SETTINGS = ("none", "log")  # of FLEET_DURABILITY
+DURABILITY, LOG_STORE, LOG_RUN, FSYNC = "FLEET_DURABILITY", "FLEET_LOG_STORE", "FLEET_LOG_RUN", "FLEET_FSYNC_MS"
 _NUMBER = re.compile(r"[0-9]{1,18}")  # longer ones may be more than int() takes
 
 
@@ -37,6 +40,10 @@ class RoleInfo:
     start_timeout: float = 1800.0  # seconds that a worker waits for a server that gives no sign
     worker_timeout: float = 10.0  # seconds of silence after which those who wait for a worker are told
     orphan_timeout: float = 1800.0  # seconds after the last sign of any worker when a server ends; 0: never
+    durability: str = "none"  # how servers keep what they promise: "none", or "log" on disk
+    log_store: str | None = None  # folder of the servers' logs
+    log_run: str = ""  # the run of a launcher that servers belong to; another one's workers are not waited for
+    fsync_ms: float = 10.0  # changes that a loss of power may take; 0: none
     debug: bool = False
     num_threads: int = 0  # of torch; 0: as torch decides
     is_collective: bool = False
@@ -76,6 +83,7 @@ class PaddleCloudRoleMaker:
     FLEET_WORKER_ENDPOINTS                  PADDLE_TRAINER_ENDPOINTS
     CPU_NUM: threads of torch; PSERVER_DEBUG=1: print the plan and the servers' tables
     FLEET_START_TIMEOUT, FLEET_WORKER_TIMEOUT, FLEET_ORPHAN_TIMEOUT: seconds, see RoleInfo
+    FLEET_DURABILITY (none | log), FLEET_LOG_STORE, FLEET_LOG_RUN, FLEET_FSYNC_MS: the servers' logs, see RoleInfo
 
     For collective training (is_collective=True):
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT, as torch's launchers set them; or
@@ -304,7 +312,24 @@ def _process_settings(found: Mapping[str, str]) -> dict[str, Any]:
         "start_timeout": _seconds(found, "FLEET_START_TIMEOUT", RoleInfo.start_timeout),
         "worker_timeout": _seconds(found, "FLEET_WORKER_TIMEOUT", RoleInfo.worker_timeout),
         "orphan_timeout": _seconds(found, "FLEET_ORPHAN_TIMEOUT", RoleInfo.orphan_timeout, or_never=True),
+        **durability_of(found),
     }
+
+
+def durability_of(found: Mapping[str, str]) -> dict[str, Any]:
+    """How servers keep what they promise, as the environment says it. Raises RoleError."""
+    kind = found.get(DURABILITY) or RoleInfo.durability
+    if kind not in SETTINGS:
+        raise RoleError(f"{DURABILITY} must be one of {', '.join(SETTINGS)}; found {kind!r}")
+    text = found.get(FSYNC) or str(RoleInfo.fsync_ms)
+    try:
+        fsync_ms = float(text)
+    except ValueError:
+        fsync_ms = -1.0
+    if not 0 <= fsync_ms <= MAX_FSYNC_MS:
+        raise RoleError(f"{FSYNC} must be a number of milliseconds from 0 to {MAX_FSYNC_MS:g}, found {text!r}")
+    store = found.get(LOG_STORE) or None
+    return {"durability": kind, "log_store": store, "log_run": found.get(LOG_RUN) or "", "fsync_ms": fsync_ms}
 
 
 def _seconds(found: Mapping[str, str], name: str, default: float, or_never: bool = False) -> float:

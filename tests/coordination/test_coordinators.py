@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.scripts.launching import wait_until
+from support.own_etcd import started_etcd
 
-from torchfleet.coordination.view import Coordinator, View
 from torchfleet.coordination.coordinators import make_coordinator
-from torchfleet.coordination.etcd_coordinator import EtcdCoordinator
-from torchfleet.errors import CoordinatorUnreachable, FleetError, RoleError, SecurityError
-from torchfleet.launch.roles import free_ports
+from torchfleet.coordination.view import Coordinator, View
+from torchfleet.errors import CoordinatorUnreachable, RoleError, SecurityError
 
 pytestmark = pytest.mark.xdist_group("coordinators")
 FIRST = View(1, "0-a", "")
@@ -26,32 +20,8 @@ FIRST = View(1, "0-a", "")
 
 @pytest.fixture(scope="module")
 def etcd() -> Iterator[str]:
-    """host:port of an etcd of our own."""
-    if shutil.which("etcd") is None:
-        pytest.skip("the program etcd is not installed (apt-get install etcd-server)")
-    client, peer = (f"127.0.0.1:{port}" for port in free_ports(2))
-    with tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen(
-            ["etcd", "--data-dir", folder, "--listen-client-urls", f"http://{client}", "--advertise-client-urls",
-             f"http://{client}", "--listen-peer-urls", f"http://{peer}", "--initial-advertise-peer-urls",
-             f"http://{peer}", "--initial-cluster", f"default=http://{peer}"],
-            env={**os.environ, "ETCD_UNSUPPORTED_ARCH": os.uname().machine.replace("aarch64", "arm64")},
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        try:
-            wait_until(lambda: _answers(client), 30, "answer of etcd")
-            yield client
-        finally:
-            process.terminate()
-            process.wait(10)
-
-
-def _answers(place: str) -> bool:
-    try:
-        EtcdCoordinator([place], "any").read(0)
-    except FleetError:
-        return False
-    return True
+    with started_etcd() as place:
+        yield place
 
 
 @pytest.fixture(params=["file", "etcd"])

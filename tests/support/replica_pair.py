@@ -41,7 +41,9 @@ class Pair:
         self.restarts[replica] += 1
         server = Server(MAX_TABLE_BYTES, num_workers=self._num_workers)
         own = Identity(0, replica, self.restarts[replica], 1000 * (replica + 1) + self.restarts[replica])
-        made = Replica(server, own, self.coordinator, lambda to: PairChannel(self, replica, to, Role.SERVER), self.clock)
+        made = Replica(
+            server, own, self.coordinator, lambda to: PairChannel(self, replica, to, Role.SERVER), self.clock
+        )
         made.begin()
         self.replicas[replica], self.servers[replica] = made, server
         return made

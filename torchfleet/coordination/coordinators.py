@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from torchfleet.coordination.view import Coordinator
 from torchfleet.coordination.etcd_coordinator import EtcdCoordinator
 from torchfleet.coordination.file_coordinator import FileCoordinator
+from torchfleet.coordination.view import Coordinator
 from torchfleet.errors import RoleError
 
 VARIABLE = "FLEET_COORDINATOR"

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,7 +16,7 @@ from torchfleet.background import BackgroundThreads
 from torchfleet.coordination.coordinators import make_coordinator
 from torchfleet.errors import FleetError
 from torchfleet.job.job_setup import JobSetup
-from torchfleet.job.worker_start import wait_for_servers
+from torchfleet.job.worker_start import patience_with, wait_for_servers
 from torchfleet.monitor.freshness import ages_by_kind
 from torchfleet.monitor.status import StatusFile
 from torchfleet.net import addresses
@@ -25,6 +26,7 @@ from torchfleet.net.private_jobs import Way
 from torchfleet.net.transport import Channel, ServerSocket
 from torchfleet.net.wire import Role
 from torchfleet.role import RoleInfo
+from torchfleet.server.log.durable_server import Durability, DurableServer, begin_log, go_on
 from torchfleet.server.replicas.between import Identity
 from torchfleet.server.replicas.replica import Replica
 from torchfleet.server.saving.table_loading import load_model
@@ -33,7 +35,6 @@ from torchfleet.server.server_log import rows_text, speaker, tables_text
 from torchfleet.server.warm import warm_up
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Patience
 
 
 class ServerRole:
@@ -49,19 +50,27 @@ class ServerRole:
         self._say = self._server.state.say = speaker(f"server {setup.info.server_index}")
         self._strategy = setup.strategy or DistributedStrategy()
         self._listener: ServerSocket | None = None
+        self._durable: DurableServer | None = None
         self._answering = BackgroundThreads([])
         self._is_ready = self._ended = self._has_run = False
 
     def listen(self) -> None:
-        """Take the address. From now on until `run`, a worker that asks is told what this server is doing."""
+        """Take the address. From now on until `run`, a worker that asks is told what this server is doing.
+
+        One that goes on from its log says nothing until it serves: workers know it, and wait.
+        """
         self._way.check()
+        if self._info.durability == "log":
+            self._durable = go_on(self._server, self._durability, self._say)
         place = self._info.replica_places[self._info.replica]
         listener = self._listener = listen(self._way.endpoint(place), self._keys, self._info.insecure)
+        self._say(f"listening on {place} for {self._info.num_workers} workers")
+        self._say(tables_text(self._server.state.tables.values()))
+        if self._durable is not None:
+            return
         self._server.loading = "it is starting"
         if len(self._info.replica_places) > 1:
             self._replica = self._make_replica()
-        self._say(f"listening on {place} for {self._info.num_workers} workers")
-        self._say(tables_text(self._server.state.tables.values()))
         answer = functools.partial(listener.serve, self._handler, lambda: self._is_ready)
         self._answering = BackgroundThreads([answer], "the server's socket")
         self._answering.start()
@@ -72,6 +81,9 @@ class ServerRole:
         A backup loads nothing: it is filled by its primary.
         """
         if self._replica is not None and not self._replica.is_primary:
+            return
+        if self._durable is not None:
+            self._say(f"does not load {dirname}: all that came after it is in the log")
             return
         if self._listener is not None:
             self._server.loading = f"it is loading {dirname}"
@@ -94,6 +106,10 @@ class ServerRole:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        if self._durable is not None:
+            is_over = self._server.is_stopping and not self._server.desertion and not self._ended
+            self._durable.close(is_over)
+            self._durable = None
 
     def gather(self, name: str, data: bytes, comm_world: str) -> list[bytes]:
         """What all servers (comm_world "server"), or all workers and servers ("all"), brought, in this order.
@@ -109,7 +125,7 @@ class ServerRole:
         meeting = BackgroundThreads([lambda: found.extend(self._meet(name, data, comm_world))], f"{name} of servers")
         listener = self._begin_serving()
         meeting.start()
-        listener.serve(self._server, lambda: not meeting.is_alive())
+        listener.serve(self._handler, lambda: not meeting.is_alive())
         meeting.check()
         return found
 
@@ -117,7 +133,7 @@ class ServerRole:
         info, settings = self._info, self._strategy
         first = info.num_workers if comm_world == "server" else 0  # servers have the numbers behind the workers'
         num = info.num_servers if comm_world == "server" else info.num_workers + info.num_servers
-        patience = Patience(settings.rpc_timeout, settings.rpc_retry_times)
+        patience = patience_with(settings, info)
         number = info.num_workers + info.server_index
         places = [self._way.endpoint(info.server_endpoints[0])]
         with Client.connect(places, self._keys, worker=number, role=Role.WORKER, patience=patience) as client:
@@ -143,7 +159,7 @@ class ServerRole:
         def is_over() -> bool:
             self._server.state.load.look()
             status.write()
-            return self._ended or (self._replica or self._server).is_stopping
+            return self._ended or self._handler.is_stopping
 
         try:
             listener.serve(self._handler, is_over)
@@ -171,13 +187,17 @@ class ServerRole:
         assert self._listener is not None
         if not self._is_ready:
             warm_up()
+            if self._info.durability == "log" and self._durable is None:
+                self._server.loading = "it is writing the first copy of its tables to its log"
             self._end_answers()
             self._answering.check()
+        if self._info.durability == "log" and self._durable is None:
+            self._durable = begin_log(self._server, self._durability)
         return self._listener
 
     @property
-    def _handler(self) -> Replica | Server:
-        return self._replica or self._server
+    def _handler(self) -> Replica | DurableServer | Server:
+        return self._replica or self._durable or self._server
 
     def _make_replica(self) -> Replica:
         info = self._info
@@ -190,6 +210,13 @@ class ServerRole:
         made = Replica(self._server, own, make_coordinator(info.coordinator), connect)
         self._say(f"replica {own.replica}, {'primary' if made.is_primary else 'to be filled by the primary'}")
         return made
+
+    @property
+    def _durability(self) -> Durability:
+        info = self._info
+        if info.log_store is None:
+            raise FleetError("FLEET_DURABILITY=log needs a folder for the servers' logs: set FLEET_LOG_STORE")
+        return Durability(Path(info.log_store) / f"server-{info.server_index}", info.fsync_ms, info.log_run)
 
     @property
     def _keys(self) -> KeyFolder | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
@@ -10,15 +11,17 @@ from collections.abc import Mapping, Sequence
 
 from torchfleet.cgroups import usable_cores
 from torchfleet.errors import RoleError
-from torchfleet.launch.job_spec import JobSpec, Task, describe_task
-from torchfleet.launch.privacy import KINDS, kind_of, private_folder, told
-from torchfleet.launch.replicas.placement import (
+from torchfleet.launch.endurance.durability import add_options as add_durability_options
+from torchfleet.launch.endurance.durability import durability_variables, log_store
+from torchfleet.launch.endurance.placement import (
     add_options,
     coordination,
     coordinator_url,
     num_replicas,
     with_backups,
 )
+from torchfleet.launch.job_spec import JobSpec, Task, describe_task
+from torchfleet.launch.privacy import KINDS, kind_of, private_folder, told
 from torchfleet.launch.roles import JobLayout, given_threads, one_machine, several_machines, spare_servers, tasks
 from torchfleet.launch.supervisor import JobSupervisor
 from torchfleet.net.keys import is_private
@@ -74,6 +77,7 @@ class ServerLauncher:
             "of this user (default: keys on x86, ipc elsewhere)",
         )
         group.add_argument("--plain", action="store_true", help="let every user of this machine reach the servers")
+        add_durability_options(group)
         add_options(group)
 
     def takes(self, options: argparse.Namespace) -> bool:
@@ -99,9 +103,11 @@ class ServerLauncher:
             print(f"[fleetrun] {line}", flush=True)
         for attempt in range(job.max_job_restart + 1):
             layout, num_workers, _ = _layout(job, options)  # new free ports for every attempt
-            replicas = num_replicas(options.replicas)
-            with private_folder(job, layout, kind) as made, coordination(url, replicas, attempt) as variables:
-                local_tasks = _tasks(made, options, layout, num_workers, variables)
+            with contextlib.ExitStack() as stack:
+                made = stack.enter_context(private_folder(job, layout, kind))
+                kept = stack.enter_context(log_store(durability_variables(options), run_dir))
+                asked = stack.enter_context(coordination(url, num_replicas(options.replicas), attempt))
+                local_tasks = _tasks(made, options, layout, num_workers, {**kept, **asked})
                 supervisor = JobSupervisor(made, layout, local_tasks, run_dir, attempt)
                 code = supervisor.run()
             if code != 1 or supervisor.is_finished:
@@ -125,14 +131,15 @@ def _tasks(
     options: argparse.Namespace,
     layout: JobLayout,
     num_workers: int,
-    variables: Mapping[str, str] | None = None,
+    kept: Mapping[str, str] | None = None,
 ) -> list[Task]:
-    """The processes to start on this machine, with these variables too. With `--server_num auto` the workers' threads
-    leave a core to every server."""
+    """The processes to start on this machine. With `--server_num auto` the workers' threads leave a core to every
+    server. `kept`: variables about the servers' logs and coordinator, if these are known."""
     if not job.insecure and not job.key_dir:
         _refuse_open_servers(layout)
     bounds = limits(options.max_table_bytes, options.orphan_timeout)
-    base = {**job.environment, **bounds, **roots(options.save_root), **(variables or {})}
+    kept = durability_variables(options) if kept is None else kept
+    base = {**job.environment, **bounds, **roots(options.save_root), **kept}
     num_local = len(layout.local_servers) + len(layout.local_backups)
     return tasks(layout, num_workers, base, num_local if options.server_num == "auto" else 0)
 

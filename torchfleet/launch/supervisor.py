@@ -9,14 +9,15 @@ from pathlib import Path
 
 from torchfleet.errors import FleetError
 from torchfleet.launch.display import Display
+from torchfleet.launch.endurance.loss import tell_of_loss
 from torchfleet.launch.job_spec import JobSpec, Task
 from torchfleet.launch.processes import Process, end_all
-from torchfleet.launch.replicas.loss import tell_of_loss
 from torchfleet.launch.roles import JobLayout
 from torchfleet.monitor.freshness import advice, summed
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.replica_channels import SEPARATOR
 from torchfleet.net.wire import Role
+from torchfleet.role import DURABILITY
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
 
@@ -154,7 +155,7 @@ class JobSupervisor:
     def _go_on_without(self, process: Process, display: Display) -> bool:
         """Whether the job goes on: a worker of a free mode is restarted (--max_restart), or given up if killed."""
         if process.task.role == "server":
-            return self._replace_server(process, display)
+            return self._restart_server(process, display) or self._replace_server(process, display)
         mode = process.status().get("mode")
         if mode == _TOGETHER and not self._job.max_job_restart:
             return self._restart_workers(process, display)
@@ -187,6 +188,17 @@ class JobSupervisor:
         other = self._job.way.endpoint(places[1 - task.replica])
         tell_of_loss(other, keys, task.index, task.replica, process.num_restarts)
         display.report(f"[fleetrun] {task.name} {_how(process)}; the other replica goes on, and a new backup starts")
+        process.restart()
+        return True
+
+    def _restart_server(self, process: Process, display: Display) -> bool:
+        """A server that keeps a log starts again, with all that it has promised; workers wait for it."""
+        if not _keeps_log(process) or process.num_restarts >= self._job.max_restart or self._job.max_job_restart:
+            return False
+        number = f"{process.num_restarts + 1} of {self._job.max_restart}"
+        display.report(
+            f"[fleetrun] {process.task.name} {_how(process)}; starting it again from its log ({number}). Workers wait."
+        )
         process.restart()
         return True
 
@@ -224,6 +236,11 @@ class JobSupervisor:
         display.report(
             f"[fleetrun] {process.task.name}{address} {_how(process)}; the job ends. Last lines of {process.log}:"
         )
+        if _keeps_log(process) and not self._job.max_job_restart:
+            display.report(
+                f"[fleetrun] a server that keeps a log is started again as often as --max_restart says: "
+                f"{self._job.max_restart} times"
+            )
         if process.task.role == "worker" and process.num_restarts < self._job.max_restart:
             mode = process.status().get("mode", "a job that has not begun")
             text = f"acts in {', '.join(_FREE_MODES)} and {_TOGETHER}; this is {mode}"
@@ -232,6 +249,10 @@ class JobSupervisor:
             display.report(f"[fleetrun] --max_restart {text}")
         for line in process.last_lines():
             display.report(f"    {line}")
+
+
+def _keeps_log(process: Process) -> bool:
+    return process.task.role == "server" and process.task.environment.get(DURABILITY) == "log"
 
 
 def _how(process: Process) -> str:

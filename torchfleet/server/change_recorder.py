@@ -16,9 +16,9 @@ class Recorder(Protocol):
     def apply(self, request: Request, run: Callable[[], Answer | FleetError | None]) -> Answer | FleetError | None:
         """A request. May raise FleetError instead; then nothing has changed."""
 
-    def advance(self, now: float, pause: float, run: Callable[[float], bool]) -> None:
+    def advance(self, now: float, pause: float, run: Callable[[float], bool]) -> bool:
         """What the passing of time changes, of which `pause` seconds do not count; `run` takes these, and says whether
-        anything changed."""
+        anything changed. Returns whether time passes; False: it stands still, and `run` was not called."""
 
     def work(self, run: Callable[[], bool]) -> bool:
         """One slice of long work; returns what `run` does."""
@@ -31,9 +31,10 @@ class Unrecorded:
         """As Recorder.apply."""
         return run()
 
-    def advance(self, now: float, pause: float, run: Callable[[float], bool]) -> None:
+    def advance(self, now: float, pause: float, run: Callable[[float], bool]) -> bool:
         """As Recorder.advance."""
         run(pause)
+        return True
 
     def work(self, run: Callable[[], bool]) -> bool:
         """As Recorder.work."""

@@ -124,8 +124,8 @@ class Server:
         if self.loading:
             return self._replies()
         pause = self.state.presence.pause(now)
-        self.recorder.advance(now, pause, lambda uncounted: self.advance(now, uncounted))
-        self._look_for_workers(now)
+        if self.recorder.advance(now, pause, lambda uncounted: self.advance(now, uncounted)):
+            self._look_for_workers(now)
         self.state.budgets.forget_idle(now)
         return self._replies()
 

@@ -14,6 +14,7 @@ from torchfleet.server.log.log_entry import decode_entry
 from torchfleet.server.log.log_folder import LogFolder
 from torchfleet.server.log.log_writer import LogWriter
 from torchfleet.server.log.logged_server import LoggedServer
+from torchfleet.server.log.other_run import forget_workers
 from torchfleet.server.log.replay import Replay
 from torchfleet.server.saving.table_saving import SaveBody
 from torchfleet.server.server import Server
@@ -30,6 +31,7 @@ class Durability:
 
     folder: Path
     fsync_ms: float = DEFAULT_FSYNC_MS
+    run: str = ""  # of a launcher; the workers of another run are gone
 
     def __post_init__(self) -> None:
         if not 0 <= self.fsync_ms < float("inf"):
@@ -39,8 +41,11 @@ class Durability:
 class DurableServer(LoggedServer):
     """A LoggedServer whose first sink is its log."""
 
-    def __init__(self, server: Server, folder: LogFolder, fsync_ms: float, replay: Replay | None = None) -> None:
-        """`replay`: what went on from the entries of the folder; None: it is empty."""
+    def __init__(
+        self, server: Server, folder: LogFolder, fsync_ms: float, replay: Replay | None = None, begins: bool = False
+    ) -> None:
+        """`replay`: what went on from the entries of the folder; None: it is empty. `begins`: the log begins anew with
+        what the server has now."""
         index, term = (0, 0) if replay is None else (replay.index, replay.term)
         super().__init__(server, (), index, term, None if replay is None else replay.time)
         self._folder = folder
@@ -48,7 +53,7 @@ class DurableServer(LoggedServer):
         self.add_sink(self._writer)
         self._attempt = server.state.chain.attempt
         self._copied_bytes = self._writer.segment_bytes
-        if replay is None:
+        if replay is None or begins:
             self._cut()
             self._wait_for_copy()
 
@@ -95,22 +100,35 @@ class DurableServer(LoggedServer):
         return self._writer.segment_bytes - self._copied_bytes > max(MIN_GROWTH, self._copied_bytes)
 
 
-def open_durable(server: Server, durability: Durability, say: Callable[[str], None]) -> tuple[DurableServer, bool]:
-    """The server with its log, and whether it went on from it. Raises LogError if it cannot.
+def go_on(server: Server, durability: Durability, say: Callable[[str], None]) -> DurableServer | None:
+    """The server with all that its log has, going on from there; None: there is nothing to go on from.
 
-    `server`: with its tables, and what was loaded into them if the log is empty; else the log says what is in them."""
+    `server`: with its tables, which are empty. Raises LogError if the log cannot be used.
+    """
     folder = LogFolder(durability.folder)
+    if folder.is_empty:
+        folder.close()
+        return None
     try:
-        if folder.is_empty:
-            folder.remove()  # what a server has left that was killed before it served anybody
-            return DurableServer(server, folder, durability.fsync_ms), False
         started, replay = time.monotonic(), Replay(server)
         for frames in folder.entries():
             replay.apply(decode_entry(frames))
         replay.finish()
+        is_other_run = folder.run != durability.run
+        if is_other_run:
+            forget_workers(server.state)
+            folder.note_run(durability.run)
     except BaseException:
         folder.close()
         raise
     rows = rows_text(server.state.tables.values())
     say(f"went on from {folder.path}: {replay.index:,} entries, {rows}, in {time.monotonic() - started:.1f} s")
-    return DurableServer(server, folder, durability.fsync_ms, replay), True
+    return DurableServer(server, folder, durability.fsync_ms, replay, begins=is_other_run)
+
+
+def begin_log(server: Server, durability: Durability) -> DurableServer:
+    """The server with a log that begins with what it has now. Returns when that is on disk. Raises LogError."""
+    folder = LogFolder(durability.folder)
+    folder.remove()  # what a server has left that was killed before it served anybody
+    folder.note_run(durability.run)
+    return DurableServer(server, folder, durability.fsync_ms)

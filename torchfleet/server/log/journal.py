@@ -60,11 +60,11 @@ class Journal:
             if entry.kind:
                 self.append(entry)
 
-    def advance(self, now: float, pause: float, run: Callable[[float], bool]) -> None:
+    def advance(self, now: float, pause: float, run: Callable[[float], bool]) -> bool:
         """As Recorder.advance. While nothing can be promised time stands still, and then that time does not count."""
         if any(sink.trouble() for sink in self.sinks):
             self._stuck_since = now - pause if self._stuck_since is None else self._stuck_since
-            return
+            return False
         if self._stuck_since is not None:
             pause, self._stuck_since = now - self._stuck_since, None
         num_finished, deciding = len(self._server.state.finished), self._deciding()
@@ -75,6 +75,7 @@ class Journal:
         entry.effects.num_errors = self._num_errors(num_finished)
         if is_changed:
             self.append(entry)
+        return True
 
     def work(self, run: Callable[[], bool]) -> bool:
         """As Recorder.work."""

@@ -1,8 +1,8 @@
 """The folder of one server's log: segments one after the other, of which one process writes the last.
 
 A segment begins with a copy of the state, so the segments before it are needed only until that copy is whole. The file
-`start` names the first that is needed; older ones are removed, or will be. While there is no such file, no copy has ever
-been whole, and nobody was served.
+`start` names the first that is needed; older ones are removed, or will be. While there is none, no copy is whole, and nobody
+was served.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchfleet.server.log.log_records import Records
 
 _NAME = "segment-{:08}.log"
 _SEGMENT = re.compile(r"segment-([0-9]{8})\.log")
-_START = "start"
+_START, _RUN = "start", "run"
 _MAX_BUFFERS = 512  # of one call of writev
 
 
@@ -48,6 +48,17 @@ class LogFolder:
     def is_empty(self) -> bool:
         """Whether there is nothing to go on from."""
         return not (self.path / _START).exists()
+
+    @property
+    def run(self) -> str:
+        """Of which launcher's run it is the log; empty: of none."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.path / _RUN).read_text()
+        return ""
+
+    def note_run(self, run: str) -> None:
+        """It is that of this run from now on."""
+        (self.path / _RUN).write_text(run)
 
     def entries(self) -> Iterator[list[Frame]]:
         """All entries from the first segment that is needed on, over the files' memory. Then the last segment can be

@@ -58,7 +58,8 @@ class Records:
         left = len(self._data) - at
         prefix = bytes(self._data[at : at + PREFIX])
         if left < PREFIX or not any(prefix):
-            return self._torn(at, prefix)
+            self._check_torn(at, prefix)
+            return None
         magic, crc, length, num_first = _FIELDS.unpack_from(prefix)
         if magic != MAGIC or _CHECK.unpack_from(prefix, _FIELDS.size)[0] != zlib.crc32(prefix[: _FIELDS.size]):
             raise self._damaged(at, "its prefix is not one that was written")
@@ -77,7 +78,7 @@ class Records:
         except LogError as error:
             raise self._damaged(at, str(error)) from None
 
-    def _torn(self, at: int, prefix: bytes) -> None:
+    def _check_torn(self, at: int, prefix: bytes) -> None:
         """Less than a prefix, or nothing at all where the file system has made room and power went."""
         if any(prefix) and not _could_begin(prefix):
             raise self._damaged(at, "its prefix is not one that was written")

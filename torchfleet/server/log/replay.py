@@ -43,11 +43,11 @@ class Replay:
                 raise LogError(f"a piece of the state at entry {entry.index} came after entry {self.index}")
             self._import.take(entry.frames)
             return
+        self._import.check_begun()
         if entry.index != self.index + 1 or entry.term < self.term:
             raise LogError(
                 f"expected entry {self.index + 1} of term {self.term} or later, found {entry.index} of {entry.term}"
             )
-        self._import.check_begun()
         try:
             self._apply(entry)
         except LogError:

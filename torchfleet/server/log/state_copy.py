@@ -90,7 +90,7 @@ def import_state(server: Server, pieces: Iterable[Piece]) -> None:
 def _body(server: Server) -> StateBody:
     state = server.state
     kept = {
-        token: [pack_request(long.request), pack_answer(long.result), long.due, long.dropped]
+        token: [pack_request(long.request), pack_answer(long.result), *_progress(long)]
         for token, long in state.long_requests.items()
         if long.request.message.command != Command.INSPECT
     }
@@ -115,6 +115,13 @@ def _body(server: Server) -> StateBody:
         state.num_dropped,
         state.model,
     )
+
+
+def _progress(long: LongRequest) -> tuple[list[int], dict[str, int]]:
+    """Of what is not done: the tables that are shrunk, and the rows that were dropped."""
+    if long.result is not None:
+        return [], {}
+    return long.due, {name: num for name, num in long.dropped.items() if num}
 
 
 class StateImport:

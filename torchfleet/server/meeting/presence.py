@@ -154,7 +154,7 @@ class Presence:
     def export(self) -> dict[str, Any]:
         """All of it as plain values."""
         members = {
-            worker: [msgspec.to_builtins(m.body), m.incarnation, m.heard, m.ended, m.is_noted]
+            worker: [msgspec.to_builtins(m.body), m.incarnation, m.heard, m.ended]
             for worker, m in self._members.items()
         }
         return {"members": members, "heard": self.heard}

@@ -14,7 +14,7 @@ _ALL = 1 << 62  # an index above every other
 
 
 class BackupSink:
-    """As Sink. Owns `channel`, over which nothing comes back: the backup's confirmations are requests to this server."""
+    """As Sink. Owns `channel`, over which nothing comes back: what the backup confirms, it sends as requests."""
 
     def __init__(self, channel: Channel, own: Identity, session: int, index: int) -> None:
         """`session`: the backup's incarnation. `index`: of the last entry, which the first piece of the state has."""

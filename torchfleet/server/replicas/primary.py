@@ -111,11 +111,9 @@ class Primary:
         """The job is over: nobody is to take over."""
         with contextlib.suppress(CoordinatorUnreachable):
             self._coordinator.replace(self._own.shard, self.view, self.view.over())
-        self.close()
 
     def close(self) -> None:
-        if self._sink is not None:
-            self._sink.close()
+        self.logged.close()
 
     def _use(self, view: View) -> None:
         self.view = view

@@ -136,6 +136,9 @@ class Replica:
         """As Handler.work."""
         return self._primary.logged.work() if self._primary is not None and not self.deposed else None
 
+    def wakes(self) -> None:
+        """As Handler.wakes: what a backup confirms comes as a request."""
+
     @property
     def _handler(self) -> LoggedServer | Server:
         return self._primary.logged if self._primary is not None else self._server
@@ -224,6 +227,4 @@ class Replica:
         return encode_reply(reply)
 
     def _reply(self, envelope: Envelope, status: int) -> Reply:
-        return Reply(
-            envelope.command, status, envelope.worker, self._server.incarnation, envelope.call, term=self.term
-        )
+        return Reply(envelope.command, status, envelope.worker, self._server.incarnation, envelope.call, term=self.term)

@@ -10,6 +10,7 @@ from typing import Any
 
 from torchfleet import errors
 from torchfleet.errors import FleetError, ServerBusy, ServerError, ServerRestarted, ServerUnreachable, WireError
+from torchfleet.monitor.notices import tell
 from torchfleet.net.replica_channels import ReplicaChannels
 from torchfleet.net.transport import Channel
 from torchfleet.net.wire import ERROR, Array, Command, Frame, Message, Role, decode_reply, encode, unpack
@@ -18,6 +19,8 @@ DEFAULT_WINDOW = 8
 MAX_AHEAD = 1 << 10  # changes above the oldest without an answer; a server remembers four times as many
 BUSY_PAUSE = 0.25  # seconds before a request is sent again that a server was too busy for; twice as long every time
 MAX_BUSY_PAUSE = 2.0
+FIRST_PAUSE = 0.5  # seconds before a request is sent again to a server that may be away; then twice as long
+TOLD_AT = 5  # attempts after which it is said on the screen that a server is away
 AWAY = 2.0  # seconds without a look at the channel; in what is longer nobody listened, and it is not a server's silence
 
 _incarnations: dict[int, int] = {}  # by pid: a forked child is a process of its own
@@ -37,9 +40,12 @@ class Patience:
 
     timeout: float = 30.0
     retries: int = 3
+    pause: float | None = None  # a server may be away and come back: sent again after at most so long, to the end
 
     def resend_at(self, sent: float, attempt: int, timeout: float) -> float:
         """When to send for the attempt after number `attempt` (1, 2, ...), for a request first sent at `sent`."""
+        if self.pause is not None:
+            return sent + min(timeout, sum(min(self.pause, FIRST_PAUSE * 2.0**i) for i in range(attempt)))
         if attempt > self.retries:
             return sent + timeout
         return sent + timeout * ((1 << attempt) - 1) / ((1 << (self.retries + 1)) - 1)
@@ -244,6 +250,8 @@ class Connection:
             elif call.refused is None:
                 call.attempt += 1
                 call.resend_at = self._patience.resend_at(call.started, call.attempt, call.timeout)
+                if self._patience.pause is not None and call.attempt == TOLD_AT:
+                    self._tell_of_absence(call, now)
         again = [call for call in late if not call.is_done]
         if any(call.refused is None for call in again):
             # A connection that lost one message is not trusted with the others: a new one, and all of them again.
@@ -259,3 +267,9 @@ class Connection:
                     call.refused = None
                     call.resend_at = self._patience.resend_at(now, 1, max(0.0, call.started + call.timeout - now))
                 self._send(call)
+
+    def _tell_of_absence(self, call: Call, now: float) -> None:
+        tell(
+            f"torchfleet: {self.name} has given no answer to {Command(call.command).name} for "
+            f"{now - call.started:.0f} s. It may be starting again from its log: waiting up to {call.timeout:g} s."
+        )
