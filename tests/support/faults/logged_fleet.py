@@ -17,7 +17,7 @@ from support.faults.same_state import check_same
 from support.faults.setting import Fleet, Setting
 
 from torchfleet.errors import LogError
-from torchfleet.server.log.durable_server import Durability, DurableServer, open_durable
+from torchfleet.server.log.durable_server import Durability, DurableServer, begin_log, go_on
 from torchfleet.server.log.log_records import Records
 from torchfleet.server.log.logged_server import LoggedServer
 from torchfleet.server.server import Server
@@ -37,8 +37,8 @@ class LoggedNode(Node):
 
     def _make_durable(self) -> DurableServer:
         fsync_ms = 0.0 if self.fleet.has_power_cuts else 10.0
-        server = self.fleet.make_server()
-        made, _ = open_durable(server, Durability(self.disk.folder, fsync_ms), lambda text: None)
+        server, durability = self.fleet.make_server(), Durability(self.disk.folder, fsync_ms)
+        made = go_on(server, durability, lambda text: None) or begin_log(server, durability)
         ring = made.wake
         made._writer._wake = lambda: (ring(), self.world.after(0.0, self.poke))
         return made
@@ -82,11 +82,11 @@ class LoggedFleet(Fleet):
 
     def disturb(self, dice: random.Random) -> None:
         node = dice.choice(self.nodes)
-        (kind,) = dice.choices(["kill", "cut", "slow", "full"], (6, 2, 1, 1))
+        (kind,) = dice.choices(["kill", "cut", "slow", "full"], (6, 2, 2, 1))
         note = self.setting.history.note
         if kind == "kill" and node.is_alive:
             seconds = dice.choice([0.05, 0.5, 3.0])
-            self._kill(node, seconds)
+            node.when_it_serves(lambda: self._kill(node, seconds), dice.choice([0.0, 0.001, 0.01, 0.1]))
         elif kind == "cut" and node.is_alive:
             note(f"the log of {node.name} is cut")
             with self.setting.world.on_machine(node.skew):

@@ -24,6 +24,7 @@ class Node:
         self.world = doors.network.world
         self.handler: Any = None
         self.is_starting = False
+        self._doom: Callable[[], None] | None = None
         self._life = 0  # counts starts: what was planned for an earlier process is void
         self._frozen_until = 0.0
         self._queue: deque[tuple[bytes, Frames]] = deque()
@@ -59,6 +60,10 @@ class Node:
         self._frozen_until, life = self.world.now + seconds, self._life
         self.world.at(self._frozen_until, lambda: self._wake(life))
 
+    def when_it_serves(self, happen: Callable[[], None], seconds: float) -> None:
+        """So soon after the next request that it takes."""
+        self._doom = lambda: self.world.after(seconds, happen)
+
     def take(self, peer: bytes, frames: Frames) -> None:
         """A request arrives."""
         if self.is_frozen:
@@ -80,6 +85,9 @@ class Node:
         with self.world.on_machine(self.skew):
             self.send(self.handler.handle(peer, frames, None))
         self._look()
+        doom, self._doom = self._doom, None
+        if doom is not None:
+            doom()
 
     def _look(self) -> None:
         """Long work, and what is due: as the loop of a transport does between requests."""

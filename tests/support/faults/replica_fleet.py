@@ -156,14 +156,9 @@ class ReplicaFleet(Fleet):
         seconds = dice.choice([0.3, 1.0, 3.0, 8.0])
         note = self.setting.history.note
         other = self._pair(node.shard)[1 - node.replica]
-        if kind == "kill" and self._may_kill(node, other):
-            told = dice.random() < 0.5
-            note(f"{node.name} is killed{', which its launcher tells' if told else ''}")
-            lost = node.own
-            node.crash()
-            if told:
-                self.setting.world.after(dice.uniform(0.01, 0.5), lambda: self._tell_lost(other, lost))
-            self.setting.world.after(dice.uniform(0.2, 3.0), lambda: self.revive(node))
+        if kind == "kill":
+            later, told = dice.uniform(0.2, 3.0), dice.random() < 0.5
+            node.when_it_serves(lambda: self._kill(node, other, later, told), dice.choice([0.0, 0.001, 0.01, 0.1]))
         elif kind == "apart":
             both = dice.random() < 0.5
             note(f"{node.name} cannot reach {other.name} for {seconds:g} s{', nor back' if both else ''}")
@@ -173,6 +168,17 @@ class ReplicaFleet(Fleet):
         else:
             note(f"{node.name} cannot reach the coordinator for {seconds:g} s")
             self.store.away_until[node.name] = self.setting.world.now + seconds
+
+    def _kill(self, node: ReplicaNode, other: ReplicaNode, later: float, told: bool) -> None:
+        """It is started again so much later. `told`: the launcher tells the other one."""
+        if not self._may_kill(node, other) or not self.setting.has_faults:
+            return
+        self.setting.history.note(f"{node.name} is killed{', which its launcher tells' if told else ''}")
+        lost = node.own
+        node.crash()
+        if told:
+            self.setting.world.after(0.1, lambda: self._tell_lost(other, lost))
+        self.setting.world.after(later, lambda: self.revive(node))
 
     def _separate(self, source: ReplicaNode, target: ReplicaNode, seconds: float) -> None:
         self.setting.network.cut(source.name, target.name, seconds)
