@@ -111,7 +111,7 @@ class VirtualThreads:
 
 
 class Disks:
-    """All disks of a schedule. While it is open, what the log asks of the system goes to the disk that it belongs to."""
+    """All disks of a schedule. While attached, what the log asks of the system goes to the disk it belongs to."""
 
     def __init__(self, world: World) -> None:
         self._world = world

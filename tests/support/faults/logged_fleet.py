@@ -23,7 +23,13 @@ from torchfleet.server.log.logged_server import LoggedServer
 from torchfleet.server.server import Server
 
 FAST_FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-CLOCK_DEFAULTS = (0, 0, None, lambda: time.monotonic())  # of LoggedServer: the clock as it is when it is asked
+
+
+def _clock() -> float:
+    return time.monotonic()  # as it is when it is asked: the name may stand for another clock by then
+
+
+CLOCK_DEFAULTS = (0, 0, None, _clock)  # of LoggedServer
 
 
 class LoggedNode(Node):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,12 +44,12 @@ def check_tokens(ops: Sequence[Op], shard: int, final: npt.NDArray[np.float32], 
 
 def _check_chain(sights: list[Sight]) -> None:
     by_size = sorted(sights, key=lambda sight: len(sight.tokens))
-    for smaller, larger in zip(by_size, by_size[1:], strict=False):
+    for smaller, larger in itertools.pairwise(by_size):
         if not smaller.tokens <= larger.tokens:
             lost = sorted(smaller.tokens - larger.tokens)
             raise Violation(f"no order explains both {smaller} and {larger}: pushes {lost} are in the first alone")
     own = [sight for sight in by_size if sight.op.kind == "push"]
-    for first, second in zip(own, own[1:], strict=False):
+    for first, second in itertools.pairwise(own):
         expect(len(first.tokens) < len(second.tokens), lambda f=first, s=second: f"{f} and {s} are the same moment")
 
 
@@ -108,12 +109,10 @@ def _zones(reads: list[Op], writes: dict[float, Op]) -> list[tuple[float, float,
 
 def _check_zones(zones: list[tuple[float, float, str]]) -> None:
     stretches = sorted(zone for zone in zones if zone[0] < zone[1])
-    for one, other in zip(stretches, stretches[1:], strict=False):
+    for one, other in itertools.pairwise(stretches):
         expect(one[1] <= other[0], lambda a=one, b=other: f"a register had two values at once: {a[2]}; {b[2]}")
     for end, start, words in zones:
         if end < start:
             continue
         for one in stretches:
-            expect(
-                not (one[0] < start and end < one[1]), lambda one=one, w=words: f"{w} lies within {one[2]}, unseen"
-            )
+            expect(not (one[0] < start and end < one[1]), lambda one=one, w=words: f"{w} lies within {one[2]}, unseen")

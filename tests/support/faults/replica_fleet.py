@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from unittest import mock
 
@@ -129,7 +128,10 @@ class ReplicaFleet(Fleet):
             for replica in range(2)
         ]
         setting.stack.callback(lambda: [node.crash() for node in self.nodes])
-        setting.world.run(lambda: all(self.store.views[i][-1].backup for i in range(len(setting.shards))), 300.0)
+        setting.world.run(self._is_whole, 300.0)
+
+    def _is_whole(self) -> bool:
+        return all(views[-1].backup for views in self.store.views.values())
 
     def _connect(self, name: str, shard: int) -> ReplicaChannels:
         names = [f"{self.setting.shards[shard]}.{replica}" for replica in range(2)]
@@ -208,8 +210,7 @@ class ReplicaFleet(Fleet):
 
     def settle(self) -> None:
         """Until every shard has a primary and a backup that is in step."""
-        is_whole: Callable[[], bool] = lambda: all(views[-1].backup for views in self.store.views.values())
-        self.setting.world.run(is_whole, self.setting.world.now + 100.0)
+        self.setting.world.run(self._is_whole, self.setting.world.now + 100.0)
         super().settle()
 
     def check(self) -> None:

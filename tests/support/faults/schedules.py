@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from support.faults.geo_rounds import GeoRounds
 from support.faults.logged_fleet import LoggedFleet
-from support.faults.meetings import Meetings
-from support.faults.policies import Policies
 from support.faults.replica_fleet import ReplicaFleet
 from support.faults.setting import Fleet, Setting
-from support.faults.sync_steps import SyncSteps
-from support.faults.tokens import Tokens
+from support.faults.workloads.geo_rounds import GeoRounds
+from support.faults.workloads.meetings import Meetings
+from support.faults.workloads.policies import Policies
+from support.faults.workloads.sync_steps import SyncSteps
+from support.faults.workloads.tokens import Tokens
 from support.lossy import Faults
 
 from torchfleet.server.state.spare_memory import SpareMemory
@@ -96,7 +96,7 @@ def run(plan: Plan) -> Outcome:
 
 
 def _without_memory_limits() -> contextlib.AbstractContextManager[object]:
-    return mock.patch.object(SpareMemory, "check", lambda *_: None)
+    return mock.patch.object(SpareMemory, "check", return_value=None)
 
 
 def _raise_errors(setting: Setting) -> None:
@@ -134,4 +134,3 @@ def _disturb(setting: Setting, fleet: Fleet, dice: random.Random) -> None:
             setting.network.cut(other, one, seconds)
     else:
         fleet.disturb(dice)
-

@@ -17,7 +17,6 @@ from support.lossy import Faults
 
 from torchfleet.net.transport import Channel
 from torchfleet.server.server import Server
-from torchfleet.tables.settings.spec import TableSpec
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
 
@@ -72,7 +71,7 @@ class Fleet:
         self.nodes = [self.make_node(shard, i) for i, shard in enumerate(setting.shards)]
 
     def make_node(self, shard: str, index: int) -> Node:
-        return Node(self.setting.doors, shard, lambda: self.make_server(), skew=1000.0 * (index + 1))
+        return Node(self.setting.doors, shard, self.make_server, skew=1000.0 * (index + 1))
 
     def make_server(self) -> Server:
         return Server(MAX_TABLE_BYTES, num_workers=self.setting.num_workers, orphan_timeout=0.0)
@@ -99,7 +98,6 @@ class Fleet:
         """What must hold of these servers beside what clients see."""
 
 
-
 def contents(server: Server) -> dict[str, Any]:
     """All that the tables of a server hold, in an order that does not depend on how it came there."""
     held: dict[str, Any] = {}
@@ -116,5 +114,3 @@ def contents(server: Server) -> dict[str, Any]:
             pieces.append((saved.kind, saved.start, *((name, array.tobytes()) for name, array in arrays.items())))
         held[table.spec.name] = (table.step, *sorted(pieces))
     return held
-
-

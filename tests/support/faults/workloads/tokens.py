@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from support.faults.history import Op, Violation, expect
+from support.faults.order_checks import check_registers, check_tokens
 from support.faults.setting import Fleet, Setting
 
 from torchfleet.errors import TableError
@@ -71,8 +72,6 @@ class Tokens:
 
     def check(self, fleet: Fleet) -> None:
         """All of it, over the history and what the servers hold in the end."""
-        from support.faults.order_checks import check_registers, check_tokens
-
         history = self.setting.history
         for shard, server in enumerate(fleet.servers()):
             spec = seen_spec(len(self.setting.shards))
@@ -114,7 +113,15 @@ class Talker:
         self._client.attach(ABSENT)
         while not ready[0]:
             self._world.sleep(0.2)
-        steps: list[Callable[[], None]] = [self._push, self._look, self._write, self._read, self._private, self._count, self._be_refused]
+        steps: list[Callable[[], None]] = [
+            self._push,
+            self._look,
+            self._write,
+            self._read,
+            self._private,
+            self._count,
+            self._be_refused,
+        ]
         for _ in range(num_ops):
             self._world.sleep(self._dice.expovariate(1.0))
             (step,) = self._dice.choices(steps, (7, 3, 2, 2, 3, 2, 1))
@@ -149,9 +156,7 @@ class Talker:
     def _write(self) -> None:
         key, value = self._dice.randrange(NUM_REGISTERS), self._script.next_value()
         values = np.full((1, 1), value, np.float32)
-        self._history.ask(
-            self._name, "write", (key, value), lambda: self._client.assign("registers", [key], values)
-        )
+        self._history.ask(self._name, "write", (key, value), lambda: self._client.assign("registers", [key], values))
 
     def _read(self) -> None:
         key = self._dice.randrange(NUM_REGISTERS)

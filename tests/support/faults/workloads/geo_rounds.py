@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from support.faults.history import expect
 from support.faults.setting import Fleet, Setting
-from support.faults.sync_steps import TIMEOUT
+from support.faults.workloads.sync_steps import TIMEOUT
 
 from torchfleet.net.wire import DELTA
 from torchfleet.tables.settings.spec import Rule, TableSpec

@@ -1,4 +1,4 @@
-"""Workers that make synchronous steps: what the tables hold in the end must be, bit for bit, what an undisturbed run holds.
+"""Workers that make synchronous steps: the tables must be, bit for bit, those of an undisturbed run.
 
 Gradients depend on the values that were pulled, so that a step with wrong values makes all later ones wrong as well.
 """
@@ -63,7 +63,10 @@ class SyncSteps:
         history, name = self.setting.history, f"worker{worker}"
         keys = dice.sample(range(NUM_KEYS), dice.randint(1, 5))
         pulled = history.ask(
-            name, "pull", (step, tuple(keys)), lambda: client.pull_tables({"rows": keys, "common": keys}, True, True).result()
+            name,
+            "pull",
+            (step, tuple(keys)),
+            lambda: client.pull_tables({"rows": keys, "common": keys}, True, True).result(),
         )
         rows, common = pulled.rows["rows"], pulled.rows["common"]
         history.ops[-1].result = (rows.tobytes(), common.tobytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from support.faults.history import Violation, expect
 from support.faults.setting import Fleet, Setting
-from support.faults.sync_steps import TIMEOUT, joining
+from support.faults.workloads.sync_steps import TIMEOUT, joining
 
 from torchfleet.net.wire import Array
 from torchfleet.worker.client.client import Client
@@ -21,7 +22,7 @@ NUM_PARCELS = 2  # to every other worker
 
 @dataclass
 class Meetings:
-    """A script: `num_rounds` rounds, each with a gather, some with a barrier; then parcels; then files until none is left."""
+    """A script: `num_rounds` rounds, with a gather or a barrier; then parcels, then files until none is left."""
 
     setting: Setting
     seed: int
@@ -49,9 +50,7 @@ class Meetings:
         if number % 3 == 0:
             history.ask(name, "barrier", number, lambda: client.barrier("all", num, TIMEOUT))
         brought = f"{name} in round {number}".encode()
-        found = history.ask(
-            name, "gather", number, lambda: client.gather("bytes", number + 1, brought, num, TIMEOUT)
-        )
+        found = history.ask(name, "gather", number, lambda: client.gather("bytes", number + 1, brought, num, TIMEOUT))
         right = {w: f"worker{w} in round {number}".encode() for w in range(num)}
         if found != right:
             raise Violation(f"{name}: gather {number} brought {found}")
@@ -123,5 +122,5 @@ class Meetings:
         by_worker: dict[str, list[float]] = {}
         for op in self.setting.history.of("file"):
             by_worker.setdefault(op.client, []).extend((op.start, op.end))
-        pauses = [b - a for times in by_worker.values() for a, b in zip(times, times[1:], strict=False)]
+        pauses = [b - a for times in by_worker.values() for a, b in itertools.pairwise(times)]
         return max(pauses, default=0.0) > LEASE / 3

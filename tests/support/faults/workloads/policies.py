@@ -1,7 +1,7 @@
 """One client that goes through admission, eviction, capacity and clocks; the rows must be those of an undisturbed run.
 
-Which of several rows that were last seen at the same time makes room for others is open: of a table with a capacity only
-the number of rows is compared, and that a server that takes another's place has the same ones.
+Which of several rows that were last seen at the same time makes room for others is open. So of a table with a capacity
+only the number of rows is compared, and that a server that takes another's place has the same ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from support.faults.history import expect
 from support.faults.setting import Fleet, Setting, contents
-from support.faults.sync_steps import undisturbed
+from support.faults.workloads.sync_steps import undisturbed
 
 from torchfleet.net.wire import GATHER
 from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
@@ -73,7 +73,9 @@ class Policies:
         if kind == "clock":
             return client.set_clock(now)
         if kind == "shrink":
-            return client.shrink("aged", Shrink(ttl_days=5.0, max_share=1.0)) if now % 2 else client.shrink("", Shrink())
+            return (
+                client.shrink("aged", Shrink(ttl_days=5.0, max_share=1.0)) if now % 2 else client.shrink("", Shrink())
+            )
         if kind in ("push", "gather"):
             grads = np.outer(np.array(keys, np.float32), np.array([1.0, -0.5], np.float32)) / np.float32(16)
             pushed = {"aged": (keys, grads), "full": (keys, grads)}

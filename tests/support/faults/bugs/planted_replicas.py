@@ -8,7 +8,10 @@ from support.faults.planted import Patch, bug
 from support.faults.replica_fleet import NodeCoordinator
 
 from torchfleet.coordination.view import View
+from torchfleet.net import replica_channels
 from torchfleet.net.replica_channels import ReplicaChannels
+from torchfleet.net.wire import ERROR
+from torchfleet.server.log.log_entry import Kind, decode_entry
 from torchfleet.server.replicas import follower, primary
 from torchfleet.server.replicas.backup_sink import BackupSink
 from torchfleet.server.replicas.follower import Fate, Follower
@@ -88,7 +91,7 @@ def _(patch: Patch) -> None:
     append = BackupSink.append
 
     def append_if_counted(self: BackupSink, index: int, entry: Any) -> None:
-        if self.is_counted or len(entry) > 1 or not self._kept:
+        if self.is_counted or decode_entry(entry).kind == Kind.PIECE:
             append(self, index, entry)
 
     patch(BackupSink, "append", append_if_counted)
@@ -178,10 +181,9 @@ def _(patch: Patch) -> None:
 @bug("client: takes replies of a replica that was primary in an earlier term", REPLICAS)
 def _(patch: Patch) -> None:
     def is_for_client(self: ReplicaChannels, number: int, frames: Any) -> bool:
-        from torchfleet.net import replica_channels as module
-
-        envelope = module.envelope_of(frames)
-        if envelope.role == module.ERROR and module._is_refusal(frames):
+        envelope = replica_channels.envelope_of(frames)
+        assert envelope is not None
+        if envelope.role == ERROR and replica_channels._is_refusal(frames):
             self._ask()
             return False
         return self._follow(number, envelope)
