@@ -273,8 +273,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
     },
     "launch/machines": {"net", "errors"},
+    "launch/durable": {"role", "errors"},
     "launch": {
         "launch/machines",
+        "launch/durable",
         "role",
         "tables/settings",
         "worker/client",

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from torchfleet.cgroups import usable_cores
 from torchfleet.errors import RoleError
-from torchfleet.launch.durability import add_options as add_durability_options
-from torchfleet.launch.durability import durability_variables, log_store
+from torchfleet.launch.durable.log_options import add_options as add_durability_options
+from torchfleet.launch.durable.log_options import durability_variables, log_store
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.privacy import KINDS, kind_of, private_folder, told
 from torchfleet.launch.roles import JobLayout, given_threads, one_machine, several_machines, spare_servers, tasks

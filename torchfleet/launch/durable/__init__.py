@@ -1,0 +1,1 @@
+"""Servers with a log: which flags they have, and where the logs are."""
