@@ -121,9 +121,8 @@ def cost(given: argparse.Namespace, folder: Path) -> dict[str, float]:
                 per_second, cpu = server.round()
                 rates[name].append(per_second)
                 cpus[name].append(cpu)
-            log(
-                f"  round {turn + 1}/{given.rounds}: plain {rates['plain'][-1]:,.0f}, log {rates['log'][-1]:,.0f} a second"
-            )
+            last = ", ".join(f"{name} {found[-1]:,.0f}" for name, found in rates.items())
+            log(f"  round {turn + 1}/{given.rounds}: {last} pushes a second")
     finally:
         for server in servers.values():
             server.close()
