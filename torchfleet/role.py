@@ -48,6 +48,8 @@ class RoleInfo:
     num_threads: int = 0  # of torch; 0: as torch decides
     is_collective: bool = False
     local_rank: int = 0  # among the ranks of this machine
+    replica: int = 0  # of a server: which of the addresses of its shard is its own
+    coordinator: str | None = None  # of servers with replicas: where it is decided which is primary
     master: str = ""  # host:port where the ranks of a collective job meet; "": as MASTER_ADDR and MASTER_PORT say
 
     @property
@@ -58,6 +60,16 @@ class RoleInfo:
     @property
     def num_servers(self) -> int:
         return max(1, len(self.server_endpoints))
+
+    @property
+    def server_places(self) -> list[str]:
+        """host:port of every process that is a server, those that begin as backups included."""
+        return [place for shard in self.server_endpoints for place in shard.split("|")]
+
+    @property
+    def replica_places(self) -> list[str]:
+        """Of a server: host:port of all replicas of its shard; one if it has no backup."""
+        return self.server_endpoints[self.server_index].split("|")
 
 
 class PaddleCloudRoleMaker:
@@ -115,7 +127,23 @@ class PaddleCloudRoleMaker:
             )
         server = self._server_index(servers) if role == SERVER else 0
         restart = self._number("FLEET_RESTART") if "FLEET_RESTART" in found else 0
+        if role == SERVER:
+            common |= self._replica(servers[server])
         return RoleInfo(role, worker, num_workers, server, servers, workers, restart=restart, **common)
+
+    def _replica(self, places: str) -> dict[str, Any]:
+        """Which replica of its shard a server is, and who decides which is primary."""
+        num = len(places.split("|"))
+        replica = self._number("FLEET_REPLICA") if self._environment.get("FLEET_REPLICA") else 0
+        if replica >= num:
+            raise RoleError(f"FLEET_REPLICA is {replica}, but this server has the addresses {places}: 0 is the first")
+        coordinator = self._environment.get("FLEET_COORDINATOR")
+        if num > 1 and not coordinator:
+            raise RoleError(
+                f"this server has replicas ({places}), but FLEET_COORDINATOR is missing, which decides which of them "
+                "is primary: set it to etcd://host:port/NAME, or start with fleetrun --replicas 2"
+            )
+        return {"replica": replica, "coordinator": coordinator if num > 1 else None}
 
     def _collective(self, common: dict[str, Any]) -> RoleInfo:
         found = self._environment
@@ -321,10 +349,12 @@ def _seconds(found: Mapping[str, str], name: str, default: float, or_never: bool
 def _endpoints(text: str, source: str) -> tuple[str, ...]:
     """Addresses `host:port`, separated by commas. An error names `source`, the variable or argument they come from."""
     addresses = tuple(address.strip() for address in text.split(",") if address.strip())
-    for address in addresses:
+    is_replicated = "server" in source.lower()  # | stands between the replicas of a server
+    places = [place for address in addresses for place in (address.split("|") if is_replicated else [address])]
+    for address in places:
         host, colon, port = address.rpartition(":")
         if not (host and colon and _NUMBER.fullmatch(port) and int(port) < 1 << 16):
             raise RoleError(f"{source}: an address must be host:port, found {address!r} in {text!r}")
-    if len(set(addresses)) != len(addresses):
+    if len(set(places)) != len(places):
         raise RoleError(f"{source}: an address appears twice in {text!r}")
     return addresses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import secrets
 import signal
 import threading
 import time
@@ -12,18 +13,22 @@ from types import FrameType
 from typing import Any
 
 from torchfleet.background import BackgroundThreads
+from torchfleet.coordination.coordinators import make_coordinator
 from torchfleet.errors import FleetError
 from torchfleet.job.job_setup import JobSetup
 from torchfleet.job.worker_start import patience_with, wait_for_servers
 from torchfleet.monitor.freshness import ages_by_kind
 from torchfleet.monitor.status import StatusFile
+from torchfleet.net import addresses
 from torchfleet.net.addresses import listen
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.private_jobs import Way
-from torchfleet.net.transport import ServerSocket
+from torchfleet.net.transport import Channel, ServerSocket
 from torchfleet.net.wire import Role
 from torchfleet.role import RoleInfo
 from torchfleet.server.log.durable_server import Durability, DurableServer, begin_log, go_on
+from torchfleet.server.replicas.between import Identity
+from torchfleet.server.replicas.replica import Replica
 from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
 from torchfleet.server.server_log import rows_text, speaker, tables_text
@@ -39,6 +44,7 @@ class ServerRole:
         self._info, self._layouts = setup.info, setup.plan.layouts
         self._way = Way(setup.info.key_dir, setup.info.socket_dir)
         self._server = Server(num_workers=setup.info.num_workers, orphan_timeout=setup.info.orphan_timeout)
+        self._replica: Replica | None = None
         for spec in setup.plan.specs:
             self._server.state.add_table(spec.for_shard(setup.info.server_index, setup.info.num_servers))
         self._say = self._server.state.say = speaker(f"server {setup.info.server_index}")
@@ -56,19 +62,26 @@ class ServerRole:
         self._way.check()
         if self._info.durability == "log":
             self._durable = go_on(self._server, self._durability, self._say)
-        place = self._info.server_endpoints[self._info.server_index]
+        place = self._info.replica_places[self._info.replica]
         listener = self._listener = listen(self._way.endpoint(place), self._keys, self._info.insecure)
         self._say(f"listening on {place} for {self._info.num_workers} workers")
         self._say(tables_text(self._server.state.tables.values()))
         if self._durable is not None:
             return
         self._server.loading = "it is starting"
-        answer = functools.partial(listener.serve, self._server, lambda: self._is_ready)
+        if len(self._info.replica_places) > 1:
+            self._replica = self._make_replica()
+        answer = functools.partial(listener.serve, self._handler, lambda: self._is_ready)
         self._answering = BackgroundThreads([answer], "the server's socket")
         self._answering.start()
 
     def load(self, dirname: str, var_names: Sequence[str] | None = None) -> None:
-        """Load a saved model, or what `var_names` names of it. After an error the address is free again."""
+        """Load a saved model, or what `var_names` names of it. After an error the address is free again.
+
+        A backup loads nothing: it is filled by its primary.
+        """
+        if self._replica is not None and not self._replica.is_primary:
+            return
         if self._durable is not None:
             self._say(f"does not load {dirname}: all that came after it is in the log")
             return
@@ -104,6 +117,8 @@ class ServerRole:
         Before `run`. They meet at server 0, which must serve for it, and workers begin when all servers serve: so each
         serves while it waits, and a thread is its client. What comes between two meetings waits in the socket.
         """
+        if self._replica is not None:
+            raise FleetError("servers with replicas (--replicas 2) do not meet: let the workers do it")
         if self._has_run:
             raise FleetError("servers meet between fleet.init_server() and fleet.run_server(): call it there")
         found: list[bytes] = []
@@ -138,6 +153,9 @@ class ServerRole:
         listener = self._begin_serving()
         status = StatusFile(self._info.status_file, self._status)
 
+        if self._replica is not None:
+            self._replica.begin()
+
         def is_over() -> bool:
             self._server.state.load.look()
             status.write()
@@ -146,11 +164,15 @@ class ServerRole:
         try:
             listener.serve(self._handler, is_over)
         finally:
+            if self._replica is not None:
+                self._replica.end()
             status.write(now=True)
             self.close()
             lost = "workers are lost" if self._server.desertion else "all workers have left"
             why = "told to end" if self._ended else lost
             self._say(f"stopped ({why}) after {self._server.state.num_requests:,} requests")
+        if self._replica is not None and self._replica.deposed:
+            raise FleetError(self._replica.deposed)
         if self._server.desertion:
             raise FleetError(f"{self._server.desertion}. No worker is left; the server ends.")
 
@@ -174,8 +196,20 @@ class ServerRole:
         return self._listener
 
     @property
-    def _handler(self) -> DurableServer | Server:
-        return self._durable or self._server
+    def _handler(self) -> Replica | DurableServer | Server:
+        return self._replica or self._durable or self._server
+
+    def _make_replica(self) -> Replica:
+        info = self._info
+        assert info.coordinator is not None
+        own = Identity(info.server_index, info.replica, info.restart, secrets.randbits(63) | 1)
+
+        def connect(replica: int) -> Channel:
+            return addresses.connect(self._way.endpoint(info.replica_places[replica]), self._keys, Role.SERVER)
+
+        made = Replica(self._server, own, make_coordinator(info.coordinator), connect)
+        self._say(f"replica {own.replica}, {'primary' if made.is_primary else 'to be filled by the primary'}")
+        return made
 
     @property
     def _durability(self) -> Durability:
@@ -202,7 +236,9 @@ class ServerRole:
         rows = {table.spec.name: table.num_rows for table in state.tables.values() if not table.spec.is_dense}
         counts = {"requests": state.num_requests, "errors": state.num_errors, "dropped": state.num_dropped}
         tables = ({"kind": table.spec.kind, "staleness": table.staleness.counts()} for table in state.tables.values())
-        return {"role": "server", **counts, "busy": state.load.busy, "rows": rows, **ages_by_kind(tables)}
+        replica = self._replica
+        more = {} if replica is None else {"backup": not replica.is_primary, "deposed": bool(replica.deposed)}
+        return {"role": "server", **more, **counts, "busy": state.load.busy, "rows": rows, **ages_by_kind(tables)}
 
 
 def meeting_name(name: str, comm_world: str, info: RoleInfo) -> str:

@@ -64,6 +64,7 @@ class Server:
             secrets.randbits(63) | 1
         )  # of this server, in every reply; one that goes on from a log keeps it
         self.recorder: Recorder = Unrecorded()
+        self.shard = self.term = 0  # a server with replicas says which it is, and how often another one took over
 
     @property
     def is_stopping(self) -> bool:
@@ -74,6 +75,7 @@ class Server:
         self.state.num_requests += 1
         try:
             message = decode(frames)
+            self._check_place(message)
         except WireError as error:
             broken = Request(Message(Command.PING, call=call_of(frames)), peer, version=version_of(frames))
             self.state.finish(broken, error)
@@ -81,6 +83,13 @@ class Server:
         proved = message.role if role is None else role
         self.answer(Request(message, peer, self.state.now(), proved, frames=frames))
         return self._replies()
+
+    def _check_place(self, message: Message) -> None:
+        if message.shard != self.shard or message.term > self.term:
+            raise WireError(
+                f"expected shard {self.shard} and at most term {self.term}, found {message.shard} and {message.term}: "
+                + ("this is another server" if self.term else "this server has no replicas")
+            )
 
     def answer(self, request: Request) -> None:
         """Run the command of a request; what it answers is among `state.finished`, now or later."""
@@ -246,7 +255,7 @@ class Server:
 
     def _reply(self, request: Request, result: Answer | FleetError) -> list[Frame]:
         message = request.message
-        reply = Reply(message.command, OK, message.worker, self.incarnation, message.call)
+        reply = Reply(message.command, OK, message.worker, self.incarnation, message.call, term=self.term)
         if isinstance(result, FleetError):
             self.state.num_errors += 1
             reply.status, reply.arrays = ERROR, error_arrays(type(result).__name__, str(result))

@@ -77,6 +77,10 @@ class LoggedServer:
         """In which entries are made."""
         return self._journal.term
 
+    @term.setter
+    def term(self, term: int) -> None:
+        self._journal.term = term
+
     @property
     def confirmed(self) -> int:
         """The highest index that is safe everywhere."""
@@ -107,6 +111,10 @@ class LoggedServer:
         copy = Copy(export_state(self.server, self.index), take, has_room, done)
         self._copies.append(copy)
         self._give(copy)
+
+    def end_copy(self, take: Callable[[int, Sequence[Frame]], None]) -> None:
+        """Give nothing more of the state to `take`."""
+        self._copies = deque(copy for copy in self._copies if copy.take != take)
 
     @property
     def is_copying(self) -> bool:
@@ -165,6 +173,10 @@ class LoggedServer:
         if worked or not self._held:
             return worked
         return self._held[0][0] <= self.confirmed
+
+    def ready(self) -> Replies:
+        """Replies that waited for sinks, and do no longer."""
+        return self._hold([])
 
     def _hold(self, replies: Replies) -> Replies:
         self._held.extend((self.index, peer, frames) for peer, frames in replies)

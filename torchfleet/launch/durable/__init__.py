@@ -1,1 +1,0 @@
-"""Servers with a log: which flags they have, and where the logs are."""
