@@ -187,18 +187,22 @@ def measure_cost(options: argparse.Namespace) -> dict[str, object]:
     plain: list[float] = []
     primary: list[float] = []
     backup: list[float] = []
-    with ServerProcess() as server, connect(server.endpoint, options.dim) as alone, replicas(None, True) as pair:
-        with connect("|".join(pair.places), options.dim) as client:
-            first = pair.primary()
-            for _ in range(options.rounds):
-                before = sum(psutil.Process(server.pid).cpu_times()[:2])
-                _pushes(alone, options)
-                plain.append(sum(psutil.Process(server.pid).cpu_times()[:2]) - before)
-                befores = pair.seconds()
-                _pushes(client, options)
-                spent = [after - before for after, before in zip(pair.seconds(), befores, strict=True)]
-                primary.append(spent[first])
-                backup.append(spent[1 - first])
+    with (
+        ServerProcess() as server,
+        connect(server.endpoint, options.dim) as alone,
+        replicas(None, True) as pair,
+        connect("|".join(pair.places), options.dim) as client,
+    ):
+        first = pair.primary()
+        for _ in range(options.rounds):
+            before = sum(psutil.Process(server.pid).cpu_times()[:2])
+            _pushes(alone, options)
+            plain.append(sum(psutil.Process(server.pid).cpu_times()[:2]) - before)
+            befores = pair.seconds()
+            _pushes(client, options)
+            spent = [after - before for after, before in zip(pair.seconds(), befores, strict=True)]
+            primary.append(spent[first])
+            backup.append(spent[1 - first])
     scale = 1e6 / options.pushes_per_round
     return {
         "plain_push_us": round(scale * statistics.median(plain)),

@@ -52,26 +52,28 @@ def test_a_view_changes_for_whoever_still_sees_the_one_of_before(connect: Callab
 
 def test_of_many_that_want_different_things_one_gets_its_way(connect: Callable[[], Coordinator]) -> None:
     connect().replace(0, None, FIRST)
-    view, num_rounds, won = FIRST, 10, 0
+    view, num_rounds = FIRST, 10
     for _ in range(num_rounds):
-        results: list[tuple[str, bool]] = []
-        threads = [
-            threading.Thread(target=lambda name=name: results.append((name, _try(connect(), view, name))))
-            for name in ("1-b", "1-c", "1-d", "1-e")
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
-        winners = [name for name, is_done in results if is_done]
+        winners = _race(connect, view)
         view = connect().read(0) or FIRST
         assert winners == [view.backup]
-        won += 1
-    assert view.term == 1 + won
+    assert view.term == 1 + num_rounds
 
 
-def _try(coordinator: Coordinator, view: View, name: str) -> bool:
-    return coordinator.replace(0, view, view.joined_by(name))
+def _race(connect: Callable[[], Coordinator], view: View) -> list[str]:
+    """Several at the same time want to be the backup; returns those that were told that they are."""
+    winners: list[str] = []
+
+    def run(name: str) -> None:
+        if connect().replace(0, view, view.joined_by(name)):
+            winners.append(name)
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in ("1-b", "1-c", "1-d", "1-e")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    return winners
 
 
 def test_a_coordinator_that_is_gone_says_so(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Servers with a backup each, as processes: killed, stopped and woken under load; nothing is lost, nothing is doubled."""
+"""Servers with a backup each, as processes: killed, stopped and woken under load. Nothing is lost or doubled."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Two replicas of a server in this process, on virtual time: messages arrive when `run` lets them, in the order in which
-they were sent; a replica can be killed, stopped, and cut off."""
+"""Two replicas of a server in this process, on virtual time; one can be killed, stopped, and cut off.
+
+Messages arrive when `run` lets them, in the order in which they were sent.
+"""
 
 from __future__ import annotations
 

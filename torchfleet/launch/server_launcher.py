@@ -26,6 +26,7 @@ from torchfleet.launch.roles import JobLayout, given_threads, one_machine, sever
 from torchfleet.launch.supervisor import JobSupervisor
 from torchfleet.net.keys import is_private
 from torchfleet.net.replica_channels import SEPARATOR
+from torchfleet.role import DURABILITY
 from torchfleet.tables.settings.table_size import VARIABLE, parse_bytes
 
 ROOTS = "FLEET_SAVE_ROOTS"  # read by server/saving/save_roots.py
@@ -173,6 +174,11 @@ def _layout(job: JobSpec, options: argparse.Namespace) -> tuple[JobLayout, int, 
     """The layout, the number of workers of the whole job, and the coordinator of servers with replicas if one is
     given."""
     replicas = num_replicas(options.replicas)
+    if replicas > 1 and durability_variables(options).get(DURABILITY, "none") != "none":
+        raise RoleError(
+            "--durability log brings a killed server back from its disk, --replicas 2 has a backup in its place: use "
+            "one of them"
+        )
     layout, num_workers = _places(job, options.servers, options.workers, replicas)
     return layout, num_workers, coordinator_url(options.coordinator, replicas, layout.is_all_here)
 

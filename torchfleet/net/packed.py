@@ -15,6 +15,7 @@ from torchfleet.net.wire import Array, decode, encode
 PackedArray = tuple[int, str, int, int, bytes]  # number, dtype, rows, columns, data
 PackedRequest = tuple[bytes, float, int, list[bytes]]  # peer, when it came, role, frames
 PackedAnswer = list[PackedArray] | tuple[str, str] | None  # arrays; kind and text of an error; none yet
+_AWAY = b"away:"
 _DTYPES = {"|u1", "<u8", "<f4", "<f8"}
 
 
@@ -38,7 +39,7 @@ def unpack_arrays(packed: Sequence[Sequence[Any]]) -> list[Array]:
 
 def peer_bytes(peer: object) -> bytes:
     """Who asked, if that is known by bytes; a client inside the process is gone with it."""
-    return peer if isinstance(peer, bytes) else b""
+    return peer.removeprefix(_AWAY) if isinstance(peer, bytes) else b""
 
 
 def pack_request(request: Request) -> PackedRequest:
@@ -49,7 +50,12 @@ def pack_request(request: Request) -> PackedRequest:
 def unpack_request(packed: Sequence[Any]) -> Request:
     """Raises WireError or ValueError if it is none."""
     peer, arrived, role, frames = packed
-    return Request(decode(frames), bytes(peer), float(arrived), int(role), frames=frames)
+    return Request(decode(frames), away(bytes(peer)), float(arrived), int(role), frames=frames)
+
+
+def away(peer: bytes) -> bytes:
+    """The peer of another server's socket: no peer of this one, whose own begin with a zero, can be taken for it."""
+    return _AWAY + peer
 
 
 def pack_answer(answer: list[Array] | FleetError | None) -> PackedAnswer:

@@ -8,17 +8,49 @@ be sent again.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torchfleet.errors import NotPrimary, WireError
-from torchfleet.net.envelope import Envelope, envelope_of
 from torchfleet.net.transport import Channel
-from torchfleet.net.wire import ERROR, Command, Frame, Message, Role, decode_reply, encode, unpack
+from torchfleet.net.wire import (
+    ERROR,
+    HEADER,
+    VERSION,
+    Command,
+    Frame,
+    Message,
+    Role,
+    decode_reply,
+    encode,
+    unpack,
+    version_of,
+)
 
 SEPARATOR = "|"  # between the addresses of a server's replicas
 SILENCE = 0.2  # seconds of waiting in vain after which all are asked
 _STEP = 0.02  # seconds between two looks at all replicas, once they were asked
 _LEAST = 0.001  # seconds of a wait: less may be lost in rounding
 _PROBE = (1 << 64) - 1  # the call of a question of ours, which no client's request reaches
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Fields of a header, for whoever passes a message on: nothing behind it has been looked at."""
+
+    command: int
+    role: int  # of a reply: its status
+    worker: int
+    call: int
+    shard: int
+    term: int
+
+
+def envelope_of(frames: Sequence[Frame]) -> Envelope | None:
+    """The envelope of a message of this version, which may be broken in every other way; None if it is none."""
+    if version_of(frames) != VERSION or memoryview(frames[0]).nbytes < HEADER.size:
+        return None
+    fields = HEADER.unpack_from(memoryview(frames[0]).cast("B"))
+    return Envelope(fields[2], fields[3], fields[5], fields[8], fields[12], fields[13])
 
 
 class ReplicaChannels:

@@ -1,4 +1,4 @@
-"""A job whose result is known to the last bit: every step adds the same to the same rows. Started by fleetrun in tests."""
+"""A job whose result is known to the last bit: every step adds the same to the same rows. For fleetrun in tests."""
 
 from __future__ import annotations
 

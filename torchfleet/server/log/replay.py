@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from torchfleet.errors import FleetError, LogError
-from torchfleet.net.packed import error_of, unpack_answer
+from torchfleet.net.packed import away, error_of, unpack_answer
 from torchfleet.net.request import Request
 from torchfleet.net.wire import MAX_BODY, Command, decode, unpack
 from torchfleet.server.arrays import only
@@ -96,7 +96,9 @@ class Replay:
 
     def _make(self, entry: Entry) -> None:
         if entry.kind == Kind.REQUEST:
-            self.server.repeat(Request(decode(entry.frames), entry.peer, entry.time, entry.role, frames=entry.frames))
+            self.server.repeat(
+                Request(decode(entry.frames), away(entry.peer), entry.time, entry.role, frames=entry.frames)
+            )
             self.server.state.long_pulls = LongPulls()  # it changes nothing: who asked asks again
         elif entry.kind == Kind.REFUSED:
             self._refuse(entry)

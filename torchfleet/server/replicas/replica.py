@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from torchfleet.coordination.view import ENDED, Coordinator, View
 from torchfleet.errors import FleetError, LogError, NotPrimary, PermissionRefused, WireError
-from torchfleet.net.envelope import Envelope, envelope_of
+from torchfleet.net.replica_channels import Envelope, envelope_of
 from torchfleet.net.transport import Channel, Peer
 from torchfleet.net.wire import (
     ERROR,
