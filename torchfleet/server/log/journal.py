@@ -15,6 +15,7 @@ from torchfleet.server.server import Server
 from torchfleet.server.state.state import Answer, LongRequest
 from torchfleet.tables.rows.row_statistics import is_counted
 from torchfleet.tables.rowstore import RowStore
+from torchfleet.tables.table import Table
 
 READS = frozenset({Command.PING, Command.STATS, Command.INSPECT, Command.WALK, Command.STOP})
 _ALWAYS_ANSWERED = frozenset({Command.PING, Command.STATS, Command.STOP})
@@ -33,13 +34,18 @@ class Journal:
         self.index, self.term = index, term
         self._server = server
         self._stuck_since: float | None = None
+        self._known: dict[int, Table] = {}
+        self._counting: set[int] = set()  # numbers of tables of which a pull for training changes something
+        self._counted: list[RowStore] = []  # those of them that decide
 
     def apply(self, request: Request, run: Callable[[], Answer | FleetError | None]) -> Answer | FleetError | None:
         """As Recorder.apply. Raises LogStuck while nothing can be promised."""
         self._check_sinks(request)
+        if len(self._known) != len(self._server.state.tables):
+            self._look_at_tables()
         if not self._is_change(request):
             return run()
-        num_finished, deciding = len(self._server.state.finished), self._deciding(only_counted=True)
+        num_finished, deciding = len(self._server.state.finished), self._counted
         entry = self._begin(Kind.REQUEST, request.arrived, deciding)
         entry.role, entry.peer, entry.frames = request.role, peer_bytes(request.peer), request.frames
         num_errors = 1
@@ -67,11 +73,11 @@ class Journal:
             return False
         if self._stuck_since is not None:
             pause, self._stuck_since = now - self._stuck_since, None
-        num_finished, deciding = len(self._server.state.finished), self._deciding()
-        entry = self._begin(Kind.TICK, now, deciding)
+        num_finished = len(self._server.state.finished)
+        entry = self._begin(Kind.TICK, now, self._counted)
         entry.pause = pause
         is_changed = run(pause)
-        entry.effects = self._end(deciding)
+        entry.effects = self._end(self._counted)
         entry.effects.num_errors = self._num_errors(num_finished)
         if is_changed:
             self.append(entry)
@@ -115,8 +121,13 @@ class Journal:
             return True
         if message.flags & NO_CREATE:
             return False
-        tables = (state.tables.get(array.number) for array in message.arrays)
-        return any(table is not None and is_counted(table.spec) for table in tables)
+        return any(array.number in self._counting for array in message.arrays)
+
+    def _look_at_tables(self) -> None:
+        self._known = dict(self._server.state.tables)
+        self._counting = {number for number, table in self._known.items() if is_counted(table.spec)}
+        counting = (self._known[number] for number in sorted(self._counting))
+        self._counted = [table for table in counting if isinstance(table, RowStore)]
 
     def _check_sinks(self, request: Request) -> None:
         """Raise LogStuck if a change could not be promised, or a read might show one that is not."""
@@ -142,10 +153,9 @@ class Journal:
                 effects.tables.append(noted_table(table.spec.number, noted))
         return effects
 
-    def _deciding(self, only_counted: bool = False) -> list[RowStore]:
-        """The tables that may decide something: in a request, those that count."""
-        tables = self._server.state.tables.values()
-        return [t for t in tables if isinstance(t, RowStore) and (not only_counted or is_counted(t.spec))]
+    def _deciding(self) -> list[RowStore]:
+        """The tables that may decide something in a shrink or a save."""
+        return [table for table in self._server.state.tables.values() if isinstance(table, RowStore)]
 
     def _num_errors(self, start: int) -> int:
         return sum(isinstance(result, FleetError) for _, result in self._server.state.finished[start:])

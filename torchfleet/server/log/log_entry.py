@@ -79,6 +79,10 @@ class Effects(msgspec.Struct, array_like=True):
     is_begun: bool = False  # this slice began a save
     result: LongResult | None = None  # this slice was the last
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self.tables or self.num_errors or self.refused or self.token or self.is_begun or self.result)
+
 
 @dataclass(slots=True)
 class Entry:
@@ -96,7 +100,7 @@ class Entry:
 
 def encode_entry(entry: Entry) -> list[Frame]:
     """Its frames. Those of the request are not copied: leave them alone until the entry is where it is to be."""
-    effects = b"" if entry.effects == _NO_EFFECTS else msgspec.msgpack.encode(entry.effects)
+    effects = b"" if entry.effects.is_empty else msgspec.msgpack.encode(entry.effects)
     head = _HEAD.pack(
         entry.kind, entry.role, len(entry.frames), len(entry.peer), len(effects), entry.index, entry.term,
         entry.wall, entry.time, entry.pause,
@@ -140,9 +144,6 @@ def decode_entry(frames: Sequence[Frame]) -> Entry:
             raise LogError(f"entry {index}: what was decided cannot be read: {error}") from None
     peer = bytes(head[start : start + num_peer])
     return Entry(kind, index, term, wall, time, pause, role, peer, effects, list(frames[1:]))
-
-
-_NO_EFFECTS = Effects()
 
 
 def noted_table(number: int, noted: Noted) -> NotedTable:

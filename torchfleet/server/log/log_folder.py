@@ -1,8 +1,8 @@
 """The folder of one server's log: segments one after the other, of which one process writes the last.
 
 A segment begins with a copy of the state, so the segments before it are needed only until that copy is whole. The file
-`start` names the first that is needed; older ones are removed, or will be. While there is none, no copy is whole, and nobody
-was served.
+`start` names the first that is needed; older ones are removed, or will be. While there is no such file no copy is
+whole, and nobody was served.
 """
 
 from __future__ import annotations
