@@ -58,8 +58,16 @@ class Replicas:
             view = self._coordinator.read(0)
             if view is not None and view.backup:
                 return replica_of(view.primary)
+            self._start_again()
             time.sleep(0.02)
         raise FleetError(f"no backup is in step after {START:g} s")
+
+    def _start_again(self) -> None:
+        """As fleetrun does with one that was deposed."""
+        for replica, process in enumerate(self._processes):
+            if process.poll() is not None:
+                self._restarts[replica] += 1
+                self._processes[replica] = self._start(replica)
 
     def kill(self, replica: int) -> float:
         """Kill it, and let it begin anew; returns when it was dead."""
