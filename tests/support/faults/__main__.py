@@ -30,10 +30,10 @@ def run_some(fleet: str | None, seeds: range) -> tuple[list[tuple[int, str]], fl
     started, kinds = time.process_time(), Counter[str]()
     failed = []
     for seed in seeds:
-        kind, text = failure(seed, fleet)
+        kind, error = failure(seed, fleet)
         kinds[kind] += 1
-        if text:
-            failed.append((seed, f"{kind}: {text}"))
+        if error is not None:
+            failed.append((seed, f"{kind}: {type(error).__name__}: {error}"))
     return failed, time.process_time() - started, kinds
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from unittest import mock
 
 EPOCH = 1_700_000_000.0  # the time of day when a schedule begins
-MAX_EVENTS = 2_000_000
+MAX_EVENTS = 400_000
 
 
 class Over(BaseException):

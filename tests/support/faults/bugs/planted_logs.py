@@ -148,8 +148,8 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     init = LoggedServer.__init__
 
-    def from_zero(self: LoggedServer, server: Any, sinks: Any, index: int = 0, *more: Any) -> None:
-        init(self, server, sinks, 0, *more)
+    def from_zero(self: Any, server: Any, sinks: Any, index: int = 0, *more: Any, **named: Any) -> None:
+        init(self, server, sinks, 0, *more, **named)
 
     patch(LoggedServer, "__init__", from_zero)
 
@@ -219,9 +219,8 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     init = LoggedServer.__init__
 
-    def with_own_time(
-        self: Any, server: Any, sinks: Any, index: int = 0, term: int = 0, _: Any = None, *m: Any
-    ) -> None:
-        init(self, server, sinks, index, term, None, *m)
+    def with_own_time(self: Any, server: Any, sinks: Any, *more: Any, **named: Any) -> None:
+        init(self, server, sinks, *more, **named)
+        self._offset = 0.0
 
     patch(LoggedServer, "__init__", with_own_time)

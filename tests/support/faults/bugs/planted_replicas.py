@@ -10,7 +10,6 @@ from support.faults.replica_fleet import NodeCoordinator
 from torchfleet.coordination.view import View
 from torchfleet.net import replica_channels
 from torchfleet.net.replica_channels import ReplicaChannels
-from torchfleet.net.wire import ERROR
 from torchfleet.server.log.log_entry import Kind, decode_entry
 from torchfleet.server.replicas import follower, primary
 from torchfleet.server.replicas.backup_sink import BackupSink
@@ -178,14 +177,14 @@ def _(patch: Patch) -> None:
     patch(View, "taken_over", lambda self: View(self.term, self.backup))
 
 
-@bug("client: takes replies of a replica that was primary in an earlier term", REPLICAS)
+@bug("client: goes back to a replica that was primary in an earlier term", REPLICAS)
 def _(patch: Patch) -> None:
-    def is_for_client(self: ReplicaChannels, number: int, frames: Any) -> bool:
-        envelope = replica_channels.envelope_of(frames)
-        assert envelope is not None
-        if envelope.role == ERROR and replica_channels._is_refusal(frames):
-            self._ask()
-            return False
-        return self._follow(number, envelope)
+    is_for_client = ReplicaChannels._is_for_client
 
-    patch(ReplicaChannels, "_is_for_client", is_for_client)
+    def forget_term(self: ReplicaChannels, number: int, frames: Any) -> bool:
+        envelope = replica_channels.envelope_of(frames)
+        if envelope is not None and not replica_channels._is_refusal(frames):
+            self.term = min(self.term, envelope.term)
+        return is_for_client(self, number, frames)
+
+    patch(ReplicaChannels, "_is_for_client", forget_term)
