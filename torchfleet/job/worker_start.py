@@ -15,7 +15,7 @@ from torchfleet.worker.lookup.plan import Plan
 from torchfleet.worker.row_state.table_rows import slices
 
 RECOVERY_TIMEOUT = 600.0  # seconds that a server with a log may be away: it reads all of it when it is started again
-RESEND_PAUSE = 3.0  # seconds between two attempts to reach one
+RESEND_PAUSE = 5.0  # seconds between two attempts to reach one
 _PERIOD = 5.0  # seconds between two lines about servers that are not ready
 _PAUSE = 0.1  # seconds between two questions to a server that is loading
 

@@ -17,6 +17,8 @@ from torchfleet.tables.rows.row_statistics import is_counted
 from torchfleet.tables.rowstore import RowStore
 from torchfleet.tables.table import Table
 
+LOOK = 0.05  # seconds between two looks at the wall clock, of which tables take whole seconds
+
 READS = frozenset({Command.PING, Command.STATS, Command.INSPECT, Command.WALK, Command.STOP})
 _ALWAYS_ANSWERED = frozenset({Command.PING, Command.STATS, Command.STOP})
 
@@ -34,6 +36,7 @@ class Journal:
         self.index, self.term = index, term
         self._server = server
         self._stuck_since: float | None = None
+        self._wall, self._measured_at = 0, -LOOK  # the tables' time, and when it was looked at
         self._known: dict[int, Table] = {}
         self._counting: set[int] = set()  # numbers of tables of which a pull for training changes something
         self._counted: list[RowStore] = []  # those of them that decide
@@ -137,11 +140,12 @@ class Journal:
                 raise LogStuck(f"{trouble} Nothing is lost, and it goes on when that is over: ask again later.")
 
     def _begin(self, kind: Kind, now: float, deciding: Sequence[RowStore]) -> Entry:
-        wall = self._server.state.clock.measured()
-        self._server.state.clock.freeze(wall)
+        if not 0 <= now - self._measured_at < LOOK:
+            self._wall, self._measured_at = self._server.state.clock.measured(), now
+        self._server.state.clock.freeze(self._wall)
         for table in deciding:
             table.decisions.begin()
-        return Entry(kind, wall=wall, time=now)
+        return Entry(kind, wall=self._wall, time=now)
 
     def _end(self, deciding: Sequence[RowStore]) -> Effects:
         self._server.state.clock.freeze(None)

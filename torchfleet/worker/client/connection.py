@@ -19,8 +19,8 @@ DEFAULT_WINDOW = 8
 MAX_AHEAD = 1 << 10  # changes above the oldest without an answer; a server remembers four times as many
 BUSY_PAUSE = 0.25  # seconds before a request is sent again that a server was too busy for; twice as long every time
 MAX_BUSY_PAUSE = 2.0
-FIRST_PAUSE = 0.5  # seconds before a request is sent again to a server that may be away; then twice as long
-TOLD_AT = 5  # attempts after which it is said on the screen that a server is away
+FIRST_PAUSE = 2.0  # seconds before a request is sent again to a server that may be away; then twice as long
+TOLD_AT = 3  # attempts after which it is said on the screen that a server is away
 AWAY = 2.0  # seconds without a look at the channel; in what is longer nobody listened, and it is not a server's silence
 
 _incarnations: dict[int, int] = {}  # by pid: a forked child is a process of its own
