@@ -120,11 +120,11 @@ class Load:
         return len(self.answered) - 1
 
     def silence(self, since: float) -> float:
-        """Seconds from a moment to the first answer to a push that was sent after it."""
+        """Seconds without an answer after a moment; the first one may have been on its way."""
         while self.error is None:
             later = [moment for moment in self.answered[-4096:] if moment > since]
-            if len(later) > 1:
-                return later[0] - since
+            if len(later) > 2:
+                return max(np.diff([since, *later[:3]]).tolist())
             time.sleep(0.01)
         raise self.error
 
