@@ -71,7 +71,7 @@ class TestFrames:
         raw.send_multipart([header, *[b"x"] * (num - 1)])
         reply = decode_reply(raw.recv_multipart())
         assert reply.call == 42
-        assert unpack(reply.arrays[0], dict)["text"].startswith(f"a message of {num:,} frames, at most 4,097")
+        assert unpack(reply.arrays[0], dict)["text"].startswith(f"a message of {num:,} frames, at most 4,099")
         assert "torchfleet server: refused: PING of worker 0, client 0: a message of" in capfd.readouterr().err
         assert ends.poll(int(WAIT * 1000)), "its connection is not ended"
         raw.disable_monitor()

@@ -9,7 +9,7 @@ from torchfleet.net.transport import Channel
 from torchfleet.net.wire import Frame
 from torchfleet.server.replicas.between import Identity, append
 
-_RESEND = 0.4  # seconds without progress after which all that is not confirmed is sent again
+_RESEND = 1.0  # seconds without progress after which all that is not confirmed is sent again
 _ALL = 1 << 62  # an index above every other
 
 
@@ -25,6 +25,9 @@ class BackupSink:
         self._progress = channel.now()
         self.term = 0
         self.is_counted = False  # before it has the whole state, nobody waits for it
+        self._is_open = (
+            False  # the backup has heard something small: it would end a new connection that begins with much
+        )
         self.flags = 0  # of signs of life
 
     def append(self, index: int, entry: Sequence[Frame]) -> None:
@@ -65,6 +68,7 @@ class BackupSink:
 
     def confirm(self, number: int) -> None:
         """The backup has all up to this one."""
+        self._is_open = True
         while self._kept and self._kept[0][0] <= number:
             _, self._confirmed, _ = self._kept.popleft()
             self._num_sent = max(0, self._num_sent - 1)
@@ -75,11 +79,10 @@ class BackupSink:
         """A sign of life; what was lost on the way goes again."""
         now = self._channel.now()
         if self._kept and now - self._progress > _RESEND:
-            self._channel.reconnect()
-            self._num_sent, self._progress = 0, now
+            self._num_sent, self._progress, self._is_open = 0, now, False
         self._flush()
         self._channel.send(append(self._own, self.term, self._session, 0, now, (), self.flags))
 
     def _flush(self) -> None:
-        while self._num_sent < len(self._kept) and self._channel.send(self._kept[self._num_sent][2]):
+        while self._is_open and self._num_sent < len(self._kept) and self._channel.send(self._kept[self._num_sent][2]):
             self._num_sent += 1

@@ -61,6 +61,7 @@ class Primary:
         sink = BackupSink(self._connect(replica_of(body.name)), self._own, message.client, self.logged.index)
         self._sink, sink.term = sink, self.view.term
         self.logged.add_sink(sink)
+        sink.beat()
         self.logged.copy_to(sink.append, lambda: sink.num_waiting < _WINDOW)
         self._say(f"replica {replica_of(body.name)} is being filled")
 
