@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from support.faults.virtual_world import World
 
 Frames = list[bytes]
+LATENCY = 0.001  # seconds
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,8 @@ class Network:
         self._breaks.append(Break(source, target, self.world.now + seconds))
 
     def heal(self) -> None:
-        """From now on every message arrives, once, soon."""
-        self._breaks, self.faults = [], Faults(delay=0.001)
+        """From now on every message arrives, once, soon, and in order."""
+        self._breaks, self.faults = [], Faults()
 
     def carry(self, source: str, target: str, deliver: Callable[[], None]) -> None:
         """Take a message in: it arrives once, more than once, or not at all."""
@@ -51,7 +52,7 @@ class Network:
         self.num_carried += 1
         while dice.random() >= self.faults.lose:
             delay = dice.expovariate(1 / self.faults.delay) if self.faults.delay else 0.0
-            self.world.after(delay, lambda: self._arrive(source, target, deliver))
+            self.world.after(LATENCY + delay, lambda: self._arrive(source, target, deliver))
             if dice.random() >= self.faults.repeat:
                 return
         self.num_lost += 1

@@ -22,7 +22,7 @@ from torchfleet.worker.client.connection import Patience
 
 MAX_TABLE_BYTES = 1 << 16
 PATIENT = Patience(timeout=400.0, retries=10)
-QUIET = Faults(delay=0.001)
+QUIET = Faults()
 
 
 @dataclass
