@@ -130,11 +130,14 @@ class Replica:
         if self._primary.is_deposed:
             self._depose("another replica has taken over")
             return []
-        return self._primary.logged.tick(now)
+        # What was read before a pause is not told after it, unless nobody has taken over meanwhile.
+        return self._primary.logged.tick(now) if self._primary.is_sure(now) else []
 
     def work(self) -> bool | None:
         """As Handler.work."""
-        return self._primary.logged.work() if self._primary is not None and not self.deposed else None
+        primary = self._primary
+        is_at_work = primary is not None and not self.deposed and primary.is_sure(self._clock())
+        return primary.logged.work() if primary is not None and is_at_work else None
 
     def wakes(self) -> None:
         """As Handler.wakes: what a backup confirms comes as a request."""
@@ -191,7 +194,7 @@ class Replica:
             primary.follow(message, now)
         elif command == Command.CONFIRM:
             primary.confirm(message, now)
-            return primary.logged.ready()
+            return primary.logged.ready() if primary.is_sure(now) else []
         return []  # an APPEND is of one that was primary, and will find out
 
     def _hear_of_loss(self, envelope: Envelope, arrays: list[Array]) -> list[Frame]:
