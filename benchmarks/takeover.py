@@ -124,7 +124,7 @@ class Load:
         while self.error is None:
             later = [moment for moment in self.answered[-4096:] if moment > since]
             if len(later) > 2:
-                return max(np.diff([since, *later[:3]]).tolist())
+                return float(np.diff([since, *later[:3]]).max())
             time.sleep(0.01)
         raise self.error
 
