@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-gpu quick check bench fuzz clean
+.PHONY: setup demo test test-gpu quick check bench fuzz faults clean
 
 setup: $(VENV)/.done
 
@@ -44,6 +44,11 @@ FUZZ ?= 10000000
 fuzz: setup
 	PYTHONPATH=.:tests $(RUN) -m support.fuzz --executions $(FUZZ)
 	FLEET_FUZZ_FRAMES=$$((2 * $(FUZZ))) $(RUN) -m pytest tests/net/test_fuzz.py -q --timeout 7200
+
+# Whole fleets in virtual time under faults, more of them than in `make test`; then all planted bugs.
+FAULTS ?= 10000
+faults: setup
+	PYTHONPATH=.:tests $(RUN) -m support.faults --schedules $(FAULTS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

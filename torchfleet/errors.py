@@ -61,6 +61,14 @@ class ServerBusy(FleetError):
     """A server refuses a request for now: this client has used up its share. Asking again later may help."""
 
 
+class NotPrimary(FleetError):
+    """A replica of a server that does not answer for its shard now: another one does, or will in a moment."""
+
+
+class CoordinatorUnreachable(FleetError):
+    """Nobody can be asked who is primary: nothing is known about it for now."""
+
+
 class ServerError(FleetError):
     """A server answered a request with an error."""
 
@@ -79,3 +87,11 @@ class DataError(FleetError):
 
 class CheckpointError(FleetError):
     """A saved model that cannot be read or written; the message names the file."""
+
+
+class LogError(FleetError):
+    """A server's log that cannot be read, continued or followed; the message names the file and the place."""
+
+
+class LogStuck(ServerBusy):
+    """A server cannot write its log now, and so promises nothing. It goes on when it can."""

@@ -16,6 +16,9 @@ from torchfleet.errors import RoleError
 
 WORKER, SERVER = "worker", "server"
 MAX_SECONDS = 7 * 24 * 3600.0
+MAX_FSYNC_MS = 60_000.0
+SETTINGS = ("none", "log")  # of FLEET_DURABILITY
+DURABILITY, LOG_STORE, LOG_RUN, FSYNC = "FLEET_DURABILITY", "FLEET_LOG_STORE", "FLEET_LOG_RUN", "FLEET_FSYNC_MS"
 _NUMBER = re.compile(r"[0-9]{1,18}")  # longer ones may be more than int() takes
 
 
@@ -37,11 +40,17 @@ class RoleInfo:
     start_timeout: float = 1800.0  # seconds that a worker waits for a server that gives no sign
     worker_timeout: float = 10.0  # seconds of silence after which those who wait for a worker are told
     orphan_timeout: float = 1800.0  # seconds after the last sign of any worker when a server ends; 0: never
+    durability: str = "none"  # how servers keep what they promise: "none", or "log" on disk
+    log_store: str | None = None  # folder of the servers' logs
+    log_run: str = ""  # the run of a launcher that servers belong to; another one's workers are not waited for
+    fsync_ms: float = 10.0  # changes that a loss of power may take; 0: none
     debug: bool = False
     num_threads: int = 0  # of torch; 0: as torch decides
     is_collective: bool = False
     local_rank: int = 0  # among the ranks of this machine
     local_size: int = 0  # ranks of this machine; 0: not known
+    replica: int = 0  # of a server: which of the addresses of its shard is its own
+    coordinator: str | None = None  # of servers with replicas: where it is decided which is primary
     master: str = ""  # host:port where the ranks of a collective job meet; "": as MASTER_ADDR and MASTER_PORT say
 
     @property
@@ -52,6 +61,16 @@ class RoleInfo:
     @property
     def num_servers(self) -> int:
         return max(1, len(self.server_endpoints))
+
+    @property
+    def server_places(self) -> list[str]:
+        """host:port of every process that is a server, those that begin as backups included."""
+        return [place for shard in self.server_endpoints for place in shard.split("|")]
+
+    @property
+    def replica_places(self) -> list[str]:
+        """Of a server: host:port of all replicas of its shard; one if it has no backup."""
+        return self.server_endpoints[self.server_index].split("|")
 
 
 class PaddleCloudRoleMaker:
@@ -65,6 +84,7 @@ class PaddleCloudRoleMaker:
     FLEET_WORKER_ENDPOINTS                  PADDLE_TRAINER_ENDPOINTS
     CPU_NUM: threads of torch; PSERVER_DEBUG=1: print the plan and the servers' tables
     FLEET_START_TIMEOUT, FLEET_WORKER_TIMEOUT, FLEET_ORPHAN_TIMEOUT: seconds, see RoleInfo
+    FLEET_DURABILITY (none | log), FLEET_LOG_STORE, FLEET_LOG_RUN, FLEET_FSYNC_MS: the servers' logs, see RoleInfo
 
     For collective training (is_collective=True):
     RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torch's launchers set them; or
@@ -108,7 +128,23 @@ class PaddleCloudRoleMaker:
             )
         server = self._server_index(servers) if role == SERVER else 0
         restart = self._number("FLEET_RESTART") if "FLEET_RESTART" in found else 0
+        if role == SERVER:
+            common |= self._replica(servers[server])
         return RoleInfo(role, worker, num_workers, server, servers, workers, restart=restart, **common)
+
+    def _replica(self, places: str) -> dict[str, Any]:
+        """Which replica of its shard a server is, and who decides which is primary."""
+        num = len(places.split("|"))
+        replica = self._number("FLEET_REPLICA") if self._environment.get("FLEET_REPLICA") else 0
+        if replica >= num:
+            raise RoleError(f"FLEET_REPLICA is {replica}, but this server has the addresses {places}: 0 is the first")
+        coordinator = self._environment.get("FLEET_COORDINATOR")
+        if num > 1 and not coordinator:
+            raise RoleError(
+                f"this server has replicas ({places}), but FLEET_COORDINATOR is missing, which decides which of them "
+                "is primary: set it to etcd://host:port/NAME, or start with fleetrun --replicas 2"
+            )
+        return {"replica": replica, "coordinator": coordinator if num > 1 else None}
 
     def _collective(self, common: dict[str, Any]) -> RoleInfo:
         found = self._environment
@@ -285,7 +321,24 @@ def _process_settings(found: Mapping[str, str]) -> dict[str, Any]:
         "start_timeout": _seconds(found, "FLEET_START_TIMEOUT", RoleInfo.start_timeout),
         "worker_timeout": _seconds(found, "FLEET_WORKER_TIMEOUT", RoleInfo.worker_timeout),
         "orphan_timeout": _seconds(found, "FLEET_ORPHAN_TIMEOUT", RoleInfo.orphan_timeout, or_never=True),
+        **durability_of(found),
     }
+
+
+def durability_of(found: Mapping[str, str]) -> dict[str, Any]:
+    """How servers keep what they promise, as the environment says it. Raises RoleError."""
+    kind = found.get(DURABILITY) or RoleInfo.durability
+    if kind not in SETTINGS:
+        raise RoleError(f"{DURABILITY} must be one of {', '.join(SETTINGS)}; found {kind!r}")
+    text = found.get(FSYNC) or str(RoleInfo.fsync_ms)
+    try:
+        fsync_ms = float(text)
+    except ValueError:
+        fsync_ms = -1.0
+    if not 0 <= fsync_ms <= MAX_FSYNC_MS:
+        raise RoleError(f"{FSYNC} must be a number of milliseconds from 0 to {MAX_FSYNC_MS:g}, found {text!r}")
+    store = found.get(LOG_STORE) or None
+    return {"durability": kind, "log_store": store, "log_run": found.get(LOG_RUN) or "", "fsync_ms": fsync_ms}
 
 
 def _seconds(found: Mapping[str, str], name: str, default: float, or_never: bool = False) -> float:
@@ -305,10 +358,12 @@ def _seconds(found: Mapping[str, str], name: str, default: float, or_never: bool
 def _endpoints(text: str, source: str) -> tuple[str, ...]:
     """Addresses `host:port`, separated by commas. An error names `source`, the variable or argument they come from."""
     addresses = tuple(address.strip() for address in text.split(",") if address.strip())
-    for address in addresses:
+    is_replicated = "server" in source.lower()  # | stands between the replicas of a server
+    places = [place for address in addresses for place in (address.split("|") if is_replicated else [address])]
+    for address in places:
         host, colon, port = address.rpartition(":")
         if not (host and colon and _NUMBER.fullmatch(port) and int(port) < 1 << 16):
             raise RoleError(f"{source}: an address must be host:port, found {address!r} in {text!r}")
-    if len(set(addresses)) != len(addresses):
+    if len(set(places)) != len(places):
         raise RoleError(f"{source}: an address appears twice in {text!r}")
     return addresses

@@ -20,7 +20,7 @@ from torchfleet.net import doorkeeper, unread
 from torchfleet.net.doorkeeper import MAX_FIRST
 from torchfleet.net.keys import KeyFolder, keygen
 from torchfleet.net.sockets import SocketChannel
-from torchfleet.net.wire import MAX_ARRAYS, Command, Message, Role, decode_reply, encode, unpack
+from torchfleet.net.wire import MAX_ENTRY, Command, Message, Role, decode_reply, encode, unpack
 from torchfleet.tables.settings.spec import TableSpec
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
@@ -62,7 +62,7 @@ def wait_until(is_true: Callable[[], bool], what: str) -> None:
 
 
 class TestFrames:
-    @pytest.mark.parametrize("num", [MAX_ARRAYS + 2, 30_000])
+    @pytest.mark.parametrize("num", [MAX_ENTRY + 2, 30_000])
     def test_a_message_of_too_many_frames_is_refused_and_its_connection_ended(
         self, server: ServerThread, raw: zmq.Socket, client: Client, num: int, capfd: pytest.CaptureFixture[str]
     ) -> None:
@@ -71,7 +71,7 @@ class TestFrames:
         raw.send_multipart([header, *[b"x"] * (num - 1)])
         reply = decode_reply(raw.recv_multipart())
         assert reply.call == 42
-        assert unpack(reply.arrays[0], dict)["text"].startswith(f"a message of {num:,} frames, at most 4,097")
+        assert unpack(reply.arrays[0], dict)["text"].startswith(f"a message of {num:,} frames, at most 4,099")
         assert "torchfleet server: refused: PING of worker 0, client 0: a message of" in capfd.readouterr().err
         assert ends.poll(int(WAIT * 1000)), "its connection is not ended"
         raw.disable_monitor()
@@ -90,7 +90,7 @@ class TestFrames:
         assert server.server.state.num_requests == before + 2
 
     def test_as_many_frames_as_a_message_may_have_are_answered(self, server: ServerThread, raw: zmq.Socket) -> None:
-        raw.send_multipart([b"x"] * (MAX_ARRAYS + 1))
+        raw.send_multipart([b"x"] * (MAX_ENTRY + 1))
         assert "header" in unpack(decode_reply(raw.recv_multipart()).arrays[0], dict)["text"]
 
 

@@ -166,8 +166,6 @@ BROKEN: dict[str, tuple[list[bytes], str]] = {
     "version 0": ([header(0, version=0)], "protocol version 2, found 0"),
     "a header of version 1 that says 2": ([header(0)[:48]], "at least 64 bytes, found 48"),
     "a truncated header": ([header(0)[:-1]], "at least 64 bytes, found 63"),
-    "a shard": ([header(0)[:56] + b"\1" + bytes(7)], "expected shard 0 and term 0, found 1 and 0"),
-    "a term": ([header(0)[:60] + b"\1" + bytes(3)], "shard 0 and term 0, found 0 and 1"),
     "bytes behind the header": ([header(0) + b"\0"], "cannot have 65 bytes"),
     "half an array entry": ([header() + array_entry(1, 1)[:-1], bytes(4)], "cannot have 83 bytes"),
     "an entry too many": ([header() + array_entry(1, 1) * 2, bytes(4)], "cannot have 104 bytes"),

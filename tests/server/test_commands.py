@@ -64,6 +64,7 @@ def some_arrays(command: Command) -> list[Array]:
 
 class TestRoles:
     FIRST = (Command.CREATE_TABLE, Command.SET, Command.ERASE)
+    REPLICAS = {Command.FOLLOW, Command.APPEND, Command.CONFIRM, Command.LOST}  # served by server/replicas
 
     @pytest.mark.parametrize("command", [c for c in Command if c <= Command.STOP], ids=lambda command: command.name)
     @pytest.mark.parametrize("role", Role, ids=lambda role: role.name)
@@ -77,7 +78,7 @@ class TestRoles:
         message = talk.message(command, *some_arrays(command), once=COMMANDS[command].once, role=claimed)
         (answer,) = talk.server.handle(talk, wire.encode(message), role if is_proved else None)
         reply = decode_reply(answer[1])
-        if role >= least:
+        if least <= role <= Role.LAUNCHER:
             assert_ok(reply)
         else:
             kind, text = refusal(reply)
@@ -92,9 +93,9 @@ class TestRoles:
         assert refusal(decode_reply(answer[1]))[0] == "PermissionRefused"
         assert not talk.server.is_stopping
 
-    @pytest.mark.parametrize("role", [0, 4, 255])
+    @pytest.mark.parametrize("role", [0, 5, 255])
     def test_an_unknown_role_may_do_nothing(self, talk: Talk, role: int) -> None:
-        for command in Command:
+        for command in COMMANDS:
             assert refusal(talk.ask(command, role=role)) == (
                 "PermissionRefused",
                 f"{command.name} is for "
@@ -103,7 +104,12 @@ class TestRoles:
             )
 
     def test_every_command_has_an_entry(self) -> None:
-        assert set(COMMANDS) == set(Command)
+        assert set(COMMANDS) | self.REPLICAS == set(Command)
+        assert not set(COMMANDS) & self.REPLICAS
+
+    def test_a_server_without_replicas_refuses_what_replicas_say(self, talk: Talk) -> None:
+        for command in self.REPLICAS:
+            assert refusal(talk.ask(command, role=Role.SERVER))[0] == "WireError"
 
 
 class TestUnknown:

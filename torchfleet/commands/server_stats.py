@@ -13,6 +13,7 @@ from torchfleet.monitor.bottleneck import bottleneck
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.private_jobs import way_in
 from torchfleet.net.probe import mechanism_at
+from torchfleet.net.replica_channels import SEPARATOR
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
 
@@ -40,7 +41,9 @@ def show_stats(addresses: str, key_dir: str | None, as_json: bool) -> None:
 
 
 def _endpoint(address: str) -> str:
-    """host:port as tcp://host:port; tcp:// and ipc:// as they are."""
+    """host:port as tcp://host:port; tcp:// and ipc:// as they are. Of a server with replicas all addresses."""
+    if SEPARATOR in address:
+        return SEPARATOR.join(map(_endpoint, address.split(SEPARATOR)))
     if "://" in address:
         return address
     host, _, port = address.rpartition(":")
@@ -51,7 +54,7 @@ def _endpoint(address: str) -> str:
 
 def _expect_server(endpoint: str, has_keys: bool) -> None:
     """Say at once what is wrong with an address, where waiting for an answer would only say that none came."""
-    if not endpoint.startswith("tcp://"):
+    if not endpoint.startswith("tcp://") or SEPARATOR in endpoint:  # of two, one may be away
         return
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     found = mechanism_at(host.strip("[]"), int(port)) if port.isdigit() else None

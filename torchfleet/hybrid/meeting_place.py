@@ -97,9 +97,9 @@ def _gather_all(info: RoleInfo, own: bytes, gather: Gather) -> list[bytes]:
 
 def _own_address(info: RoleInfo) -> str:
     """The address by which this worker's machine reaches server 0: by it the other workers reach this one."""
-    if all(is_private(f"tcp://{place}") for place in info.server_endpoints):
+    if all(is_private(f"tcp://{place}") for place in info.server_places):
         return _LOOPBACK
-    host, _, port = info.server_endpoints[0].rpartition(":")
+    host, _, port = info.server_places[0].rpartition(":")
     family, kind, _, _, place = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as asking:
         asking.connect(place)  # sends nothing: the system chooses the way

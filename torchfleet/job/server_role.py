@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import functools
+import secrets
 import signal
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from torchfleet.background import BackgroundThreads
+from torchfleet.coordination.coordinators import make_coordinator
 from torchfleet.errors import FleetError
 from torchfleet.job.job_setup import JobSetup
-from torchfleet.job.worker_start import wait_for_servers
+from torchfleet.job.worker_start import patience_with, wait_for_servers
 from torchfleet.monitor.freshness import ages_by_kind
 from torchfleet.monitor.status import StatusFile
+from torchfleet.net import addresses
 from torchfleet.net.addresses import listen
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.private_jobs import Way
-from torchfleet.net.transport import ServerSocket
+from torchfleet.net.transport import Channel, ServerSocket
 from torchfleet.net.wire import Role
 from torchfleet.role import RoleInfo
+from torchfleet.server.log.durable_server import Durability, DurableServer, begin_log, go_on
+from torchfleet.server.replicas.between import Identity
+from torchfleet.server.replicas.replica import Replica
 from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
 from torchfleet.server.server_log import rows_text, speaker, tables_text
 from torchfleet.server.warm import warm_up
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Patience
 
 
 class ServerRole:
@@ -38,28 +44,47 @@ class ServerRole:
         self._info, self._layouts = setup.info, setup.plan.layouts
         self._way = Way(setup.info.key_dir, setup.info.socket_dir)
         self._server = Server(num_workers=setup.info.num_workers, orphan_timeout=setup.info.orphan_timeout)
+        self._replica: Replica | None = None
         for spec in setup.plan.specs:
             self._server.state.add_table(spec.for_shard(setup.info.server_index, setup.info.num_servers))
         self._say = self._server.state.say = speaker(f"server {setup.info.server_index}")
         self._strategy = setup.strategy or DistributedStrategy()
         self._listener: ServerSocket | None = None
+        self._durable: DurableServer | None = None
         self._answering = BackgroundThreads([])
         self._is_ready = self._ended = self._has_run = False
 
     def listen(self) -> None:
-        """Take the address. From now on until `run`, a worker that asks is told what this server is doing."""
+        """Take the address. From now on until `run`, a worker that asks is told what this server is doing.
+
+        One that goes on from its log says nothing until it serves: workers know it, and wait.
+        """
         self._way.check()
-        place = self._info.server_endpoints[self._info.server_index]
+        if self._info.durability == "log":
+            self._durable = go_on(self._server, self._durability, self._say)
+        place = self._info.replica_places[self._info.replica]
         listener = self._listener = listen(self._way.endpoint(place), self._keys, self._info.insecure)
-        self._server.loading = "it is starting"
         self._say(f"listening on {place} for {self._info.num_workers} workers")
         self._say(tables_text(self._server.state.tables.values()))
-        answer = functools.partial(listener.serve, self._server, lambda: self._is_ready)
+        if self._durable is not None:
+            return
+        self._server.loading = "it is starting"
+        if len(self._info.replica_places) > 1:
+            self._replica = self._make_replica()
+        answer = functools.partial(listener.serve, self._handler, lambda: self._is_ready)
         self._answering = BackgroundThreads([answer], "the server's socket")
         self._answering.start()
 
     def load(self, dirname: str, var_names: Sequence[str] | None = None) -> None:
-        """Load a saved model, or what `var_names` names of it. After an error the address is free again."""
+        """Load a saved model, or what `var_names` names of it. After an error the address is free again.
+
+        A backup loads nothing: it is filled by its primary.
+        """
+        if self._replica is not None and not self._replica.is_primary:
+            return
+        if self._durable is not None:
+            self._say(f"does not load {dirname}: all that came after it is in the log")
+            return
         if self._listener is not None:
             self._server.loading = f"it is loading {dirname}"
         started = time.monotonic()
@@ -81,6 +106,10 @@ class ServerRole:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
+        if self._durable is not None:
+            is_over = self._server.is_stopping and not self._server.desertion and not self._ended
+            self._durable.close(is_over)
+            self._durable = None
 
     def gather(self, name: str, data: bytes, comm_world: str) -> list[bytes]:
         """What all servers (comm_world "server"), or all workers and servers ("all"), brought, in this order.
@@ -88,13 +117,15 @@ class ServerRole:
         Before `run`. They meet at server 0, which must serve for it, and workers begin when all servers serve: so each
         serves while it waits, and a thread is its client. What comes between two meetings waits in the socket.
         """
+        if self._replica is not None:
+            raise FleetError("servers with replicas (--replicas 2) do not meet: let the workers do it")
         if self._has_run:
             raise FleetError("servers meet between fleet.init_server() and fleet.run_server(): call it there")
         found: list[bytes] = []
         meeting = BackgroundThreads([lambda: found.extend(self._meet(name, data, comm_world))], f"{name} of servers")
         listener = self._begin_serving()
         meeting.start()
-        listener.serve(self._server, lambda: not meeting.is_alive())
+        listener.serve(self._handler, lambda: not meeting.is_alive())
         meeting.check()
         return found
 
@@ -102,7 +133,7 @@ class ServerRole:
         info, settings = self._info, self._strategy
         first = info.num_workers if comm_world == "server" else 0  # servers have the numbers behind the workers'
         num = info.num_servers if comm_world == "server" else info.num_workers + info.num_servers
-        patience = Patience(settings.rpc_timeout, settings.rpc_retry_times)
+        patience = patience_with(settings, info)
         number = info.num_workers + info.server_index
         places = [self._way.endpoint(info.server_endpoints[0])]
         with Client.connect(places, self._keys, worker=number, role=Role.WORKER, patience=patience) as client:
@@ -122,19 +153,26 @@ class ServerRole:
         listener = self._begin_serving()
         status = StatusFile(self._info.status_file, self._status)
 
+        if self._replica is not None:
+            self._replica.begin()
+
         def is_over() -> bool:
             self._server.state.load.look()
             status.write()
-            return self._ended or self._server.is_stopping
+            return self._ended or self._handler.is_stopping
 
         try:
-            listener.serve(self._server, is_over)
+            listener.serve(self._handler, is_over)
         finally:
+            if self._replica is not None:
+                self._replica.end()
             status.write(now=True)
             self.close()
             lost = "workers are lost" if self._server.desertion else "all workers have left"
             why = "told to end" if self._ended else lost
             self._say(f"stopped ({why}) after {self._server.state.num_requests:,} requests")
+        if self._replica is not None and self._replica.deposed:
+            raise FleetError(self._replica.deposed)
         if self._server.desertion:
             raise FleetError(f"{self._server.desertion}. No worker is left; the server ends.")
 
@@ -149,9 +187,36 @@ class ServerRole:
         assert self._listener is not None
         if not self._is_ready:
             warm_up()
+            if self._info.durability == "log" and self._durable is None:
+                self._server.loading = "it is writing the first copy of its tables to its log"
             self._end_answers()
             self._answering.check()
+        if self._info.durability == "log" and self._durable is None:
+            self._durable = begin_log(self._server, self._durability)
         return self._listener
+
+    @property
+    def _handler(self) -> Replica | DurableServer | Server:
+        return self._replica or self._durable or self._server
+
+    def _make_replica(self) -> Replica:
+        info = self._info
+        assert info.coordinator is not None
+        own = Identity(info.server_index, info.replica, info.restart, secrets.randbits(63) | 1)
+
+        def connect(replica: int) -> Channel:
+            return addresses.connect(self._way.endpoint(info.replica_places[replica]), self._keys, Role.SERVER)
+
+        made = Replica(self._server, own, make_coordinator(info.coordinator), connect)
+        self._say(f"replica {own.replica}, {'primary' if made.is_primary else 'to be filled by the primary'}")
+        return made
+
+    @property
+    def _durability(self) -> Durability:
+        info = self._info
+        if info.log_store is None:
+            raise FleetError("FLEET_DURABILITY=log needs a folder for the servers' logs: set FLEET_LOG_STORE")
+        return Durability(Path(info.log_store) / f"server-{info.server_index}", info.fsync_ms, info.log_run)
 
     @property
     def _keys(self) -> KeyFolder | None:
@@ -171,7 +236,9 @@ class ServerRole:
         rows = {table.spec.name: table.num_rows for table in state.tables.values() if not table.spec.is_dense}
         counts = {"requests": state.num_requests, "errors": state.num_errors, "dropped": state.num_dropped}
         tables = ({"kind": table.spec.kind, "staleness": table.staleness.counts()} for table in state.tables.values())
-        return {"role": "server", **counts, "busy": state.load.busy, "rows": rows, **ages_by_kind(tables)}
+        replica = self._replica
+        more = {} if replica is None else {"backup": not replica.is_primary, "deposed": bool(replica.deposed)}
+        return {"role": "server", **more, **counts, "busy": state.load.busy, "rows": rows, **ages_by_kind(tables)}
 
 
 def meeting_name(name: str, comm_world: str, info: RoleInfo) -> str:

@@ -17,7 +17,7 @@ from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.job.job_setup import JobSetup
 from torchfleet.job.mode_choice import make_communicator, make_whole_tables
 from torchfleet.job.waiting_share import WaitingShare
-from torchfleet.job.worker_start import check_loaded, make_tables, wait_for_servers
+from torchfleet.job.worker_start import check_loaded, make_tables, patience_with, wait_for_servers
 from torchfleet.monitor.freshness import ages_by_kind
 from torchfleet.monitor.status import StatusFile
 from torchfleet.net.keys import KeyFolder
@@ -31,7 +31,6 @@ from torchfleet.tables.rows.row_statistics import is_pushed
 from torchfleet.tables.settings.clock import MAX_TIME
 from torchfleet.tables.settings.policy import Shrink
 from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Patience
 from torchfleet.worker.lookup.engine import Engine
 from torchfleet.worker.lookup.sources import NoRows
 from torchfleet.worker.membership import Membership
@@ -211,7 +210,7 @@ class WorkerRole:
 
     def _connect(self, worker: int | None = None) -> Client:
         """`worker`: another one for whom this one speaks."""
-        patience = Patience(self.strategy.rpc_timeout, self.strategy.rpc_retry_times)
+        patience = patience_with(self.strategy, self.info)
         # One process is its own launcher: nobody has to join, or may leave in its name.
         alone = Role.LAUNCHER if self._local is not None else Role.FIRST_WORKER
         role = alone if self.info.worker_index == 0 else Role.WORKER

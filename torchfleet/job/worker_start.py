@@ -10,11 +10,21 @@ from torchfleet.role import RoleInfo
 from torchfleet.storage import Storage
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.worker.client.client import Client
+from torchfleet.worker.client.connection import Patience
 from torchfleet.worker.lookup.plan import Plan
 from torchfleet.worker.row_state.table_rows import slices
 
+RECOVERY_TIMEOUT = 600.0  # seconds that a server with a log may be away: it reads all of it when it is started again
+RESEND_PAUSE = 5.0  # seconds between two attempts to reach one
 _PERIOD = 5.0  # seconds between two lines about servers that are not ready
 _PAUSE = 0.1  # seconds between two questions to a server that is loading
+
+
+def patience_with(strategy: DistributedStrategy, info: RoleInfo) -> Patience:
+    """How long this process waits for a server: for one that keeps a log, until it has been started again."""
+    if info.durability == "none":
+        return Patience(strategy.rpc_timeout, strategy.rpc_retry_times)
+    return Patience(max(strategy.rpc_timeout, RECOVERY_TIMEOUT), strategy.rpc_retry_times, RESEND_PAUSE)
 
 
 def wait_for_servers(client: Client, seconds: float) -> None:

@@ -42,7 +42,8 @@ class Display:
             print(shown, flush=True)
 
     def show(self, processes: Sequence[Process]) -> None:
-        running = {(p.task.role, p.task.index): p.status() for p in processes if p.returncode is None}
+        reported = ((p, p.status()) for p in processes if p.returncode is None)
+        running = {(p.task.role, p.task.index): status for p, status in reported if not status.get("backup")}
         told = self._load.look(running)
         if self._live:
             self._live.update(Group(_table(processes), Text(told)))

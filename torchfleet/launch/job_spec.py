@@ -75,14 +75,20 @@ class Task:
     role: str  # "server", "worker" or "rank"
     index: int
     environment: dict[str, str] = field(default_factory=dict)
+    replica: int = 0  # of a server: 1 is the process that begins as the backup
 
     @property
     def name(self) -> str:
-        return f"{self.role} {self.index}"
+        return f"{self.role} {self.index}{f', replica {self.replica}' if self.replica else ''}"
+
+    @property
+    def file_name(self) -> str:
+        """What tells its files from those of others."""
+        return f"{self.index}{f'.replica{self.replica}' if self.replica else ''}"
 
     @property
     def log_name(self) -> str:
-        return f"{'server' if self.role == 'server' else 'worker'}log.{self.index}"
+        return f"{'server' if self.role == 'server' else 'worker'}log.{self.file_name}"
 
 
 def describe_task(task: Task, command: Sequence[str], logs: str) -> list[str]:

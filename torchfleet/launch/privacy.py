@@ -50,7 +50,7 @@ def private_folder(job: JobSpec, layout: JobLayout, kind: str | None) -> Iterato
     if kind is None:
         yield job
         return
-    made = PrivateJob(layout.servers, kind)
+    made = PrivateJob(layout.places, kind)
     try:
         yield dataclasses.replace(job, **dataclasses.asdict(made.way))
     finally:
@@ -59,5 +59,4 @@ def private_folder(job: JobSpec, layout: JobLayout, kind: str | None) -> Iterato
 
 def _is_all_here(layout: JobLayout) -> bool:
     """Whether this launcher starts every process, and no other machine can reach a server."""
-    is_complete = len(layout.local_servers) == len(layout.servers) and len(layout.local_workers) == len(layout.workers)
-    return is_complete and all(is_private(f"tcp://{place}") for place in layout.servers)
+    return layout.is_all_here and all(is_private(f"tcp://{place}") for place in layout.places)

@@ -25,8 +25,8 @@ _TIE_TO_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.exe
 # The launcher may itself run as a process of a job. Its processes must not inherit that role.
 ROLES = {
     "FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_INDEX", "FLEET_SERVER_INDEX", "FLEET_WORKER_ENDPOINTS",
-    "FLEET_SOCKET_DIR", "TRAINING_ROLE", "PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID",
-    "PADDLE_TRAINER_ENDPOINTS",
+    "FLEET_REPLICA", "FLEET_SOCKET_DIR", "TRAINING_ROLE", "PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_TRAINERS_NUM",
+    "PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS",
 }  # fmt: skip
 
 
@@ -46,7 +46,7 @@ class Process:
         """`report` takes lines for the user: complaints, and with `echo` all output."""
         self.task, self._command, self._report, self._echo = task, list(command), report, echo
         self.log, self._max_log_bytes = log_dir / task.log_name, max_log_bytes
-        self.status_file = log_dir / f".status.{task.role}.{task.index}"
+        self.status_file = log_dir / f".status.{task.role}.{task.file_name}"
         self.num_restarts = 0
         self._start(append)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from torchfleet.cgroups import usable_cores
 from torchfleet.errors import RoleError
 from torchfleet.launch.job_spec import Task
+from torchfleet.net.replica_channels import SEPARATOR
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,27 @@ class JobLayout:
     workers: tuple[str, ...]
     local_servers: tuple[int, ...]
     local_workers: tuple[int, ...]
+    local_backups: tuple[int, ...] = ()  # of servers with replicas, whose addresses stand together: "a:1|b:1"
+
+    @property
+    def places(self) -> list[str]:
+        """Every server's address, with those of backups."""
+        return [place for server in self.servers for place in server.split(SEPARATOR)]
+
+    @property
+    def is_all_here(self) -> bool:
+        """Whether this launcher starts every process."""
+        num_here = len(self.local_servers) + len(self.local_backups)
+        return num_here == len(self.places) and len(self.local_workers) == len(self.workers)
 
 
-def one_machine(num_servers: int, num_workers: int) -> JobLayout:
+def one_machine(num_servers: int, num_workers: int, replicas: int = 1) -> JobLayout:
     """All servers and workers on this machine; the servers on free loopback ports."""
-    servers = tuple(f"127.0.0.1:{port}" for port in free_ports(num_servers))
+    places = [f"127.0.0.1:{port}" for port in free_ports(num_servers * replicas)]
+    servers = tuple(SEPARATOR.join(places[i::num_servers]) for i in range(num_servers))
     workers = ("127.0.0.1:0",) * num_workers
-    return JobLayout(servers, workers, tuple(range(num_servers)), tuple(range(num_workers)))
+    here = tuple(range(num_servers))
+    return JobLayout(servers, workers, here, tuple(range(num_workers)), here if replicas > 1 else ())
 
 
 def several_machines(servers: Sequence[str], workers: Sequence[str]) -> JobLayout:
@@ -35,15 +50,18 @@ def several_machines(servers: Sequence[str], workers: Sequence[str]) -> JobLayou
     Raises RoleError if none is.
     """
     own = own_addresses()
-    local_servers = tuple(i for i, place in enumerate(servers) if is_here(place, own))
+    replicas = [place.split(SEPARATOR) for place in servers]
+    local_servers = tuple(i for i, places in enumerate(replicas) if is_here(places[0], own))
+    local_backups = tuple(i for i, places in enumerate(replicas) if any(is_here(place, own) for place in places[1:]))
     local_workers = tuple(i for i, place in enumerate(workers) if is_here(place, own))
-    if not local_servers and not local_workers:
-        hosts = ", ".join(sorted({place.rpartition(":")[0] for place in (*servers, *workers)}))
+    if not local_servers and not local_workers and not local_backups:
+        listed = (*workers, *(place for places in replicas for place in places))
+        hosts = ", ".join(sorted({place.rpartition(":")[0] for place in listed}))
         raise RoleError(
             f"none of the hosts {hosts} is this machine ({', '.join(sorted(own))}). Name it in --servers or --workers "
             "by one of these, or set POD_IP to the name it has in the lists."
         )
-    return JobLayout(tuple(servers), tuple(workers), local_servers, local_workers)
+    return JobLayout(tuple(servers), tuple(workers), local_servers, local_workers, local_backups)
 
 
 def tasks(layout: JobLayout, num_workers: int, base: dict[str, str], num_kept: int = 0) -> list[Task]:
@@ -61,9 +79,11 @@ def tasks(layout: JobLayout, num_workers: int, base: dict[str, str], num_kept: i
     threads = os.environ.get("OMP_NUM_THREADS") or str(
         worker_threads(usable_cores(), len(layout.local_workers), num_kept)
     )
-    started = [
-        Task("server", i, {**common, "FLEET_ROLE": "SERVER", "FLEET_SERVER_INDEX": str(i), "OMP_NUM_THREADS": "1"})
-        for i in layout.local_servers
+    server = {**common, "FLEET_ROLE": "SERVER", "OMP_NUM_THREADS": "1"}
+    started = [Task("server", i, {**server, "FLEET_SERVER_INDEX": str(i)}) for i in layout.local_servers]
+    started += [
+        Task("server", i, {**server, "FLEET_SERVER_INDEX": str(i), "FLEET_REPLICA": "1"}, replica=1)
+        for i in layout.local_backups
     ]
     started += [
         Task("worker", i, {**common, "FLEET_ROLE": "WORKER", "FLEET_WORKER_INDEX": str(i), "OMP_NUM_THREADS": threads})

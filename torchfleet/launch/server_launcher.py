@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torchfleet.cgroups import usable_cores
 from torchfleet.errors import RoleError
+from torchfleet.launch.endurance.durability import add_options as add_durability_options
+from torchfleet.launch.endurance.durability import durability_variables, log_store
+from torchfleet.launch.endurance.placement import (
+    add_options,
+    coordination,
+    coordinator_url,
+    num_replicas,
+    with_backups,
+)
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.privacy import KINDS, kind_of, private_folder, told
 from torchfleet.launch.roles import JobLayout, given_threads, one_machine, several_machines, spare_servers, tasks
 from torchfleet.launch.supervisor import JobSupervisor
 from torchfleet.net.keys import is_private
+from torchfleet.net.replica_channels import SEPARATOR
+from torchfleet.role import DURABILITY
 from torchfleet.tables.settings.table_size import VARIABLE, parse_bytes
 
 ROOTS = "FLEET_SAVE_ROOTS"  # read by server/saving/save_roots.py
@@ -66,13 +78,15 @@ class ServerLauncher:
             "of this user (default: ipc)",
         )
         group.add_argument("--plain", action="store_true", help="let every user of this machine reach the servers")
+        add_durability_options(group)
+        add_options(group)
 
     def takes(self, options: argparse.Namespace) -> bool:
         return True
 
     def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
         job, reasons = _with_servers(job)
-        layout, num_workers = _layout(job, options.servers, options.workers)
+        layout, num_workers, _ = _layout(job, options)
         reasons += told(kind_of(job, layout, options.private, options.plain))
         local_tasks = _tasks(job, options, layout, num_workers)
         lines = (describe_task(task, job.command, f"log: {job.latest / task.log_name}") for task in local_tasks)
@@ -82,16 +96,19 @@ class ServerLauncher:
         job, reasons = _with_servers(job)
         if options.log_max_bytes is not None:
             job = dataclasses.replace(job, max_log_bytes=parse_bytes(options.log_max_bytes, "--log_max_bytes"))
-        layout, num_workers = _layout(job, options.servers, options.workers)
+        layout, num_workers, url = _layout(job, options)
         _tasks(job, options, layout, num_workers)  # mistakes are found before a folder is made
         kind = kind_of(job, layout, options.private, options.plain)
         code, run_dir = 0, job.make_run_dir()
         for line in (f"logs in {run_dir}", *reasons):
             print(f"[fleetrun] {line}", flush=True)
         for attempt in range(job.max_job_restart + 1):
-            layout, num_workers = _layout(job, options.servers, options.workers)  # new free ports for every attempt
-            with private_folder(job, layout, kind) as made:
-                local_tasks = _tasks(made, options, layout, num_workers)
+            layout, num_workers, _ = _layout(job, options)  # new free ports for every attempt
+            with contextlib.ExitStack() as stack:
+                made = stack.enter_context(private_folder(job, layout, kind))
+                kept = stack.enter_context(log_store(durability_variables(options), run_dir))
+                asked = stack.enter_context(coordination(url, num_replicas(options.replicas), attempt))
+                local_tasks = _tasks(made, options, layout, num_workers, {**kept, **asked})
                 supervisor = JobSupervisor(made, layout, local_tasks, run_dir, attempt)
                 code = supervisor.run()
             if code != 1 or supervisor.is_finished:
@@ -110,14 +127,22 @@ def _with_servers(job: JobSpec) -> tuple[JobSpec, list[str]]:
     return dataclasses.replace(job, num_servers=num_servers), [why]
 
 
-def _tasks(job: JobSpec, options: argparse.Namespace, layout: JobLayout, num_workers: int) -> list[Task]:
+def _tasks(
+    job: JobSpec,
+    options: argparse.Namespace,
+    layout: JobLayout,
+    num_workers: int,
+    kept: Mapping[str, str] | None = None,
+) -> list[Task]:
     """The processes to start on this machine. With `--server_num auto` the workers' threads leave a core to every
-    server."""
+    server. `kept`: variables about the servers' logs and coordinator, if these are known."""
     if not job.insecure and not job.key_dir:
         _refuse_open_servers(layout)
     bounds = limits(options.max_table_bytes, options.orphan_timeout)
-    base = {**job.environment, **bounds, **roots(options.save_root)}
-    return tasks(layout, num_workers, base, len(layout.local_servers) if options.server_num == "auto" else 0)
+    kept = durability_variables(options) if kept is None else kept
+    base = {**job.environment, **bounds, **roots(options.save_root), **kept}
+    num_local = len(layout.local_servers) + len(layout.local_backups)
+    return tasks(layout, num_workers, base, num_local if options.server_num == "auto" else 0)
 
 
 def limits(max_table_bytes: str | None, orphan_timeout: float | None) -> dict[str, str]:
@@ -145,8 +170,20 @@ def roots(folders: Sequence[str] | None) -> dict[str, str]:
     return {ROOTS: ",".join(folder if "://" in folder else os.path.abspath(folder) for folder in folders)}
 
 
-def _layout(job: JobSpec, servers: str | None, workers: str | None) -> tuple[JobLayout, int]:
-    """The layout, and the number of workers of the whole job."""
+def _layout(job: JobSpec, options: argparse.Namespace) -> tuple[JobLayout, int, str | None]:
+    """The layout, the number of workers of the whole job, and the coordinator of servers with replicas if one is
+    given."""
+    replicas = num_replicas(options.replicas)
+    if replicas > 1 and durability_variables(options).get(DURABILITY, "none") != "none":
+        raise RoleError(
+            "--durability log brings a killed server back from its disk, --replicas 2 has a backup in its place: use "
+            "one of them"
+        )
+    layout, num_workers = _places(job, options.servers, options.workers, replicas)
+    return layout, num_workers, coordinator_url(options.coordinator, replicas, layout.is_all_here)
+
+
+def _places(job: JobSpec, servers: str | None, workers: str | None, replicas: int) -> tuple[JobLayout, int]:
     is_counted = job.num_servers is not None or job.num_workers is not None
     is_listed = servers is not None or workers is not None
     if is_counted and is_listed:
@@ -156,14 +193,14 @@ def _layout(job: JobSpec, servers: str | None, workers: str | None) -> tuple[Job
     if is_listed:
         if not servers or not workers:
             raise RoleError("a job on several machines needs both lists, --servers and --workers")
-        addresses = _addresses("--servers", servers), _addresses("--workers", workers)
-        return several_machines(*addresses), len(addresses[1])
+        listed, working = _addresses("--servers", servers), _addresses("--workers", workers)
+        return several_machines(with_backups(listed) if replicas > 1 else listed, working), len(working)
     assert job.num_servers != "auto"
     num_servers = 1 if job.num_servers is None else job.num_servers
     num_workers = 1 if job.num_workers is None else job.num_workers
     if num_servers < 1 or num_workers < 1:
         raise RoleError(f"--server_num and --worker_num must be at least 1, found {num_servers} and {num_workers}")
-    return one_machine(num_servers, num_workers), num_workers
+    return one_machine(num_servers, num_workers, replicas), num_workers
 
 
 def _addresses(option: str, text: str) -> list[str]:
@@ -195,8 +232,8 @@ def _expanded(option: str, address: str) -> list[str]:
 
 
 def _refuse_open_servers(layout: JobLayout) -> None:
-    for i in layout.local_servers:
-        if not is_private(f"tcp://{layout.servers[i]}"):
+    for i in sorted({*layout.local_servers, *layout.local_backups}):
+        if not all(is_private(f"tcp://{place}") for place in layout.servers[i].split(SEPARATOR)):
             raise RoleError(
                 f"server {i} at {layout.servers[i]} can be reached from other machines, and there are no keys. Make "
                 "them with `fleetrun --keygen DIR`, copy DIR to every machine and give --key_dir DIR; or say "

@@ -9,15 +9,20 @@ from pathlib import Path
 
 from torchfleet.errors import FleetError
 from torchfleet.launch.display import Display
+from torchfleet.launch.endurance.loss import tell_of_loss
 from torchfleet.launch.job_spec import JobSpec, Task
 from torchfleet.launch.processes import Process, end_all
 from torchfleet.launch.roles import JobLayout
 from torchfleet.monitor.freshness import advice, summed
 from torchfleet.net.keys import KeyFolder
+from torchfleet.net.replica_channels import SEPARATOR
 from torchfleet.net.wire import Role
+from torchfleet.role import DURABILITY
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
 
+_PAUSE = 0.1  # seconds between two looks at the processes
+_QUICK = 0.02  # the same where servers have backups, which wait to be told
 _TOO_LONG = 5.0  # seconds that servers may outlive the last worker, or workers a server, before the job has failed
 _FREE_MODES = ("async", "half_async", "geo")  # no worker waits for another: training goes on without one
 _TOGETHER = "hybrid"  # the mode whose workers start again together: none can go on without another
@@ -54,7 +59,9 @@ class JobSupervisor:
                 task, self._job.command, self._log_dir, display.report, task is first, append, self._job.max_log_bytes
             )
             self._processes.append(started)
+        pause = _QUICK if self._layout.local_backups or len(self._layout.places) > len(self._layout.servers) else _PAUSE
         while not self._signal:
+            self._end_followers()
             failed = self._failed()
             if failed is not None and not self._go_on_without(failed, display):
                 self._report_failure(failed, display)
@@ -65,19 +72,21 @@ class JobSupervisor:
             if self._is_over():
                 return self._conclude(display)
             display.show(self._processes)
-            time.sleep(0.1)
+            time.sleep(pause)
         display.report(f"[fleetrun] {signal.Signals(self._signal).name}: ending {len(self._processes)} processes")
         return 128 + self._signal
 
     def _failed(self) -> Process | None:
         """One that has failed. First one that was killed: others that needed it have failed because of it."""
         ended = [p for p in self._processes if p.returncode not in (None, 0) and p.task.name not in self._lost]
+        ended += [p for p in self._of("server") if p.returncode == 0 and self._partner(p) and self._needing()]
+        if not self._needing():  # of two replicas, the one that follows may be ended in the middle
+            ended = [p for p in ended if not self._has_finished(self._partner(p))]
         return min(ended, key=lambda process: process.returncode or 0, default=None)
 
     def _odd_end(self, display: Display) -> int | None:
         """The exit status, if a server has ended that workers need, or servers are left that no worker will stop."""
-        needing = [p for p in self._of("worker") if p.returncode is None and not p.status().get("left")]
-        early = [p for p in self._of("server") if p.returncode == 0] if needing else []
+        early = [p for p in self._of("server") if p.returncode == 0] if self._needing() else []
         idle = [p for p in self._of("server") if p.returncode is None] if self._all_workers_ended_here() else []
         if not early and not idle:
             self._odd_since = None
@@ -91,6 +100,26 @@ class JobSupervisor:
         names = ", ".join(process.task.name for process in idle)
         display.report(f"[fleetrun] all workers have ended, but {names} not: does the script call fleet.stop_worker()?")
         return 1
+
+    def _needing(self) -> list[Process]:
+        """Workers here that need servers."""
+        return [p for p in self._of("worker") if p.returncode is None and not p.status().get("left")]
+
+    def _partner(self, process: Process) -> Process | None:
+        """The other replica of a server, if it runs on this machine."""
+        task = process.task
+        found = (p for p in self._of("server") if p.task.index == task.index and p.task.replica != task.replica)
+        return next(found, None) if task.role == "server" else None
+
+    @staticmethod
+    def _has_finished(process: Process | None) -> bool:
+        return process is not None and process.returncode == 0
+
+    def _end_followers(self) -> None:
+        """A server that has finished needs no backup any more, and its backup may be far from knowing it."""
+        for process in self._of("server"):
+            if process.returncode is None and not self._needing() and self._has_finished(self._partner(process)):
+                process.signal(signal.SIGTERM)
 
     def _of(self, role: str) -> list[Process]:
         return [process for process in self._processes if process.task.role == role]
@@ -125,10 +154,12 @@ class JobSupervisor:
 
     def _go_on_without(self, process: Process, display: Display) -> bool:
         """Whether the job goes on: a worker of a free mode is restarted (--max_restart), or given up if killed."""
+        if process.task.role == "server":
+            return self._restart_server(process, display) or self._replace_server(process, display)
         mode = process.status().get("mode")
-        if mode == _TOGETHER and process.task.role == "worker" and not self._job.max_job_restart:
+        if mode == _TOGETHER and not self._job.max_job_restart:
             return self._restart_workers(process, display)
-        if process.task.role != "worker" or mode not in _FREE_MODES or self._job.max_job_restart:
+        if mode not in _FREE_MODES or self._job.max_job_restart:
             return False
         code = process.returncode or 0
         if process.num_restarts < self._job.max_restart:
@@ -142,6 +173,34 @@ class JobSupervisor:
         then = f"; {mode} training goes on without it" if rest else ""
         display.report(f"[fleetrun] {process.task.name} was killed by {_signal_name(-code)}{then}")
         return self._leave_for(process.task.index, display)
+
+    def _replace_server(self, process: Process, display: Display) -> bool:
+        """A server with a backup was killed, or deposed: the other replica goes on, and this one begins as its backup.
+
+        False if it has none that runs, or its script failed: that would fail again.
+        """
+        task, places = process.task, self._layout.servers[process.task.index].split(SEPARATOR)
+        partner = self._partner(process)
+        is_alone = len(places) == 1 or (partner is not None and partner.returncode is not None)
+        if is_alone or ((process.returncode or 0) > 0 and not process.status().get("deposed")):
+            return False
+        keys = KeyFolder(self._job.key_dir) if self._job.key_dir else None
+        other = self._job.way.endpoint(places[1 - task.replica])
+        tell_of_loss(other, keys, task.index, task.replica, process.num_restarts)
+        display.report(f"[fleetrun] {task.name} {_how(process)}; the other replica goes on, and a new backup starts")
+        process.restart()
+        return True
+
+    def _restart_server(self, process: Process, display: Display) -> bool:
+        """A server that keeps a log starts again, with all that it has promised; workers wait for it."""
+        if not _keeps_log(process) or process.num_restarts >= self._job.max_restart or self._job.max_job_restart:
+            return False
+        number = f"{process.num_restarts + 1} of {self._job.max_restart}"
+        display.report(
+            f"[fleetrun] {process.task.name} {_how(process)}; starting it again from its log ({number}). Workers wait."
+        )
+        process.restart()
+        return True
 
     def _restart_workers(self, failed: Process, display: Display) -> bool:
         """All workers start again, while the servers keep their rows. False if they may not, or one has left."""
@@ -177,6 +236,11 @@ class JobSupervisor:
         display.report(
             f"[fleetrun] {process.task.name}{address} {_how(process)}; the job ends. Last lines of {process.log}:"
         )
+        if _keeps_log(process) and not self._job.max_job_restart:
+            display.report(
+                f"[fleetrun] a server that keeps a log is started again as often as --max_restart says: "
+                f"{self._job.max_restart} times"
+            )
         if process.task.role == "worker" and process.num_restarts < self._job.max_restart:
             mode = process.status().get("mode", "a job that has not begun")
             text = f"acts in {', '.join(_FREE_MODES)} and {_TOGETHER}; this is {mode}"
@@ -185,6 +249,10 @@ class JobSupervisor:
             display.report(f"[fleetrun] --max_restart {text}")
         for line in process.last_lines():
             display.report(f"    {line}")
+
+
+def _keeps_log(process: Process) -> bool:
+    return process.task.role == "server" and process.task.environment.get(DURABILITY) == "log"
 
 
 def _how(process: Process) -> str:

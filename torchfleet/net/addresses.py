@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torchfleet.errors import FleetError
 from torchfleet.net.keys import KeyFolder
+from torchfleet.net.replica_channels import SEPARATOR, ReplicaChannels
 from torchfleet.net.sockets import ZeroMQ
 from torchfleet.net.transport import Channel, ServerSocket, Transport
 from torchfleet.net.wire import Role
@@ -22,8 +23,13 @@ def listen(endpoint: str, keys: KeyFolder | None = None, insecure: bool = False)
     return transport.listen(endpoint, keys, insecure)
 
 
-def connect(endpoint: str, keys: KeyFolder | None = None, role: Role = Role.WORKER) -> Channel:
-    """A client's way to the server at this address; Transport.connect has the errors."""
+def connect(endpoint: str, keys: KeyFolder | None = None, role: Role = Role.WORKER, shard: int = 0) -> Channel:
+    """A client's way to the server at this address; Transport.connect has the errors.
+
+    `shard`: the server's number, for one with replicas, whose addresses are separated by SEPARATOR.
+    """
+    if SEPARATOR in endpoint:
+        return ReplicaChannels([connect(place, keys, role) for place in endpoint.split(SEPARATOR)], shard, role)
     transport = _transport(endpoint)
     if transport is None:
         raise FleetError(

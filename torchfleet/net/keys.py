@@ -18,7 +18,13 @@ from torchfleet.errors import SecurityError
 from torchfleet.net.wire import Role
 
 SERVER = "server"
-_NAMES = {Role.WORKER: "worker", Role.FIRST_WORKER: "first_worker", Role.LAUNCHER: "launcher"}
+# A server that talks to another replica of its shard has no other key than the one that it serves with.
+_NAMES = {
+    Role.WORKER: "worker",
+    Role.FIRST_WORKER: "first_worker",
+    Role.LAUNCHER: "launcher",
+    Role.SERVER: SERVER,
+}
 
 
 def keygen(folder: str | Path) -> list[Path]:
@@ -31,7 +37,7 @@ def keygen(folder: str | Path) -> list[Path]:
     path.mkdir(parents=True, exist_ok=True, mode=0o700)
     old_mask = os.umask(0o077)  # secret keys are never readable by others, not even for a moment
     try:
-        for name in (SERVER, *_NAMES.values()):
+        for name in _NAMES.values():
             zmq.auth.create_certificates(str(path), name)
     finally:
         os.umask(old_mask)

@@ -23,6 +23,7 @@ from urllib.parse import quote
 from torchfleet.errors import SecurityError
 from torchfleet.guard.ownership import check_own, make_own
 from torchfleet.net.keys import keygen
+from torchfleet.net.replica_channels import SEPARATOR
 
 KEYS, IPC = "keys", "ipc"
 _SERVERS, _KEYS = "servers", "keys"
@@ -37,7 +38,10 @@ class Way:
     socket_dir: str | None = None
 
     def endpoint(self, place: str) -> str:
-        """The address to listen on or to connect to, for a server that is known as host:port."""
+        """The address to listen on or to connect to, for a server that is known as host:port; for one with replicas the
+        addresses of all of them."""
+        if SEPARATOR in place:
+            return SEPARATOR.join(map(self.endpoint, place.split(SEPARATOR)))
         return f"ipc://{_socket(self.socket_dir, place)}" if self.socket_dir else f"tcp://{place}"
 
     def check(self) -> None:
@@ -92,8 +96,8 @@ class PrivateJob:
 def way_in(endpoints: Sequence[str], key_dir: str | None) -> tuple[list[str], str | None]:
     """Addresses to connect to and the folder of keys, for servers that a user knows by these addresses: as they are, or
     those of a private job of this user that is running."""
-    places = [endpoint.removeprefix("tcp://") for endpoint in endpoints]
-    way = _way_to(places)
+    places = [endpoint.replace("tcp://", "") for endpoint in endpoints]
+    way = _way_to([each for place in places for each in place.split(SEPARATOR)])
     return ([way.endpoint(place) for place in places], way.key_dir) if way else (list(endpoints), key_dir)
 
 

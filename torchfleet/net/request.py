@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchfleet.net.transport import Peer
-from torchfleet.net.wire import VERSION, Message
+from torchfleet.net.wire import VERSION, Frame, Message
 
 
 @dataclass(slots=True)
@@ -18,6 +19,7 @@ class Request:
     role: int = 0  # by its key, or as it says where there are no keys
     version: int = VERSION  # of the protocol, in which the reply is written
     hold: object = None  # what the server's memory of it is counted by, while it waits
+    frames: Sequence[Frame] = ()  # as they came
 
     @property
     def num_bytes(self) -> int:

@@ -17,7 +17,7 @@ from torchfleet.net.long_messages import drop_rest
 from torchfleet.net.open_files import OpenFiles
 from torchfleet.net.transport import Handler
 from torchfleet.net.unread import COUNTED, Unread, size_of
-from torchfleet.net.wire import MAX_ARRAYS, MAX_FRAME, Frame, Role
+from torchfleet.net.wire import MAX_ENTRY, MAX_FRAME, Frame, Role
 
 QUEUED_MESSAGES = 64  # per peer and direction; a sender finds the queue full and waits, memory stays bounded
 QUEUED_REQUESTS = 4  # of one client at a server; what else it sends waits with it
@@ -63,6 +63,9 @@ class Listener:
         """Answer requests until `is_over`, which is looked at after every request and every TICK."""
         assert self._files is not None
         next_tick, next_desk, worked = 0.0, 0.0, None
+        wakes = handler.wakes()
+        if wakes is not None:
+            self._poller.register(wakes, zmq.POLLIN)
         while not is_over():
             request = self._next(0 if worked else int(TICK * 1000) if worked is None else 1)
             if request is not None:
@@ -84,9 +87,9 @@ class Listener:
     def _take(self, request: list[zmq.Frame], handler: Handler) -> None:
         self._doorkeeper.note(request[-1])
         peer, frames = request[0].bytes, [frame.buffer for frame in request[1:]]
-        if len(request) > MAX_ARRAYS + 2:
+        if len(request) > MAX_ENTRY + 2:
             num = len(request) - 1 + drop_rest(self._socket)
-            error = WireError(f"a message of {num:,} frames, at most {MAX_ARRAYS + 1:,}: the connection is ended")
+            error = WireError(f"a message of {num:,} frames, at most {MAX_ENTRY + 1:,}: the connection is ended")
             self._reply(handler.refuse(peer, frames, error), handler)
             self._doorkeeper.shut_later(request[-1], str(error))
         elif refusal := self._unread.refusal(peer):
@@ -109,7 +112,7 @@ class Listener:
     def _frames(self) -> list[zmq.Frame]:
         frame = self._socket.recv(zmq.NOBLOCK, copy=False)
         frames = [frame]
-        while frame.more and len(frames) <= MAX_ARRAYS + 2:
+        while frame.more and len(frames) <= MAX_ENTRY + 2:
             frame = self._socket.recv(copy=False)
             frames.append(frame)
         return frames

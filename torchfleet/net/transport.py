@@ -58,6 +58,9 @@ class Handler(Protocol):
     def work(self) -> bool | None:
         """One slice of long work. None: there is none; False: it waits for a disk and could do nothing."""
 
+    def wakes(self) -> int | None:
+        """A file descriptor that can be read when `work` has something to do that no request brought; None: none."""
+
 
 class ServerSocket(Protocol):
     """A server's end: requests of all clients come in one queue, to be answered one after the other."""

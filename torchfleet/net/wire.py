@@ -23,10 +23,10 @@ from torchfleet.errors import WireError
 MAGIC = b"TFLT"
 VERSION = 2
 MAX_ARRAYS = 4096
+MAX_ENTRY = MAX_ARRAYS + 2  # arrays of a message from server to server, which may hold a whole one
 MAX_FRAME = 1 << 30
 MAX_BODY = 1 << 16  # bytes of a structured body
-# shard and term are for replicas of servers, which there are none of yet: zero
-_HEADER = struct.Struct("<4sBBBBIHxxQQQQQII")
+HEADER = struct.Struct("<4sBBBBIHxxQQQQQII")
 _FIRST_HEADER = struct.Struct("<4sBBBBIHxxQQQQ")  # of version 1
 _ARRAY = struct.Struct("<IBxxxIQ")
 _DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u8"), 3: np.dtype("<f4"), 4: np.dtype("<f8")}
@@ -61,6 +61,10 @@ class Command(IntEnum):
     INSPECT = 19
     JOIN = 20
     WALK = 21
+    FOLLOW = 22
+    APPEND = 23
+    CONFIRM = 24
+    LOST = 25
 
 
 class Role(IntEnum):
@@ -69,6 +73,7 @@ class Role(IntEnum):
     WORKER = 1
     FIRST_WORKER = 2
     LAUNCHER = 3
+    SERVER = 4  # another replica of the same shard
 
 
 OK, ERROR = 0, 1  # the status of a reply
@@ -106,6 +111,8 @@ class Message:
     floor: int = 0  # all changes of this client below this sequence are settled
     arrays: list[Array] = field(default_factory=list)
     incarnation: int = 0  # a random number per process: tells a worker from the one that had its number before
+    shard: int = 0  # which server is asked, where servers have replicas; else 0
+    term: int = 0  # the highest of the shard that the sender has seen; 0: there are no replicas, or it has seen none
 
 
 @dataclass(slots=True)
@@ -121,17 +128,18 @@ class Reply:
     incarnation: int  # a random number per server process
     call: int
     arrays: list[Array] = field(default_factory=list)
+    term: int = 0  # under which the server answers; 0: it has no replicas
 
 
 def encode_reply(reply: Reply, version: int = VERSION) -> list[Frame]:
     """As `encode`. `version`: that of the request; one of before can read that it is refused, and why."""
     message = Message(reply.command, reply.status, 0, reply.worker, call=reply.call, arrays=reply.arrays)
-    message.incarnation = reply.incarnation
+    message.incarnation, message.term = reply.incarnation, reply.term
     frames = encode(message)
     if version == 1:
-        fields = _HEADER.unpack_from(frames[0])
+        fields = HEADER.unpack_from(frames[0])
         first = _FIRST_HEADER.pack(MAGIC, 1, *fields[2:7], reply.incarnation, *fields[8:11])
-        frames[0] = first + frames[0][_HEADER.size :]
+        frames[0] = first + frames[0][HEADER.size :]
     return frames
 
 
@@ -141,9 +149,11 @@ def decode_reply(frames: Sequence[Frame]) -> Reply:
         header = bytes(_as_bytes(frames[0]))
         fields = _FIRST_HEADER.unpack_from(header)
         rest = header[_FIRST_HEADER.size :]
-        frames = [_HEADER.pack(MAGIC, VERSION, *fields[2:], fields[7], 0, 0) + rest, *frames[1:]]
+        frames = [HEADER.pack(MAGIC, VERSION, *fields[2:], fields[7], 0, 0) + rest, *frames[1:]]
     message = decode(frames)
-    return Reply(message.command, message.role, message.worker, message.incarnation, message.call, message.arrays)
+    return Reply(
+        message.command, message.role, message.worker, message.incarnation, message.call, message.arrays, message.term
+    )
 
 
 def encode(message: Message) -> list[Frame]:
@@ -161,11 +171,12 @@ def encode(message: Message) -> list[Frame]:
             )
         parts.append(_ARRAY.pack(array.number, _CODES[data.dtype], data.shape[1], data.shape[0]))
         frames.append(data)
-    if len(message.arrays) > MAX_ARRAYS:
-        raise WireError(f"{len(message.arrays)} arrays in one message, at most {MAX_ARRAYS}")
-    parts[0] = _HEADER.pack(
+    if len(message.arrays) > _most_arrays(message.role):
+        raise WireError(f"{len(message.arrays)} arrays in one message, at most {_most_arrays(message.role)}")
+    parts[0] = HEADER.pack(
         MAGIC, VERSION, message.command, message.role, message.flags, message.worker, len(message.arrays),
-        message.client, message.call, message.sequence, message.floor, message.incarnation, 0, 0,
+        message.client, message.call, message.sequence, message.floor, message.incarnation,
+        message.shard, message.term,
     )  # fmt: skip
     frames[0] = b"".join(parts)
     return frames
@@ -199,23 +210,25 @@ def decode(frames: Sequence[Frame]) -> Message:
         raise WireError(
             f"expected protocol version {VERSION}, found {header[4]}: use the same torchfleet on both sides"
         )
-    if len(header) < _HEADER.size:
-        raise WireError(f"expected a header of at least {_HEADER.size} bytes, found {len(header)}")
+    if len(header) < HEADER.size:
+        raise WireError(f"expected a header of at least {HEADER.size} bytes, found {len(header)}")
     (
         _, _, command, role, flags, worker, num_arrays, client, call, sequence, floor, incarnation, shard, term
-    ) = _HEADER.unpack_from(header)  # fmt: skip
-    if shard or term:
-        raise WireError(f"expected shard 0 and term 0, found {shard} and {term}: this torchfleet knows no replicas")
-    if num_arrays > MAX_ARRAYS or len(header) != _HEADER.size + num_arrays * _ARRAY.size:
+    ) = HEADER.unpack_from(header)  # fmt: skip
+    if num_arrays > _most_arrays(role) or len(header) != HEADER.size + num_arrays * _ARRAY.size:
         raise WireError(f"a header for {num_arrays} arrays cannot have {len(header)} bytes")
     if len(frames) != 1 + num_arrays:
         raise WireError(f"the header announces {num_arrays} arrays, found {len(frames) - 1}")
     arrays = [_decode_array(header, i, frames[1 + i]) for i in range(num_arrays)]
-    return Message(command, role, flags, worker, client, call, sequence, floor, arrays, incarnation)
+    return Message(command, role, flags, worker, client, call, sequence, floor, arrays, incarnation, shard, term)
+
+
+def _most_arrays(role: int) -> int:
+    return MAX_ENTRY if role == Role.SERVER else MAX_ARRAYS
 
 
 def _decode_array(header: memoryview, index: int, frame: Frame) -> Array:
-    number, code, num_columns, num_rows = _ARRAY.unpack_from(header, _HEADER.size + index * _ARRAY.size)
+    number, code, num_columns, num_rows = _ARRAY.unpack_from(header, HEADER.size + index * _ARRAY.size)
     dtype = _DTYPES.get(code)
     if dtype is None:
         raise WireError(f"array {index} has the unknown dtype code {code}; known are {sorted(_DTYPES)}")

@@ -6,11 +6,13 @@ import argparse
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 
 from torchfleet.errors import FleetError
 from torchfleet.net.addresses import listen
 from torchfleet.net.keys import KeyFolder
+from torchfleet.server.log.durable_server import DEFAULT_FSYNC_MS, Durability, DurableServer, begin_log, go_on
 from torchfleet.server.server import Server
 from torchfleet.server.server_log import speaker
 from torchfleet.server.warm import warm_up
@@ -50,6 +52,26 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="end when no worker has been heard of for so long, once one was there (default: 1800 with --num_workers; "
         "0: never)",
     )
+    parser.add_argument(
+        "--durability",
+        choices=("none", "log"),
+        default=os.environ.get("FLEET_DURABILITY") or "none",
+        help="log: every change is on disk before it is answered, and a server that is started again goes on with it",
+    )
+    parser.add_argument(
+        "--log_store",
+        metavar="DIR",
+        default=os.environ.get("FLEET_LOG_STORE"),
+        help="folder of the log, of this server alone (default: FLEET_LOG_STORE)",
+    )
+    parser.add_argument(
+        "--fsync_ms",
+        type=float,
+        default=float(os.environ.get("FLEET_FSYNC_MS") or DEFAULT_FSYNC_MS),
+        metavar="MS",
+        help="changes that a loss of power may take, in milliseconds; 0: none, every answer waits for the disk "
+        "(default: FLEET_FSYNC_MS, else 10)",
+    )
     parser.add_argument("--num_workers", type=int, default=0, help="end when so many workers have left (0: never)")
     return parser.parse_args(arguments)
 
@@ -65,6 +87,16 @@ def _orphan_timeout(options: argparse.Namespace) -> float | None:
     return seconds
 
 
+def _with_log(server: Server, options: argparse.Namespace) -> DurableServer | Server:
+    """The server as it is, or with a log, and with all that this has."""
+    if options.durability == "none":
+        return server
+    if not options.log_store:
+        raise FleetError("--durability log needs a folder for the log: give --log_store DIR, or FLEET_LOG_STORE")
+    durability = Durability(Path(options.log_store), options.fsync_ms)
+    return go_on(server, durability, speaker("server")) or begin_log(server, durability)
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     ended = False
@@ -77,6 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, end)
     try:
         server = Server(_table_bytes(options), options.num_workers, options.save_root, _orphan_timeout(options))
+        handler = _with_log(server, options)
         warm_up()
         listener = listen(options.endpoint, KeyFolder(options.key_dir) if options.key_dir else None, options.insecure)
     except FleetError as error:
@@ -87,12 +120,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     def is_over() -> bool:
         server.state.load.look()
-        return ended or server.is_stopping
+        return ended or handler.is_stopping
 
     try:
-        listener.serve(server, is_over)
+        listener.serve(handler, is_over)
     finally:
         listener.close()
+        if isinstance(handler, DurableServer):
+            handler.close(is_over=server.is_stopping and not server.desertion and not ended)
     server.state.say(f"stopped after {server.state.num_requests:,} requests")
     if server.desertion:
         print(f"torchfleet server: {server.desertion}. No worker is left; the server ends.", file=sys.stderr)

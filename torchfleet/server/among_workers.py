@@ -99,9 +99,9 @@ def files(state: State, request: Request) -> Answer:
     body = unpack(only(request), FilesBody, MAX_LIST)
     if not 0 < body.lease <= MAX_BARRIER_SECONDS:
         raise WireError(f"a lease is up to {MAX_BARRIER_SECONDS:g} seconds, found {body.lease}")
-    state.files.expire(request.arrived)
     message = request.message
     hold = state.budgets.take(request.peer, _PER_FILE * len(body.files) + request.num_bytes) if body.files else None
+    state.files.expire(request.arrived)
     return [pack(state.files.ask(message.client, message.worker, body, request.arrived, hold))]
 
 

@@ -232,7 +232,7 @@ class CommandHandler:
     as_worker_flags: int = 0  # the same for messages with one of these flags
 
 
-_ALL = frozenset(Role)
+_ALL = frozenset({Role.WORKER, Role.FIRST_WORKER, Role.LAUNCHER})
 _FIRST = frozenset({Role.FIRST_WORKER, Role.LAUNCHER})
 _LAUNCHER = frozenset({Role.LAUNCHER})
 

@@ -55,7 +55,8 @@ def in_slices(
         return known.result
     _check_queue(state, request)
     known = state.long_requests[token] = LongRequest(request)
-    state.long_work.append(_guarded(state, known, make(known)))
+    known.work = guarded(state, known, make(known))
+    state.long_work.append(known.work)
     done = [key for key, long in state.long_requests.items() if long.result is not None]
     for key in done[: max(0, len(state.long_requests) - MAX_KEPT)]:
         del state.long_requests[key]
@@ -72,7 +73,7 @@ def _check_queue(state: State, request: Request) -> None:
         )
 
 
-def _guarded(state: State, long: LongRequest, work: Work) -> Work:
+def guarded(state: State, long: LongRequest, work: Work) -> Work:
     """Whatever goes wrong in a slice is the answer to its request, and not the end of the server."""
     try:
         yield from work
@@ -89,16 +90,29 @@ def set_clock(state: State, request: Request) -> Answer | FleetError | None:
     body = unpack(only(request), ClockBody, MAX_BODY)
     if not 0 <= body.now <= MAX_TIME:
         raise WireError(f"a time is a number of seconds since 1970, 0 to {MAX_TIME}; found {body.now}")
-    due: list[tuple[Table, Shrink]] = []
+    due: list[int] = []
     if body.token not in state.long_requests:  # a late copy of an old request turns no clock back
         state.clock.set(body.now)
-        due = [(table, table.spec.shrink) for table in state.schedule.note(state.tables.values(), body.now)]
-    return in_slices(state, request, body.token, lambda long: shrink_in_slices(state, long, due))
+        due = [table.spec.number for table in state.schedule.note(state.tables.values(), body.now)]
+    return in_slices(state, request, body.token, lambda long: shrink_due(state, long, due))
+
+
+def shrink_due(state: State, long: LongRequest, due: list[int]) -> Work:
+    """The tables with these numbers, each by its own policy."""
+    long.due = due
+    tables = [state.tables[number] for number in due]
+    return shrink_in_slices(state, long, [(table, table.spec.shrink) for table in tables])
 
 
 def shrink_tables(state: State, request: Request) -> Answer | FleetError | None:
     """Drop rows by a policy. The reply: how many of which table."""
     body = unpack(only(request), ShrinkBody, MAX_BODY)
+    chosen = chosen_tables(state, body)
+    return in_slices(state, request, body.token, lambda long: shrink_in_slices(state, long, chosen))
+
+
+def chosen_tables(state: State, body: ShrinkBody) -> list[tuple[Table, Shrink]]:
+    """Which tables are to be shrunk, and by what. Raises TableError."""
     tables = _sparse_tables(state, body.table)
     own = not body.policy.drops_any
     chosen = [(table, _asked(body.policy, table.spec.shrink)) for table in tables]
@@ -111,7 +125,7 @@ def shrink_tables(state: State, request: Request) -> Answer | FleetError | None:
         )
     for table, policy in chosen:
         table.check_shrink(policy)
-    return in_slices(state, request, body.token, lambda long: shrink_in_slices(state, long, chosen))
+    return chosen
 
 
 def _asked(policy: Shrink, own: Shrink) -> Shrink:
@@ -122,10 +136,10 @@ def _asked(policy: Shrink, own: Shrink) -> Shrink:
 
 def shrink_in_slices(state: State, long: LongRequest | None, chosen: Sequence[tuple[Table, Shrink]]) -> Work:
     """Without a request (on the server's own schedule) nobody is told."""
-    dropped: dict[str, int] = {}
+    dropped: dict[str, int] = {} if long is None else long.dropped
     refused: TableError | None = None
     for table, policy in chosen:
-        dropped[table.spec.name] = 0
+        dropped.setdefault(table.spec.name, 0)
         try:
             for num in table.shrink(policy):
                 dropped[table.spec.name] += num

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torchfleet.errors import FleetError, PermissionRefused, ServerBusy, ServerLoading, WireError
 from torchfleet.monitor.notices import tell
@@ -28,6 +27,7 @@ from torchfleet.net.wire import (
     pack,
     version_of,
 )
+from torchfleet.server.change_recorder import Recorder, Unrecorded
 from torchfleet.server.commands import COMMANDS, CommandHandler
 from torchfleet.server.long_work import shrink_in_slices
 from torchfleet.server.saving.save_roots import roots_of
@@ -60,7 +60,11 @@ class Server:
         self.loading = ""  # what it does before it serves; while that is set, no request reaches the tables
         self._is_pulls_turn = False  # long pulls and work over whole tables take turns
         self.desertion = ""  # which workers went without leaving, if that is why it stops
-        self._incarnation = secrets.randbits(63) | 1
+        self.incarnation = (
+            secrets.randbits(63) | 1
+        )  # of this server, in every reply; one that goes on from a log keeps it
+        self.recorder: Recorder = Unrecorded()
+        self.shard = self.term = 0  # a server with replicas says which it is, and how often another one took over
 
     @property
     def is_stopping(self) -> bool:
@@ -71,15 +75,24 @@ class Server:
         self.state.num_requests += 1
         try:
             message = decode(frames)
+            self._check_place(message)
         except WireError as error:
             broken = Request(Message(Command.PING, call=call_of(frames)), peer, version=version_of(frames))
             self.state.finish(broken, error)
             return self._replies()
-        request = Request(message, peer, time.monotonic(), message.role if role is None else role)
-        self._answer(request)
+        proved = message.role if role is None else role
+        self.answer(Request(message, peer, self.state.now(), proved, frames=frames))
         return self._replies()
 
-    def _answer(self, request: Request) -> None:
+    def _check_place(self, message: Message) -> None:
+        if message.shard != self.shard or message.term > self.term:
+            raise WireError(
+                f"expected shard {self.shard} and at most term {self.term}, found {message.shard} and {message.term}: "
+                + ("this is another server" if self.term else "this server has no replicas")
+            )
+
+    def answer(self, request: Request) -> None:
+        """Run the command of a request; what it answers is among `state.finished`, now or later."""
         result = self._run(request)
         if result is not None:
             self.state.finish(request, result)
@@ -105,26 +118,32 @@ class Server:
 
     def note_refusal(self, text: str) -> None:
         """As Handler.note_refusal."""
-        self.state.refusals.note(text, time.monotonic())
+        self.state.refusals.note(text, self.state.now())
 
     def tick(self, now: float) -> list[tuple[Peer, list[Frame]]]:
         if self.loading:
             return self._replies()
-        self._look_for_workers(now)
-        end_hopeless_waits(self.state, now)
-        self.state.files.expire(now)
+        pause = self.state.presence.pause(now)
+        if self.recorder.advance(now, pause, lambda uncounted: self.advance(now, uncounted)):
+            self._look_for_workers(now)
         self.state.budgets.forget_idle(now)
-        if not self.state.clock.is_set:
-            due = self.state.schedule.note(self.state.tables.values(), self.state.clock.now)
-            if due:
-                self.state.long_work.append(
-                    shrink_in_slices(self.state, None, [(table, table.spec.shrink) for table in due])
-                )
         return self._replies()
+
+    def advance(self, now: float, pause: float) -> bool:
+        """It is `now`, and the server did not look for so long. Returns whether that changed anything to be kept."""
+        state = self.state
+        state.presence.forgive(pause, now)
+        is_changed = end_hopeless_waits(state, now)
+        is_changed |= state.files.expire(now)
+        if not state.clock.is_set and state.schedule.is_news(state.tables.values(), state.clock.now):
+            is_changed = True
+            due = state.schedule.note(state.tables.values(), state.clock.now)
+            if due:
+                state.long_work.append(shrink_in_slices(state, None, [(table, table.spec.shrink) for table in due]))
+        return is_changed or bool(pause)
 
     def _look_for_workers(self, now: float) -> None:
         state = self.state
-        state.presence.look(now)
         for text in state.presence.news(now):
             tell(f"torchfleet server: {text}")
         if state.num_workers and state.presence.is_deserted(len(state.barriers.left), state.num_workers, now):
@@ -139,27 +158,50 @@ class Server:
         self._is_pulls_turn = not self._is_pulls_turn or not self.state.long_work
         if self.state.long_pulls and self._is_pulls_turn:
             for request in self.state.long_pulls.work():
-                self._answer(request)
+                self.answer(request)
             return True
         if not self.state.long_work:
             return None
+        return self.recorder.work(self._slice)
+
+    def wakes(self) -> None:
+        """As Handler.wakes: all that it does is asked for by requests, or by time."""
+
+    def _slice(self) -> bool:
         try:
             return next(self.state.long_work[0])
         except StopIteration:
             self.state.long_work.popleft()
             return True
 
+    def repeat(self, request: Request) -> None:
+        """Apply a request that another server, or this one before it was started again, has applied in the same state:
+        who may ask is not looked at again. Its answer is among `state.finished`."""
+        handler = COMMANDS[request.message.command]
+        result = self._guarded(request, lambda: self._changed(handler, request))
+        if result is not None:
+            self.state.finish(request, result)
+
     def _run(self, request: Request) -> Answer | FleetError | None:
+        return self._guarded(request, lambda: self._checked(request))
+
+    def _checked(self, request: Request) -> Answer | FleetError | None:
+        handler = self._handler(request)
+        if self.loading:
+            return self._answer_while_loading(request.message)
+        if self.state.long_pulls.is_under_way(request.peer):
+            self.state.budgets.hold(request)
+            self.state.long_pulls.wait_behind(request)
+            return None
+        return self.recorder.apply(request, lambda: self._changed(handler, request))
+
+    def _changed(self, handler: CommandHandler, request: Request) -> Answer | FleetError | None:
+        is_change = handler.once or (handler.again is not None and request.message.sequence)
+        return self._run_once(handler, request) if is_change else handler.run(self.state, request)
+
+    def _guarded(self, request: Request, run: Callable[[], Answer | FleetError | None]) -> Answer | FleetError | None:
         try:
-            handler = self._handler(request)
-            if self.loading:
-                return self._answer_while_loading(request.message)
-            if self.state.long_pulls.is_under_way(request.peer):
-                self.state.budgets.hold(request)
-                self.state.long_pulls.wait_behind(request)
-                return None
-            is_change = handler.once or (handler.again is not None and request.message.sequence)
-            return self._run_once(handler, request) if is_change else handler.run(self.state, request)
+            return run()
         except ServerBusy as error:
             self.note_refusal(f"{_name_of(request.message)}: {error}")
             return _plain(error)
@@ -213,15 +255,12 @@ class Server:
 
     def _reply(self, request: Request, result: Answer | FleetError) -> list[Frame]:
         message = request.message
-        reply = Reply(message.command, OK, message.worker, self._incarnation, message.call)
+        reply = Reply(message.command, OK, message.worker, self.incarnation, message.call, term=self.term)
         if isinstance(result, FleetError):
             self.state.num_errors += 1
             reply.status, reply.arrays = ERROR, error_arrays(type(result).__name__, str(result))
         else:
             reply.arrays = result
-        if message.sequence and not isinstance(result, ServerBusy):
-            outcome = result if isinstance(result, FleetError) else Outcome.APPLIED
-            self.state.sessions.settle(message.client, message.sequence, outcome)
         try:
             return encode_reply(reply, request.version)
         except WireError as error:  # more than a message can hold: that must not end the service of all others

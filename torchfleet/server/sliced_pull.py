@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -65,7 +64,7 @@ def _slices(
                 before = table.num_rows
                 out[start : start + size] = table.pull(some, create, worker)
                 num_new = table.num_rows - before
-                state.budgets.note_pull(request.peer, len(some), num_new, time.monotonic())
+                state.budgets.note_pull(request.peer, len(some), num_new, state.now())
                 start, size = start + size, NEW_SLICE if 2 * num_new > len(some) else SLICE
                 yield True
     except FleetError as error:

@@ -12,11 +12,11 @@ from torchfleet.server.state.state import State
 _STEP = "optimizer.step()"
 
 
-def end_hopeless_waits(state: State, now: float) -> None:
-    """Answer everybody whose time is up, who waits for a worker that is lost, or who waits in a circle."""
-    lost = state.presence.lost(now)
-    for worker in lost:
-        state.bound.release(worker)
+def end_hopeless_waits(state: State, now: float) -> bool:
+    """Answer everybody whose time is up, who waits for a worker that is lost, or who waits in a circle. Returns whether
+    that changed anything."""
+    lost, num_finished = state.presence.lost(now), len(state.finished)
+    is_any_released = sum(state.bound.release(worker) for worker in lost) > 0
     apply_waiting(state)
     ended = (
         *state.barriers.expired(now, lost),
@@ -26,6 +26,7 @@ def end_hopeless_waits(state: State, now: float) -> None:
     )
     for request, error in ended or _circle(state):
         state.finish(request, error)
+    return is_any_released or len(state.finished) > num_finished
 
 
 def _expired_step(state: State, now: float, lost: Mapping[int, str]) -> list[tuple[Request, FleetError]]:

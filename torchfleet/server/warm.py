@@ -25,7 +25,8 @@ def warm_up() -> None:
     for is_decoupled in (False, True):
         rule = Rule(weight_decay=0.1, decoupled_decay=is_decoupled)
         _warm_rows(TableSpec("warm", dim=2, rule=rule), keys)
-    _warm_rows(TableSpec("warm", dim=16), keys)  # too wide for a packed map
+    for name in ("sgd", "adagrad"):  # too wide for a packed map, without and with state
+        _warm_rows(TableSpec("warm", dim=16, rule=Rule(name)), keys)
     _warm_rows(TableSpec("warm", "array", dim=2, size=1000), keys)  # without a map
     _warm_policies(keys)
 
@@ -43,6 +44,16 @@ def _warm_rows(spec: TableSpec, keys: np.ndarray[tuple[int], np.dtype[np.uint64]
     table.push(keys, grads)
     for _ in table.chunks(save="delta"):
         pass
+    _warm_copy(table)
+
+
+def _warm_copy(table: SparseTable) -> None:
+    """Rows as they come from another server, in memory that nobody may write to."""
+    copy = SparseTable(table.spec, _BYTES)
+    for saved in table.save_slices("copy", 1000):
+        for array in saved.arrays.values():
+            array.flags.writeable = False
+        copy.load_slice(saved)
 
 
 def _warm_policies(keys: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
@@ -55,5 +66,6 @@ def _warm_policies(keys: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> None:
         table.begin_save(is_committed=False)
     for _ in table.chunks(save="delta"):
         pass
+    _warm_copy(table)
     for _ in table.shrink(Shrink(max_rows=1)):
         pass

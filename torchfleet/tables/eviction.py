@@ -11,6 +11,7 @@ from torchfleet.errors import TableError
 from torchfleet.kernels.rows import gather
 from torchfleet.tables.policies.admission import Candidates
 from torchfleet.tables.policies.capacity import least_recent, row_limit
+from torchfleet.tables.policies.decisions import Decisions
 from torchfleet.tables.rows.keymap import Keys, Rows
 from torchfleet.tables.rows.keyrange import KeyRange
 from torchfleet.tables.rows.row_statistics import Columns
@@ -58,7 +59,7 @@ def shrink(table: RowStore, policy: Shrink) -> Iterator[int]:
     for rows in table.slices(SLICE) if _looks_at_rows(policy) else ():
         yield _drop(table, table.index.alive(rows[_victims(table, rows, policy, where, now)])[0])
     if table.admission is not None and table.admission.candidates is not None:
-        yield from _shrink_candidates(table.admission.candidates, policy, now)
+        yield from _shrink_candidates(table.admission.candidates, table.decisions, policy, now)
     yield from _shrink_to_capacity(table, policy)
 
 
@@ -107,7 +108,7 @@ def _expired(columns: Columns, policy: Shrink, num: int) -> npt.NDArray[np.bool_
     return is_out
 
 
-def _shrink_candidates(candidates: Candidates, policy: Shrink, now: int) -> Iterator[int]:
+def _shrink_candidates(candidates: Candidates, decisions: Decisions, policy: Shrink, now: int) -> Iterator[int]:
     """Keys that wait for their row are forgotten by the same times."""
     start = 0
     is_asked = policy.delete_after_unseen_days is not None or policy.ttl_days is not None
@@ -115,7 +116,9 @@ def _shrink_candidates(candidates: Candidates, policy: Shrink, now: int) -> Iter
         rows = np.arange(start, min(start + SLICE, candidates.index.num_row_numbers))
         start += SLICE
         columns = candidates.statistics.values(candidates.statistics.read(rows), now)
-        candidates.erase(candidates.index.alive(rows[_expired(columns, policy, len(rows))])[0])
+        keys = candidates.index.alive(rows[_expired(columns, policy, len(rows))])[0]
+        decisions.note("forgotten", keys)
+        candidates.erase(keys)
         yield 0
 
 
@@ -136,6 +139,7 @@ def _norms(table: RowStore, rows: Rows) -> npt.NDArray[np.float64]:
 
 
 def _drop(table: RowStore, keys: Keys) -> int:
+    table.decisions.note("dropped", keys)
     num = table.erase(keys)
     table.num_evicted += num
     return num

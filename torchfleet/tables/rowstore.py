@@ -15,6 +15,7 @@ from torchfleet.kernels.merge import unique
 from torchfleet.kernels.statistics import NEVER
 from torchfleet.tables.policies.admission import Admission
 from torchfleet.tables.policies.capacity import Capacity, row_limit
+from torchfleet.tables.policies.decisions import Decisions, Noted
 from torchfleet.tables.rows.keymap import KEY_WORDS, KeyMap, Keys, Rows
 from torchfleet.tables.rows.keyrange import KeyRange
 from torchfleet.tables.rows.packed_map import PackedMap
@@ -57,7 +58,8 @@ class RowStore:
         self._found: Rows = np.empty(CHUNK, np.int64)
         first = self.index.offset + num_words
         self.statistics = Statistics(names, self.index, first, spec.entry) if names else None
-        self.admission = None if spec.entry.is_open else Admission(spec, max_bytes, self.clock)
+        self.decisions = Decisions()
+        self.admission = None if spec.entry.is_open else Admission(spec, max_bytes, self.clock, self.decisions)
         limit = row_limit(spec, spec.shrink, self.index)
         self._capacity = Capacity(self, limit) if limit is not None else None
         self.tracking: Tracking | PackedTracking | None = None
@@ -185,8 +187,9 @@ class RowStore:
             columns: Columns = {}
             if self.statistics is not None:
                 columns = self.statistics.read(at)
-                if save is not None:
+                if save is not None and "delta" in columns:
                     self.statistics.put("delta", at, 0)  # what was gathered since the last save
+                    self.decisions.note("saved", keys)
             yield keys, out, columns
 
     def slices(self, num_rows: int, only_changed: bool = False) -> Iterator[Rows]:
@@ -224,6 +227,24 @@ class RowStore:
         self.tracking.begin(is_committed)
         if self.admission is not None:
             self.admission.begin_save(is_committed)
+
+    def follow(self, noted: Noted) -> None:
+        """What comes next was applied elsewhere before, and this is what was decided there; until `follow_no_more`."""
+        self.decisions.followed = noted
+        self.num_evicted += len(noted.dropped)
+        if len(noted.dropped):
+            self.erase(noted.dropped)
+        if self.admission is not None and self.admission.candidates is not None and len(noted.forgotten):
+            self.admission.candidates.erase(noted.forgotten)
+        if self.statistics is not None and len(noted.saved):
+            at = self.find(noted.saved)
+            self.statistics.put("delta", at[at >= 0], 0)
+
+    def follow_no_more(self) -> None:
+        """All of it has been applied."""
+        noted, self.decisions.followed = self.decisions.followed, None
+        if noted is not None and len(noted.gone):
+            self.erase(noted.gone)
 
     @property
     def num_rows(self) -> int:

@@ -21,8 +21,10 @@ def save_slices(table: RowStore, mode: SaveMode, num_rows: int) -> Iterator[Save
     if is_delta and table.tracking is not None:
         yield SavedSlice("gone", {"keys": table.absent(table.tracking.gone)})
     is_empty = True
-    for keys, rows, columns in table.chunks(num_rows, mode if mode != "inference" else None):
-        kept = {name: column for name, column in columns.items() if name != "delta"} if with_state else {}
+    for keys, rows, columns in table.chunks(num_rows, mode if mode in ("full", "delta") else None):
+        kept = {name: column for name, column in columns.items() if name != "delta" or mode == "copy"}
+        if not with_state:
+            kept = {}
         yield SavedSlice("rows", {"keys": keys, "rows": rows[:, :width], **kept})
         is_empty = False
     if is_empty:
@@ -58,6 +60,8 @@ def load_slice(table: RowStore, saved: SavedSlice) -> None:
         table.erase(keys)
     elif saved.kind == "rows":
         table.load(keys, columns.pop("rows"), columns)
+        if candidates is not None and candidates.index.num_keys:
+            candidates.erase(keys)
     elif candidates is not None and saved.kind == "candidates_gone":
         candidates.erase(keys)
     elif candidates is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,6 +100,15 @@ class SparseTable(RowStore):
         for _, pulls in sorted(waiting.items()):
             for keys in pulls:
                 self.appear(keys)
+
+    def export_waiting(self) -> dict[int, list[bytes]]:
+        """The appearances of the step under way, by worker, as plain values."""
+        return {worker: [keys.tobytes() for keys in pulls] for worker, pulls in self._waiting.items()}
+
+    def restore_waiting(self, kept: Mapping[int, Sequence[bytes]]) -> None:
+        """What `export_waiting` gave."""
+        self._waiting = {worker: [np.frombuffer(keys, np.uint64) for keys in pulls] for worker, pulls in kept.items()}
+        self.num_waiting = sum(len(keys) for pulls in self._waiting.values() for keys in pulls)
 
     def check_push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
         """Raise TableError if `push` could not take this, or would leave something that is not finite."""
@@ -266,8 +275,12 @@ class SparseTable(RowStore):
         if self.admission is not None:
             keys, carried = self.admission.admit(keys)
         if self._capacity is not None:
-            if len(keys) + len(in_use) > self._capacity.max_rows:
-                keys = keys[: max(0, self._capacity.max_rows - len(np.unique(in_use[in_use >= 0])))]
+            if self.decisions.followed is not None:
+                keys, carried = self._with_room(keys, carried)
+            elif len(keys) + len(in_use) > self._capacity.max_rows:
+                room = max(0, self._capacity.max_rows - len(np.unique(in_use[in_use >= 0])))
+                self.decisions.note("left_out", keys[room:])
+                keys = keys[:room]
             self._capacity.make_room(len(keys), in_use)
         for start in range(0, len(keys), CHUNK):
             some = slice(start, start + CHUNK)
@@ -277,3 +290,10 @@ class SparseTable(RowStore):
             if carried is not None and self.statistics is not None:
                 for name, column in carried.items():
                     self.statistics.put(name, at, column[some][: len(at)])
+
+    def _with_room(self, keys: Keys, carried: Columns | None) -> tuple[Keys, Columns | None]:
+        """Those of these keys that got a row where this request was first applied, with what was known of them."""
+        kept = self.decisions.with_room(keys)
+        return kept, None if carried is None else {
+            name: column[np.isin(keys, kept)] for name, column in carried.items()
+        }

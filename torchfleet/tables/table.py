@@ -19,7 +19,9 @@ from torchfleet.tables.staleness import Staleness
 from torchfleet.tables.summary import Summary
 
 PartKind = Literal["rows", "gone", "candidates", "candidates_gone", "sketch"]
-SaveMode = Literal["full", "delta", "inference"]  # all; what changed since the last save; values without state
+# All; what changed since the last save; values without state; all, for a server that takes the place of this one: that
+# is no save, and the next delta is the same with it.
+SaveMode = Literal["full", "delta", "inference", "copy"]
 
 
 @dataclass(slots=True)

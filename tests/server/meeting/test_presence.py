@@ -19,7 +19,7 @@ def watch(presence: Presence, until: float, start: float = 0.0) -> None:
     """The server's clock runs as it does while it serves."""
     now = start
     while now <= until:
-        presence.look(now)
+        presence.forgive(presence.pause(now), now)
         now += 0.5
 
 
@@ -35,9 +35,9 @@ def test_a_silent_worker_is_lost_after_its_timeout_and_back_with_its_next_sign()
 
 def test_a_pause_of_the_server_itself_counts_for_nobody() -> None:
     presence = Presence()
-    presence.look(0.0)
+    presence.forgive(presence.pause(0.0), 0.0)
     join(presence, 0, 0.0)
-    presence.look(60.0)
+    presence.forgive(presence.pause(60.0), 60.0)
     assert presence.lost(60.0) == {}
 
 

@@ -26,6 +26,7 @@ from torchfleet.data.samples.slots import SampleLayout, Slot
 from torchfleet.errors import FleetError
 from torchfleet.guard import printable
 from torchfleet.launch import server_launcher
+from torchfleet.server.log import log_entry, log_records
 from torchfleet.simulate import conditions
 from torchfleet.simulate.network import links
 from torchfleet.storage import Storage
@@ -39,7 +40,7 @@ _SHARED_MEMORY = "/dev/shm"
 def all_targets(folder: Path) -> list[Target]:
     """Every one of them; files are made in `folder`."""
     makers = (_manifest, _collective, _part, _prototxt, _yaml, _condition, _multi_slot, _criteo)
-    others = [make(folder) for make in (*makers, _compressed, _addresses, _sizes, _terminal)]
+    others = [make(folder) for make in (*makers, _compressed, _addresses, _sizes, _terminal, _log)]
     return [wire_target(), server_target(), *others]
 
 
@@ -93,6 +94,29 @@ def _part(folder: Path) -> Target:
 
     tokens = [b'"dtype":"F32"', b'"shape":[1,2]', b'"data_offsets":[0,8]', b"U64"]
     return Target("part file", run, [whole], [part_file], tokens)
+
+
+# The log of a server
+
+
+def _log(folder: Path) -> Target:
+    """The first frame of an entry, behind it those that it announces; and a file of records as it is."""
+    effects = log_entry.Effects(
+        [log_entry.NotedTable(7, b"x" * 8)], token=3, refused=log_entry.Refused(*[1] * 5, "", "")
+    )
+    entry = log_entry.Entry(1, 5, 1, 9, 0.5, 0.0, 2, b"peer", effects, [b"abcd"])
+    head = bytes(log_entry.encode_entry(entry)[0])
+    whole = b"".join(bytes(buffer) for buffer in log_records.record_of(log_entry.encode_entry(entry)))
+
+    def run(data: bytes) -> None:
+        for frames in log_records.Records(memoryview(data), "log"):
+            log_entry.decode_entry(frames)
+        lengths = log_entry.lengths_in(memoryview(data))
+        found = log_entry.decode_entry([data, *(bytes(min(length, 1 << 10)) for length in lengths)])
+        for written in found.effects.tables:
+            log_entry.noted_of(written)
+
+    return Target("log", run, [head, whole, whole + whole], [log_entry, log_records], [b"TFL1"])
 
 
 # Settings

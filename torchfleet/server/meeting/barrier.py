@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from types import MappingProxyType
+from typing import Any
 
 from torchfleet.errors import BarrierError, FleetError, WorkerMissing
+from torchfleet.net.packed import pack_request, unpack_request
 from torchfleet.net.request import Request
 
 MAX_NAMES = 1024
@@ -114,6 +116,22 @@ class Barriers:
     def end_all_by_name(self, error: FleetError) -> list[tuple[str, Request, FleetError]]:
         meetings, self._meetings = self._meetings, {}
         return [(name, request, error) for name, meeting in meetings.items() for request in meeting.waiting.values()]
+
+    def export(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        meetings = {
+            name: [m.num_workers, m.deadline, m.timeout, m.first, {w: pack_request(r) for w, r in m.waiting.items()}]
+            for name, m in self._meetings.items()
+        }
+        return {"left": sorted(self._left), "meetings": meetings}
+
+    def restore(self, kept: dict[str, Any]) -> None:
+        """What `export` gave."""
+        self._left = set(kept["left"])
+        self._meetings = {
+            name: Meeting(num, deadline, timeout, {w: unpack_request(r) for w, r in waiting.items()}, first)
+            for name, (num, deadline, timeout, first, waiting) in kept["meetings"].items()
+        }
 
     def _open(self, name: str) -> list[Request]:
         meeting = self._meetings[name]

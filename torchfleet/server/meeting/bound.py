@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from torchfleet.errors import WireError
+from torchfleet.net.packed import pack_request, unpack_request
 from torchfleet.net.request import Request
 
 
@@ -27,9 +29,9 @@ class Bound:
         """The worker gets values to compute with. If it has some, this is a repeat, and the first answer may stand."""
         self._taken.setdefault(worker, self._num_applied)
 
-    def release(self, worker: int) -> None:
-        """The worker computes nothing now: nobody waits for it."""
-        self._taken.pop(worker, None)
+    def release(self, worker: int) -> bool:
+        """The worker computes nothing now: nobody waits for it. Returns whether it did."""
+        return self._taken.pop(worker, None) is not None
 
     def leave(self, worker: int) -> Request | None:
         """The worker is gone. Returns its push, if that still waits: it is not going to be applied."""
@@ -74,6 +76,16 @@ class Bound:
     def slow(self) -> list[int]:
         """The workers that others wait for, the one with the oldest values first."""
         return sorted(set(self._taken) - set(self._waiting), key=lambda worker: self._taken[worker])
+
+    def export(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        waiting = {worker: pack_request(request) for worker, request in self._waiting.items()}
+        return {"limit": self.limit, "applied": self._num_applied, "taken": self._taken, "waiting": waiting}
+
+    def restore(self, kept: dict[str, Any]) -> None:
+        """What `export` gave."""
+        self.limit, self._num_applied, self._taken = kept["limit"], kept["applied"], dict(kept["taken"])
+        self._waiting = {worker: unpack_request(request) for worker, request in kept["waiting"].items()}
 
     def _next(self) -> int | None:
         by_age = sorted(self._waiting, key=lambda worker: self._taken.get(worker, self._num_applied))

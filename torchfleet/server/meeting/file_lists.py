@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -51,6 +53,25 @@ class Pass:
     def is_over(self) -> bool:
         return self.num_done == len(self.files)
 
+    def export(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        holders = {c: [h.worker, h.heard, h.lease, sorted(h.files), h.answered] for c, h in self.holders.items()}
+        return {
+            "files": sorted(self.files), "waiting": list(self.waiting), "holders": holders, "num_done": self.num_done,
+            "wishes": self.wishes, "former": sorted(self.former),
+        }  # fmt: skip
+
+    @classmethod
+    def restored(cls, kept: dict[str, Any]) -> Pass:
+        """What `export` gave."""
+        holders = {
+            client: Holder(worker, heard, lease, set(files), (answered[0], answered[1], answered[2]))
+            for client, (worker, heard, lease, files, answered) in kept["holders"].items()
+        }
+        made = cls(frozenset(kept["files"]), deque(kept["waiting"]), holders, kept["num_done"], dict(kept["wishes"]))
+        made.former = set(kept["former"])
+        return made
+
     def give_up(self, client: int) -> None:
         """What it held is for others, first of all."""
         holder = self.holders.pop(client)
@@ -63,7 +84,7 @@ class FileLists:
     def __init__(self) -> None:
         self._passes: OrderedDict[tuple[str, int], Pass | int] = (
             OrderedDict()
-        )  # of those that are over a hash of the list
+        )  # of those that are over a digest of the list
         self._first: dict[str, int] = {}  # by name: all passes before this one are over, or were left by all
 
     def ask(self, client: int, worker: int, body: FilesBody, now: float, hold: object = None) -> tuple[str, str]:
@@ -80,7 +101,7 @@ class FileLists:
             raise DataError(f"file list '{body.name}', pass {body.number}: not known to this server; was it restarted?")
         current = self._passes[place]
         if isinstance(current, int):
-            if body.files and hash(frozenset(body.files)) != current:
+            if body.files and _digest(body.files) != current:
                 raise DataError(
                     f"file list '{body.name}': pass {body.number} is over, and was over other files. {_NAMES}"
                 )
@@ -98,7 +119,7 @@ class FileLists:
             holder.files.discard(path)
         answer = self._next(current, holder, client, body.take) if body.take else ("", "")
         if current.is_over:
-            self._passes[place] = hash(current.files)
+            self._passes[place] = _digest(current.files)
         return answer
 
     def leave(self, worker: int) -> None:
@@ -107,11 +128,27 @@ class FileLists:
                 if isinstance(current, Pass) and holder.worker == worker:
                     current.give_up(client)
 
-    def expire(self, now: float) -> None:
+    def expire(self, now: float) -> bool:
+        """Give up workers that were silent for too long; returns whether there is one."""
+        is_any = False
         for current in self._passes.values():
             for client, holder in list(current.holders.items()) if isinstance(current, Pass) else ():
                 if isinstance(current, Pass) and now > holder.heard + holder.lease:
                     current.give_up(client)
+                    is_any = True
+        return is_any
+
+    def export(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        passes = [[*place, p if isinstance(p, int) else p.export()] for place, p in self._passes.items()]
+        return {"passes": passes, "first": self._first}
+
+    def restore(self, kept: dict[str, Any]) -> None:
+        """What `export` gave."""
+        self._first = dict(kept["first"])
+        self._passes = OrderedDict(
+            ((name, number), p if isinstance(p, int) else Pass.restored(p)) for name, number, p in kept["passes"]
+        )
 
     def _open(self, place: tuple[str, int], files: list[str], hold: object) -> None:
         if len(set(files)) < len(files):
@@ -149,3 +186,11 @@ class FileLists:
             holder.answered = wish, "file", current.waiting.popleft()
             holder.files.add(holder.answered[2])
         return holder.answered[1:]
+
+
+def _digest(files: Iterable[str]) -> int:
+    """Of a list in any order. Not Python's hash(): it is salted per process, and a server may follow another."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(files):
+        digest.update(path.encode(errors="surrogatepass") + b"\0")
+    return int.from_bytes(digest.digest(), "little")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from torchfleet.errors import FleetError, TableError
+from torchfleet.net.packed import pack_answer, unpack_answer
 from torchfleet.net.request import Request
 from torchfleet.net.wire import Array
 from torchfleet.server.meeting.barrier import NOBODY, Barriers
@@ -79,6 +80,21 @@ class Gatherings:
     def end_all(self, error: FleetError) -> list[tuple[Request, FleetError]]:
         """As Barriers.end_all."""
         return self._give_up(self._barriers.end_all_by_name(error))
+
+    def export(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {
+            "barriers": self._barriers.export(),
+            "rounds": [[*place, *waits] for place, waits in self._rounds.items()],
+            "kept": [[client, number, pack_answer(answer)] for client, (number, answer, _) in self._kept.items()],
+        }
+
+    def restore(self, kept: dict[str, Any]) -> None:
+        """What `export` gave."""
+        self._barriers.restore(kept["barriers"])
+        self._rounds = {(name, worker): (client, number) for name, worker, client, number in kept["rounds"]}
+        answers = [(client, number, unpack_answer(packed)) for client, number, packed in kept["kept"]]
+        self._kept = OrderedDict((client, (number, found or [], None)) for client, number, found in answers)
 
     def _give_up(self, given_up: list[tuple[str, Request, FleetError]]) -> list[tuple[Request, FleetError]]:
         for name, request, error in given_up:

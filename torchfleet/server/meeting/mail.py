@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
+from torchfleet.net.packed import pack_arrays, unpack_arrays
 from torchfleet.net.wire import Array
 from torchfleet.server.meeting.presence import MAX_NAME
 
@@ -47,6 +48,9 @@ class Topic:
 
 class Mail:
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self._topics: OrderedDict[str, Topic] = OrderedDict()
         self.num_bytes = self.num_parcels = 0
         self._sent: Counter[int] = Counter()  # bytes that wait, by sender
@@ -86,6 +90,29 @@ class Mail:
             taken.append((number, parcel))
         return taken
 
+    def export(self) -> list[Any]:
+        """All of it as plain values."""
+        return [
+            [
+                name,
+                topic.opened_by,
+                [[to, n] for to, n in topic.sent.items()],
+                {to: [box.next_number, _packed(box)] for to, box in topic.boxes.items()},
+            ]
+            for name, topic in self._topics.items()
+        ]
+
+    def restore(self, kept: list[Any]) -> None:
+        """What `export` gave."""
+        self._begin()
+        for name, opened_by, sent, boxes in kept:
+            topic = self._topics[name] = Topic(opened_by, sent={(way[0], way[1]): n for way, n in sent})
+            for to, (next_number, parcels) in boxes.items():
+                box = topic.boxes[to] = Box(next_number=next_number)
+                for number, arrays, sender in parcels:
+                    box.parcels.append((number, unpack_arrays(arrays), sender))
+                    self._count(sender, _size(box.parcels[-1][1]), 1)
+
     def _count(self, sender: int, num_bytes: int, num_parcels: int) -> None:
         self.num_bytes += num_bytes
         self.num_parcels += num_parcels
@@ -105,6 +132,10 @@ class Mail:
         for box in self._topics.pop(oldest).boxes.values():
             for _, parcel, sender in box.parcels:
                 self._count(sender, -_size(parcel), -1)
+
+
+def _packed(box: Box) -> list[Any]:
+    return [[number, pack_arrays(parcel), sender] for number, parcel, sender in box.parcels]
 
 
 def _size(parcel: list[Array]) -> int:

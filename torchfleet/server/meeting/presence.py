@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -99,15 +99,19 @@ class Presence:
     def leave(self, worker: int) -> None:
         self._members.pop(worker, None)
 
-    def look(self, now: float) -> None:
-        """It is `now`. While the server itself did not look, it could not hear anybody: such time does not count."""
-        pause = now - self._looked
-        if pause > MAX_PAUSE:
-            if self.heard is not None:
-                self.heard = min(now, self.heard + pause)
-            for member in self._members.values():
-                member.heard = min(now, member.heard + pause)
-        self._looked = now
+    def pause(self, now: float) -> float:
+        """It is `now`. Returns how long the server itself did not look, and could not hear anybody; 0: hardly."""
+        pause, self._looked = now - self._looked, now
+        return pause if pause > MAX_PAUSE else 0.0
+
+    def forgive(self, pause: float, now: float) -> None:
+        """So much time does not count as anybody's silence."""
+        if not pause:
+            return
+        if self.heard is not None:
+            self.heard = min(now, self.heard + pause)
+        for member in self._members.values():
+            member.heard = min(now, member.heard + pause)
 
     def lost(self, now: float) -> dict[int, str]:
         """Workers that have ended or are silent: what to tell those who wait for them, by worker."""
@@ -146,6 +150,21 @@ class Presence:
     def sync_timeout(self) -> float | None:
         """How long a step of all workers may take; None if no worker has said it."""
         return min((member.body.sync_timeout for member in self._members.values()), default=None)
+
+    def export(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        members = {
+            worker: [msgspec.to_builtins(m.body), m.incarnation, m.heard, m.ended]
+            for worker, m in self._members.items()
+        }
+        return {"members": members, "heard": self.heard}
+
+    def restore(self, kept: dict[str, Any]) -> None:
+        """What `export` gave."""
+        self.heard = kept["heard"]
+        self._members = {
+            worker: Member(msgspec.convert(body, JoinBody), *rest) for worker, (body, *rest) in kept["members"].items()
+        }
 
     def describe(self, now: float) -> list[dict[str, object]]:
         """For statistics: each worker's number, place, seconds since it was last heard of, and how much it waits."""

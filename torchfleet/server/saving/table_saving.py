@@ -50,7 +50,8 @@ def save_in_slices(state: State, saving: LongRequest, body: SaveBody) -> Iterato
         folder = open_folder(state.save_roots, body.dirname, body.folder, body.token)
         writer = Writer(folder)
         steps, rows, now = {}, {}, state.clock.now
-        _begin(state, body)
+        if state.chain.attempt != body.token:  # a save that is made anew, after a restart, has begun
+            begin_save(state, body)
         for table in list(state.tables.values()):
             steps[table.spec.name] = table.step
             for file in _files(table, body.mode):
@@ -81,7 +82,7 @@ def _described(state: State, body: SaveBody, written: list[Part]) -> str:
     return f"{num:,} rows and the network to {body.dirname}, {body.folder} ({body.mode})"
 
 
-def _begin(state: State, body: SaveBody) -> None:
+def begin_save(state: State, body: SaveBody) -> None:
     """All tables at once: what changes from here on belongs to the next save. One for prediction is no part of it."""
     if not body.with_state:
         return

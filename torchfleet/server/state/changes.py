@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,12 @@ class Record:
             self.num_pending = len(self.pending[0])
             self.compact_at = max(1 << 16, 2 * self.num_pending)
 
+    @classmethod
+    def restored(cls, pending: bytes, sent: bytes) -> Record:
+        """Of keys as bytes."""
+        keys = np.frombuffer(pending, np.uint64)
+        return cls([keys], np.frombuffer(sent, np.uint64), len(keys), max(1 << 16, 2 * len(keys)))
+
 
 class Changes:
     """Per worker and table, the keys that others changed. A worker is known from its first call of `since` on."""
@@ -45,6 +52,23 @@ class Changes:
         for other, records in self._records.items():
             if other != worker and len(keys):
                 records.setdefault(table, Record()).note(held)
+
+    def export(self) -> list[Any]:
+        """All of it as plain values."""
+        return [
+            [
+                worker, self._numbers[worker], self._clients[worker],
+                {t: [np.concatenate([_NONE, *r.pending]).tobytes(), r.sent.tobytes()] for t, r in records.items()},
+            ]
+            for worker, records in self._records.items()
+        ]  # fmt: skip
+
+    def restore(self, kept: list[Any]) -> None:
+        """What `export` gave."""
+        self._records, self._numbers, self._clients = {}, {}, {}
+        for worker, number, client, records in kept:
+            self._numbers[worker], self._clients[worker] = number, client
+            self._records[worker] = {t: Record.restored(*keys) for t, keys in records.items()}
 
     def since(
         self, worker: int, received: int, most: dict[int, int], client: int = 0

@@ -15,6 +15,21 @@ class Schedule:
     def __init__(self) -> None:
         self._periods: dict[int, int] = {}  # by table
 
+    def export(self) -> dict[int, int]:
+        """As plain values."""
+        return dict(self._periods)
+
+    def restore(self, kept: dict[int, int]) -> None:
+        """What `export` gave."""
+        self._periods = dict(kept)
+
+    def is_news(self, tables: Iterable[Table], now: int) -> bool:
+        """Whether `note` would have anything to note."""
+        every = ((table.spec.number, table.spec.shrink.every_hours) for table in tables)
+        return any(
+            hours is not None and self._periods.get(number) != int(now // (hours * HOUR)) for number, hours in every
+        )
+
     def note(self, tables: Iterable[Table], now: int) -> list[Table]:
         """It is `now`: returns the tables that are to be shrunk."""
         due = []

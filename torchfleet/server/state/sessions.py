@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
 
 from torchfleet.errors import FleetError, ServerBusy, WireError
+from torchfleet.net.packed import error_of
 
 MAX_CLIENTS = 1 << 16  # far more than a fleet has, far less than memory
 MAX_AHEAD = 1 << 12  # a client's changes above its floor
@@ -20,6 +22,7 @@ FAIR_SHARE = MAX_OUTCOMES // MAX_CLIENTS  # outcomes that a client may have howe
 MAX_REASONS = 16  # texts of refused changes that are kept per client, the latest ones
 LEASE = 3600.0  # seconds; a client repeats a request for minutes
 _ALL_SETTLED = 1 << 64  # a floor above every number
+_HIGHEST = _ALL_SETTLED - 1  # stands for it where it is kept
 
 
 class Outcome(Enum):
@@ -118,6 +121,32 @@ class Sessions:
             self._keep(session, {})
             self._sessions.move_to_end(client, last=False)
 
+    def is_settled(self, client: int, sequence: int) -> bool:
+        """Whether this change has been answered, so that a repeat of it changes nothing."""
+        session = self._sessions.get(client)
+        if session is None:
+            return False
+        return sequence < session.floor or session.outcomes.get(sequence, Outcome.RUNNING) is not Outcome.RUNNING
+
+    def export(self) -> list[Any]:
+        """All of it as plain values, the client idle longest first."""
+        return [
+            [
+                client, s.worker, s.incarnation, s.heard, min(s.floor, _HIGHEST), s.reasons,
+                [[number, _packed(outcome)] for number, outcome in s.outcomes.items()],
+            ]
+            for client, s in self._sessions.items()
+        ]  # fmt: skip
+
+    def restore(self, kept: list[Any]) -> None:
+        """What `export` gave."""
+        self._sessions, self.num_outcomes = OrderedDict(), 0
+        for client, worker, incarnation, heard, floor, reasons, outcomes in kept:
+            session = self._sessions[client] = Session(worker, incarnation, heard, floor, reasons=list(reasons))
+            session.floor = _ALL_SETTLED if floor == _HIGHEST else floor
+            session.outcomes = {number: _unpacked(outcome) for number, outcome in outcomes}
+            self.num_outcomes += len(outcomes)
+
     def _make_room(self, now: float) -> None:
         while len(self._sessions) >= MAX_CLIENTS:
             client, longest = next(iter(self._sessions.items()))
@@ -143,3 +172,11 @@ class Sessions:
 
     def _drop(self, client: int) -> None:
         self.num_outcomes -= len(self._sessions.pop(client).outcomes)
+
+
+def _packed(outcome: Outcome | FleetError) -> str | list[str]:
+    return outcome.value if isinstance(outcome, Outcome) else [type(outcome).__name__, str(outcome)]
+
+
+def _unpacked(kept: Any) -> Outcome | FleetError:
+    return Outcome(kept) if isinstance(kept, str) else error_of(kept[0], kept[1])

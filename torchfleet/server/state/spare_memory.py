@@ -17,12 +17,13 @@ class SpareMemory:
         self._reserve = min(MOST, int(physical_bytes() * SHARE))
         self._looked_at = -PAUSE
         self._left: int | None = None
+        self.is_lenient = False  # nobody is refused
 
     def check(self, now: float) -> None:
         """Raise TableError if there is no memory for new rows. A system that does not say what is left is believed."""
         if now - self._looked_at >= PAUSE:
             self._left, self._looked_at = memory_left(), now
-        if self._left is not None and self._left < self._reserve:
+        if self._left is not None and self._left < self._reserve and not self.is_lenient:
             raise TableError(
                 f"{self._left:,} bytes of memory are left on this machine or in its container, and {self._reserve:,} "
                 "are kept free: no new rows. Use more servers or memory, evict (fleet.shrink), or admit fewer keys."

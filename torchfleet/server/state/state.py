@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from torchfleet.errors import CheckpointError, FleetError, TableError
+from torchfleet.errors import CheckpointError, FleetError, ServerBusy, TableError
 from torchfleet.net.request import Request
 from torchfleet.net.wire import Array
 from torchfleet.server.meeting.barrier import Barriers
@@ -22,7 +22,7 @@ from torchfleet.server.state.long_pulls import LongPulls
 from torchfleet.server.state.loop_load import LoopLoad
 from torchfleet.server.state.refusals import Refusals
 from torchfleet.server.state.schedule import Schedule
-from torchfleet.server.state.sessions import Sessions
+from torchfleet.server.state.sessions import Outcome, Sessions
 from torchfleet.server.state.spare_memory import SpareMemory
 from torchfleet.tables.kinds import make_table
 from torchfleet.tables.settings.clock import Clock
@@ -38,12 +38,19 @@ def _nothing(text: str) -> None:
     pass
 
 
+def _monotonic() -> float:
+    return time.monotonic()
+
+
 @dataclass
 class LongRequest:
     """A request that is worked on in slices, or done: who is to be told, and what."""
 
     request: Request
     result: Answer | FleetError | None = None
+    work: Iterator[bool] | None = None  # until there is a result
+    due: list[int] = field(default_factory=list)  # of a new time: the tables that are shrunk for it, by number
+    dropped: dict[str, int] = field(default_factory=dict)  # of a shrink: rows so far, by table
 
 
 @dataclass
@@ -103,11 +110,16 @@ class State:
     num_errors: int = 0
     is_stopping: bool = False
     model: str = ""  # the saved model that was loaded
+    now: Callable[[], float] = _monotonic  # the time that the server goes by
     started: float = field(default_factory=time.monotonic)
     say: Callable[[str], None] = _nothing  # a line for the server's log; one within a worker has none
 
     def finish(self, request: Request, result: Answer | FleetError) -> None:
-        """Answer a request that was told to wait."""
+        """Answer a request, now or after it was told to wait. What became of a change is settled with that."""
+        message = request.message
+        if message.sequence and not isinstance(result, ServerBusy):
+            outcome = result if isinstance(result, FleetError) else Outcome.APPLIED
+            self.sessions.settle(message.client, message.sequence, outcome)
         self.finished.append((request, result))
 
     def add_table(self, spec: TableSpec) -> None:

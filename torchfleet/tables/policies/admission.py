@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from torchfleet.errors import TableError
 from torchfleet.kernels import key_hashes as kernels
+from torchfleet.tables.policies.decisions import Decisions
 from torchfleet.tables.policies.window_sketch import WindowSketch
 from torchfleet.tables.rows.keymap import KeyMap, Keys, Rows
 from torchfleet.tables.rows.row_statistics import Columns, Statistics, candidate_columns
@@ -83,8 +84,8 @@ class Candidates:
 class Admission:
     """The gate of a table whose entry does not let every key in at once."""
 
-    def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock) -> None:
-        self._name, self._entry, self._clock = spec.name, spec.entry, clock
+    def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock, decisions: Decisions) -> None:
+        self._name, self._entry, self._clock, self._decisions = spec.name, spec.entry, clock, decisions
         self.candidates = Candidates(spec, max_bytes) if candidate_columns(spec) else None
         self._predicate = parse(spec.entry.predicate, ADMISSION_NAMES) if spec.entry.predicate else None
         self.sketch: WindowSketch | None = None
@@ -129,9 +130,14 @@ class Admission:
         is_due = np.ones(len(keys), np.bool_)
         if self.sketch is not None:
             is_due = self.sketch.count(keys, now) >= self._entry.window_count
+        if self._decisions.followed is not None:
+            is_due = self._decisions.chosen(keys)
         if self.candidates is None or not len(keys):
-            return keys[is_due], None
-        return self._admit_counted(self.candidates, keys, now, is_due)
+            admitted, columns = keys[is_due], None
+        else:
+            admitted, columns = self._admit_counted(self.candidates, keys, now, is_due)
+        self._decisions.note("let_in", admitted, columns)
+        return admitted, columns
 
     def add(self, keys: Keys, pushed: npt.NDArray[np.float32]) -> None:
         """Show, click and slot of keys that have no row."""
@@ -147,12 +153,16 @@ class Admission:
         at = candidates.locate(keys, now)
         columns = candidates.statistics.read(at)
         columns["count"] = columns["count"] + np.uint32(1)
-        is_in = is_due & (columns["count"] >= self._entry.count)
-        if self._predicate is not None:
-            is_in &= self._predicate(candidates.statistics.values(columns, now))
+        is_in = is_due
+        if self._decisions.followed is None:
+            is_in = is_due & (columns["count"] >= self._entry.count)
+            if self._predicate is not None:
+                is_in &= self._predicate(candidates.statistics.values(columns, now))
         waiting = at[~is_in]
         candidates.statistics.appear(waiting, now, 0)
         candidates.mark(waiting)
         admitted = keys[is_in]
         candidates.erase(admitted)
+        if self._decisions.followed is not None:
+            return admitted, self._decisions.carried(admitted)
         return admitted, {name: values[is_in] for name, values in columns.items() if name not in ("count", "born")}

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from torchfleet.errors import TableError
 from torchfleet.kernels.key_hashes import hashes as hashes_of
 from torchfleet.kernels.statistics import NEVER
+from torchfleet.tables.policies.decisions import Decisions
 from torchfleet.tables.rows.keymap import KeyMap, Keys, Rows
 from torchfleet.tables.rows.keyrange import KeyRange
 from torchfleet.tables.rows.packed_map import PackedMap
@@ -50,6 +51,7 @@ class EvictableRows(Protocol):
     index: KeyMap | KeyRange | PackedMap
     statistics: Statistics | None
     num_evicted: int
+    decisions: Decisions
 
     def drop(self, keys: Keys, at: Rows) -> int:
         """Erase keys that are known to be in these rows."""
@@ -71,6 +73,8 @@ class Capacity:
         """Drop as many rows as it takes for so many new ones to fit. `in_use`: rows that stay (negative: none)."""
         table = self._table
         assert isinstance(table.index, KeyMap)
+        if table.decisions.followed is not None:
+            return
         excess = table.index.num_keys + num_new - self.max_rows
         if excess <= 0:
             return
@@ -105,7 +109,9 @@ class Capacity:
             self._hand = stop if stop < num_rows else 0
             if self._cut >= oldest_in_use:
                 old = old[~np.isin(old, in_use)]
-            table.drop(table.index.keys_of(old), old)
+            keys = table.index.keys_of(old)
+            table.decisions.note("dropped", keys)
+            table.drop(keys, old)
             table.num_evicted += len(old)
             excess -= len(old)
 

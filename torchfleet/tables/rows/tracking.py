@@ -113,6 +113,11 @@ class Tracking:
         return self._under_way.gone.distinct()
 
     @property
+    def gone_since(self) -> Keys:
+        """The same for the save after it, so far."""
+        return self._current.gone.distinct()
+
+    @property
     def num_bytes(self) -> int:
         """Bytes in use, but for the rounding to whole huge pages."""
         return self._current.num_bytes + self._under_way.num_bytes
@@ -150,3 +155,8 @@ class PackedTracking:
     def gone(self) -> Keys:
         """Distinct keys that the save under way must write as gone, see Tracking.gone."""
         return self._under_way.distinct()
+
+    @property
+    def gone_since(self) -> Keys:
+        """The same for the save after it, so far."""
+        return self._current.distinct()

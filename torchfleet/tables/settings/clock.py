@@ -20,6 +20,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._set: int | None = None
+        self._frozen: int | None = None
         self._anchor, self._counted = time.time(), _count()
         self._has_told = False
 
@@ -27,6 +28,15 @@ class Clock:
     def now(self) -> int:
         if self._set is not None:
             return self._set
+        return self.measured() if self._frozen is None else self._frozen
+
+    def freeze(self, seconds: int | None) -> None:
+        """Unless a job sets it, it is this late, until the next call; None: as late as the machine says. A request that
+        is applied again on another server finds the time that it found on the first."""
+        self._frozen = seconds
+
+    def measured(self) -> int:
+        """What the machine says, whatever was set."""
         steady, wall = self._anchor + (_count() - self._counted), time.time()
         if abs(wall - steady) <= MAX_STEP:
             self._anchor, self._counted, self._has_told = wall, _count(), False
@@ -39,6 +49,11 @@ class Clock:
                 "is called."
             )
         return int(steady)
+
+    @property
+    def given(self) -> int | None:
+        """What a job says it is; None: it says nothing."""
+        return self._set
 
     @property
     def is_set(self) -> bool:

@@ -10,6 +10,8 @@ from typing import Any
 
 from torchfleet import errors
 from torchfleet.errors import FleetError, ServerBusy, ServerError, ServerRestarted, ServerUnreachable, WireError
+from torchfleet.monitor.notices import tell
+from torchfleet.net.replica_channels import ReplicaChannels
 from torchfleet.net.transport import Channel
 from torchfleet.net.wire import ERROR, Array, Command, Frame, Message, Role, decode_reply, encode, unpack
 
@@ -17,6 +19,8 @@ DEFAULT_WINDOW = 8
 MAX_AHEAD = 1 << 10  # changes above the oldest without an answer; a server remembers four times as many
 BUSY_PAUSE = 0.25  # seconds before a request is sent again that a server was too busy for; twice as long every time
 MAX_BUSY_PAUSE = 2.0
+FIRST_PAUSE = 2.0  # seconds before a request is sent again to a server that may be away; then twice as long
+TOLD_AT = 3  # attempts after which it is said on the screen that a server is away
 AWAY = 2.0  # seconds without a look at the channel; in what is longer nobody listened, and it is not a server's silence
 
 _incarnations: dict[int, int] = {}  # by pid: a forked child is a process of its own
@@ -36,9 +40,12 @@ class Patience:
 
     timeout: float = 30.0
     retries: int = 3
+    pause: float | None = None  # a server may be away and come back: sent again after at most so long, to the end
 
     def resend_at(self, sent: float, attempt: int, timeout: float) -> float:
         """When to send for the attempt after number `attempt` (1, 2, ...), for a request first sent at `sent`."""
+        if self.pause is not None:
+            return sent + min(timeout, sum(min(self.pause, FIRST_PAUSE * 2.0**i) for i in range(attempt)))
         if attempt > self.retries:
             return sent + timeout
         return sent + timeout * ((1 << attempt) - 1) / ((1 << (self.retries + 1)) - 1)
@@ -82,6 +89,7 @@ class Connection:
         """`process`: the number of the worker's process, if it is not this one."""
         self._process = incarnation() if process is None else process
         self.name, self._channel, self._patience, self._window = name, channel, patience, window
+        self._replicas = channel if isinstance(channel, ReplicaChannels) else None
         self._worker, self._role = worker, role
         self._client = secrets.randbits(63) | 1
         self._next_call = self._next_sequence = 1
@@ -150,6 +158,8 @@ class Connection:
     def _send(self, call: Call) -> None:
         # The floor tells the server what it need not remember any longer: all changes below it are settled.
         call.message.floor = self._floor()
+        if self._replicas is not None:
+            call.message.shard, call.message.term = self._replicas.shard, self._replicas.term
         frames = encode(call.message)
         while not self._channel.send(frames) and not call.is_done:
             self._work()
@@ -165,6 +175,8 @@ class Connection:
         while frames is not None:
             self._take(frames)
             frames = self._channel.receive(0.0)
+        if self._replicas is not None and self._replicas.take_move():
+            self._send_again(list(self._calls.values()), self._channel.now())  # the primary may know of none of them
         self._look_at_clock(self._notice_absence())
 
     def _notice_absence(self) -> float:
@@ -238,18 +250,26 @@ class Connection:
             elif call.refused is None:
                 call.attempt += 1
                 call.resend_at = self._patience.resend_at(call.started, call.attempt, call.timeout)
+                if self._patience.pause is not None and call.attempt == TOLD_AT:
+                    self._tell_of_absence(call, now)
         again = [call for call in late if not call.is_done]
         if any(call.refused is None for call in again):
             # A connection that lost one message is not trusted with the others: a new one, and all of them again.
             self._channel.reconnect()
             again = list(self._calls.values())
-        for call in again:
+        self._send_again(again, now)
+
+    def _send_again(self, calls: Sequence[Call], now: float) -> None:
+        for call in calls:
             self.num_retries += 1
             if not call.is_done:
-                self._send_again(call, now)
+                if call.refused is not None:
+                    call.refused = None
+                    call.resend_at = self._patience.resend_at(now, 1, max(0.0, call.started + call.timeout - now))
+                self._send(call)
 
-    def _send_again(self, call: Call, now: float) -> None:
-        if call.refused is not None:
-            call.refused = None
-            call.resend_at = self._patience.resend_at(now, 1, max(0.0, call.started + call.timeout - now))
-        self._send(call)
+    def _tell_of_absence(self, call: Call, now: float) -> None:
+        tell(
+            f"torchfleet: {self.name} has given no answer to {Command(call.command).name} for "
+            f"{now - call.started:.0f} s. It may be starting again from its log: waiting up to {call.timeout:g} s."
+        )

@@ -57,7 +57,8 @@ class Requests:
         """A client of servers at addresses that net/addresses.py knows: tcp:// or ipc://."""
         role = options.get("role", Role.FIRST_WORKER)
         names = [f"server {i} ({endpoint})" for i, endpoint in enumerate(endpoints)]
-        return cls([addresses.connect(endpoint, keys, role) for endpoint in endpoints], names=names, **options)
+        channels = [addresses.connect(endpoint, keys, role, shard) for shard, endpoint in enumerate(endpoints)]
+        return cls(channels, names=names, **options)
 
     @property
     def num_servers(self) -> int:

@@ -1,0 +1,46 @@
+"""One replica of a server as a process without torch; started by benchmarks.takeover."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import sys
+
+from torchfleet.coordination.coordinators import make_coordinator
+from torchfleet.net import addresses
+from torchfleet.net.transport import Channel
+from torchfleet.net.wire import Role
+from torchfleet.server.replicas.between import Identity
+from torchfleet.server.replicas.replica import Replica
+from torchfleet.server.server import Server
+from torchfleet.server.server_log import speaker
+from torchfleet.server.warm import warm_up
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--places", required=True, help="tcp://... of all replicas, separated by |")
+    parser.add_argument("--replica", type=int, required=True)
+    parser.add_argument("--restart", type=int, default=0)
+    parser.add_argument("--coordinator", required=True)
+    options = parser.parse_args()
+    places = options.places.split("|")
+
+    def connect(replica: int) -> Channel:
+        return addresses.connect(places[replica], None, Role.SERVER)
+
+    server = Server()
+    warm_up()
+    listener = addresses.listen(places[options.replica])
+    server.state.say = speaker(f"replica {options.replica}")
+    own = Identity(0, options.replica, options.restart, secrets.randbits(63) | 1)
+    replica = Replica(server, own, make_coordinator(options.coordinator), connect)
+    replica.begin()
+    listener.serve(replica, lambda: replica.is_stopping)
+    replica.end()
+    listener.close()
+    return 1 if replica.deposed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

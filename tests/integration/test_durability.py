@@ -1,0 +1,107 @@
+"""Servers that keep a log are killed in the middle of training: nothing is lost, nothing is made twice."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.scripts.launching import forked_fleetrun, run_dir
+
+from torchfleet.net.sockets import SocketChannel
+from torchfleet.net.wire import Role
+from torchfleet.server.process import ServerProcess
+from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.worker.client.client import Client
+from torchfleet.worker.client.connection import Patience
+
+SCRIPT = str(Path(__file__).parents[1] / "support" / "scripts" / "durable_job.py")
+ROOT = str(Path(__file__).parents[2])
+JOB = ("--server_num", "2", "--worker_num", "2", "--durability", "log", "--max_restart", "4")
+
+
+def result(log_dir: Path, name: str, mode: str, kills: tuple[int, ...]) -> str:
+    """What the job prints at its end, if these servers are killed on the way."""
+    arguments = (
+        "--mode",
+        mode,
+        "--steps",
+        "80",
+        "--pause",
+        "0.01",
+        "--save",
+        "25",
+        "--save_to",
+        str(log_dir / "model"),
+    )
+    with forked_fleetrun(log_dir, *JOB, SCRIPT, *arguments, PYTHONPATH=ROOT) as job:
+        for number, server in enumerate(kills):
+            job.wait_for(f"worker 0 has made step {10 + 30 * number}")
+            os.kill(job.pid("SERVER", server), signal.SIGKILL)
+        assert job.wait() == 0, job.output
+        assert job.output.count("starting it again from its log") == len(kills)
+        found = re.search(rf"{name}: (\S+)", job.output)
+    assert found
+    assert not (run_dir(log_dir) / "server_state").exists()  # nobody could go on from it
+    return found[1]
+
+
+def test_async_training_loses_and_doubles_no_step_when_servers_are_killed(tmp_path: Path) -> None:
+    assert result(tmp_path, "steps counted", "async", (0, 1)) == "160"
+
+
+@pytest.mark.slow
+def test_sync_training_with_killed_servers_equals_the_undisturbed_run_bit_for_bit(tmp_path: Path) -> None:
+    plain = result(tmp_path / "plain", "digest", "sync", ())
+    assert result(tmp_path / "killed", "digest", "sync", (0, 1)) == plain
+
+
+def test_a_server_that_is_killed_under_load_goes_on_under_its_identity(tmp_path: Path) -> None:
+    """Two clients count up rows while it is killed twice: every answer that they got stands, and no more."""
+    options = ("--durability", "log", "--log_store", str(tmp_path))
+    spec = TableSpec("rows", dim=2, rule=Rule(lr=1.0), initializer=Initializer("constant", 0.0))
+    server = ServerProcess("tcp://127.0.0.1:0", *options)
+    endpoint, num_pushes, keys = server.endpoint, [0, 0], np.arange(50, dtype=np.uint64)
+    is_over = threading.Event()
+
+    def push(number: int) -> None:
+        channel = SocketChannel(endpoint, None, Role.FIRST_WORKER)
+        with Client([channel], worker=number, patience=Patience(60.0, 3, 0.5)) as client:
+            client.create_table(spec)
+            while not is_over.is_set():
+                client.push("rows", keys, np.ones((50, 2), np.float32)).result()
+                num_pushes[number] += 1
+
+    threads = [threading.Thread(target=push, args=(number,)) for number in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        for kill in range(2):
+            _wait_for(num_pushes, sum(num_pushes) + 30)
+            server.kill()
+            server.close()
+            server = ServerProcess(endpoint, *options)
+            _wait_for(num_pushes, sum(num_pushes) + 30 * (kill + 1))
+        is_over.set()
+        for thread in threads:
+            thread.join(60)
+        with Client([SocketChannel(endpoint)]) as client:
+            client.attach(spec)
+            rows = client.pull("rows", keys, create=False).result()
+        assert np.array_equal(rows, np.full((50, 2), -float(sum(num_pushes)), np.float32))
+    finally:
+        is_over.set()
+        server.close()
+
+
+def _wait_for(counts: list[int], least: int) -> None:
+    event = threading.Event()
+    for _ in range(6000):
+        if sum(counts) >= least:
+            return
+        event.wait(0.01)
+    raise AssertionError(f"{sum(counts)} pushes after a minute, expected {least}")

@@ -1,0 +1,158 @@
+"""A disk in virtual time, under the real log: slow, full, torn where a process was killed, cut where power was lost.
+
+The log writes real files in a folder. Its thread is an actor, and its calls of the system go through here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from support.faults.virtual_world import Actor, World
+
+from torchfleet.net.wire import Frame
+from torchfleet.server.log import log_folder, log_writer
+
+
+class Disk:
+    """Where one server's log is. `has_power_cuts`: what was not synced when the server crashes may be gone."""
+
+    def __init__(self, world: World, folder: Path, has_power_cuts: bool) -> None:
+        self._world, self.folder, self.has_power_cuts = world, folder, has_power_cuts
+        self.delay = 0.002  # seconds, the mean
+        self.full_until = 0.0
+        self.num_writes = 0
+        self._synced: dict[str, bytes] = {}  # by file: what is on the disk for good
+        self.writers: list[Actor] = []
+
+    def write(self, file: int, buffers: Sequence[Frame], at: int) -> int:
+        """As os.pwritev, in two parts: between them the process may be killed."""
+        self._wait()
+        if self._world.now < self.full_until:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        data = b"".join(bytes(memoryview(frame).cast("B")) for frame in buffers if memoryview(frame).nbytes)
+        half = self._world.dice.randint(0, len(data))
+        os.pwrite(file, data[:half], at)
+        self._wait()
+        os.pwrite(file, data[half:], at + half)
+        self.num_writes += 1
+        return len(data)
+
+    def sync(self, file: int) -> None:
+        """As os.fdatasync."""
+        path = os.readlink(f"/proc/self/fd/{file}")
+        size = os.fstat(file).st_size
+        self._wait()
+        self._synced[path] = Path(path).read_bytes()[:size]
+
+    def crash(self) -> None:
+        """The process is gone, and with a power cut some of what was not synced: all of it, or from some byte on."""
+        for writer in self.writers:
+            writer.end()
+        self.writers.clear()
+        if not self.has_power_cuts:
+            return
+        for path in sorted(self.folder.glob("segment-*")):
+            held, synced = path.read_bytes(), self._synced.get(str(path), b"")
+            if held[: len(synced)] == synced:
+                path.write_bytes(held[: self._world.dice.randint(len(synced), len(held))])
+            self._synced[str(path)] = path.read_bytes()
+
+    def _wait(self) -> None:
+        self._world.sleep(self._world.dice.expovariate(1 / self.delay))
+
+
+class VirtualCondition:
+    """As threading.Condition, among actors: there is nothing to lock, as one runs at a time."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._waiting: Actor | None = None
+
+    def __enter__(self) -> VirtualCondition:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def wait(self, timeout: float | None = None) -> None:
+        assert self._world.current is not None
+        self._waiting = self._world.current
+        self._waiting.wait(1e6 if timeout is None else timeout)
+
+    def notify(self) -> None:
+        if self._waiting is not None:
+            self._waiting.wake()
+
+
+class VirtualThreads:
+    """As BackgroundThreads, of one thread."""
+
+    def __init__(self, world: World, disk: Disk, work: Callable[[], None]) -> None:
+        self._world, self._disk, self._work = world, disk, work
+        self._actor: Actor | None = None
+
+    @property
+    def error(self) -> BaseException | None:
+        return None if self._actor is None else self._actor.error
+
+    def start(self) -> None:
+        self._actor = Actor(self._world, "log", self._work)
+        self._disk.writers.append(self._actor)
+
+    def join(self) -> None:
+        while self._actor is not None and not self._actor.has_ended:
+            self._world.sleep(0.01)
+
+
+class Disks:
+    """All disks of a schedule. While attached, what the log asks of the system goes to the disk it belongs to."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._disks: list[Disk] = []
+
+    def add(self, folder: Path, has_power_cuts: bool) -> Disk:
+        self._disks.append(Disk(self._world, folder, has_power_cuts))
+        return self._disks[-1]
+
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
+        world = self._world
+
+        def threads(works: Sequence[Callable[[], None]], name: str) -> VirtualThreads:
+            return VirtualThreads(world, self._of(works[0].__self__._folder.path), works[0])  # type: ignore[attr-defined]
+
+        system = _Names(os, pwritev=self._write, fdatasync=self._sync, fsync=lambda file: None)
+        locks = _Names(log_writer.threading, Condition=lambda: VirtualCondition(world))
+        with (
+            mock.patch.object(log_folder, "os", system),
+            mock.patch.object(log_writer, "threading", locks),
+            mock.patch.object(log_writer, "BackgroundThreads", threads),
+        ):
+            yield
+
+    def _of(self, path: Path) -> Disk:
+        return next(disk for disk in self._disks if disk.folder == path or disk.folder in path.parents)
+
+    def _write(self, file: int, buffers: Sequence[Frame], at: int) -> int:
+        return self._of(Path(os.readlink(f"/proc/self/fd/{file}"))).write(file, buffers, at)
+
+    def _sync(self, file: int) -> None:
+        self._of(Path(os.readlink(f"/proc/self/fd/{file}"))).sync(file)
+
+
+class _Names:
+    """A module with some names replaced."""
+
+    def __init__(self, module: Any, **replaced: Any) -> None:
+        self._module = module
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

@@ -1,0 +1,150 @@
+"""Servers with logs on simulated disks: killed, cut off from power, and started again from what the disk has kept."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+from unittest import mock
+
+from support.faults.disks import Disks
+from support.faults.history import Violation, expect
+from support.faults.nodes import Node
+from support.faults.same_state import check_same
+from support.faults.setting import Fleet, Setting
+
+from torchfleet.errors import LogError
+from torchfleet.server.log.durable_server import Durability, DurableServer, begin_log, go_on
+from torchfleet.server.log.log_records import Records
+from torchfleet.server.log.logged_server import LoggedServer
+from torchfleet.server.server import Server
+
+FAST_FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def _clock() -> float:
+    return time.monotonic()  # as it is when it is asked: the name may stand for another clock by then
+
+
+CLOCK_DEFAULTS = (0, 0, None, _clock)  # of LoggedServer
+
+
+class LoggedNode(Node):
+    """A server's process, and the disk that outlives it."""
+
+    def __init__(self, fleet: LoggedFleet, name: str, skew: float) -> None:
+        self.fleet = fleet
+        path = Path(fleet.folder) / name
+        self.disk = fleet.disks.add(path, fleet.has_power_cuts)
+        super().__init__(fleet.setting.doors, name, self._make_durable, skew)
+
+    def _make_durable(self) -> DurableServer:
+        fsync_ms = 0.0 if self.fleet.has_power_cuts else 10.0
+        server, durability = self.fleet.make_server(), Durability(self.disk.folder, fsync_ms)
+        made = go_on(server, durability, lambda text: None) or begin_log(server, durability)
+        ring = made.wake
+        made._writer._wake = lambda: (ring(), self.world.after(0.0, self.poke))
+        return made
+
+    def crash(self) -> None:
+        handler = self.handler
+        super().crash()
+        self.disk.crash()
+        if handler is not None:  # as the system does at the end of a process
+            handler._folder.close()
+            os.close(handler._bell)
+
+    def freeze(self, seconds: float) -> None:
+        super().freeze(seconds)
+        for writer in self.disk.writers:
+            writer.freeze(seconds)
+
+
+class LoggedFleet(Fleet):
+    """`--durability log`."""
+
+    can_crash = True
+    nodes: list[LoggedNode]
+
+    def __init__(self, setting: Setting) -> None:
+        self.has_power_cuts = setting.world.dice.random() < 0.5
+        self._held = tempfile.TemporaryDirectory(prefix="faults-", dir=FAST_FOLDER)
+        self.folder = self._held.name
+        self.disks = Disks(setting.world)
+        setting.stack.callback(self._held.cleanup)
+        setting.stack.enter_context(self.disks.attached())
+        setting.stack.enter_context(mock.patch.object(LoggedServer.__init__, "__defaults__", CLOCK_DEFAULTS))
+        super().__init__(setting)
+        setting.stack.callback(lambda: [node.crash() for node in self.nodes])
+
+    def make_node(self, shard: str, index: int) -> LoggedNode:
+        return LoggedNode(self, shard, 1000.0 * (index + 1))
+
+    def servers(self) -> list[Server]:
+        return [node.handler.server for node in self.nodes]
+
+    def disturb(self, dice: random.Random) -> None:
+        node = dice.choice(self.nodes)
+        (kind,) = dice.choices(["kill", "cut", "slow", "full"], (6, 2, 2, 1))
+        note = self.setting.history.note
+        if kind == "kill" and node.is_alive:
+            seconds = dice.choice([0.05, 0.5, 3.0])
+            node.when_it_serves(lambda: self._kill(node, seconds), dice.choice([0.0, 0.001, 0.01, 0.1]))
+        elif kind == "cut" and node.is_alive:
+            note(f"the log of {node.name} is cut")
+            with self.setting.world.on_machine(node.skew):
+                node.handler._cut()
+            if dice.random() < 0.5:
+                self.setting.world.after(dice.uniform(0.0, 0.02), lambda: self._kill(node, 0.5))
+        elif kind == "slow":
+            note(f"the disk of {node.name} becomes slow")
+            node.disk.delay = 0.3
+        else:
+            seconds = dice.choice([0.5, 4.0])
+            note(f"the disk of {node.name} is full for {seconds:g} s")
+            node.disk.full_until = self.setting.world.now + seconds
+
+    def _kill(self, node: LoggedNode, seconds: float) -> None:
+        if node.is_alive and self.setting.has_faults:
+            self.setting.history.note(f"{node.name} is killed, and started again {seconds:g} s later")
+            node.crash()
+            self.setting.world.after(seconds, lambda: self._revive(node))
+
+    def heal(self) -> None:
+        super().heal()
+        for node in self.nodes:
+            self._revive(node)
+            node.disk.delay, node.disk.full_until = 0.001, 0.0
+
+    def settle(self) -> None:
+        super().settle()
+        for node in self.nodes:
+            expect(node.handler.confirmed == node.handler.index, f"{node.name}: its last entries never become safe")
+
+    def restart_all(self) -> None:
+        """Whatever was promised is on the disks."""
+        for node in self.nodes:
+            before = node.handler.server
+            node.crash()
+            node.start()
+            check_same(node.name, node.handler.server, before)
+
+    def check(self) -> None:
+        """A log with one bit that is wrong, wherever, is not used."""
+        dice = self.setting.world.dice
+        for node in self.nodes:
+            held = sorted(node.disk.folder.glob("segment-*"))
+            data = bytearray(held[-1].read_bytes())
+            data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+            records = Records(memoryview(bytes(data)), "a spoiled copy")
+            with contextlib.suppress(LogError):
+                num = sum(1 for _ in records)
+                raise Violation(f"{node.name}: {num} records of a log with a wrong bit were read, as if it were right")
+
+    @staticmethod
+    def _revive(node: LoggedNode) -> None:
+        if not node.is_alive and not node.is_starting:
+            node.start()

@@ -1,0 +1,231 @@
+"""Servers with backups: primaries are killed, stopped and cut off, coordinators are out of reach; nobody may notice."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from dataclasses import dataclass, field
+from unittest import mock
+
+from support.faults.history import Violation, expect
+from support.faults.logged_fleet import CLOCK_DEFAULTS
+from support.faults.network import Doors
+from support.faults.nodes import Node
+from support.faults.same_state import check_same
+from support.faults.setting import Fleet, Setting
+from support.faults.virtual_world import World
+
+from torchfleet.coordination.view import View
+from torchfleet.errors import CoordinatorUnreachable
+from torchfleet.net import replica_channels
+from torchfleet.net.replica_channels import ReplicaChannels
+from torchfleet.net.wire import Command, Message, Role, encode, pack
+from torchfleet.server.log.logged_server import LoggedServer
+from torchfleet.server.replicas.between import Identity, LostBody
+from torchfleet.server.replicas.replica import Replica
+from torchfleet.server.server import Server
+
+RESTART = 0.4  # seconds until a launcher has started a process again
+
+
+@dataclass
+class Coordination:
+    """The record of all shards, as a store that is trusted keeps it."""
+
+    world: World
+    views: dict[int, list[View]] = field(default_factory=dict)
+    away_until: dict[str, float] = field(default_factory=dict)  # by node: when it can reach the store again
+
+
+@dataclass
+class NodeCoordinator:
+    """As Coordinator, for one node. Out of reach it may be before the store is asked, or when it answers."""
+
+    store: Coordination
+    node: str
+
+    def read(self, shard: int) -> View | None:
+        self._check()
+        views = self.store.views.get(shard)
+        return views[-1] if views else None
+
+    def replace(self, shard: int, before: View | None, after: View) -> bool:
+        is_away = self.store.world.now < self.store.away_until.get(self.node, 0.0)
+        if is_away and self.store.world.dice.random() < 0.5:
+            self._check()
+        views = self.store.views.setdefault(shard, [])
+        is_current = (views[-1] if views else None) == before
+        if is_current:
+            views.append(after)
+        self._check()
+        return is_current
+
+    def renew(self) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        if self.store.world.now < self.store.away_until.get(self.node, 0.0):
+            raise CoordinatorUnreachable("the store is out of reach")
+
+
+class ReplicaNode(Node):
+    """A replica's process; one that is deposed ends, and is started again."""
+
+    def __init__(self, fleet: ReplicaFleet, doors: Doors, shard: int, replica: int) -> None:
+        self.fleet, self.shard, self.replica, self.restart = fleet, shard, replica, -1
+        super().__init__(doors, f"{fleet.setting.shards[shard]}.{replica}", self._make_replica, 1000.0 * (1 + replica))
+
+    def _make_replica(self) -> Replica:
+        self.restart += 1
+        server = self.fleet.make_server()
+        own = Identity(self.shard, self.replica, self.restart, self.world.dice.getrandbits(60) | 1)
+        self.own = own
+        coordinator = NodeCoordinator(self.fleet.store, self.name)
+        made = Replica(server, own, coordinator, self._connect, lambda: self.world.now + self.skew)
+        made.begin()
+        return made
+
+    def _connect(self, replica: int) -> object:
+        shard = self.fleet.setting.shards[self.shard]
+        number = next(self.fleet.numbers)
+        return self._doors.connect(f"{self.name}#{number}", f"{shard}.{replica}")
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it would acknowledge a change now."""
+        primary = self.handler._primary if self.is_alive and not self.is_frozen else None
+        return primary is not None and not self.handler.deposed and primary.is_sure(self.world.now + self.skew)
+
+    def _look(self) -> None:
+        super()._look()
+        self.fleet.check_sure(self.shard)
+        if self.is_alive and self.handler.deposed:
+            self.fleet.setting.history.note(f"{self.name}: {self.handler.deposed}")
+            self.crash()
+            self.world.after(RESTART, lambda: self.fleet.revive(self))
+
+    def crash(self) -> None:
+        primary = self.handler._primary if self.handler is not None else None
+        super().crash()
+        if primary is not None:  # as the system does at the end of a process
+            os.close(primary.logged._bell)
+
+
+class ReplicaFleet(Fleet):
+    """`--replicas 2`."""
+
+    can_crash = False  # of both replicas at once nothing is promised
+    nodes: list[ReplicaNode]
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting, self.store = setting, Coordination(setting.world)
+        self.numbers = itertools.count()
+        setting.stack.enter_context(mock.patch.object(LoggedServer.__init__, "__defaults__", CLOCK_DEFAULTS))
+        # Every look costs a change of threads: this halves the time that a schedule takes.
+        setting.stack.enter_context(mock.patch.object(replica_channels, "_STEP", 0.1))
+        setting.connect = self._connect  # type: ignore[method-assign]
+        self.nodes = [
+            ReplicaNode(self, setting.doors, shard, replica)
+            for shard in range(len(setting.shards))
+            for replica in range(2)
+        ]
+        setting.stack.callback(lambda: [node.crash() for node in self.nodes])
+        setting.world.run(self._is_whole, 300.0)
+
+    def _is_whole(self) -> bool:
+        return all(views[-1].backup for views in self.store.views.values())
+
+    def _connect(self, name: str, shard: int) -> ReplicaChannels:
+        names = [f"{self.setting.shards[shard]}.{replica}" for replica in range(2)]
+        return ReplicaChannels([self.setting.doors.connect(name, to) for to in names], shard, Role.FIRST_WORKER)
+
+    def servers(self) -> list[Server]:
+        """By shard, the primary's."""
+        found = []
+        for shard in range(len(self.setting.shards)):
+            sure = [node for node in self._pair(shard) if node.is_sure]
+            expect(len(sure) == 1, f"shard {shard} has {len(sure)} primaries in the end")
+            found.append(sure[0].handler._server)
+        return found
+
+    def check_sure(self, shard: int) -> None:
+        sure = [node for node in self._pair(shard) if node.is_sure]
+        if len(sure) > 1:
+            terms = [node.handler.term for node in sure]
+            raise Violation(f"shard {shard} has two primaries that both acknowledge, in terms {terms}")
+
+    def disturb(self, dice: random.Random) -> None:
+        node = dice.choice(self.nodes)
+        (kind,) = dice.choices(["kill", "apart", "away"], (5, 2, 1))
+        seconds = dice.choice([0.3, 1.0, 3.0, 8.0])
+        note = self.setting.history.note
+        other = self._pair(node.shard)[1 - node.replica]
+        if kind == "kill":
+            later, told = dice.uniform(0.2, 3.0), dice.random() < 0.5
+            node.when_it_serves(lambda: self._kill(node, other, later, told), dice.choice([0.0, 0.001, 0.01, 0.1]))
+        elif kind == "apart":
+            both = dice.random() < 0.5
+            note(f"{node.name} cannot reach {other.name} for {seconds:g} s{', nor back' if both else ''}")
+            self._separate(node, other, seconds)
+            if both:
+                self._separate(other, node, seconds)
+        else:
+            note(f"{node.name} cannot reach the coordinator for {seconds:g} s")
+            self.store.away_until[node.name] = self.setting.world.now + seconds
+
+    def _kill(self, node: ReplicaNode, other: ReplicaNode, later: float, told: bool) -> None:
+        """It is started again so much later. `told`: the launcher tells the other one."""
+        if not self._may_kill(node, other) or not self.setting.has_faults:
+            return
+        self.setting.history.note(f"{node.name} is killed{', which its launcher tells' if told else ''}")
+        lost = node.own
+        node.crash()
+        if told:
+            self.setting.world.after(0.1, lambda: self._tell_lost(other, lost))
+        self.setting.world.after(later, lambda: self.revive(node))
+
+    def _separate(self, source: ReplicaNode, target: ReplicaNode, seconds: float) -> None:
+        self.setting.network.cut(source.name, target.name, seconds)
+
+    def _may_kill(self, node: ReplicaNode, other: ReplicaNode) -> bool:
+        """Of two that have all, one may be lost."""
+        view = self.store.views[node.shard][-1]
+        return node.is_alive and other.is_alive and other.own.name in (view.primary, view.backup)
+
+    def _tell_lost(self, to: ReplicaNode, lost: Identity) -> None:
+        body = pack(LostBody(lost.replica, lost.restart))
+        to.take(b"launcher/0", encode(Message(Command.LOST, Role.LAUNCHER, arrays=[body], shard=to.shard)))
+
+    def revive(self, node: ReplicaNode) -> None:
+        if node.is_alive:
+            return
+        try:
+            node.start()
+        except CoordinatorUnreachable:
+            self.setting.world.after(RESTART, lambda: self.revive(node))
+
+    def heal(self) -> None:
+        super().heal()
+        self.store.away_until.clear()
+        for node in self.nodes:
+            self.revive(node)
+
+    def settle(self) -> None:
+        """Until every shard has a primary and a backup that is in step."""
+        self.setting.world.run(self._is_whole, self.setting.world.now + 100.0)
+        super().settle()
+
+    def check(self) -> None:
+        """The backup has all that the primary has; terms rise by one at a time."""
+        for shard, primary in enumerate(self.servers()):
+            terms = [view.term for view in self.store.views[shard]]
+            expect(terms == list(range(1, len(terms) + 1)), f"shard {shard}: terms are {terms}")
+            (follower,) = (node for node in self._pair(shard) if not node.is_sure)
+            replay = follower.handler._follower.replay
+            leader = next(node for node in self._pair(shard) if node.is_sure).handler._primary.logged
+            expect(replay.index == leader.index, f"shard {shard}: the backup is at {replay.index}, not {leader.index}")
+            check_same(follower.name, replay.server, primary)
+
+    def _pair(self, shard: int) -> list[ReplicaNode]:
+        return self.nodes[2 * shard : 2 * shard + 2] if hasattr(self, "nodes") else []

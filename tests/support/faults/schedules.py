@@ -1,0 +1,136 @@
+"""One schedule: a script, a fleet and faults, all from one seed; run to its end and checked."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from support.faults.logged_fleet import LoggedFleet
+from support.faults.replica_fleet import ReplicaFleet
+from support.faults.setting import Fleet, Setting
+from support.faults.workloads.geo_rounds import GeoRounds
+from support.faults.workloads.meetings import Meetings
+from support.faults.workloads.policies import Policies
+from support.faults.workloads.sync_steps import SyncSteps
+from support.faults.workloads.tokens import Tokens
+from support.lossy import Faults
+
+from torchfleet.server.state.spare_memory import SpareMemory
+
+LONGEST = 1500.0  # virtual seconds of a schedule
+HORIZON = 12.0  # seconds in which faults happen
+
+Script = Any
+SCRIPTS: dict[str, Callable[[Setting, int], Script]] = {
+    "geo": GeoRounds,
+    "meetings": Meetings,
+    "policies": Policies,
+    "sync": SyncSteps,
+    "tokens": Tokens,
+}
+FLEETS: dict[str, Callable[[Setting], Fleet]] = {"logged": LoggedFleet, "plain": Fleet, "replicas": ReplicaFleet}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one seed stands for."""
+
+    seed: int
+    script: str
+    fleet: str
+    num_shards: int
+    num_workers: int
+    faults: Faults
+    num_disturbances: int
+
+    @classmethod
+    def of(cls, seed: int, script: str | None = None, fleet: str | None = None) -> Plan:
+        dice = random.Random(f"plan {seed}")
+        chosen = dice.choice(sorted(SCRIPTS)), dice.choice(sorted(FLEETS))
+        worst = dice.choice([0.0, 0.1, 0.3])
+        rates = [dice.uniform(0, worst) for _ in range(3)]
+        faults = Faults(rates[0], rates[1], dice.choice([0.002, 0.05, 0.4]), rates[2] / 2)
+        return cls(
+            seed, script or chosen[0], fleet or chosen[1], dice.randint(1, 2), dice.randint(2, 3), faults,
+            dice.randint(0, 5),
+        )  # fmt: skip
+
+
+@dataclass
+class Outcome:
+    plan: Plan
+    digest: str
+    num_ops: int
+    num_events: int
+    seconds: float  # of virtual time
+
+
+def run(plan: Plan) -> Outcome:
+    """Raises what was found wrong: a Violation, Stuck, or the error of a client."""
+    setting = Setting.make(plan.seed, plan.faults, plan.num_shards, plan.num_workers)
+    # What a machine has left of its memory, and what it prints, is no part of a schedule.
+    with setting.world.in_charge(), _without_memory_limits(), contextlib.redirect_stderr(io.StringIO()), setting.stack:
+        fleet = FLEETS[plan.fleet](setting)
+        script = SCRIPTS[plan.script](setting, plan.seed)
+        script.begin()
+        _plan_faults(plan, setting, fleet)
+        try:
+            setting.world.run(lambda: setting.are_done, LONGEST)
+        finally:
+            _raise_errors(setting)
+        setting.has_faults = False
+        fleet.heal()
+        fleet.settle()
+        script.check(fleet)
+        fleet.check()
+        if fleet.can_crash:
+            fleet.restart_all()
+            script.check(fleet)
+        history = setting.history
+        return Outcome(plan, history.digest(), len(history.ops), setting.world.num_events, setting.world.now)
+
+
+def _without_memory_limits() -> contextlib.AbstractContextManager[object]:
+    return mock.patch.object(SpareMemory, "check", return_value=None)
+
+
+def _raise_errors(setting: Setting) -> None:
+    for actor in setting.world.actors:
+        if actor.error is not None:
+            raise actor.error
+
+
+def _plan_faults(plan: Plan, setting: Setting, fleet: Fleet) -> None:
+    dice = random.Random(f"faults {plan.seed}")
+    for _ in range(plan.num_disturbances):
+        setting.world.at(dice.uniform(0.2, HORIZON), lambda: _disturb(setting, fleet, dice))
+    setting.world.at(3 * HORIZON, lambda: (setting.history.note("healed"), fleet.heal()))
+
+
+def _disturb(setting: Setting, fleet: Fleet, dice: random.Random) -> None:
+    if not setting.has_faults:
+        return
+    (kind,) = dice.choices(["stop", "freeze", "cut", "own"], (2, 1, 2, 4))
+    seconds = dice.choice([0.3, 1.0, 5.0, 15.0])
+    if kind == "stop":
+        node = dice.choice(fleet.nodes)
+        setting.history.note(f"{node.name} is stopped for {seconds:g} s")
+        node.freeze(seconds)
+    elif kind == "freeze":
+        actor = dice.choice(setting.world.actors)
+        setting.history.note(f"{actor.name} is stopped for {seconds:g} s")
+        actor.freeze(seconds)
+    elif kind == "cut":
+        one, other = dice.choice(setting.world.actors).name, dice.choice(fleet.nodes).name
+        both = dice.random() < 0.5
+        setting.history.note(f"{one} -> {other} is cut for {seconds:g} s{', and back' if both else ''}")
+        setting.network.cut(one, other, seconds)
+        if both:
+            setting.network.cut(other, one, seconds)
+    else:
+        fleet.disturb(dice)

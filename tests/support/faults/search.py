@@ -1,0 +1,49 @@
+"""Looking for what is wrong: one schedule after the other, with a planted bug or without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from support.faults.bugs import planted_copies, planted_logs, planted_meetings, planted_replicas
+from support.faults.planted import BUGS, planted
+from support.faults.schedules import Plan, run
+
+PLANTED = (planted_copies, planted_logs, planted_meetings, planted_replicas)  # importing them has filled BUGS
+MISTAKES = (TypeError, AttributeError, NameError)
+
+
+@dataclass(frozen=True)
+class Found:
+    """After how many schedules, and what they said."""
+
+    num_schedules: int
+    seed: int
+    text: str
+
+
+def failure(seed: int, fleet: str | None = None, script: str | None = None) -> tuple[str, Exception | None]:
+    """The kind of the schedule, and what is wrong with it, if anything is."""
+    plan = Plan.of(seed, script, fleet)
+    try:
+        run(plan)
+    except Exception as error:  # whatever it is, somebody has to look at it
+        return f"{plan.script} on {plan.fleet}", error
+    return f"{plan.script} on {plan.fleet}", None
+
+
+def hunt(name: str, num_schedules: int) -> Found | None:
+    """Run schedules with this bug, of the kinds in which it can show, until one finds it."""
+    fleets, script = BUGS[name].fleets or (None,), BUGS[name].script
+    with planted(name):
+        for seed in range(num_schedules):
+            _, error = failure(seed, fleets[seed % len(fleets)], script)
+            if error is not None:
+                _check_plant(error)
+                return Found(seed + 1, seed, f"{type(error).__name__}: {error}")
+    return None
+
+
+def _check_plant(error: Exception) -> None:
+    """A planted bug that cannot run is not found: it is none."""
+    if isinstance(error, MISTAKES) or "internal error of the server" in str(error):
+        raise RuntimeError("what was planted does not fit the code any longer") from error

@@ -1,0 +1,116 @@
+"""The stage of a schedule: a world, a network, servers behind doors, and clients that are connected to them."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from support.faults.history import History
+from support.faults.network import Doors, Network
+from support.faults.nodes import Node
+from support.faults.virtual_world import Actor, World
+from support.lossy import Faults
+
+from torchfleet.net.transport import Channel
+from torchfleet.server.server import Server
+from torchfleet.worker.client.client import Client
+from torchfleet.worker.client.connection import Patience
+
+MAX_TABLE_BYTES = 1 << 16
+PATIENT = Patience(timeout=400.0, retries=10)
+QUIET = Faults()
+
+
+@dataclass
+class Setting:
+    """Where actors live. `shards`: names of the doors, one per server."""
+
+    world: World
+    network: Network
+    doors: Doors
+    history: History
+    shards: list[str]
+    num_workers: int
+    has_faults: bool = True  # until the script is done
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed at the end
+
+    @classmethod
+    def make(cls, seed: int, faults: Faults, num_shards: int, num_workers: int) -> Setting:
+        world = World(seed)
+        network = Network(world, faults)
+        shards = [f"shard{i}" for i in range(num_shards)]
+        return cls(world, network, Doors(network), History(world), shards, num_workers)
+
+    def client(self, name: str, worker: int, window: int = 4) -> Client:
+        channels = [self.connect(name, i) for i in range(len(self.shards))]
+        return Client(channels, worker=worker, patience=PATIENT, window=window, process=1000 + worker)
+
+    def connect(self, name: str, shard: int) -> Channel:
+        """A client's way to a server; fleets with replicas put another in its place."""
+        return self.doors.connect(name, self.shards[shard])
+
+    def actor(self, name: str, work: Callable[[], None]) -> Actor:
+        return self.world.spawn(name, work)
+
+    @property
+    def are_done(self) -> bool:
+        return all(actor.has_ended for actor in self.world.actors)
+
+
+class Fleet:
+    """Servers of a setting: how they are made, stopped and looked at. This one has plain servers, which never crash."""
+
+    can_crash = False
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.nodes = [self.make_node(shard, i) for i, shard in enumerate(setting.shards)]
+
+    def make_node(self, shard: str, index: int) -> Node:
+        return Node(self.setting.doors, shard, self.make_server, skew=1000.0 * (index + 1))
+
+    def make_server(self) -> Server:
+        return Server(MAX_TABLE_BYTES, num_workers=self.setting.num_workers, orphan_timeout=0.0)
+
+    def heal(self) -> None:
+        """No more faults: everybody is there, and can be reached."""
+        self.setting.network.heal()
+
+    def disturb(self, dice: random.Random) -> None:
+        """One fault of a kind that only this fleet has."""
+
+    def settle(self) -> None:
+        """All that is under way arrives; called when no client asks for anything any longer."""
+        self.setting.world.pass_time(5.0)
+
+    def servers(self) -> list[Server]:
+        """By shard, whoever serves it now."""
+        return [node.handler for node in self.nodes]
+
+    def restart_all(self) -> None:
+        """Every process ends, and begins again with what is kept of it."""
+
+    def check(self) -> None:
+        """What must hold of these servers beside what clients see."""
+
+
+def contents(server: Server) -> dict[str, Any]:
+    """All that the tables of a server hold, in an order that does not depend on how it came there."""
+    held: dict[str, Any] = {}
+    for table in server.state.tables.values():
+        pieces: list[tuple[Any, ...]] = []
+        for saved in table.save_slices("full", 1 << 12):
+            arrays = {name: np.asarray(array) for name, array in sorted(saved.arrays.items())}
+            if "keys" in arrays:
+                keys = arrays["keys"].reshape(-1)
+                if not len(keys):
+                    continue
+                order = np.argsort(keys, kind="stable")
+                arrays = {name: array[order] for name, array in arrays.items() if len(array) == len(keys)}
+            pieces.append((saved.kind, saved.start, *((name, array.tobytes()) for name, array in arrays.items())))
+        held[table.spec.name] = (table.step, *sorted(pieces))
+    return held

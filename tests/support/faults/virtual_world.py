@@ -1,0 +1,190 @@
+"""Virtual time and its events; clients as actors whose blocking code runs in threads, one at a time.
+
+Everything that happens is an event at a time, and events of one time happen in the order in which they were asked for.
+An actor runs only while an event has handed it the baton. So one seed gives one history, bit for bit.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import heapq
+import itertools
+import os
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+EPOCH = 1_700_000_000.0  # the time of day when a schedule begins
+MAX_EVENTS = 400_000
+
+
+class Over(BaseException):
+    """Ends the thread of an actor that nobody waits for any longer."""
+
+
+class Stuck(AssertionError):
+    """Somebody waits, and nothing is going to happen; or far too much happens."""
+
+
+class Actor:
+    """A client's thread: runs from one wait to the next."""
+
+    def __init__(self, world: World, name: str, work: Callable[[], None]) -> None:
+        self.name, self._world, self._work = name, world, work
+        self._gate = _thread.allocate_lock()
+        self._gate.acquire()
+        self._turn = 0  # which wait it is in: an event for an earlier one comes too late
+        self._is_over = False
+        self.has_ended = False
+        self.error: BaseException | None = None
+        self.frozen_until = 0.0
+        self.skew = world.skew  # of the machine that it was started on
+        _thread.start_new_thread(self._live, ())
+        world.after(0.0, lambda: self._go_on(0))
+
+    def wait(self, seconds: float) -> None:
+        """Called by the actor itself: go on after so long, or when somebody wakes it."""
+        turn = self._turn
+        self._world.after(seconds, lambda: self._go_on(turn))
+        self._world.baton.release()
+        self._gate.acquire()
+        if self._is_over:
+            raise Over
+
+    def wake(self) -> None:
+        """What it waits for may be here."""
+        turn = self._turn
+        self._world.after(0.0, lambda: self._go_on(turn))
+
+    def freeze(self, seconds: float) -> None:
+        """Stopped: nothing wakes it before."""
+        self.frozen_until = max(self.frozen_until, self._world.now + seconds)
+
+    def end(self) -> None:
+        """Called by the world: the thread ends where it waits."""
+        if not self.has_ended:
+            self._is_over = True
+            self._hand_over()
+
+    def _go_on(self, turn: int) -> None:
+        if turn != self._turn or self.has_ended:
+            return
+        if self._world.now < self.frozen_until:
+            self._world.at(self.frozen_until, lambda: self._go_on(turn))
+            return
+        self._turn += 1
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        world = self._world
+        before, skew = world.current, world.skew
+        world.current, world.skew = self, self.skew
+        self._gate.release()
+        world.baton.acquire()
+        world.current, world.skew = before, skew
+
+    def _live(self) -> None:
+        self._gate.acquire()
+        try:
+            if not self._is_over:
+                self._work()
+        except Over:
+            pass
+        except BaseException as error:  # handed to whoever looks at the schedule
+            self.error = error
+        self.has_ended = True
+        self._world.baton.release()
+
+
+class World:
+    """The clock, the dice and what is going to happen."""
+
+    def __init__(self, seed: int) -> None:
+        self.now = 0.0
+        self.dice = random.Random(seed)
+        self.skew = 0.0  # how far the clock of the machine is ahead whose code runs
+        self.baton = _thread.allocate_lock()
+        self.baton.acquire()
+        self.current: Actor | None = None
+        self.actors: list[Actor] = []
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._ties = itertools.count()
+        self.num_events = 0
+
+    def at(self, when: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (max(when, self.now), next(self._ties), happen))
+
+    def after(self, seconds: float, happen: Callable[[], None]) -> None:
+        self.at(self.now + seconds, happen)
+
+    def spawn(self, name: str, work: Callable[[], None]) -> Actor:
+        self.actors.append(Actor(self, name, work))
+        return self.actors[-1]
+
+    def sleep(self, seconds: float) -> None:
+        """Of the actor that runs; or of an event, during which others happen."""
+        if self.current is None:
+            self.pass_time(seconds)
+            return
+        until = self.now + seconds
+        while self.now < until:
+            self.current.wait(until - self.now)
+
+    def run(self, until: Callable[[], bool], deadline: float) -> None:
+        """Let things happen until it is enough. Raises Stuck if that does not come by `deadline`."""
+        while not until():
+            if not self._events or self._events[0][0] > deadline or self.num_events > MAX_EVENTS:
+                waiting = [actor.name for actor in self.actors if not actor.has_ended]
+                raise Stuck(f"at {self.now:.1f} s, after {self.num_events:,} events, these still wait: {waiting}")
+            self.now, _, happen = heapq.heappop(self._events)
+            self.num_events += 1
+            happen()
+
+    def pass_time(self, seconds: float) -> None:
+        """Let everything happen in the next seconds."""
+        until, current, skew = self.now + seconds, self.current, self.skew
+        self.current, self.skew = None, 0.0
+        while self._events and self._events[0][0] <= until:
+            self.now, _, happen = heapq.heappop(self._events)
+            self.num_events += 1
+            happen()
+        self.now, self.current, self.skew = until, current, skew
+
+    @contextlib.contextmanager
+    def on_machine(self, skew: float) -> Iterator[None]:
+        """What runs within this sees the clock of a machine that was started so much earlier."""
+        before, self.skew = self.skew, skew
+        try:
+            yield
+        finally:
+            self.skew = before
+
+    @contextlib.contextmanager
+    def in_charge(self) -> Iterator[None]:
+        """Clocks and random numbers of this process are the world's; in the end all threads of actors have ended."""
+        system = random.Random(self.dice.random())
+        real = time.clock_gettime
+
+        def uptime(which: int) -> float:
+            return self.now + self.skew if which == time.CLOCK_BOOTTIME else real(which)
+
+        replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+            (time, "monotonic", lambda: self.now + self.skew),
+            (time, "sleep", self.sleep),
+            (time, "time", lambda: EPOCH + self.now),
+            (time, "clock_gettime", uptime),
+            (secrets, "randbits", system.getrandbits),
+            (os, "urandom", system.randbytes),
+        ]
+        with contextlib.ExitStack() as stack:
+            for module, name, other in replaced:
+                stack.enter_context(mock.patch.object(module, name, other))
+            try:
+                yield
+            finally:
+                for actor in self.actors:
+                    actor.end()

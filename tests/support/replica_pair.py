@@ -1,0 +1,132 @@
+"""Two replicas of a server in this process, on virtual time; one can be killed, stopped, and cut off.
+
+Messages arrive when `run` lets them, in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from support.fleets import MAX_TABLE_BYTES
+
+from torchfleet.coordination.file_coordinator import FileCoordinator
+from torchfleet.net.replica_channels import ReplicaChannels
+from torchfleet.net.wire import Frame, Role
+from torchfleet.server.replicas.between import Identity
+from torchfleet.server.replicas.replica import Replica
+from torchfleet.server.server import Server
+
+TICK = 0.05
+_ONE = 0.001  # seconds that a message takes
+
+
+class Pair:
+    """`replicas`: by number; None: no process is there."""
+
+    def __init__(self, folder: Path, num_workers: int = 0) -> None:
+        folder.chmod(0o700)
+        self.now = 100.0
+        self.coordinator = FileCoordinator(folder)
+        self._num_workers = num_workers
+        self.replicas: list[Replica | None] = [None, None]
+        self.servers: list[Server | None] = [None, None]
+        self.restarts = [-1, -1]
+        self.stopped: set[int] = set()
+        self.cut: set[tuple[int, int]] = set()  # (from, to): messages that do not arrive; clients are number -1
+        self._mail: list[deque[tuple[float, object, list[Frame], Role | None]]] = [deque(), deque()]
+        self._next_tick = 0.0
+
+    def start(self, replica: int) -> Replica:
+        """A new process."""
+        self.restarts[replica] += 1
+        server = Server(MAX_TABLE_BYTES, num_workers=self._num_workers)
+        own = Identity(0, replica, self.restarts[replica], 1000 * (replica + 1) + self.restarts[replica])
+        made = Replica(
+            server, own, self.coordinator, lambda to: PairChannel(self, replica, to, Role.SERVER), self.clock
+        )
+        made.begin()
+        self.replicas[replica], self.servers[replica] = made, server
+        return made
+
+    def kill(self, replica: int) -> None:
+        self.replicas[replica] = None
+        self._mail[replica].clear()
+
+    def clock(self) -> float:
+        return self.now
+
+    def send(self, source: int, to: int, peer: object, frames: Sequence[Frame], role: Role | None) -> None:
+        if (source, to) not in self.cut and self.replicas[to] is not None:
+            copied: list[Frame] = [bytes(memoryview(frame)) for frame in frames]
+            self._mail[to].append((self.now + _ONE, peer, copied, role))
+
+    def run(self, seconds: float) -> None:
+        """Let so much time pass."""
+        end = self.now + max(seconds, 1e-6)  # less than this may be lost in rounding
+        while self.now < end:
+            due = min((mail[0][0] for i, mail in enumerate(self._mail) if mail and i not in self.stopped), default=end)
+            self.now = max(self.now, min(due, self._next_tick, end))
+            self._deliver()
+            if self.now >= self._next_tick:
+                self._next_tick = self.now + TICK
+                self._tick()
+
+    def client(self, role: Role = Role.FIRST_WORKER) -> ReplicaChannels:
+        return ReplicaChannels([PairChannel(self, -1, to, role) for to in range(2)], 0, role)
+
+    def primary(self) -> int | None:
+        """Which replica is primary and not stopped."""
+        found = [i for i, replica in enumerate(self.replicas) if replica and replica.is_primary and not replica.deposed]
+        return next((i for i in found if i not in self.stopped), None)
+
+    def _deliver(self) -> None:
+        for number, mail in enumerate(self._mail):
+            while mail and mail[0][0] <= self.now and number not in self.stopped:
+                _, peer, frames, role = mail.popleft()
+                replica = self.replicas[number]
+                if replica is not None:
+                    self._answer(number, replica.handle(peer, frames, role))
+                    while replica.work():
+                        pass
+                    self._answer(number, replica.tick(self.now))
+
+    def _tick(self) -> None:
+        for number, replica in enumerate(self.replicas):
+            if replica is not None and number not in self.stopped:
+                self._answer(number, replica.tick(self.now))
+                while replica.work():
+                    pass
+
+    def _answer(self, number: int, replies: Sequence[tuple[object, list[Frame]]]) -> None:
+        for peer, frames in replies:
+            if isinstance(peer, PairChannel) and (number, -1) not in self.cut:
+                peer.inbox.append([bytes(memoryview(frame)) for frame in frames])
+
+
+class PairChannel:
+    """As Channel."""
+
+    def __init__(self, pair: Pair, source: int, to: int, role: Role) -> None:
+        self._pair, self._source, self._to, self._role = pair, source, to, role
+        self.inbox: deque[list[Frame]] = deque()
+
+    def send(self, frames: Sequence[Frame]) -> bool:
+        self._pair.send(self._source, self._to, self, frames, self._role)
+        return True
+
+    def receive(self, timeout: float) -> Sequence[Frame] | None:
+        end = self._pair.now + timeout
+        while not self.inbox and self._pair.now < end:
+            self._pair.run(min(_ONE, end - self._pair.now))
+        return self.inbox.popleft() if self.inbox else None
+
+    def reconnect(self) -> None:
+        self.inbox.clear()
+
+    def close(self) -> None:
+        pass
+
+    def now(self) -> float:
+        return self._pair.now

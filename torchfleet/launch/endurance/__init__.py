@@ -1,0 +1,1 @@
+"""What makes servers outlast their processes: logs on disk, and backups."""

@@ -1,0 +1,70 @@
+"""How fleetrun's servers keep what they promise: in memory alone, or with a log on disk."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from torchfleet.errors import RoleError
+from torchfleet.role import DURABILITY, FSYNC, LOG_RUN, LOG_STORE, SETTINGS, durability_of
+
+_FOLDER = "server_state"  # of logs, in the folder of a run
+
+
+def add_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--durability",
+        choices=SETTINGS,
+        help="log: servers write every change to disk before they answer, and one that is killed is started again with "
+        "all of it, as often as --max_restart says (default: FLEET_DURABILITY, else none)",
+    )
+    group.add_argument(
+        "--log_store",
+        metavar="DIR",
+        help="folder of the servers' logs; the same one again goes on from it (default: FLEET_LOG_STORE, else one of "
+        "this run, which is removed at its end)",
+    )
+    group.add_argument(
+        "--fsync_ms",
+        type=float,
+        metavar="MS",
+        help="changes that a loss of power may take, in milliseconds; 0: none, every answer waits for the disk "
+        "(default: FLEET_FSYNC_MS, else 10)",
+    )
+
+
+def durability_variables(options: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variables by which servers and workers learn of it. Raises RoleError for what makes no sense."""
+    given = {DURABILITY: options.durability, LOG_STORE: options.log_store, FSYNC: options.fsync_ms}
+    found = {name: str(value) for name, value in given.items() if value is not None}
+    settings = durability_of({**environment, **found})
+    if settings["durability"] == "none":
+        for name, option in ((LOG_STORE, "--log_store"), (FSYNC, "--fsync_ms")):
+            if name in found:
+                raise RoleError(f"{option} is about the log of servers, and there is none: add --durability log")
+        return found
+    found[DURABILITY] = settings["durability"]
+    if settings["log_store"]:
+        found[LOG_STORE] = str(Path(settings["log_store"]).absolute())
+    return found
+
+
+@contextlib.contextmanager
+def log_store(variables: Mapping[str, str], run_dir: Path) -> Iterator[dict[str, str]]:
+    """The variables with a folder for the logs of this run: a new one, removed at the end, if none was given."""
+    if durability_of({**os.environ, **variables})["durability"] == "none":
+        yield dict(variables)
+        return
+    run = {**variables, LOG_RUN: run_dir.name}
+    if LOG_STORE in variables:
+        yield run
+        return
+    folder = run_dir / _FOLDER
+    try:
+        yield {**run, LOG_STORE: str(folder)}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

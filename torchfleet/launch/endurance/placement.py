@@ -1,0 +1,92 @@
+"""Where the backups of servers run, and where it is decided which of the two is primary."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+
+from torchfleet.coordination.coordinators import VARIABLE, make_coordinator
+from torchfleet.errors import RoleError
+from torchfleet.net.replica_channels import SEPARATOR
+
+REPLICAS = "FLEET_REPLICAS"
+_MOST_PORTS = 1 << 16
+
+
+def add_options(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--replicas",
+        type=int,
+        choices=(1, 2),
+        help="2: every server has a backup, which takes its place when it is lost (default: FLEET_REPLICAS, else 1)",
+    )
+    group.add_argument(
+        "--coordinator",
+        metavar="URL",
+        help="where it is decided which of two replicas is primary: etcd://host:port/NAME, NAME being that of this run "
+        "(default: FLEET_COORDINATOR, else fleetrun itself, on one machine)",
+    )
+
+
+def num_replicas(given: int | None, environment: Mapping[str, str] = os.environ) -> int:
+    """As the option says, or FLEET_REPLICAS. Raises RoleError."""
+    text = environment.get(REPLICAS) or "1"
+    if given is None and text not in ("1", "2"):
+        raise RoleError(f"{REPLICAS} must be 1, or 2 for servers with a backup each; found {text!r}")
+    return int(text) if given is None else given
+
+
+def with_backups(servers: Sequence[str]) -> list[str]:
+    """Both addresses of every server. A backup is on the next host of the list, behind all ports of servers; on the
+    same host if there is one only. Raises RoleError if there is no such port."""
+    places = [(host, int(port)) for host, _, port in (place.rpartition(":") for place in servers)]
+    hosts = list(dict.fromkeys(host for host, _ in places))
+    ports = [port for _, port in places]
+    behind = max(ports) - min(ports) + 1
+    if max(ports) + behind >= _MOST_PORTS:
+        raise RoleError(
+            f"--replicas 2 puts backups on ports {min(ports) + behind} to {max(ports) + behind}, behind those of "
+            f"--servers, and ports end at {_MOST_PORTS - 1}: give --servers lower ports"
+        )
+    following = {host: hosts[(i + 1) % len(hosts)] for i, host in enumerate(hosts)}
+    backups = [f"{following[host]}:{port + behind}" for host, port in places]
+    return [f"{place}{SEPARATOR}{backup}" for place, backup in zip(servers, backups, strict=True)]
+
+
+def coordinator_url(given: str | None, replicas: int, is_all_here: bool) -> str | None:
+    """The URL that the user has given; None: fleetrun decides. Raises RoleError for what cannot work."""
+    url = given or os.environ.get(VARIABLE) or None
+    if replicas == 1:
+        if given:
+            raise RoleError("--coordinator decides between replicas of servers, and there are none: add --replicas 2")
+        return None
+    if url is not None:
+        make_coordinator(url)  # raises if it is none
+    elif not is_all_here:
+        raise RoleError(
+            "--replicas 2 on several machines needs a third party that decides which replica is primary: give "
+            "--coordinator etcd://host:port/NAME, the same on all machines"
+        )
+    return url
+
+
+@contextlib.contextmanager
+def coordination(url: str | None, replicas: int, attempt: int) -> Iterator[dict[str, str]]:
+    """The variables by which servers find the coordinator. fleetrun's own is a folder, which is removed at the end.
+
+    Every attempt to run the job begins without a primary.
+    """
+    if replicas == 1:
+        yield {}
+    elif url is not None:
+        yield {VARIABLE: f"{url}/{attempt}" if attempt else url}
+    else:
+        folder = tempfile.mkdtemp(prefix="torchfleet-terms-")  # of this user alone
+        try:
+            yield {VARIABLE: f"file://{folder}"}
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)

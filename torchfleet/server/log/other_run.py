@@ -1,0 +1,34 @@
+"""A server that goes on from the log of an earlier run: rows and clients stay, workers and their meetings do not."""
+
+from __future__ import annotations
+
+from torchfleet.server.kept_pushes import apply_gathered
+from torchfleet.server.meeting.barrier import Barriers
+from torchfleet.server.meeting.bound import Bound
+from torchfleet.server.meeting.file_lists import FileLists
+from torchfleet.server.meeting.gathering import Gatherings
+from torchfleet.server.meeting.mail import Mail
+from torchfleet.server.meeting.presence import Presence
+from torchfleet.server.state.changes import Changes
+from torchfleet.server.state.state import State
+from torchfleet.tables.dense_table import DenseTable
+from torchfleet.tables.settings.spec import shard_range
+from torchfleet.tables.sparse_table import SparseTable
+
+
+def forget_workers(state: State) -> None:
+    """As if the tables had been loaded from a saved model: the workers of this run begin with what is there."""
+    apply_gathered(state)  # its pushes were acknowledged
+    state.presence, state.barriers, state.gatherings = Presence(), Barriers(), Gatherings()
+    state.mail, state.files, state.bound, state.changes = Mail(), FileLists(), Bound(), Changes()
+    state.sync_step = {}
+    state.long_work.clear()
+    state.long_requests = {token: long for token, long in state.long_requests.items() if long.result is not None}
+    state.is_stopping = False
+    for table in state.tables.values():
+        if isinstance(table, SparseTable):
+            table.note_loaded()
+            table.restore_waiting({})
+        elif isinstance(table, DenseTable) and table.is_set:
+            table.loaded = [shard_range(table.spec.size, table.spec.shard, table.spec.num_shards)]
+            table.is_set = False  # worker 0 says so when it has taken them
