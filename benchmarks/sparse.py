@@ -107,7 +107,7 @@ def summary(rounds: list[Found]) -> dict[str, Any]:
     """Medians over rounds: speed, and of the mean worker its waits, its loss and the servers' busy share."""
     means: dict[str, float] = {
         name: statistics.median(statistics.fmean(worker[name] for worker in found) for found in rounds)
-        for name in ("pull_wait_ms", "push_wait_ms", "step_ms", "loss", "servers_busy")
+        for name in ("pull_wait_ms", "push_wait_ms", "dense_wait_ms", "step_ms", "loss", "servers_busy")
         if name in rounds[0][0]
     }
     return {"samples_per_s": statistics.median(map(speed, rounds)), **means}

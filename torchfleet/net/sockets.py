@@ -63,10 +63,9 @@ class Listener:
         """Answer requests until `is_over`, which is looked at after every request and every TICK."""
         assert self._files is not None
         next_tick, next_desk, worked = 0.0, 0.0, None
-        wakes = handler.wakes()
-        if wakes is not None:
-            self._poller.register(wakes, zmq.POLLIN)
+        watched: tuple[object, ...] = ()
         while not is_over():
+            watched = self._watch(watched, handler.wakes())
             request = self._next(0 if worked else int(TICK * 1000) if worked is None else 1)
             if request is not None:
                 self._take(request, handler)
@@ -83,6 +82,15 @@ class Listener:
                 self._tell(handler)
                 self._files.look()
                 next_tick = now + TICK
+
+    def _watch(self, before: tuple[object, ...], after: tuple[object, ...]) -> tuple[object, ...]:
+        """Wait for these from now on, beside requests."""
+        if after != before:
+            for gone in before:
+                self._poller.unregister(gone)
+            for new in after:
+                self._poller.register(new, zmq.POLLIN)
+        return after
 
     def _take(self, request: list[zmq.Frame], handler: Handler) -> None:
         self._doorkeeper.note(request[-1])
@@ -181,6 +189,9 @@ class SocketChannel:
 
     def now(self) -> float:
         return time.monotonic()
+
+    def wakes(self) -> tuple[object, ...]:
+        return (self._socket,)
 
     def _connect(self) -> zmq.Socket[bytes]:
         connection = _socket(zmq.Context.instance(), zmq.DEALER, self._endpoint)

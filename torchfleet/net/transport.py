@@ -36,6 +36,9 @@ class Channel(Protocol):
     def now(self) -> float:
         """Seconds, as this channel's time-outs count them."""
 
+    def wakes(self) -> tuple[object, ...]:
+        """What a server that has this channel can wait for beside its requests: as Handler.wakes."""
+
 
 class Handler(Protocol):
     """What a transport needs of a server."""
@@ -58,8 +61,9 @@ class Handler(Protocol):
     def work(self) -> bool | None:
         """One slice of long work. None: there is none; False: it waits for a disk and could do nothing."""
 
-    def wakes(self) -> int | None:
-        """A file descriptor that can be read when `work` has something to do that no request brought; None: none."""
+    def wakes(self) -> tuple[object, ...]:
+        """File descriptors, or what channels of the same transport have, that can be read when `work` has something to
+        do that no request brought."""
 
 
 class ServerSocket(Protocol):
@@ -144,3 +148,6 @@ class InProcessChannel:
 
     def now(self) -> float:
         return time.monotonic()
+
+    def wakes(self) -> tuple[object, ...]:
+        return ()  # no server waits for another in its own process

@@ -164,8 +164,9 @@ class Server:
             return None
         return self.recorder.work(self._slice)
 
-    def wakes(self) -> None:
+    def wakes(self) -> tuple[object, ...]:
         """As Handler.wakes: all that it does is asked for by requests, or by time."""
+        return ()
 
     def _slice(self) -> bool:
         try:

@@ -237,7 +237,7 @@ def tell(pair: Pair, to: int, lost: int) -> None:
     pair.send(-1, to, channel, encode(Message(Command.LOST, Role.LAUNCHER, arrays=[body])), Role.LAUNCHER)
 
 
-@pytest.mark.parametrize("command", [Command.APPEND, Command.CONFIRM, Command.FOLLOW, Command.LOST])
+@pytest.mark.parametrize("command", [Command.APPEND, Command.FOLLOW, Command.LOST])
 def test_a_worker_cannot_speak_for_a_server(pair: Pair, command: Command) -> None:
     for number in range(2):
         replica = pair.replicas[number]

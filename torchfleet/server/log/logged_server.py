@@ -143,9 +143,9 @@ class LoggedServer:
         self._ticked = now
         return self._hold(self.server.tick(now + self._offset))
 
-    def wakes(self) -> int:
+    def wakes(self) -> tuple[object, ...]:
         """As Handler.wakes."""
-        return self._bell
+        return (self._bell,)
 
     def wake(self) -> None:
         """More may be confirmed: replies can go. For any thread."""
@@ -173,10 +173,6 @@ class LoggedServer:
         if worked or not self._held:
             return worked
         return self._held[0][0] <= self.confirmed
-
-    def ready(self) -> Replies:
-        """Replies that waited for sinks, and do no longer."""
-        return self._hold([])
 
     def _hold(self, replies: Replies) -> Replies:
         self._held.extend((self.index, peer, frames) for peer, frames in replies)

@@ -18,7 +18,7 @@ _WINDOW = 8  # pieces of the state on their way to a new backup
 
 
 class Primary:
-    """Belongs to the server's loop. `connect`: a channel to the replica of this number, over which nothing comes."""
+    """Belongs to the server's loop. `connect`: a channel to the replica of this number."""
 
     def __init__(
         self,
@@ -69,6 +69,18 @@ class Primary:
         sink.beat()
         self.logged.copy_to(sink.append, lambda: sink.num_waiting < _WINDOW)
         self._say(f"replica {replica_of(body.name)} is being filled")
+
+    def listen(self, now: float) -> None:
+        """Take in what the backup has confirmed."""
+        while self._sink is not None and (message := self._sink.hear()) is not None:
+            if message.term > self.view.term:
+                self.check_view()
+            else:
+                self.confirm(message, now)
+
+    def wakes(self) -> tuple[object, ...]:
+        """As Handler.wakes."""
+        return self.logged.wakes() + (self._sink.wakes() if self._sink is not None else ())
 
     def confirm(self, message: Message, now: float) -> None:
         """The backup has all up to a number."""

@@ -71,6 +71,9 @@ class VirtualChannel:
     def now(self) -> float:
         return self._schedule.now()
 
+    def wakes(self) -> tuple[object, ...]:
+        return ()  # servers of a simulation have no replicas
+
 
 class VirtualListener:
     """As ServerSocket: the loop of net/sockets.py, in virtual time."""
