@@ -139,6 +139,11 @@ class Replica:
         is_at_work = primary is not None and not self.deposed and primary.is_sure(self._clock())
         return primary.logged.work() if primary is not None and is_at_work else None
 
+    def rest(self) -> None:
+        """As Handler.rest."""
+        if self._primary is not None:
+            self._primary.logged.rest()
+
     def wakes(self) -> None:
         """As Handler.wakes: what a backup confirms comes as a request."""
 
