@@ -66,7 +66,7 @@ class Listener:
         watched: tuple[object, ...] = ()
         while not is_over():
             watched = self._watch(watched, handler.wakes())
-            request = self._next(0 if worked else int(TICK * 1000) if worked is None else 1)
+            request = self._next(0 if worked else int(TICK * 1000) if worked is None else 1, handler.rest)
             if request is not None:
                 self._take(request, handler)
                 del request  # its memory is free before the next one is taken
@@ -106,12 +106,13 @@ class Listener:
             role = self._roles.get(str(request[-1].get("User-Id"))) if self._roles and frames else None
             self._reply(handler.handle(peer, frames, role), handler)
 
-    def _next(self, timeout_ms: int) -> list[zmq.Frame] | None:
+    def _next(self, timeout_ms: int, rest: Callable[[], None]) -> list[zmq.Frame] | None:
         """The next request, or as many of its frames as a request may have and one more. Under load there is one
-        already, and a poll, which is dearer than taking it, is saved."""
+        already, and a poll, which is dearer than taking it, is saved. `rest` is called if there is none."""
         with contextlib.suppress(zmq.Again):
             return self._frames()
         self._doorkeeper.rest()
+        rest()
         if timeout_ms and self._poller.poll(timeout_ms):
             with contextlib.suppress(zmq.Again):
                 return self._frames()

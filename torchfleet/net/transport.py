@@ -61,6 +61,9 @@ class Handler(Protocol):
     def work(self) -> bool | None:
         """One slice of long work. None: there is none; False: it waits for a disk and could do nothing."""
 
+    def rest(self) -> None:
+        """No request waits: what was put off in favour of requests is due."""
+
     def wakes(self) -> tuple[object, ...]:
         """File descriptors, or what channels of the same transport have, that can be read when `work` has something to
         do that no request brought."""
@@ -104,6 +107,7 @@ class InProcess:
         with self._lock:
             ready = self._server.handle(channel, frames, None) if frames is not None else []
             self.is_busy = self._server.work()  # after it: the request may have brought work, which then begins at once
+            self._server.rest()
             ready += self._server.tick(channel.now())
         for peer, reply in ready:
             if isinstance(peer, InProcessChannel):

@@ -164,6 +164,9 @@ class Server:
             return None
         return self.recorder.work(self._slice)
 
+    def rest(self) -> None:
+        """As Handler.rest: nothing is put off."""
+
     def wakes(self) -> tuple[object, ...]:
         """As Handler.wakes: all that it does is asked for by requests, or by time."""
         return ()

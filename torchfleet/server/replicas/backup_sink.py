@@ -41,6 +41,9 @@ class BackupSink:
         self._next += 1
         self._flush()
 
+    def flush(self) -> None:
+        """As Sink.flush: nothing is put off."""
+
     def confirmed(self) -> int:
         """As Sink.confirmed."""
         return self._confirmed if self.is_counted else _ALL

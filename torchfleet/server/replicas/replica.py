@@ -146,6 +146,11 @@ class Replica:
             return primary.logged.work() if primary.is_sure(now) else None
         return self._apply_one() if self._follower is not None else None
 
+    def rest(self) -> None:
+        """As Handler.rest."""
+        if self._primary is not None:
+            self._primary.logged.rest()
+
     def wakes(self) -> tuple[object, ...]:
         """As Handler.wakes."""
         return self._primary.wakes() if self._primary is not None else ()

@@ -86,6 +86,7 @@ class VirtualListener:
         """As ServerSocket.serve."""
         schedule, next_tick, worked = self._schedule, 0.0, None
         while not is_over():
+            handler.rest()
             packet = self._mailbox.take({None: TICK, False: 0.001, True: 0.0}[worked])
             if packet is not None:
                 schedule.spend(_cost(packet) + self._service(packet.num_bytes))
