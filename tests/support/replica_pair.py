@@ -88,16 +88,19 @@ class Pair:
                 replica = self.replicas[number]
                 if replica is not None:
                     self._answer(number, replica.handle(peer, frames, role))
-                    while replica.work():
-                        pass
-                    self._answer(number, replica.tick(self.now))
+                    self._look(number, replica)
 
     def _tick(self) -> None:
         for number, replica in enumerate(self.replicas):
             if replica is not None and number not in self.stopped:
-                self._answer(number, replica.tick(self.now))
-                while replica.work():
-                    pass
+                self._look(number, replica)
+
+    def _look(self, number: int, replica: Replica) -> None:
+        """As the loop of a transport between requests."""
+        worked: bool | None = True
+        while worked:
+            worked = replica.work()
+            self._answer(number, replica.tick(self.now))
 
     def _answer(self, number: int, replies: Sequence[tuple[object, list[Frame]]]) -> None:
         for peer, frames in replies:

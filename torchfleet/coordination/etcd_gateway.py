@@ -77,9 +77,7 @@ class EtcdGateway:
 
     def _log_in(self) -> None:
         self._token = ""
-        status, text = self._post(
-            "auth/authenticate", {"name": self._access.user, "password": self._access.password}
-        )
+        status, text = self._post("auth/authenticate", {"name": self._access.user, "password": self._access.password})
         self._token = str(self._answer("auth/authenticate", status, text).get("token", ""))
 
     def _answer(self, what: str, status: int, text: bytes) -> dict[str, Any]:

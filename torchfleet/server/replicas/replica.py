@@ -98,10 +98,8 @@ class Replica:
         if envelope.command in (*REQUESTS, Command.LOST):
             return self._take(peer, frames, envelope, proved)
         primary = self._primary
-        if primary is not None:
-            primary.listen(self._clock())
-            if envelope.term > primary.view.term:
-                primary.check_view()
+        if primary is not None and envelope.term > primary.view.term:
+            primary.check_view()
         if primary is None or self.deposed or not primary.is_sure(self._clock()) or envelope.term > primary.view.term:
             return [(peer, self._refusal(envelope, NotPrimary("this replica does not answer for its shard now")))]
         return primary.logged.handle(peer, frames, role)
@@ -126,7 +124,6 @@ class Replica:
             self._follow_fate(self._follower, now)
         if self._primary is None:
             return []
-        self._primary.listen(now)
         self._primary.tick(now)
         if self._primary.has_backup and self._server.loading == _NO_BACKUP:
             self._server.loading = ""
