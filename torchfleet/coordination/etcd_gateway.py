@@ -1,4 +1,4 @@
-"""The way to etcd: its JSON gateway (version 3), over plain HTTP or TLS. Files named by the environment have the keys."""
+"""The way to etcd: its JSON gateway (version 3), over plain HTTP or TLS. The environment names the files of keys."""
 
 from __future__ import annotations
 
@@ -77,9 +77,7 @@ class EtcdGateway:
 
     def _log_in(self) -> None:
         self._token = ""
-        status, text = self._post(
-            "auth/authenticate", {"name": self._access.user, "password": self._access.password}
-        )
+        status, text = self._post("auth/authenticate", {"name": self._access.user, "password": self._access.password})
         self._token = str(self._answer("auth/authenticate", status, text).get("token", ""))
 
     def _answer(self, what: str, status: int, text: bytes) -> dict[str, Any]:
