@@ -140,7 +140,10 @@ def cost(given: argparse.Namespace, folder: Path) -> dict[str, float]:
         for server in servers.values():
             server.close()
     plain, logged = (list(zip(*rounds[name], strict=True)) for name in ("plain", "log"))
-    ratios = [[with_log / without for without, with_log in zip(*pair, strict=True)] for pair in zip(plain[:2], logged[:2], strict=True)]
+    ratios = [
+        [with_log / without for without, with_log in zip(*pair, strict=True)]
+        for pair in zip(plain[:2], logged[:2], strict=True)
+    ]
     return {
         "plain_pushes_per_s": statistics.median(plain[0]),
         "log_pushes_per_s": statistics.median(logged[0]),

@@ -95,7 +95,7 @@ def _push(client: Client, num_rows: int) -> None:
 
 
 def _some(client: Client, num_rows: int) -> npt.NDArray[np.float32]:
-    return client.pull("rows", np.arange(0, num_rows, max(1, num_rows // 1000), dtype=np.uint64))
+    return client.pull("rows", np.arange(0, num_rows, max(1, num_rows // 1000), dtype=np.uint64)).result()
 
 
 def _size(held: Path) -> int:
