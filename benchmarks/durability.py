@@ -1,14 +1,19 @@
 """What a server's log costs, and how long a server takes to go on from it.
 
-python -m benchmarks.durability --json                     pushes with the log and without, in turns; then recovery
-python -m benchmarks.durability --folder /data --json      the same on another disk (default: shared memory)
-python -m benchmarks.durability --fsync_ms 0 --json        every answer waits for the disk
-python -m benchmarks.durability --quick --json             in seconds, to see that it works
+python -m benchmarks.durability --json                        pushes with the log and without, in turns
+python -m benchmarks.durability --folder /data --json         the same on another disk (default: shared memory)
+python -m benchmarks.durability --fsync_ms 0 --json           every answer waits for the disk
+python -m benchmarks.durability --recovery_rows 20000000      a server with so many rows goes on from its log
+python -m benchmarks.durability --quick --json                in seconds, to see that it works
 
 Two servers run as processes of their own, one of them with a log. Two clients push to one and then to the other:
-`push_ratio` is the rate with the log over the plain one. `cpu_ratio` is the processor time that a push takes of the
-server, thread of the log included, over that of the plain one: it does not depend on who else uses the machine.
-Recovery: rows are loaded into a table, updated by pushes, and the server is killed.
+`push_ratio` is the median over rounds of the rate with the log over the plain one. `loop_cpu_ratio` is the same of the
+processor time that a push takes of the server's loop, which bounds it where cores are free; `writer_cpu_us` is what the
+thread of the log takes beside it, for each push.
+
+Recovery: rows are pushed, saved (which begins the log anew with a copy of them), a tenth of them is pushed again, and
+the server is killed. `recovery_s` is the time until the next one serves, `empty_start_s` that of one without a log,
+and `read_s` what merely reading the files of the log takes, out of the disk's cache as far as the system lets it go.
 """
 
 from __future__ import annotations
@@ -21,12 +26,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import psutil
 
+from benchmarks.recovery import recovery
 from benchmarks.timing import log, report
 from torchfleet.net.sockets import SocketChannel
 from torchfleet.net.wire import Role
@@ -47,12 +51,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--pushes", type=int, default=300, help="of each client in a round")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--rows", type=int, default=2_000_000, help="of the table that is recovered")
+    parser.add_argument("--recovery_rows", type=int, metavar="N", help="recover a table of N rows, and nothing else")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     found = parser.parse_args()
     if found.quick:
-        found.pushes, found.rounds, found.rows = 50, 2, 100_000
+        found.pushes, found.rounds = 50, 2
     return found
 
 
@@ -65,7 +69,6 @@ class Loaded:
 
     def __init__(self, given: argparse.Namespace, *arguments: str) -> None:
         self._given, self.server = given, ServerProcess("tcp://127.0.0.1:0", *arguments)
-        self._process = psutil.Process(self.server.pid)
         dice = np.random.default_rng(0)
         self._batches = [
             (
@@ -82,17 +85,30 @@ class Loaded:
         client.create_table(spec_of(self._given))
         return client
 
-    def round(self) -> tuple[float, float]:
-        """(pushes per second, the server's processor time per push in microseconds)."""
+    def round(self) -> tuple[float, float, float]:
+        """(pushes per second, processor time per push in microseconds: of the server's loop, of its other threads but
+        ZeroMQ's)."""
         threads = [threading.Thread(target=self._push, args=(client,)) for client in self._clients]
-        cpu, start = sum(self._process.cpu_times()[:2]), time.perf_counter()
+        before, start = self._cpu(), time.perf_counter()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         num = NUM_CLIENTS * self._given.pushes
-        seconds = time.perf_counter() - start
-        return num / seconds, (sum(self._process.cpu_times()[:2]) - cpu) / num * 1e6
+        per_second = num / (time.perf_counter() - start)
+        loop, others = (after - was for after, was in zip(self._cpu(), before, strict=True))
+        return per_second, loop / num * 1e6, others / num * 1e6
+
+    def _cpu(self) -> tuple[float, float]:
+        """Seconds of processor time, of the loop's thread and of all others but ZeroMQ's."""
+        loop = others = 0.0
+        for task in Path(f"/proc/{self.server.pid}/task").iterdir():
+            seconds = int((task / "schedstat").read_text().split()[0]) / 1e9
+            if int(task.name) == self.server.pid:
+                loop += seconds
+            elif not (task / "comm").read_text().startswith("ZMQ"):
+                others += seconds
+        return loop, others
 
     def _push(self, client: Client) -> None:
         for i in range(self._given.pushes):
@@ -111,78 +127,39 @@ class Loaded:
 def cost(given: argparse.Namespace, folder: Path) -> dict[str, float]:
     store = ("--durability", "log", "--log_store", str(folder / "cost"), "--fsync_ms", str(given.fsync_ms))
     servers = {"plain": Loaded(given), "log": Loaded(given, *store)}
-    rates: dict[str, list[float]] = {name: [] for name in servers}
-    cpus: dict[str, list[float]] = {name: [] for name in servers}
+    rounds: dict[str, list[tuple[float, float, float]]] = {name: [] for name in servers}
     try:
         for server in servers.values():
             server.round()  # rows are made, kernels are warm
         for turn in range(given.rounds):
             for name, server in servers.items():
-                per_second, cpu = server.round()
-                rates[name].append(per_second)
-                cpus[name].append(cpu)
-            last = ", ".join(f"{name} {found[-1]:,.0f}" for name, found in rates.items())
+                rounds[name].append(server.round())
+            last = ", ".join(f"{name} {found[-1][0]:,.0f}" for name, found in rounds.items())
             log(f"  round {turn + 1}/{given.rounds}: {last} pushes a second")
     finally:
         for server in servers.values():
             server.close()
-    ratios = [log_rate / plain for log_rate, plain in zip(rates["log"], rates["plain"], strict=True)]
+    plain, logged = (list(zip(*rounds[name], strict=True)) for name in ("plain", "log"))
+    ratios = [
+        [with_log / without for without, with_log in zip(*pair, strict=True)]
+        for pair in zip(plain[:2], logged[:2], strict=True)
+    ]
     return {
-        "plain_pushes_per_s": statistics.median(rates["plain"]),
-        "log_pushes_per_s": statistics.median(rates["log"]),
-        "push_ratio": statistics.median(ratios),
-        "plain_cpu_us": statistics.median(cpus["plain"]),
-        "log_cpu_us": statistics.median(cpus["log"]),
-        "cpu_ratio": statistics.median(cpus["log"]) / statistics.median(cpus["plain"]),
+        "plain_pushes_per_s": statistics.median(plain[0]),
+        "log_pushes_per_s": statistics.median(logged[0]),
+        "push_ratio": statistics.median(ratios[0]),
+        "plain_loop_cpu_us": statistics.median(plain[1]),
+        "log_loop_cpu_us": statistics.median(logged[1]),
+        "loop_cpu_ratio": statistics.median(ratios[1]),
+        "writer_cpu_us": statistics.median(logged[2]),
     }
-
-
-def recovery(given: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """A server with so many rows is killed; how long the next one takes until it serves."""
-    store = ("--durability", "log", "--log_store", str(folder / "recovery"), "--fsync_ms", str(given.fsync_ms))
-    server = ServerProcess("tcp://127.0.0.1:0", *store)
-    values = np.zeros((1 << 16, given.dim), np.float32)
-    with Client([SocketChannel(server.endpoint, None, Role.FIRST_WORKER)], patience=Patience(120.0, 3)) as client:
-        client.create_table(spec_of(given))
-        for start in range(0, given.rows, len(values)):
-            keys = np.arange(start, min(start + len(values), given.rows), dtype=np.uint64)
-            client.push("rows", keys, values[: len(keys)])
-        client.flush()
-    num_bytes = _size(folder / "recovery")
-    server.kill()
-    server.close()
-    empty = _seconds_to_start(())
-    began = time.perf_counter()
-    again = ServerProcess("tcp://127.0.0.1:0", *store, timeout=600.0)
-    seconds = time.perf_counter() - began
-    with Client([SocketChannel(again.endpoint)]) as client:
-        num_rows = client.stats()[0]["tables"]["rows"]["rows"]
-    again.close()
-    assert num_rows == given.rows, (num_rows, given.rows)
-    return {
-        "recovered_rows": num_rows,
-        "log_bytes": num_bytes,
-        "recovery_s": seconds,
-        "empty_start_s": empty,
-        "recovery_s_per_million_rows": (seconds - empty) / (given.rows / 1e6),
-    }
-
-
-def _seconds_to_start(arguments: Sequence[str]) -> float:
-    began = time.perf_counter()
-    with ServerProcess("tcp://127.0.0.1:0", *arguments):
-        return time.perf_counter() - began
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob("segment*"))
 
 
 def main() -> int:
     given = options()
     folder = Path(tempfile.mkdtemp(prefix="durability-", dir=given.folder))
     try:
-        found = {**cost(given, folder), **recovery(given, folder)}
+        found = recovery(given, folder) if given.recovery_rows else cost(given, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     settings = {"keys": given.keys, "dim": given.dim, "fsync_ms": given.fsync_ms, "folder": given.folder}

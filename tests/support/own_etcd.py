@@ -17,9 +17,11 @@ from torchfleet.coordination.etcd_gateway import Access, EtcdGateway
 from torchfleet.errors import FleetError
 from torchfleet.launch.roles import free_ports
 
+_PLAIN = Access()
+
 
 @contextlib.contextmanager
-def started_etcd(*options: str, access: Access = Access()) -> Iterator[str]:
+def started_etcd(*options: str, access: Access = _PLAIN) -> Iterator[str]:
     """host:port of it. The test is skipped where the program is not installed. `options`: of etcd, `access`: how it is
     asked then."""
     if shutil.which("etcd") is None:
@@ -29,7 +31,8 @@ def started_etcd(*options: str, access: Access = Access()) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
             ["etcd", "--data-dir", folder, "--listen-client-urls", client, "--advertise-client-urls", client,
-             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}", *options],
+             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}",
+             *options],
             env={**os.environ, "ETCD_UNSUPPORTED_ARCH": os.uname().machine.replace("aarch64", "arm64")},
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip

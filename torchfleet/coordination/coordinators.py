@@ -1,5 +1,7 @@
-"""Which coordinator a URL stands for: file:///folder, etcd://host:port,host:port/name, or etcds:// for TLS. A new one is a
-line here."""
+"""Which coordinator a URL stands for: file:///folder, etcd://host:port,host:port/name, etcds:// for TLS.
+
+A new one is a line here.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way to etcd: its JSON gateway (version 3), over plain HTTP or TLS. Files named by the environment have the keys."""
+"""The way to etcd: its JSON gateway (version 3), over plain HTTP or TLS. The environment names the files of keys."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import platform
 from typing import Any
 
+import numba as nb
 import numpy as np
 from llvmlite import binding, ir
 from numba.core import cgutils, types
@@ -19,6 +20,7 @@ from torchfleet.kernels.jit import inlined, kernel
 _POLYNOMIAL = 0x82F63B78
 _ALL = np.uint32(0xFFFFFFFF)
 _WORD = 8  # bytes
+_LONG = 1 << 20  # bytes, in the time of which other threads are let in: to get the lock back takes nearly as long
 
 
 def _instruction() -> tuple[str, int]:
@@ -72,8 +74,8 @@ def _add_word_by_table(crc: np.uint32, word: np.uint64) -> np.uint32:
 add_word = _add_word if _NAME else _add_word_by_table
 
 
-@kernel
-def _crc32c(data: np.ndarray, crc: np.uint32) -> np.uint32:
+@inlined
+def _sum(data: np.ndarray, crc: np.uint32) -> np.uint32:
     crc ^= _ALL
     num_whole = len(data) // _WORD * _WORD
     for at in range(0, num_whole, _WORD):
@@ -86,10 +88,20 @@ def _crc32c(data: np.ndarray, crc: np.uint32) -> np.uint32:
     return crc ^ _ALL
 
 
+@kernel
+def _long(data: np.ndarray, crc: np.uint32) -> np.uint32:
+    return _sum(data, crc)
+
+
+@nb.njit(cache=True, error_model="numpy", _nrt=False)  # with the interpreter's lock: see _LONG
+def _short(data: np.ndarray, crc: np.uint32) -> np.uint32:
+    return _sum(data, crc)
+
+
 def crc32c(data: bytes | bytearray | memoryview, crc: int = 0) -> int:
     """The CRC-32C of bytes, filled up with zeros to a multiple of eight. `crc`: of what comes before them."""
     if not len(data):
         return crc
     array = np.frombuffer(data, np.uint8)
     array.flags.writeable = False  # one kernel for memory of all kinds
-    return int(_crc32c(array, np.uint32(crc)))
+    return int((_long if len(array) >= _LONG else _short)(array, np.uint32(crc)))

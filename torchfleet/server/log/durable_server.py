@@ -52,15 +52,15 @@ class DurableServer(LoggedServer):
         self._writer = LogWriter(folder, index, fsync_ms, self.wake)
         self.add_sink(self._writer)
         self._attempt = server.state.chain.attempt
-        self._copied_bytes = self._writer.segment_bytes
+        self._most_bytes = _most_bytes(self._writer.segment_bytes)  # of the segment
         if replay is None or begins:
             self._cut()
             self._wait_for_copy()
 
     def work(self) -> bool | None:
         """As Handler.work. A full save cuts the log, and so does one that has grown by as much as it has copied."""
-        if self._is_full_save() or self._has_grown():
-            self._cut()
+        if self._writer.segment_bytes > self._most_bytes or self.server.state.chain.attempt != self._attempt:
+            self._consider_cut()
         return super().work()
 
     def close(self, is_over: bool = False) -> None:
@@ -77,7 +77,7 @@ class DurableServer(LoggedServer):
 
     def _end_copy(self) -> None:
         self._writer.end_copy()
-        self._copied_bytes = self._writer.segment_bytes
+        self._most_bytes = _most_bytes(self._writer.segment_bytes)
 
     def _wait_for_copy(self) -> None:
         """Before anybody is served: what is here now must be in the log, or the entries after it are worth nothing."""
@@ -89,16 +89,18 @@ class DurableServer(LoggedServer):
                 self.close()
                 raise LogError(f"{trouble} The server does not begin without its log.")
 
-    def _is_full_save(self) -> bool:
+    def _consider_cut(self) -> None:
         state = self.server.state
-        if state.chain.attempt == self._attempt:
-            return False
-        self._attempt = state.chain.attempt
-        long = state.long_requests.get(self._attempt)
-        return long is not None and not unpack(only(long.request), SaveBody, MAX_BODY).delta
+        is_new, self._attempt = state.chain.attempt != self._attempt, state.chain.attempt
+        long = state.long_requests.get(self._attempt) if is_new else None
+        is_full_save = long is not None and not unpack(only(long.request), SaveBody, MAX_BODY).delta
+        if is_full_save or self._writer.segment_bytes > self._most_bytes:
+            self._cut()
 
-    def _has_grown(self) -> bool:
-        return self._writer.segment_bytes - self._copied_bytes > max(MIN_GROWTH, self._copied_bytes)
+
+def _most_bytes(copied: int) -> int:
+    """Of a segment that begins with a copy of so many bytes, before the next one is made."""
+    return copied + max(MIN_GROWTH, copied)
 
 
 def go_on(server: Server, durability: Durability, say: Callable[[str], None]) -> DurableServer | None:

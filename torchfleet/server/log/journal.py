@@ -17,6 +17,7 @@ from torchfleet.tables.rows.row_statistics import is_counted
 from torchfleet.tables.rowstore import RowStore
 from torchfleet.tables.table import Table
 
+_UNKNOWN = Effects()  # until the change is made
 LOOK = 0.05  # seconds between two looks at the wall clock, of which tables take whole seconds
 
 READS = frozenset({Command.PING, Command.STATS, Command.INSPECT, Command.WALK, Command.STOP})
@@ -43,7 +44,9 @@ class Journal:
 
     def apply(self, request: Request, run: Callable[[], Answer | FleetError | None]) -> Answer | FleetError | None:
         """As Recorder.apply. Raises LogStuck while nothing can be promised."""
-        self._check_sinks(request)
+        for sink in self.sinks:
+            if sink.trouble():
+                self._check(request, sink.trouble())
         if len(self._known) != len(self._server.state.tables):
             self._look_at_tables()
         if not self._is_change(request):
@@ -132,12 +135,11 @@ class Journal:
         counting = (self._known[number] for number in sorted(self._counting))
         self._counted = [table for table in counting if isinstance(table, RowStore)]
 
-    def _check_sinks(self, request: Request) -> None:
-        """Raise LogStuck if a change could not be promised, or a read might show one that is not."""
-        for sink in self.sinks:
-            trouble = sink.trouble()
-            if trouble and request.message.command not in _ALWAYS_ANSWERED:
-                raise LogStuck(f"{trouble} Nothing is lost, and it goes on when that is over: ask again later.")
+    @staticmethod
+    def _check(request: Request, trouble: str) -> None:
+        """Raise LogStuck: a change could not be promised, and a read might show one that is not."""
+        if request.message.command not in _ALWAYS_ANSWERED:
+            raise LogStuck(f"{trouble} Nothing is lost, and it goes on when that is over: ask again later.")
 
     def _begin(self, kind: Kind, now: float, deciding: Sequence[RowStore]) -> Entry:
         if not 0 <= now - self._measured_at < LOOK:
@@ -145,7 +147,7 @@ class Journal:
         self._server.state.clock.freeze(self._wall)
         for table in deciding:
             table.decisions.begin()
-        return Entry(kind, wall=self._wall, time=now)
+        return Entry(kind, wall=self._wall, time=now, effects=_UNKNOWN)
 
     def _end(self, deciding: Sequence[RowStore]) -> Effects:
         self._server.state.clock.freeze(None)
@@ -162,7 +164,8 @@ class Journal:
         return [table for table in self._server.state.tables.values() if isinstance(table, RowStore)]
 
     def _num_errors(self, start: int) -> int:
-        return sum(isinstance(result, FleetError) for _, result in self._server.state.finished[start:])
+        finished = self._server.state.finished
+        return sum(isinstance(result, FleetError) for _, result in finished[start:]) if len(finished) > start else 0
 
     def _append_refused(self, entry: Entry, request: Request, error: FleetError) -> None:
         """Remember the outcome of a change, so that a repeat is refused too."""

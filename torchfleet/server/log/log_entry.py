@@ -6,6 +6,7 @@ of the request as they came, or those of a piece of the state.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -101,12 +102,17 @@ class Entry:
 def encode_entry(entry: Entry) -> list[Frame]:
     """Its frames. Those of the request are not copied: leave them alone until the entry is where it is to be."""
     effects = b"" if entry.effects.is_empty else msgspec.msgpack.encode(entry.effects)
-    head = _HEAD.pack(
-        entry.kind, entry.role, len(entry.frames), len(entry.peer), len(effects), entry.index, entry.term,
-        entry.wall, entry.time, entry.pause,
+    lengths = [memoryview(frame).nbytes for frame in entry.frames]
+    head = _head(len(lengths)).pack(
+        entry.kind, entry.role, len(lengths), len(entry.peer), len(effects), entry.index, entry.term,
+        entry.wall, entry.time, entry.pause, *lengths,
     )  # fmt: skip
-    lengths = b"".join(_LENGTH.pack(size_of_frame(frame)) for frame in entry.frames)
-    return [b"".join((head, lengths, entry.peer, effects)), *entry.frames]
+    return [head + entry.peer + effects, *entry.frames]
+
+
+@functools.lru_cache(maxsize=1024)
+def _head(num_frames: int) -> struct.Struct:
+    return struct.Struct(f"{_HEAD.format}{num_frames}Q")
 
 
 def size_of_frame(frame: Frame) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import struct
+import zlib
 from collections.abc import Iterator, Sequence
 
 from torchfleet.errors import LogError
@@ -41,12 +42,13 @@ def record_of(entry: Sequence[Frame], num_synced: int) -> list[Frame]:
             small += (view.tobytes(), bytes(num_padding))
             continue
         joined, small = b"".join(small), []
-        crc = crc32c(view.cast("B"), crc32c(joined, crc))
+        crc = crc32c(view.cast("B"), crc32c(joined, crc) if joined else crc)
         buffers += (joined, view, bytes(num_padding))
-    buffers.append(b"".join(small))
-    crc = crc32c(buffers[-1], crc)
+    if small:
+        buffers.append(b"".join(small))
+        crc = crc32c(buffers[-1], crc)
     fields = _FIELDS.pack(MAGIC, crc, length, num_synced, memoryview(entry[0]).nbytes)
-    buffers[0] = fields + _CHECK.pack(crc32c(fields))
+    buffers[0] = fields + _CHECK.pack(zlib.crc32(fields))
     return [buffer for buffer in buffers if len(buffer)]
 
 
@@ -116,7 +118,7 @@ class Records:
 
 def _fields(prefix: memoryview) -> tuple[int, int, int, int] | None:
     """Checksum and bytes of the frames, bytes synced, bytes of the first frame; None: it was not written so."""
-    if len(prefix) < PREFIX or _CHECK.unpack_from(prefix, _FIELDS.size)[0] != crc32c(prefix[: _FIELDS.size]):
+    if len(prefix) < PREFIX or _CHECK.unpack_from(prefix, _FIELDS.size)[0] != zlib.crc32(prefix[: _FIELDS.size]):
         return None
     magic, crc, length, num_synced, num_first = _FIELDS.unpack_from(prefix)
     return (crc, length, num_synced, num_first) if magic == MAGIC else None

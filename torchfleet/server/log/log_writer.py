@@ -53,7 +53,7 @@ class LogWriter:
 
     def append(self, index: int, entry: Sequence[Frame]) -> None:
         """As Sink.append."""
-        num_bytes = sum(memoryview(frame).nbytes for frame in entry)
+        num_bytes = sum([memoryview(frame).nbytes for frame in entry])
         self._bytes_appended += num_bytes
         self._num_appended += 1
         self._queue.append((index, entry, num_bytes))
@@ -92,22 +92,17 @@ class LogWriter:
         """As Sink.trouble."""
         if self._threads.error is not None:
             return f"The log in {self._folder.path} cannot be written: {self._threads.error}."
-        if self._num_behind > MAX_BEHIND:
-            return f"The disk of {self._folder.path} is {self._num_behind:,} bytes behind."
-        return self._trouble
+        num_behind = self._bytes_appended - self._bytes_done
+        return self._trouble if num_behind <= MAX_BEHIND else f"The disk is {num_behind:,} bytes behind the log."
 
     @property
     def is_idle(self) -> bool:
         """Whether everything that was appended is written."""
         return self._num_done == self._num_appended
 
-    @property
-    def _num_behind(self) -> int:
-        return self._bytes_appended - self._bytes_done
-
     def has_room(self) -> bool:
         """Whether pieces of the state may be appended: not while changes wait."""
-        return self._num_behind < COPY_BEHIND and not self.trouble()
+        return self._bytes_appended - self._bytes_done < COPY_BEHIND and not self.trouble()
 
     def close(self) -> None:
         """As Sink.close; waits for the disk, unless that takes nothing."""
