@@ -303,6 +303,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "guard",
         "errors",
     },
+    "launch/clusters": {"launch", "tables/settings", "net", "guard", "errors"},
+    "launch/launchers": {"launch", "launch/clusters"},
+    "launch/cli": {"launch", "launch/launchers", "launch/clusters", "net", "guard", "errors"},
+    "launch/__main__": {"launch/cli"},
     "__init__": set(),  # loads its names when they are first used
 }
 WITHOUT_TORCH = {
