@@ -1,0 +1,1 @@
+"""Jobs on engines that schedule processes themselves: Ray, Kubernetes, Slurm."""
