@@ -292,7 +292,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "launch/machines": {"net", "errors"},
     "launch/endurance": {"role", "coordination", "worker/client", "net", "errors"},
-    "launch/clusters": {"launch/machines", "role", "monitor", "net", "cgroups", "guard", "stop_request", "errors"},
     "launch": {
         "launch/machines",
         "launch/endurance",
@@ -307,6 +306,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "guard",
         "errors",
     },
+    "launch/clusters": {"launch", "tables/settings", "role", "net", "cgroups", "guard", "stop_request", "errors"},
+    "launch/launchers": {"launch", "launch/clusters"},
+    "launch/cli": {"launch", "launch/launchers", "launch/clusters", "net", "guard", "errors"},
+    "launch/__main__": {"launch/cli"},
     "__init__": set(),  # loads its names when they are first used
 }
 WITHOUT_TORCH = {

@@ -10,11 +10,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchfleet.launch.job_spec import Task
+from torchfleet.launch.job_spec import Report, RunningTask, Task
 from torchfleet.monitor.log_file import DEFAULT_BYTES, LogFile, last_bytes
 
 _LINE = 1 << 16  # bytes of output that are taken at a time
@@ -38,7 +38,7 @@ class Process:
         task: Task,
         command: Sequence[str],
         log_dir: Path,
-        report: Callable[[str], None],
+        report: Report,
         echo: bool = False,
         append: bool = False,
         max_log_bytes: int = DEFAULT_BYTES,
@@ -133,7 +133,7 @@ class Process:
             self._report(f"[{self.task.name}] {line.decode(errors='replace')}")
 
 
-def end_all(processes: Sequence[Process]) -> None:
+def end_all(processes: Sequence[RunningTask]) -> None:
     """SIGTERM to all, and SIGKILL to those that have not ended after a grace. None runs when this returns."""
     for process in processes:
         if process.returncode is None:

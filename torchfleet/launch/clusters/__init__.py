@@ -1,1 +1,1 @@
-"""Jobs on engines that schedule processes themselves: Ray, Kubernetes, Slurm."""
+"""Jobs on clusters of others: Ray, Kubernetes, Slurm."""
