@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from torchfleet.errors import FleetError, RoleError, ServerUnreachable
-from torchfleet.role import LOSS_END, RoleInfo
+from torchfleet.errors import FleetError, ServerUnreachable
+from torchfleet.role import RoleInfo
 from torchfleet.storage import Storage
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
-from torchfleet.worker.client.requests import Joined
 from torchfleet.worker.lookup.plan import Plan
 from torchfleet.worker.row_state.table_rows import slices
 
 RECOVERY_TIMEOUT = 600.0  # seconds that a server with a log may be away: it reads all of it when it is started again
 RESEND_PAUSE = 5.0  # seconds between two attempts to reach one
-_FREE_MODES = ("async", "half_async", "geo")  # no worker waits for another
 _PERIOD = 5.0  # seconds between two lines about servers that are not ready
 _PAUSE = 0.1  # seconds between two questions to a server that is loading
+_NO_VALUES = "worker 0 has not set the first values; look at its log"
 
 
 def patience_with(strategy: DistributedStrategy, info: RoleInfo) -> Patience:
@@ -69,48 +69,32 @@ def check_loaded(client: Client, dirname: str) -> None:
             )
 
 
-def check_loss_rule(mode: str, info: RoleInfo) -> None:
-    """Raise RoleError if this mode cannot keep to what was said about lost workers."""
-    if info.is_elastic and mode not in _FREE_MODES:
-        raise RoleError(
-            f"FLEET_MIN_WORKERS={info.min_workers} lets workers come and go, which is for {', '.join(_FREE_MODES)}; this "
-            f"is {mode}. Leave it out, or train in one of these modes."
-        )
-    if info.on_worker_loss != LOSS_END and mode == "hybrid":
-        raise RoleError(
-            f"on_worker_loss={info.on_worker_loss} is for sync, {', '.join(_FREE_MODES)}: in hybrid mode no worker can "
-            "go on without another. Leave it out; --max_restart starts all workers again together."
-        )
-
-
-def catch_up(client: Client, told: Sequence[Joined], num_optimizers: int, timeout: float) -> int:
-    """The step with which this worker begins, the same on all servers.
-
-    From the moment it has joined, each server's step waits for it. Servers may be a step apart, if a worker was killed
-    when only some had its push; and between the steps of several optimizers of one loop. What is behind is made without
-    this worker's part.
-    """
-    first = -(-max(joined.step for joined in told) // num_optimizers) * num_optimizers
-    for step in range(min(joined.step for joined in told), first):
-        behind = [server for server, joined in enumerate(told) if joined.step <= step]
-        print(f"step {step} is made without this worker's part on {len(behind)} of {len(told)} servers", flush=True)
-        client.skip_step(behind, timeout)
-    return first // num_optimizers
+def with_known_restart(client: Client, info: RoleInfo) -> RoleInfo:
+    """The role with the number of its starts, if the servers are to be asked for it: a process before this one had its
+    number, and has not left."""
+    if not info.asks_restart:
+        return info
+    members = (member for server in client.stats() for member in server["workers"])
+    before = [member["restart"] for member in members if member["worker"] == info.worker_index]
+    return replace(info, restart=max(before) + 1 if before else 0)
 
 
 def make_tables(client: Client, plan: Plan, info: RoleInfo, strategy: DistributedStrategy) -> None:
-    """Worker 0 makes the tables and sets what was not loaded; all workers then have the servers' dense values."""
-    if info.worker_index == 0 and not (info.restart and _are_set(client, plan)):
+    """Worker 0 makes the tables and sets what was not loaded; all workers then have the servers' dense values.
+
+    One that was started again does so if the process before it has not come so far.
+    """
+    if info.worker_index == 0 and not (info.restart and _has_first_values(client, plan)):
         for spec in plan.specs:
             client.create_table(spec)
         tables = [server["tables"] for server in client.stats()]
         _set_sparse(client, plan, tables)
         _set_dense(client, plan, tables)
     if info.is_elastic:
-        _wait_for(lambda: _are_set(client, plan), info, "worker 0 has not set the first values; look at its log")
+        _wait_for(lambda: _has_first_values(client, plan), info, _NO_VALUES)
         least = f"fewer than {info.min_workers} workers have come (FLEET_MIN_WORKERS)"
         _wait_for(lambda: client.stats()[0]["members"]["joined"] >= info.min_workers, info, least)
-    elif info.num_workers > 1 and not (info.restart and _are_set(client, plan)):
+    elif info.num_workers > 1:
         _wait_for_first_values(client, plan, info, strategy)
     for dense in (*plan.dense, *plan.fixed):
         dense.write(client.pull_dense(dense.spec.name).result())
@@ -138,20 +122,11 @@ def _set_dense(client: Client, plan: Plan, tables: list[dict[str, Any]]) -> None
 
 
 def _wait_for_first_values(client: Client, plan: Plan, info: RoleInfo, strategy: DistributedStrategy) -> None:
-    if strategy.a_sync_configs.launch_barrier or not (plan.dense or plan.fixed):
+    is_met = strategy.a_sync_configs.launch_barrier or not _named(plan)
+    if is_met and not info.restart:  # the others have met without one that was started again
         client.barrier("start", info.num_workers, max(info.start_timeout, strategy.sync_timeout))
         return
-    _wait_for(lambda: _are_set(client, plan), info, "worker 0 has not set the first values; look at its log")
-
-
-def _are_set(client: Client, plan: Plan) -> bool:
-    """Whether all tables are there, and worker 0 has set the dense ones, which it does last."""
-    dense = {group.spec.name for group in (*plan.dense, *plan.fixed)}
-    return all(
-        spec.name in server["tables"] and (spec.name not in dense or server["tables"][spec.name]["is_set"])
-        for server in client.stats()
-        for spec in plan.specs
-    )
+    _wait_for(lambda: _has_first_values(client, plan), info, _NO_VALUES)
 
 
 def _wait_for(is_so: Callable[[], bool], info: RoleInfo, otherwise: str) -> None:
@@ -160,3 +135,13 @@ def _wait_for(is_so: Callable[[], bool], info: RoleInfo, otherwise: str) -> None
         if time.monotonic() > deadline:
             raise FleetError(f"after {info.start_timeout:g} s (FLEET_START_TIMEOUT) {otherwise}")
         time.sleep(0.05)
+
+
+def _has_first_values(client: Client, plan: Plan) -> bool:
+    """Whether worker 0 has set all that it sets; rows, which come first, are not looked at."""
+    tables = [server["tables"] for server in client.stats()]
+    return all(name in found and found[name]["is_set"] for found in tables for name in _named(plan))
+
+
+def _named(plan: Plan) -> set[str]:
+    return {dense.spec.name for dense in (*plan.dense, *plan.fixed)}

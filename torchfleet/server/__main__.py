@@ -125,9 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         given = {MIN_WORKERS: str(options.min_workers), ON_LOSS: options.on_worker_loss or ""}
         loss = loss_of(given, options.num_workers)
-        server = Server(
-            _table_bytes(options), options.num_workers, options.save_root, _orphan_timeout(options), **loss
-        )
+        server = Server(_table_bytes(options), options.num_workers, options.save_root, _orphan_timeout(options), **loss)
         handler = _with_log(server, options)
         warm_up()
         listener = listen(options.endpoint, KeyFolder(options.key_dir) if options.key_dir else None, options.insecure)

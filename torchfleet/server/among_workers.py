@@ -15,7 +15,7 @@ from torchfleet.server.kept_pushes import apply_gathered, apply_waiting
 from torchfleet.server.meeting.file_lists import MAX_LIST, FilesBody
 from torchfleet.server.meeting.gathering import GatherBody
 from torchfleet.server.meeting.mail import SendBody, TakeBody
-from torchfleet.server.meeting.presence import MAX_NAME, JoinBody, JoinedBody
+from torchfleet.server.meeting.presence import MAX_NAME, JoinBody
 from torchfleet.server.state.state import Answer, State
 from torchfleet.server.waiting import open_meetings
 
@@ -74,8 +74,9 @@ def _check_rules(state: State, body: JoinBody) -> None:
 
 
 def _told(state: State, worker: int) -> Answer:
-    members = state.members
-    return [pack(JoinedBody(state.num_steps, members.num_restarts(worker), members.num_present(state.num_workers)))]
+    """The reply to JOIN: worker/client/requests.py has its fields."""
+    restarts, present = state.members.num_restarts(worker), state.members.num_present(state.num_workers)
+    return [pack({"step": state.num_steps, "restarts": restarts, "num_members": present})]
 
 
 def barrier(state: State, request: Request) -> None:

@@ -16,8 +16,8 @@ class Members:
     """
 
     def __init__(self, num_workers: int = 0, min_workers: int = 0, on_loss: str = LOSS_END) -> None:
-        """`min_workers`: above 0, the job is elastic: so many begin, and at most `num_workers` come. `on_loss`: what the
-        loss of a worker means to those who wait for it."""
+        """`min_workers`: above 0, the job is elastic: so many begin, and at most `num_workers` come. `on_loss`: what
+        the loss of a worker means to those who wait for it."""
         self.min_workers, self.on_loss = min_workers, on_loss
         self.absent: set[int] = set(range(num_workers)) if min_workers else set()
         self.left: dict[int, int] = {}  # who has said good-bye: the number of its process

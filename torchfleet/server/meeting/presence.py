@@ -35,14 +35,6 @@ class JoinBody(msgspec.Struct, forbid_unknown_fields=True):
     waiting: float | None = None  # share of its time that it waits for servers; None: not known yet
 
 
-class JoinedBody(msgspec.Struct):
-    """What a worker is told that joins, or says that it is still there."""
-
-    step: int  # steps of all workers that were made so far
-    restarts: int  # how many processes have had its number before
-    num_members: int  # workers that are there now
-
-
 @dataclass(slots=True)
 class Member:
     """A worker that has joined."""
@@ -194,8 +186,8 @@ class Presence:
         }
 
     def describe(self, now: float) -> list[dict[str, object]]:
-        """For statistics: each worker's number, place, seconds since it joined and since it was last heard of, and how
-        much it waits."""
+        """For statistics: each worker's number, place, seconds since it joined and since it was last heard of, whether
+        it is lost, how much it waits, and how often it was started before."""
         lost = self.lost(now)
         return [
             {
@@ -205,6 +197,7 @@ class Presence:
                 "silent": max(0.0, now - member.heard),
                 "is_lost": worker in lost,
                 "waiting": member.body.waiting,
+                "restart": member.body.restart,
             }
             for worker, member in sorted(self._members.items())
         ]
