@@ -47,7 +47,8 @@ def join(state: State, request: Request) -> Answer:
     if members.has_left(worker, incarnation):  # a late copy
         return _told(state, worker)
     before = state.presence.incarnation(worker)
-    replaces = state.presence.join(worker, incarnation, body, request.arrived)
+    is_given_up = before is not None and members.is_out(worker, before)
+    replaces = state.presence.join(worker, incarnation, body, request.arrived, is_given_up)
     if body.again:
         if before == incarnation and not body.ended and members.come(worker):
             state.say(f"worker {worker} is back, from {body.host}, pid {body.pid}")
