@@ -95,8 +95,8 @@ class Members:
         """Raise CountedOut if the others have made a step without this process."""
         if self.is_out(worker, incarnation):
             raise CountedOut(
-                f"worker {worker} was counted out at step {self._out[worker][1]}: nothing was heard of it for longer than "
-                "FLEET_WORKER_TIMEOUT, and the others went on without it (on_worker_loss=go_on). What this process "
+                f"worker {worker} was counted out at step {self._out[worker][1]}: nothing was heard of it for longer "
+                "than FLEET_WORKER_TIMEOUT, and the others went on without it (on_worker_loss=go_on). What this process "
                 "still sends is not taken: end it, and start the worker again."
             )
 

@@ -59,9 +59,7 @@ class Presence:
         self._looked = 0.0
         self.heard: float | None = None  # when a worker was last heard of; None: none has ever joined
 
-    def join(
-        self, worker: int, incarnation: int, body: JoinBody, now: float, is_given_up: bool = False
-    ) -> bool:
+    def join(self, worker: int, incarnation: int, body: JoinBody, now: float, is_given_up: bool = False) -> bool:
         """Take in a worker, or a sign of life of it; returns whether it takes the place of another process.
 
         `is_given_up`: that of before has no part in the job any more, whatever is heard of it.
