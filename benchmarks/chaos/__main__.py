@@ -6,13 +6,13 @@ python -m benchmarks.chaos --modes async --faults kill,stop5 --minutes 2 --every
 python -m benchmarks.chaos --kills 200 --at_once --json        primaries killed as soon as they have a backup again
 python -m benchmarks.chaos --goodput --minutes 5 --every 60 --json      beside the undisturbed run, in turns
 
-Every step takes 1 from rows of its own, beside a model of clicks: a row that was not touched is a step that was lost, one
-that was touched twice a step that was doubled. In sync mode the saved model must equal that of a run that nobody
-disturbed, bit for bit. `takeover_p99_s`: of killed primaries, from the kill to the next step of the worker that
-waited longest. `goodput`: samples per second under faults, over those of the calm stretch at the beginning of the same
-run, or with --goodput over those of undisturbed runs. For `link` and `oneway` every server is on a machine of its own: a network
-namespace, which needs root, and etcd for backups. Exit status: 1 if anything was lost, doubled or not as it must be;
-2 if a fault that was asked for cannot be tried here.
+Every step takes 1 from rows of its own, beside a model of clicks: a row that was not touched is a step that was lost,
+one that was touched twice a step that was doubled. In sync mode the saved model must equal that of a run that nobody
+disturbed, bit for bit. `takeover_p99_s`: of killed primaries, the longest time between two steps of a worker, from the
+kill until all train again. `goodput`: samples per second under faults, over those of the calm stretch at the beginning
+of the same run, or with --goodput over those of undisturbed runs. For `link` and `oneway` every server is on a machine
+of its own: a network namespace, which needs root, and etcd for backups. Exit status: 1 if anything was lost, doubled or
+not as it must be; 2 if a fault that was asked for cannot be tried here.
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ def at_once(chosen: argparse.Namespace, arguments: Sequence[str]) -> dict[str, R
 def combined(found: dict[str, Result]) -> Result:
     """Over all modes: the sums, and the worst."""
     takeovers = [result["takeover_p99_s"] for result in found.values() if result["takeover_p99_s"] is not None]
-    equal = [result["equals_the_undisturbed_run"] for result in found.values() if "equals_the_undisturbed_run" in result]
+    equal = [
+        result["equals_the_undisturbed_run"] for result in found.values() if "equals_the_undisturbed_run" in result
+    ]
     return {
         **{name: sum(result[name] for result in found.values()) for name in ("lost", "doubled", "kills")},
         "takeover_p99_s": max(takeovers, default=None),

@@ -76,7 +76,11 @@ def _settled(fleet: Fleet, event: Event) -> Event:
 
 def _kill(fleet: Fleet, dice: random.Random) -> Event:
     """A primary, a backup or a worker."""
-    kinds = ["primary", *(["backup"] if fleet.chosen.replicas == 2 else []), *([] if fleet.mode == "sync" else ["worker"])]
+    kinds = [
+        "primary",
+        *(["backup"] if fleet.chosen.replicas == 2 else []),
+        *([] if fleet.mode == "sync" else ["worker"]),
+    ]
     kind, shard = dice.choice(kinds), dice.randrange(fleet.chosen.servers)
     if kind == "primary":
         return kill_primary(fleet, shard)

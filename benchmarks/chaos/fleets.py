@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +124,8 @@ class Fleet:
             if not servers:
                 return None
             self._coordinator = make_coordinator(servers[0].process.environ()[VARIABLE])
-        return self._as_machine(lambda: self._read(shard))
-
-    def _read(self, shard: int) -> View | None:
-        assert self._coordinator is not None
-        return self._coordinator.read(shard)
+        view: View | None = self._as_machine(partial(self._coordinator.read, shard))
+        return view
 
     def _as_machine(self, ask: Callable[[], Any]) -> Any:
         return ask() if self._pool is None else self._pool.submit(ask).result()

@@ -1,4 +1,4 @@
-"""The job that is disturbed: clicks with hidden weights, beside rows that count steps. All roles; started by fleetrun."""
+"""The job that is disturbed, all roles of it: clicks with hidden weights, beside rows that count steps."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def batches(data: Data, board: Board, worker: int, first: int) -> Iterator[Batch
 
 
 def make_optimizer(model: Clicks, mode: str) -> torch.optim.Optimizer:
-    trained = [*model.rows.parameters(), *model.tower.parameters()]
+    trained: dict[str, Any] = {"params": [*model.rows.parameters(), *model.tower.parameters()]}
     if mode == "geo":
-        return torch.optim.SGD([{"params": trained}, {"params": model.ledger.parameters(), "lr": 1.0}], lr=0.1)
+        return torch.optim.SGD([trained, {"params": model.ledger.parameters(), "lr": 1.0}], lr=0.1)
     own = {"params": model.ledger.parameters(), "lr": 1.0, "row_rule": "sgd"}
-    return torch.optim.Adagrad([{"params": trained}, own], lr=0.05)
+    return torch.optim.Adagrad([trained, own], lr=0.05)
 
 
 def main() -> None:
@@ -103,7 +103,7 @@ def train(model: Clicks, optimizer: Any, board: Board, mine: Progress, chosen: a
         mine.begin(step)
         logits, counted = model(ids, own)
         loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels) + counted
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         mine.end(step)

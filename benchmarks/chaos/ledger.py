@@ -1,4 +1,4 @@
-"""Rows that count: each step takes 1 from rows of its own, so that the tables say which steps are in them, and how often.
+"""Rows that count: each step takes 1 from rows of its own, and the tables say which steps are in them, and how often.
 
 What a worker was told to be applied must be there once. Steps of a killed worker that it had begun, and not heard of,
 may be there or not.

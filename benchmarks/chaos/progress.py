@@ -1,4 +1,4 @@
-"""What workers have done so far, in files that are mapped into memory: they outlive a killed worker, and cost no call."""
+"""What workers have done so far, in files that are mapped into memory: they outlive a killed worker."""
 
 from __future__ import annotations
 

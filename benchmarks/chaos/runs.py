@@ -1,4 +1,4 @@
-"""Runs of one mode: under random faults, under kills as fast as the fleet is whole again, and beside undisturbed ones."""
+"""Runs of one mode: under random faults, under kills without a pause, and beside undisturbed ones."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class Disturbance:
         """Kill the primary of a shard that is whole; others may be on their way to it."""
         shards = list(range(self._fleet.chosen.servers))
         self._dice.shuffle(shards)
-        found: list[int] = []
-        self._fleet.wait(lambda: found.extend(self._whole(shards)) or found, "shard that is whole")
-        self._note(kill_primary(self._fleet, found[0]), found[0])
+        self._fleet.wait(lambda: self._whole(shards), "shard that is whole")
+        shard = self._whole(shards)[0]
+        self._note(kill_primary(self._fleet, shard), shard)
 
     def wait_until_whole(self) -> None:
         self._wait_for(range(self._fleet.chosen.servers))
@@ -202,7 +202,7 @@ def _quantile(values: Sequence[float], q: float) -> float | None:
 
 
 def _dice(chosen: argparse.Namespace, mode: str) -> random.Random:
-    return random.Random(f"{chosen.seed} {mode}")  # noqa: S311
+    return random.Random(f"{chosen.seed} {mode}")
 
 
 @contextmanager
