@@ -59,6 +59,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at_once", action="store_true", help="all modes at the same time, a process for each")
+    parser.add_argument("--logs", metavar="DIR", help="keep the logs of all processes below it")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     chosen = parser.parse_args(arguments)
     chosen.modes = _listed(parser, "--modes", chosen.modes, MODES)

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -162,12 +163,22 @@ class Fleet:
         found: dict[str, Any] = json.loads((self.folder / "result.json").read_text())
         return found
 
+    def logs(self) -> list[Path]:
+        return sorted([*self.folder.glob("fleetrun-*"), *self.folder.glob("log-*/latest/*log.*")])
+
     def last_words(self) -> str:
         texts = []
-        for path in sorted([*self.folder.glob("fleetrun-*"), *self.folder.glob("log-*/latest/*log.*")]):
+        for path in self.logs():
             lines = path.read_text(errors="replace").splitlines()[-25:]
             texts.append("\n".join([f"--- {path.relative_to(self.folder)}", *lines]))
         return "\n".join(texts)
+
+    def keep_logs(self) -> None:
+        if self.chosen.logs:
+            for path in self.logs():
+                kept = Path(self.chosen.logs) / f"{self.folder.name}-{path.relative_to(self.folder).parts[0]}"
+                kept.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, kept / path.name)
 
 
 @contextlib.contextmanager
@@ -178,6 +189,7 @@ def fleet(chosen: argparse.Namespace, mode: str, end: int = 0) -> Iterator[Fleet
     """
     with tempfile.TemporaryDirectory(prefix=f"chaos-{mode}-") as name, contextlib.ExitStack() as stack:
         made = Fleet(chosen, mode, Path(name), end)
+        stack.callback(made.keep_logs)
         made.start(stack)
         made.wait(lambda: len(made.board.num_steps()) == chosen.workers, "first step of every worker")
         yield made
