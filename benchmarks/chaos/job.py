@@ -72,7 +72,7 @@ def batches(data: Data, board: Board, worker: int, first: int) -> Iterator[Batch
 def make_optimizer(model: Clicks, mode: str) -> torch.optim.Optimizer:
     trained: dict[str, Any] = {"params": [*model.rows.parameters(), *model.tower.parameters()]}
     if mode == "geo":
-        return torch.optim.SGD([trained, {"params": model.ledger.parameters(), "lr": 1.0}], lr=0.1)
+        return torch.optim.SGD([trained, {"params": model.ledger.parameters(), "lr": 1.0}], lr=1.0)
     own = {"params": model.ledger.parameters(), "lr": 1.0, "row_rule": "sgd"}
     return torch.optim.Adagrad([trained, own], lr=0.05)
 
