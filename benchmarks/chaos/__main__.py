@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import subprocess
@@ -49,7 +50,9 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     kept.add_argument("--durability", choices=["log"], help="servers have logs, and are started again from them")
     kept.add_argument("--replicas", type=int, choices=[2], help="servers have backups (default)")
     parser.add_argument("--faults", help=f"some of {','.join(FAULTS)} (default: all that can be tried here)")
-    parser.add_argument("--minutes", type=float, default=10.0, help="of faults; with --goodput of the undisturbed run")
+    parser.add_argument(
+        "--minutes", type=float, help="of faults, or of an undisturbed run (10); with --kills they end after so many"
+    )
     parser.add_argument("--every", type=float, default=30.0, help="seconds from one fault to the next")
     parser.add_argument("--calm", type=float, default=10.0, help="seconds before the first fault")
     parser.add_argument("--kills", type=int, default=0, help="kill so many primaries, without any pause")
@@ -62,6 +65,7 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--logs", metavar="DIR", help="keep the logs of all processes below it")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     chosen = parser.parse_args(arguments)
+    chosen.minutes = chosen.minutes or (math.inf if chosen.kills else 10.0)
     chosen.modes = _listed(parser, "--modes", chosen.modes, MODES)
     chosen.replicas = 1 if chosen.durability else 2
     chosen.save_every = _STEPS_PER_SAVE if chosen.durability else 0

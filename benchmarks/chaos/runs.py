@@ -112,11 +112,11 @@ def disturbed(chosen: argparse.Namespace, mode: str) -> Result:
 
 
 def _disturb(chosen: argparse.Namespace, disturbance: Disturbance) -> None:
+    end = time.monotonic() + 60 * chosen.minutes
     if chosen.kills:
-        for _ in range(chosen.kills):
+        while len(disturbance.events) < chosen.kills and time.monotonic() < end:
             disturbance.kill_whole()
         return
-    end = time.monotonic() + 60 * chosen.minutes
     while (begun := time.monotonic()) < end:
         disturbance.random_fault()
         disturbance.wait_until_whole()
