@@ -191,7 +191,8 @@ def main(arguments: Sequence[str]) -> int:
     all_of_it = combined(found)
     log(table(found))
     settings = {name: getattr(chosen, name) for name in ("replicas", "faults", "every", "servers", "workers", "seed")}
-    report({**all_of_it, **settings, "cores": os.cpu_count(), "by_mode": found}, chosen.json)
+    details = {"by_mode": found} if chosen.json else {}
+    report({**all_of_it, **settings, "cores": os.cpu_count(), **details}, chosen.json)
     is_unequal = all_of_it["sync_equals_the_undisturbed_run"] is False
     return 1 if all_of_it["lost"] or all_of_it["doubled"] or is_unequal else 0
 

@@ -131,7 +131,7 @@ def _link(fleet: Fleet, dice: random.Random) -> Event:
 def _one_way(fleet: Fleet, dice: random.Random) -> Event:
     assert fleet.machines is not None
     machine, network = 1 + dice.randrange(fleet.chosen.servers), fleet.machines
-    event = Event(f"one way lost {_LINK:g} s", f"from machine {machine}", time.monotonic())
+    event = Event(f"one way lost {_LINK:g} s", f"machine {machine}", time.monotonic())
     network.mute(machine)
     _last(fleet, event, _LINK, lambda: network.unmute(machine))
     return event
