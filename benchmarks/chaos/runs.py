@@ -59,9 +59,14 @@ class Disturbance:
         """Kill the primary of a shard that is whole; others may be on their way to it."""
         shards = list(range(self._fleet.chosen.servers))
         self._dice.shuffle(shards)
-        self._fleet.wait(lambda: self._whole(shards), "shard that is whole")
-        shard = self._whole(shards)[0]
-        self._note(kill_primary(self._fleet, shard), shard)
+        found: list[int] = []
+
+        def look() -> bool:
+            found[:] = self._whole(shards)
+            return bool(found)
+
+        self._fleet.wait(look, "shard that is whole")
+        self._note(kill_primary(self._fleet, found[0]), found[0])
 
     def wait_until_whole(self) -> None:
         self._wait_for(range(self._fleet.chosen.servers))
