@@ -3,6 +3,7 @@
 python -m benchmarks.sparse --json            1 server x 1 worker, 1 x 2, and one process, in turns; about two minutes
 python -m benchmarks.sparse --quick --json    smaller and shorter, to see that it works
 python -m benchmarks.sparse --grid 1x1,1x2,1x4,1x8,2x8,4x8 --json    servers x workers: a server under load
+python -m benchmarks.sparse --grid 2x4,2x4+replicas,2x4+log --json   what backups cost, or a log of every change
 
 With --grid the data is the same for every layout: `--num_batches` batches are dealt out to the workers, as the data of
 a job is. Each worker then has one thread, unless OMP_NUM_THREADS is set.
@@ -13,12 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.timing import log, report
 
@@ -26,21 +28,34 @@ _WORKER = Path(__file__).with_name("sparse_worker.py")
 _SETTINGS = ("batch", "slots", "dim", "num_ids", "num_batches", "zipf", "seconds")
 _MANY = 8  # workers of the layout that is held against those with fewer
 
-Layout = tuple[int, int]  # servers, workers; no servers: one process
+_ENDURANCE = {"": (), "replicas": ("--replicas", "2"), "log": ("--durability", "log", "--max_restart", "1")}
+_LAYOUT = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)(?:\+(replicas|log))?")
+
+
+class Layout(NamedTuple):
+    """What takes part in a run; no servers: one process."""
+
+    servers: int
+    workers: int
+    endurance: str = ""  # how servers outlive their death: a key of _ENDURANCE
+
+    @property
+    def name(self) -> str:
+        counts = f"{self.servers}x{self.workers}" if self.servers else "local"
+        return f"{counts}+{self.endurance}" if self.endurance else counts
+
+
 Found = list[dict[str, Any]]  # what each worker measured
 
 
 def layouts(text: str) -> list[Layout]:
-    """1x2,2x8 as [(1, 2), (2, 8)]."""
-    try:
-        found = [
-            (int(servers), int(workers)) for servers, _, workers in (part.partition("x") for part in text.split(","))
-        ]
-    except ValueError:
-        found = []
-    if not found or min(min(layout) for layout in found) < 1:
-        raise argparse.ArgumentTypeError(f"expected servers x workers, such as 1x1,1x2,2x8; found {text!r}")
-    return found
+    """1x2,2x8+log as [Layout(1, 2), Layout(2, 8, "log")]."""
+    matches = [_LAYOUT.fullmatch(part) for part in text.split(",")]
+    if not all(matches):
+        raise argparse.ArgumentTypeError(
+            f"expected servers x workers, such as 1x1,1x2,2x8, or 2x8+replicas, 2x8+log; found {text!r}"
+        )
+    return [Layout(int(match[1]), int(match[2]), match[3] or "") for match in matches if match]
 
 
 def options() -> argparse.Namespace:
@@ -65,26 +80,22 @@ def options() -> argparse.Namespace:
 
 
 def run(chosen: argparse.Namespace, layout: Layout) -> Found:
-    num_servers, num_workers = layout
     settings = [word for name in _SETTINGS for word in (f"--{name}", str(getattr(chosen, name)))]
     with tempfile.TemporaryDirectory() as log_dir:
         command = [sys.executable, str(_WORKER), *settings]
-        if num_servers:
-            roles = ["--server_num", str(num_servers), "--worker_num", str(num_workers), "--log_dir", log_dir]
+        if layout.servers:
+            roles = ["--server_num", str(layout.servers), "--worker_num", str(layout.workers), "--log_dir", log_dir]
             way = {None: [], "plain": ["--plain"]}.get(chosen.private, ["--private", str(chosen.private)])
-            command = [sys.executable, "-m", "torchfleet.launch", *roles, *way, str(_WORKER), *settings]
+            endurance = _ENDURANCE[layout.endurance]
+            command = [sys.executable, "-m", "torchfleet.launch", *roles, *way, *endurance, str(_WORKER), *settings]
         threads = {"OMP_NUM_THREADS": "1"} if chosen.grid else {}  # more than cores, and they would take the servers'
         environment = {**threads, **os.environ}
         done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
         logs = [path.read_text() for path in (Path(log_dir) / "latest").glob("workerlog.*")] or [done.stdout]
     found = [json.loads(line.partition("RESULT ")[2]) for log in logs for line in log.splitlines() if "RESULT " in line]
-    if done.returncode or len(found) != num_workers:
-        raise SystemExit(f"the run of {name_of(layout)} failed:\n{done.stdout}\n{done.stderr}")
+    if done.returncode or len(found) != layout.workers:
+        raise SystemExit(f"the run of {layout.name} failed:\n{done.stdout}\n{done.stderr}")
     return found
-
-
-def name_of(layout: Layout) -> str:
-    return f"{layout[0]}x{layout[1]}" if layout[0] else "local"
 
 
 def speed(found: Found) -> float:
@@ -96,7 +107,7 @@ def summary(rounds: list[Found]) -> dict[str, Any]:
     """Medians over rounds: speed, and of the mean worker its waits, its loss and the servers' busy share."""
     means: dict[str, float] = {
         name: statistics.median(statistics.fmean(worker[name] for worker in found) for found in rounds)
-        for name in ("pull_wait_ms", "push_wait_ms", "step_ms", "loss", "servers_busy")
+        for name in ("pull_wait_ms", "push_wait_ms", "dense_wait_ms", "step_ms", "loss", "servers_busy")
         if name in rounds[0][0]
     }
     return {"samples_per_s": statistics.median(map(speed, rounds)), **means}
@@ -104,20 +115,30 @@ def summary(rounds: list[Found]) -> dict[str, Any]:
 
 def load_ratio(speeds: dict[Layout, float]) -> float | None:
     """The speed of one server with many workers over the best with fewer; None if the grid has not both."""
-    fewer = [speed for (servers, workers), speed in speeds.items() if servers == 1 and workers < _MANY]
-    many = speeds.get((1, _MANY))
+    fewer = [
+        speed
+        for layout, speed in speeds.items()
+        if layout.servers == 1 and layout.workers < _MANY and not layout.endurance
+    ]
+    many = speeds.get(Layout(1, _MANY))
     return many / max(fewer) if many is not None and fewer else None
+
+
+def endurance_ratios(speeds: dict[Layout, float]) -> dict[str, float]:
+    """The speed of every run with backups or a log over that of the same layout without."""
+    plain = {layout: layout._replace(endurance="") for layout in speeds if layout.endurance}
+    return {layout.name: speeds[layout] / speeds[bare] for layout, bare in plain.items() if bare in speeds}
 
 
 def two_workers(runs: dict[Layout, list[Found]]) -> dict[str, Any]:
     """The figures of a run without `--grid`."""
     speeds = {layout: statistics.median(map(speed, rounds)) for layout, rounds in runs.items()}
-    single = summary(runs[1, 1])
+    single = summary(runs[Layout(1, 1)])
     return {
-        "samples_per_s": speeds[1, 1],
-        "samples_per_s_two_workers": speeds[1, 2],
-        "local_samples_per_s": speeds[0, 1],
-        "ratio": speeds[1, 1] / speeds[0, 1],
+        "samples_per_s": speeds[Layout(1, 1)],
+        "samples_per_s_two_workers": speeds[Layout(1, 2)],
+        "local_samples_per_s": speeds[Layout(0, 1)],
+        "ratio": speeds[Layout(1, 1)] / speeds[Layout(0, 1)],
         "pull_ms": single["pull_wait_ms"],
         "push_ms": single["push_wait_ms"],
         "compute_ms": single["step_ms"] - single["pull_wait_ms"] - single["push_wait_ms"],
@@ -129,15 +150,18 @@ def two_workers(runs: dict[Layout, list[Found]]) -> dict[str, Any]:
 
 def main() -> None:
     chosen = options()
-    runs: dict[Layout, list[Found]] = {layout: [] for layout in chosen.grid or [(0, 1), (1, 1), (1, 2)]}
+    runs: dict[Layout, list[Found]] = {
+        layout: [] for layout in chosen.grid or [Layout(0, 1), Layout(1, 1), Layout(1, 2)]
+    }
     for turn in range(chosen.rounds):
         for layout, rounds in runs.items():
             rounds.append(run(chosen, layout))
-            log(f"  round {turn + 1}/{chosen.rounds}: {name_of(layout)}: {speed(rounds[-1]):,.0f} samples/s")
+            log(f"  round {turn + 1}/{chosen.rounds}: {layout.name}: {speed(rounds[-1]):,.0f} samples/s")
     if chosen.grid:
-        grid = {name_of(layout): summary(rounds) for layout, rounds in runs.items()}
-        speeds = {layout: grid[name_of(layout)]["samples_per_s"] for layout in runs}
+        grid = {layout.name: summary(rounds) for layout, rounds in runs.items()}
+        speeds = {layout: grid[layout.name]["samples_per_s"] for layout in runs}
         result: dict[str, Any] = {"grid": grid, "server_load_ratio": load_ratio(speeds)}
+        result["endurance_ratios"] = endurance_ratios(speeds)
     else:
         result = two_workers(runs)
     result["unique_ids_per_batch"] = next(iter(runs.values()))[0][0]["unique"]

@@ -98,7 +98,7 @@ def main() -> None:
     busy = [server["busy"] for server in stats["servers"] if server["busy"] is not None]
     waited = {
         name: (after[name] * after["steps"] - before[name] * before["steps"]) / steps
-        for name in ("pull_wait_ms", "push_wait_ms")
+        for name in ("pull_wait_ms", "push_wait_ms", "dense_wait_ms")
     }
     unique = float(np.mean([len(np.unique(ids.numpy())) for ids, _, _ in data[:8]]))
     speed = {"samples_per_s": steps * options.batch / seconds, "step_ms": 1000 * seconds / steps}

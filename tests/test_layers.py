@@ -90,6 +90,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server/state",
         "server/saving",
         "net",
+        "kernels",
         "background",
         "monitor",
         "errors",

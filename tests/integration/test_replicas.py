@@ -14,7 +14,7 @@ from support import processes
 from support.own_etcd import started_etcd
 from support.scripts.launching import START, Started, forked_fleetrun, in_log, run_dir, wait_until
 
-from torchfleet.coordination.etcd_coordinator import EtcdCoordinator
+from torchfleet.coordination.coordinators import make_coordinator
 from torchfleet.coordination.view import ENDED, View
 
 COUNTED = str(Path(__file__).parents[1] / "support" / "scripts" / "counted.py")
@@ -127,4 +127,4 @@ def test_etcd_decides_in_the_place_of_fleetrun(tmp_path: Path) -> None:
             job.wait_for_backup(2)
             _, text = job.finish()
             assert " 0 numbers are wrong" in text
-        assert (EtcdCoordinator([place], tmp_path.name).read(0) or View(1, "nobody")).primary == ENDED
+        assert (make_coordinator(f"etcd://{place}/{tmp_path.name}").read(0) or View(1, "nobody")).primary == ENDED

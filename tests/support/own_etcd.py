@@ -13,35 +13,37 @@ import pytest
 from support.scripts.launching import wait_until
 
 from torchfleet.coordination.etcd_coordinator import EtcdCoordinator
+from torchfleet.coordination.etcd_gateway import Access, EtcdGateway
 from torchfleet.errors import FleetError
 from torchfleet.launch.roles import free_ports
 
 
 @contextlib.contextmanager
-def started_etcd() -> Iterator[str]:
-    """host:port of it. The test is skipped where the program is not installed."""
+def started_etcd(*options: str, access: Access = Access()) -> Iterator[str]:
+    """host:port of it. The test is skipped where the program is not installed. `options`: of etcd, `access`: how it is
+    asked then."""
     if shutil.which("etcd") is None:
         pytest.skip("the program etcd is not installed (apt-get install etcd-server)")
-    client, peer = (f"http://127.0.0.1:{port}" for port in free_ports(2))
+    places = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    client, peer = f"http{'s' if access.tls else ''}://{places[0]}", f"http://{places[1]}"
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
             ["etcd", "--data-dir", folder, "--listen-client-urls", client, "--advertise-client-urls", client,
-             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}"],
+             "--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"default={peer}", *options],
             env={**os.environ, "ETCD_UNSUPPORTED_ARCH": os.uname().machine.replace("aarch64", "arm64")},
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
-            place = client.removeprefix("http://")
-            wait_until(lambda: _answers(place), 30, "answer of etcd")
-            yield place
+            wait_until(lambda: _answers(places[0], access), 30, "answer of etcd")
+            yield places[0]
         finally:
             process.terminate()
             process.wait(10)
 
 
-def _answers(place: str) -> bool:
+def _answers(place: str, access: Access) -> bool:
     try:
-        EtcdCoordinator([place], "any").read(0)
+        EtcdCoordinator(EtcdGateway([place], access), "any").read(0)
     except FleetError:
         return False
     return True

@@ -101,7 +101,7 @@ class Pair:
 
     def _answer(self, number: int, replies: Sequence[tuple[object, list[Frame]]]) -> None:
         for peer, frames in replies:
-            if isinstance(peer, PairChannel) and (number, -1) not in self.cut:
+            if isinstance(peer, PairChannel) and (number, peer.source) not in self.cut:
                 peer.inbox.append([bytes(memoryview(frame)) for frame in frames])
 
 
@@ -109,11 +109,11 @@ class PairChannel:
     """As Channel."""
 
     def __init__(self, pair: Pair, source: int, to: int, role: Role) -> None:
-        self._pair, self._source, self._to, self._role = pair, source, to, role
+        self._pair, self.source, self._to, self._role = pair, source, to, role
         self.inbox: deque[list[Frame]] = deque()
 
     def send(self, frames: Sequence[Frame]) -> bool:
-        self._pair.send(self._source, self._to, self, frames, self._role)
+        self._pair.send(self.source, self._to, self, frames, self._role)
         return True
 
     def receive(self, timeout: float) -> Sequence[Frame] | None:
@@ -130,3 +130,6 @@ class PairChannel:
 
     def now(self) -> float:
         return self._pair.now
+
+    def wakes(self) -> tuple[object, ...]:
+        return ()  # time passes in steps, after each of which everybody looks

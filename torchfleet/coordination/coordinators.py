@@ -1,4 +1,5 @@
-"""Which coordinator a URL stands for: file:///folder, or etcd://host:port,host:port/name. A new one is a line here."""
+"""Which coordinator a URL stands for: file:///folder, etcd://host:port,host:port/name, or etcds:// for TLS. A new one is a
+line here."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import re
 from collections.abc import Callable
 
 from torchfleet.coordination.etcd_coordinator import EtcdCoordinator
+from torchfleet.coordination.etcd_gateway import Access, EtcdGateway, plain_access, secure_access
 from torchfleet.coordination.file_coordinator import FileCoordinator
 from torchfleet.coordination.view import Coordinator
 from torchfleet.errors import RoleError
@@ -25,7 +27,7 @@ def make_coordinator(url: str) -> Coordinator:
     return _KINDS[scheme](rest)
 
 
-def _etcd(rest: str) -> Coordinator:
+def _etcd(rest: str, access: Callable[[], Access] = plain_access) -> Coordinator:
     places, _, name = rest.partition("/")
     listed = places.split(",")
     if not all(_PLACE.fullmatch(place) for place in listed) or not _NAME.fullmatch(name):
@@ -33,7 +35,11 @@ def _etcd(rest: str) -> Coordinator:
             f"--coordinator: expected etcd://host:port/NAME, or several host:port separated by commas; found "
             f"etcd://{rest}. NAME is that of this run: letters, digits, '_', '.' and '-'."
         )
-    return EtcdCoordinator(listed, name)
+    return EtcdCoordinator(EtcdGateway(listed, access()), name)
 
 
-_KINDS: dict[str, Callable[[str], Coordinator]] = {"file": FileCoordinator, "etcd": _etcd}
+_KINDS: dict[str, Callable[[str], Coordinator]] = {
+    "file": FileCoordinator,
+    "etcd": _etcd,
+    "etcds": lambda rest: _etcd(rest, secure_access),
+}

@@ -101,6 +101,9 @@ class ReplicaChannels:
     def now(self) -> float:
         return self._channels[0].now()
 
+    def wakes(self) -> tuple[object, ...]:
+        return tuple(thing for channel in self._channels for thing in channel.wakes())
+
     def _ask(self) -> None:
         self._waited, self._is_asking = 0.0, True
         probe = encode(Message(Command.PING, self._role, call=_PROBE, shard=self.shard, term=self.term))

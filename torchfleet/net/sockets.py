@@ -63,11 +63,10 @@ class Listener:
         """Answer requests until `is_over`, which is looked at after every request and every TICK."""
         assert self._files is not None
         next_tick, next_desk, worked = 0.0, 0.0, None
-        wakes = handler.wakes()
-        if wakes is not None:
-            self._poller.register(wakes, zmq.POLLIN)
+        watched: tuple[object, ...] = ()
         while not is_over():
-            request = self._next(0 if worked else int(TICK * 1000) if worked is None else 1)
+            watched = self._watch(watched, handler.wakes())
+            request = self._next(0 if worked else int(TICK * 1000) if worked is None else 1, handler.rest)
             if request is not None:
                 self._take(request, handler)
                 del request  # its memory is free before the next one is taken
@@ -84,6 +83,15 @@ class Listener:
                 self._files.look()
                 next_tick = now + TICK
 
+    def _watch(self, before: tuple[object, ...], after: tuple[object, ...]) -> tuple[object, ...]:
+        """Wait for these from now on, beside requests."""
+        if after != before:
+            for gone in before:
+                self._poller.unregister(gone)
+            for new in after:
+                self._poller.register(new, zmq.POLLIN)
+        return after
+
     def _take(self, request: list[zmq.Frame], handler: Handler) -> None:
         self._doorkeeper.note(request[-1])
         peer, frames = request[0].bytes, [frame.buffer for frame in request[1:]]
@@ -98,12 +106,13 @@ class Listener:
             role = self._roles.get(str(request[-1].get("User-Id"))) if self._roles and frames else None
             self._reply(handler.handle(peer, frames, role), handler)
 
-    def _next(self, timeout_ms: int) -> list[zmq.Frame] | None:
+    def _next(self, timeout_ms: int, rest: Callable[[], None]) -> list[zmq.Frame] | None:
         """The next request, or as many of its frames as a request may have and one more. Under load there is one
-        already, and a poll, which is dearer than taking it, is saved."""
+        already, and a poll, which is dearer than taking it, is saved. `rest` is called if there is none."""
         with contextlib.suppress(zmq.Again):
             return self._frames()
         self._doorkeeper.rest()
+        rest()
         if timeout_ms and self._poller.poll(timeout_ms):
             with contextlib.suppress(zmq.Again):
                 return self._frames()
@@ -181,6 +190,9 @@ class SocketChannel:
 
     def now(self) -> float:
         return time.monotonic()
+
+    def wakes(self) -> tuple[object, ...]:
+        return (self._socket,)
 
     def _connect(self) -> zmq.Socket[bytes]:
         connection = _socket(zmq.Context.instance(), zmq.DEALER, self._endpoint)

@@ -36,6 +36,9 @@ class Channel(Protocol):
     def now(self) -> float:
         """Seconds, as this channel's time-outs count them."""
 
+    def wakes(self) -> tuple[object, ...]:
+        """What a server that has this channel can wait for beside its requests: as Handler.wakes."""
+
 
 class Handler(Protocol):
     """What a transport needs of a server."""
@@ -58,8 +61,12 @@ class Handler(Protocol):
     def work(self) -> bool | None:
         """One slice of long work. None: there is none; False: it waits for a disk and could do nothing."""
 
-    def wakes(self) -> int | None:
-        """A file descriptor that can be read when `work` has something to do that no request brought; None: none."""
+    def rest(self) -> None:
+        """No request waits: what was put off in favour of requests is due."""
+
+    def wakes(self) -> tuple[object, ...]:
+        """File descriptors, or what channels of the same transport have, that can be read when `work` has something to
+        do that no request brought."""
 
 
 class ServerSocket(Protocol):
@@ -100,6 +107,7 @@ class InProcess:
         with self._lock:
             ready = self._server.handle(channel, frames, None) if frames is not None else []
             self.is_busy = self._server.work()  # after it: the request may have brought work, which then begins at once
+            self._server.rest()
             ready += self._server.tick(channel.now())
         for peer, reply in ready:
             if isinstance(peer, InProcessChannel):
@@ -144,3 +152,6 @@ class InProcessChannel:
 
     def now(self) -> float:
         return time.monotonic()
+
+    def wakes(self) -> tuple[object, ...]:
+        return ()  # no server waits for another in its own process

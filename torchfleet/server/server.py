@@ -164,8 +164,12 @@ class Server:
             return None
         return self.recorder.work(self._slice)
 
-    def wakes(self) -> None:
+    def rest(self) -> None:
+        """As Handler.rest: nothing is put off."""
+
+    def wakes(self) -> tuple[object, ...]:
         """As Handler.wakes: all that it does is asked for by requests, or by time."""
+        return ()
 
     def _slice(self) -> bool:
         try:

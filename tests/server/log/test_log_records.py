@@ -13,7 +13,7 @@ from support.logged_work import Work, make_server, whole_state
 from torchfleet.errors import LogError
 from torchfleet.server.log.durable_server import Durability, begin_log, go_on
 from torchfleet.server.log.log_entry import Effects, Entry, Kind, decode_entry, encode_entry
-from torchfleet.server.log.log_records import PREFIX, Records, record_of
+from torchfleet.server.log.log_records import Records, record_of
 from torchfleet.server.log.replay import Replay
 
 FRAMES = some.lists(some.binary(max_size=40), max_size=4)
@@ -32,8 +32,8 @@ ENTRIES = some.builds(
 )
 
 
-def written(entries: list[Entry]) -> bytes:
-    return b"".join(bytes(buffer) for entry in entries for buffer in record_of(encode_entry(entry)))
+def written(entries: list[Entry], num_synced: int = 0) -> bytes:
+    return b"".join(bytes(buffer) for entry in entries for buffer in record_of(encode_entry(entry), num_synced))
 
 
 def read(data: bytes) -> tuple[list[Entry], Records]:
@@ -60,8 +60,25 @@ def test_a_cut_leaves_whole_records_alone_and_takes_nothing_for_one(
     assert records.is_torn == (cut not in ends)
 
 
-@given(some.lists(ENTRIES, min_size=1, max_size=4), some.data())
-def test_a_flipped_bit_anywhere_is_refused_by_name(entries: list[Entry], data: some.DataObject) -> None:
+@given(some.lists(ENTRIES, min_size=1, max_size=4), some.booleans(), some.data())
+def test_a_flipped_bit_anywhere_in_what_was_synced_is_refused_by_name(
+    entries: list[Entry], is_followed: bool, data: some.DataObject
+) -> None:
+    damaged = bytearray(written(entries))
+    bit = data.draw(some.integers(0, 8 * len(damaged) - 1))
+    damaged[bit // 8] ^= 1 << bit % 8
+    if is_followed:  # by a record that says what was synced
+        damaged += written(entries[:1], len(damaged))
+    with pytest.raises(LogError, match="a file: the record at byte"):
+        list(Records(memoryview(bytes(damaged)), "a file", is_synced=not is_followed))
+
+
+@given(some.lists(ENTRIES, min_size=2, max_size=4), some.data())
+def test_a_flipped_bit_of_what_may_not_be_synced_is_refused_too_where_nothing_is_blank(
+    entries: list[Entry], data: some.DataObject
+) -> None:
+    for entry in entries:
+        entry.frames = [b"x" * 600]
     damaged = bytearray(written(entries))
     bit = data.draw(some.integers(0, 8 * len(damaged) - 1))
     damaged[bit // 8] ^= 1 << bit % 8
@@ -69,20 +86,38 @@ def test_a_flipped_bit_anywhere_is_refused_by_name(entries: list[Entry], data: s
         read(bytes(damaged))
 
 
-@given(ENTRIES, ENTRIES)
-def test_room_that_was_never_written_is_not_damage(entry: Entry, last: Entry) -> None:
-    """After a loss of power the end of a file may be zeros: whole, or by sectors of the disk."""
-    for lost in (bytes(600), bytes(PREFIX)):
-        found, records = read(written([entry]) + lost)
-        assert found == [entry]
-        assert records.is_torn
-    last.frames = [b"x" * 2000]
-    whole, start = bytearray(written([entry, last])), len(written([entry]))
-    sector = -(-(start + PREFIX) // 512) * 512 + 512
-    whole[sector : sector + 512] = bytes(512)
-    assert read(bytes(whole))[0] == [entry]
-    with pytest.raises(LogError, match="zeros, and something behind them"):
-        read(written([entry]) + bytes(PREFIX) + written([entry]))
+@given(some.lists(ENTRIES, min_size=3, max_size=6), some.integers(0, 3), some.data())
+def test_a_loss_of_power_takes_what_was_not_synced_and_nothing_else(
+    entries: list[Entry], num_kept: int, data: some.DataObject
+) -> None:
+    """Any sectors of any records behind what was synced may read as zeros."""
+    for entry in entries[::2]:
+        entry.frames = [b"x" * 1500]
+    num_kept = min(num_kept, len(entries) - 1)
+    before = written(entries[:num_kept])
+    start = len(before)
+    whole = bytearray(before + written(entries[num_kept:], start))
+    sectors = range(start // 512, -(-len(whole) // 512))
+    for sector in data.draw(some.sets(some.sampled_from(sectors), min_size=1)):
+        lost = slice(max(start, sector * 512), min(len(whole), sector * 512 + 512))
+        whole[lost] = bytes(lost.stop - lost.start)
+    found, records = read(bytes(whole))
+    assert found[:num_kept] == entries[:num_kept]
+    assert found == entries[: len(found)]
+    assert records.is_torn == (len(found) < len(entries))
+
+
+@given(ENTRIES)
+def test_zeros_in_what_was_synced_are_damage(entry: Entry) -> None:
+    whole = written([entry])
+    for lost in (bytes(-len(whole) % 512), bytes(-len(whole) % 512 + 512)):
+        assert read(whole + lost)[0] == [entry]
+        behind = len(whole) + len(lost)
+        assert read(whole + lost + written([entry], len(whole)))[1].is_torn
+        with pytest.raises(LogError, match="a later record says that it was on the disk"):
+            read(whole + lost + written([entry], behind))
+        with pytest.raises(LogError, match="its prefix is not one that was written"):
+            list(Records(memoryview(whole + lost), "a file", is_synced=True))
 
 
 @given(some.binary(max_size=200))
@@ -103,7 +138,7 @@ def test_of_a_thousand_cuts_of_a_log_none_is_loaded_wrong(tmp_path: Path) -> Non
     entries = [decode_entry(frames) for frames in Records(memoryview(whole), "all")]
     ends, at = [], 0
     for entry in entries:
-        at += sum(memoryview(buffer).nbytes for buffer in record_of(encode_entry(entry)))
+        at += sum(memoryview(buffer).nbytes for buffer in record_of(encode_entry(entry), 0))
         ends.append(at)
     dice, loaded = random.Random(0), set()
     for cut in (dice.randrange(len(whole) + 1) for _ in range(1000)):

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from support.replica_pair import Pair
 
-from torchfleet.coordination.view import ENDED
-from torchfleet.errors import FleetError, PermissionRefused, ServerUnreachable
+from torchfleet.coordination.view import ENDED, Coordinator, View
+from torchfleet.errors import CoordinatorUnreachable, FleetError, PermissionRefused, ServerUnreachable
 from torchfleet.net.wire import Command, Message, Role, decode_reply, encode, pack, unpack
 from torchfleet.server.replicas.pace import PATIENCE
 from torchfleet.tables.settings.spec import Rule, TableSpec
@@ -154,6 +154,45 @@ def test_a_backup_that_is_not_in_step_does_not_take_over(pair: Pair) -> None:
     assert pair.primary() is None
 
 
+class MuteStore:
+    """A coordinator that does what a primary asks for, and whose answers are lost from the next change on."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+
+    def read(self, shard: int) -> View | None:
+        raise CoordinatorUnreachable("the answer is lost")
+
+    def replace(self, shard: int, before: View | None, after: View) -> bool:
+        self._coordinator.replace(shard, before, after)
+        raise CoordinatorUnreachable("the answer is lost")
+
+    def renew(self) -> None:
+        raise CoordinatorUnreachable("the answer is lost")
+
+
+def test_a_primary_that_does_not_know_whether_it_has_a_backup_does_not_go_on_without(pair: Pair) -> None:
+    client = Counting(pair)
+    pair.kill(1)
+    client.push()  # alone now
+    old = pair.replicas[0]
+    assert old is not None
+    assert old._primary is not None
+    old._primary._coordinator = MuteStore(pair.coordinator)
+    pair.start(1)
+    pair.run(START)
+    view = pair.coordinator.read(0)
+    assert view is not None
+    assert view.backup[0] == "1", "it is named, and its primary was not told"
+    pair.cut |= {(0, 1), (1, 0)}
+    pair.run(PATIENCE + 1)
+    assert pair.replicas[1] is not None
+    assert pair.replicas[1].is_primary
+    assert not old._primary.is_sure(pair.now), "the other one has taken over"
+    client.push()
+    client.check()
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_replicas_that_cannot_hear_each_other_never_both_acknowledge(tmp_path: Path, seed: int) -> None:
     """Links fail one way or both, processes stop and die, at random; one that ended begins anew."""
@@ -198,7 +237,7 @@ def tell(pair: Pair, to: int, lost: int) -> None:
     pair.send(-1, to, channel, encode(Message(Command.LOST, Role.LAUNCHER, arrays=[body])), Role.LAUNCHER)
 
 
-@pytest.mark.parametrize("command", [Command.APPEND, Command.CONFIRM, Command.FOLLOW, Command.LOST])
+@pytest.mark.parametrize("command", [Command.APPEND, Command.FOLLOW, Command.LOST])
 def test_a_worker_cannot_speak_for_a_server(pair: Pair, command: Command) -> None:
     for number in range(2):
         replica = pair.replicas[number]

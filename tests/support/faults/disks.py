@@ -17,6 +17,7 @@ from support.faults.virtual_world import Actor, World
 
 from torchfleet.net.wire import Frame
 from torchfleet.server.log import log_folder, log_writer
+from torchfleet.server.log.log_records import SECTOR
 
 
 class Disk:
@@ -60,8 +61,19 @@ class Disk:
         for path in sorted(self.folder.glob("segment-*")):
             held, synced = path.read_bytes(), self._synced.get(str(path), b"")
             if held[: len(synced)] == synced:
-                path.write_bytes(held[: self._world.dice.randint(len(synced), len(held))])
+                path.write_bytes(self._left_of(held, len(synced)))
             self._synced[str(path)] = path.read_bytes()
+
+    def _left_of(self, held: bytes, num_synced: int) -> bytes:
+        """What is there after a loss of power: not all sectors of what was not synced were written, in any order."""
+        dice = self._world.dice
+        left = bytearray(held[: dice.randint(num_synced, len(held))])
+        if dice.random() < 0.5:
+            for start in range(num_synced // SECTOR * SECTOR, len(left), SECTOR):
+                lost = slice(max(start, num_synced), min(start + SECTOR, len(left)))
+                if dice.random() < 0.5:
+                    left[lost] = bytes(lost.stop - lost.start)
+        return bytes(left)
 
     def _wait(self) -> None:
         self._world.sleep(self._world.dice.expovariate(1 / self.delay))

@@ -139,7 +139,7 @@ class LoggedFleet(Fleet):
             held = sorted(node.disk.folder.glob("segment-*"))
             data = bytearray(held[-1].read_bytes())
             data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-            records = Records(memoryview(bytes(data)), "a spoiled copy")
+            records = Records(memoryview(bytes(data)), "a spoiled copy", is_synced=True)
             with contextlib.suppress(LogError):
                 num = sum(1 for _ in records)
                 raise Violation(f"{node.name}: {num} records of a log with a wrong bit were read, as if it were right")

@@ -115,6 +115,7 @@ class SimulatedChannel:
         self._number = 0
         self.peer = b""
         self.num_sent = 0
+        self.arrived: Callable[[], None] = lambda: None  # called when something has
         self._open()
 
     def send(self, frames: Sequence[Frame]) -> bool:
@@ -127,10 +128,9 @@ class SimulatedChannel:
         return True
 
     def receive(self, timeout: float) -> Frames | None:
-        actor = self._world.current
-        assert actor is not None, "only actors wait"
-        until = self._world.now + timeout
+        actor, until = self._world.current, self._world.now + timeout
         while not self._inbox and self._world.now < until:
+            assert actor is not None, "only actors wait"
             self._waiting = actor
             actor.wait(until - self._world.now)
         return self._inbox.popleft() if self._inbox else None
@@ -147,10 +147,14 @@ class SimulatedChannel:
     def now(self) -> float:
         return self._world.now + self._world.skew
 
+    def wakes(self) -> tuple[object, ...]:
+        return ()  # `arrived` is told
+
     def take(self, frames: Frames) -> None:
         self._inbox.append(frames)
         if self._waiting is not None:
             self._waiting.wake()
+        self.arrived()
 
     def _open(self) -> None:
         self._number += 1

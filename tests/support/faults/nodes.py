@@ -96,6 +96,7 @@ class Node:
                 worked = self.handler.work()
                 self.send(self.handler.tick(self.world.now + self.skew))
                 if not worked:
+                    self.handler.rest()
                     return
         raise Stuck(f"{self.name}: its work has no end")
 

@@ -89,7 +89,9 @@ class ReplicaNode(Node):
     def _connect(self, replica: int) -> object:
         shard = self.fleet.setting.shards[self.shard]
         number = next(self.fleet.numbers)
-        return self._doors.connect(f"{self.name}#{number}", f"{shard}.{replica}")
+        channel = self._doors.connect(f"{self.name}#{number}", f"{shard}.{replica}")
+        channel.arrived = self.poke
+        return channel
 
     @property
     def is_sure(self) -> bool:

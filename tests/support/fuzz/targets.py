@@ -106,7 +106,7 @@ def _log(folder: Path) -> Target:
     )
     entry = log_entry.Entry(1, 5, 1, 9, 0.5, 0.0, 2, b"peer", effects, [b"abcd"])
     head = bytes(log_entry.encode_entry(entry)[0])
-    whole = b"".join(bytes(buffer) for buffer in log_records.record_of(log_entry.encode_entry(entry)))
+    whole = b"".join(bytes(buffer) for buffer in log_records.record_of(log_entry.encode_entry(entry), 0))
 
     def run(data: bytes) -> None:
         for frames in log_records.Records(memoryview(data), "log"):

@@ -83,6 +83,7 @@ class DurableServer(LoggedServer):
         """Before anybody is served: what is here now must be in the log, or the entries after it are worth nothing."""
         while self.is_copying or not self._writer.is_idle:
             if not self.work():
+                self.rest()
                 time.sleep(_LOOK)
             if trouble := self._writer.trouble():
                 self.close()

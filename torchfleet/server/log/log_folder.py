@@ -43,6 +43,7 @@ class LogFolder:
             raise LogError(f"{self.path} is the log of a server that runs: give every server its own folder") from None
         self._file = -1
         self.num_bytes = 0  # of whole records in the last segment
+        self.num_synced = 0  # of these, on the disk for good
 
     @property
     def is_empty(self) -> bool:
@@ -66,15 +67,16 @@ class LogFolder:
         numbers = self._numbers()
         for number in numbers:
             file = self.path / _NAME.format(number)
-            records = Records(_mapped(file), str(file))
-            yield from records
             is_last = number == numbers[-1]
+            records = Records(_mapped(file), str(file), is_synced=not is_last)
+            yield from records
             if records.is_torn and not is_last:
                 raise LogError(f"{file} ends inside a record, and {_NAME.format(numbers[-1])} follows it: it was cut")
             self.num_bytes = records.end
         if numbers:
             self._open(numbers[-1], os.O_WRONLY)
             os.ftruncate(self._file, self.num_bytes)
+            self.sync()  # what was cut off must not come back behind what is written now
 
     def begin_segment(self) -> int:
         """A new one, which is written from now on; returns its bytes."""
@@ -82,7 +84,7 @@ class LogFolder:
         if self._file >= 0:
             os.fdatasync(self._file)
         self._open(numbers[-1] + 1 if numbers else 1, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        self.num_bytes = 0
+        self.num_bytes = self.num_synced = 0
         self._sync_folder()
         return 0
 
@@ -101,7 +103,9 @@ class LogFolder:
 
     def sync(self) -> None:
         """All that was written is on the disk when this returns."""
+        num_bytes = self.num_bytes
         os.fdatasync(self._file)
+        self.num_synced = num_bytes
 
     def forget_before_last(self) -> int:
         """The last segment has a whole copy of the state: those before it are not needed. Returns its bytes."""

@@ -17,6 +17,8 @@ from torchfleet.server.log.log_records import record_of
 
 MAX_BEHIND = 1 << 28  # bytes that wait for the disk; with more no change is taken
 COPY_BEHIND = 1 << 24  # the same for pieces of the state: changes go first
+_TOGETHER = 1 << 20  # bytes of entries that are written together, if the server has more to do before it rests
+_PUT_OFF = 0.002  # seconds for which they may wait for each other
 _PAUSE = 0.5  # seconds between two attempts on a disk that takes nothing
 _MAX_BUFFERS = 512  # of one call
 _CURABLE = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
@@ -37,9 +39,12 @@ class LogWriter:
         self._folder, self._fsync_seconds, self._wake = folder, fsync_ms / 1000, wake
         self._confirmed, self._trouble = index, ""
         self._queue: deque[Waiting] = deque()
-        self._num_bytes = 0  # in the queue
-        self._num_under_way = 0  # entries and other things that are not done
+        # Each is changed by one thread, the loop's or the log's, so that they need no lock.
+        self._bytes_appended = self._bytes_done = 0
+        self._num_appended = self._num_done = 0  # entries and other things
         self._changed = threading.Condition()
+        self._waits_since: float | None = None  # entries wait of which the thread was not told
+        self._bytes_told = 0  # of those of which it was told
         self._is_over = False
         self.segment_bytes = folder.num_bytes  # of the segment that is written
         self._synced_at, self._is_dirty = time.monotonic(), False
@@ -49,25 +54,35 @@ class LogWriter:
     def append(self, index: int, entry: Sequence[Frame]) -> None:
         """As Sink.append."""
         num_bytes = sum(memoryview(frame).nbytes for frame in entry)
-        with self._changed:
-            self._queue.append((index, entry, num_bytes))
-            self._num_bytes += num_bytes
-            self._num_under_way += 1
-            self._changed.notify()
+        self._bytes_appended += num_bytes
+        self._num_appended += 1
+        self._queue.append((index, entry, num_bytes))
+        now = time.monotonic()
+        if self._waits_since is None:
+            self._waits_since = now
+        if now - self._waits_since > _PUT_OFF or self._bytes_appended - self._bytes_told > _TOGETHER:
+            self.flush()
+
+    def flush(self) -> None:
+        """As Sink.flush: tell the thread of entries. Waking it for each costs as much as writing one."""
+        if self._waits_since is not None:
+            self._waits_since, self._bytes_told = None, self._bytes_appended
+            with self._changed:
+                self._changed.notify()
 
     def begin_segment(self) -> None:
         """What is appended from now on goes to a new segment, which begins with a copy of the state."""
-        self._do(self._folder.begin_segment)
+        self._put(self._folder.begin_segment)
 
     def end_copy(self) -> None:
         """The last piece of the copy was appended: the segments before this one are not needed once it is written."""
-        self._do(self._folder.forget_before_last)
+        self._put(self._folder.forget_before_last)
 
-    def _do(self, run: Callable[[], int]) -> None:
-        with self._changed:
-            self._queue.append(run)
-            self._num_under_way += 1
-            self._changed.notify()
+    def _put(self, run: Callable[[], int]) -> None:
+        self._num_appended += 1
+        self._queue.append(run)
+        self._waits_since = time.monotonic()
+        self.flush()
 
     def confirmed(self) -> int:
         """As Sink.confirmed."""
@@ -77,18 +92,22 @@ class LogWriter:
         """As Sink.trouble."""
         if self._threads.error is not None:
             return f"The log in {self._folder.path} cannot be written: {self._threads.error}."
-        if self._num_bytes > MAX_BEHIND:
-            return f"The disk of {self._folder.path} is {self._num_bytes:,} bytes behind."
+        if self._num_behind > MAX_BEHIND:
+            return f"The disk of {self._folder.path} is {self._num_behind:,} bytes behind."
         return self._trouble
 
     @property
     def is_idle(self) -> bool:
         """Whether everything that was appended is written."""
-        return not self._num_under_way
+        return self._num_done == self._num_appended
+
+    @property
+    def _num_behind(self) -> int:
+        return self._bytes_appended - self._bytes_done
 
     def has_room(self) -> bool:
         """Whether pieces of the state may be appended: not while changes wait."""
-        return self._num_bytes < COPY_BEHIND and not self.trouble()
+        return self._num_behind < COPY_BEHIND and not self.trouble()
 
     def close(self) -> None:
         """As Sink.close; waits for the disk, unless that takes nothing."""
@@ -102,15 +121,15 @@ class LogWriter:
             batch = self._next()
             if batch:
                 self._write(batch)
-                with self._changed:
-                    self._num_bytes -= sum(item[2] for item in batch if isinstance(item, tuple))
-                    self._num_under_way -= len(batch)
             is_due = time.monotonic() >= self._synced_at + self._fsync_seconds
             if self._is_dirty and (is_due or self._is_over):
                 self._sync()
             if batch:
-                last = next((item[0] for item in reversed(batch) if isinstance(item, tuple)), self._confirmed)
-                self._confirmed = max(self._confirmed, last)
+                entries = [item for item in batch if isinstance(item, tuple)]
+                self._bytes_done += sum(item[2] for item in entries)
+                self._num_done += len(batch)
+                if entries:
+                    self._confirmed = entries[-1][0]
                 self._wake()
             elif self._is_over and not self._queue:
                 return
@@ -122,9 +141,7 @@ class LogWriter:
                 pause = self._synced_at + self._fsync_seconds - time.monotonic() if self._is_dirty else None
                 if pause is None or pause > 0:
                     self._changed.wait(pause)
-            batch = list(self._queue)
-            self._queue.clear()
-            return batch
+        return [self._queue.popleft() for _ in range(len(self._queue))]
 
     def _write(self, batch: Sequence[Waiting]) -> None:
         buffers: list[Frame] = []
@@ -133,7 +150,7 @@ class LogWriter:
                 self._bring(buffers)
                 buffers, self.segment_bytes = [], self._attempt(item)
             else:
-                buffers += record_of(item[1])
+                buffers += record_of(item[1], self._folder.num_synced)
                 if len(buffers) >= _MAX_BUFFERS:
                     self._bring(buffers)
                     buffers = []

@@ -59,6 +59,7 @@ class LoggedServer:
         self._copies: deque[Copy] = deque()
         self._ticked = -TICK
         self._bell, self._is_woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), False
+        self._is_handling = False  # a request: at its end it is looked at what is confirmed
         server.recorder = self._journal
         server.state.now = self.now
         server.state.presence.pause(self.now())
@@ -122,7 +123,12 @@ class LoggedServer:
 
     def handle(self, peer: Peer, frames: Sequence[Frame], role: Role | None) -> Replies:
         """As Handler.handle."""
-        return self._hold(self.server.handle(peer, frames, role))
+        self._is_handling = True
+        try:
+            replies = self.server.handle(peer, frames, role)
+        finally:
+            self._is_handling = False  # before it is looked at what is confirmed: see `wake`
+        return self._hold(replies)
 
     def refuse(self, peer: Peer, frames: Sequence[Frame], error: FleetError) -> Replies:
         """As Handler.refuse."""
@@ -143,14 +149,20 @@ class LoggedServer:
         self._ticked = now
         return self._hold(self.server.tick(now + self._offset))
 
-    def wakes(self) -> int:
+    def rest(self) -> None:
+        """As Handler.rest."""
+        for sink in self._journal.sinks:
+            sink.flush()
+
+    def wakes(self) -> tuple[object, ...]:
         """As Handler.wakes."""
-        return self._bell
+        return (self._bell,)
 
     def wake(self) -> None:
         """More may be confirmed: replies can go. For any thread."""
-        os.eventfd_write(self._bell, 1)
-        self._is_woken = True
+        if not self._is_handling:
+            os.eventfd_write(self._bell, 1)
+            self._is_woken = True
 
     def close(self) -> None:
         """Close all sinks: what they have not confirmed was promised to nobody."""
@@ -173,10 +185,6 @@ class LoggedServer:
         if worked or not self._held:
             return worked
         return self._held[0][0] <= self.confirmed
-
-    def ready(self) -> Replies:
-        """Replies that waited for sinks, and do no longer."""
-        return self._hold([])
 
     def _hold(self, replies: Replies) -> Replies:
         self._held.extend((self.index, peer, frames) for peer, frames in replies)

@@ -15,6 +15,9 @@ class Sink(Protocol):
         """Take an entry, without waiting. Its frames may be used until it is confirmed. Pieces of the state come under
         the index of the entry before them."""
 
+    def flush(self) -> None:
+        """The server has nothing else to do: what was put off, to do it together with what follows, is due."""
+
     def confirmed(self) -> int:
         """The highest index of which all entries are safe there."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 
+from torchfleet.errors import WireError
 from torchfleet.net.transport import Channel
-from torchfleet.net.wire import Frame
+from torchfleet.net.wire import Command, Frame, Message, Role, decode
 from torchfleet.server.replicas.between import Identity, append
 
 _RESEND = 1.0  # seconds without progress after which all that is not confirmed is sent again
@@ -14,7 +16,7 @@ _ALL = 1 << 62  # an index above every other
 
 
 class BackupSink:
-    """As Sink. Owns `channel`, over which nothing comes back: what the backup confirms, it sends as requests."""
+    """As Sink. Owns `channel`, over which the backup confirms."""
 
     def __init__(self, channel: Channel, own: Identity, session: int, index: int) -> None:
         """`session`: the backup's incarnation. `index`: of the last entry, which the first piece of the state has."""
@@ -39,6 +41,9 @@ class BackupSink:
         self._next += 1
         self._flush()
 
+    def flush(self) -> None:
+        """As Sink.flush: nothing is put off."""
+
     def confirmed(self) -> int:
         """As Sink.confirmed."""
         return self._confirmed if self.is_counted else _ALL
@@ -50,6 +55,19 @@ class BackupSink:
     def close(self) -> None:
         """As Sink.close."""
         self._channel.close()
+
+    def wakes(self) -> tuple[object, ...]:
+        """As Handler.wakes: there is something to hear."""
+        return self._channel.wakes()
+
+    def hear(self) -> Message | None:
+        """What the backup confirms; None if it has said nothing new."""
+        while (frames := self._channel.receive(0)) is not None:
+            with contextlib.suppress(WireError):  # what another process at its address may have to say
+                message = decode(frames)
+                if (message.command, message.role, message.shard) == (Command.CONFIRM, Role.SERVER, self._own.shard):
+                    return message
+        return None
 
     @property
     def last_number(self) -> int:

@@ -1,8 +1,9 @@
-"""Messages between the two replicas of a server. They are one-way: each sends to the other's socket, and reads its own.
+"""Messages between the two replicas of a server.
 
-FOLLOW    the backup asks to be filled; body: FollowBody
+FOLLOW    the backup asks to be filled; body: FollowBody. Nothing answers it but what follows
 APPEND    the primary sends an entry, or a piece of its state; without one it is a sign of life
-CONFIRM   the backup says up to which message it has all
+CONFIRM   the reply to APPEND: up to which message the backup has all. It comes by the primary's own channel, so that
+          it does not wait in line behind the workers' requests
 LOST      the launcher says that the process of the other one has ended; body: LostBody
 """
 
@@ -19,7 +20,7 @@ from torchfleet.coordination.view import MAX_NAME
 from torchfleet.net.wire import Array, Command, Frame, Message, Role, encode, pack
 
 IN_VIEW = 1  # flag of APPEND: the view names this backup
-ONE_WAY = (Command.FOLLOW, Command.APPEND, Command.CONFIRM)
+REQUESTS = (Command.FOLLOW, Command.APPEND)
 _MICROSECONDS = 1e6
 
 

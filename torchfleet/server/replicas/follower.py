@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable
 from enum import Enum
 
 from torchfleet.coordination.view import ENDED, Coordinator, View
 from torchfleet.errors import CoordinatorUnreachable, FleetError
 from torchfleet.net.transport import Channel
-from torchfleet.net.wire import Message
-from torchfleet.server.log.log_entry import decode_entry
+from torchfleet.net.wire import Frame, Message
+from torchfleet.server.log.log_entry import Entry, decode_entry
 from torchfleet.server.log.replay import Replay
 from torchfleet.server.replicas.between import IN_VIEW, Identity, LostBody, confirm, follow, replica_of
 from torchfleet.server.replicas.pace import BEAT, GIVE_UP, OWN_PAUSE, SILENCE
 from torchfleet.server.server import Server
+
+_MOST_WAITING = 16  # entries: how much memory they take, and a take-over longer
 
 
 class Fate(Enum):
@@ -27,7 +30,10 @@ class Fate(Enum):
 
 
 class Follower:
-    """Belongs to the server's loop. `connect`: a channel to the replica of this number, over which nothing comes."""
+    """Belongs to the server's loop. `connect`: a channel to the replica of this number, over which nothing comes.
+
+    What has come is confirmed at once and applied when there is time: a replica that takes over applies it first.
+    """
 
     def __init__(
         self, server: Server, own: Identity, coordinator: Coordinator, connect: Callable[[int], Channel], now: float
@@ -38,6 +44,7 @@ class Follower:
         self._channel: Channel | None = None
         self._primary = ""  # whose entries come
         self._number = self._stamp = 0  # of the last message
+        self._waiting: deque[Entry] = deque()  # entries that are to be applied
         self._told = 0  # the last term that the primary spoke of
         self._heard = self._looked = self._asked = now
         self._is_in_view = self._is_primary_lost = False
@@ -46,17 +53,31 @@ class Follower:
     def term(self) -> int:
         return max(self._told, self.view.term if self.view else 0)
 
-    def take(self, message: Message, now: float) -> None:
-        """An APPEND of the primary. Raises LogError if its entry does not fit what is here."""
+    def take(self, message: Message, now: float) -> list[Frame] | None:
+        """An APPEND of the primary, and what it is answered with. Raises LogError if an entry does not fit what is
+        here."""
         if message.client != self._own.incarnation or self._channel is None:
-            return  # meant for a process that was here before
+            return None  # meant for a process that was here before
         self._heard, self._stamp = now, max(self._stamp, message.sequence)
         self._told = max(self._told, message.term)
         self._is_in_view |= bool(message.flags & IN_VIEW)
         if message.call == self._number + 1:
-            self.replay.apply(decode_entry([array.data.reshape(-1) for array in message.arrays]))
+            if len(self._waiting) >= _MOST_WAITING:
+                self.catch_up()
+            self._waiting.append(decode_entry([array.data.reshape(-1) for array in message.arrays]))
             self._number += 1
-        self._channel.send(confirm(self._own, message.term, self._number, self._stamp))
+        return confirm(self._own, message.term, self._number, self._stamp)
+
+    def work(self) -> bool:
+        """Apply one entry; False if none is left. Raises LogError."""
+        if self._waiting:
+            self.replay.apply(self._waiting.popleft())
+        return bool(self._waiting)
+
+    def catch_up(self) -> None:
+        """Apply all that has come. Raises LogError."""
+        while self.work():
+            pass
 
     def hear_of_loss(self, body: LostBody) -> None:
         """The launcher says that a process has ended."""

@@ -18,7 +18,7 @@ _WINDOW = 8  # pieces of the state on their way to a new backup
 
 
 class Primary:
-    """Belongs to the server's loop. `connect`: a channel to the replica of this number, over which nothing comes."""
+    """Belongs to the server's loop. `connect`: a channel to the replica of this number."""
 
     def __init__(
         self,
@@ -37,6 +37,7 @@ class Primary:
         self._heard = self._lease = self._looked = self._beaten = now
         self._renewed = now
         self._is_backup_lost = False
+        self._may_be_named = False  # the new backup, in a view that was asked for without an answer
         self.is_deposed = False
         self._say = logged.server.state.say
         self.view = view
@@ -44,12 +45,16 @@ class Primary:
 
     @property
     def has_backup(self) -> bool:
-        """Whether another replica could take over at any moment, and has all."""
+        """Whether another replica is known to be able to take over at any moment, and has all."""
         return bool(self.view.backup)
+
+    @property
+    def _may_be_replaced(self) -> bool:
+        return self.has_backup or self._may_be_named
 
     def is_sure(self, now: float) -> bool:
         """Whether no other replica can have taken over by now."""
-        return not self.is_deposed and (not self.has_backup or now < self._lease)
+        return not self.is_deposed and (not self._may_be_replaced or now < self._lease)
 
     def follow(self, message: Message, now: float) -> None:
         """A replica asks to be filled. The one that is there stays until it is given up."""
@@ -64,6 +69,18 @@ class Primary:
         sink.beat()
         self.logged.copy_to(sink.append, lambda: sink.num_waiting < _WINDOW)
         self._say(f"replica {replica_of(body.name)} is being filled")
+
+    def listen(self, now: float) -> None:
+        """Take in what the backup has confirmed."""
+        while self._sink is not None and (message := self._sink.hear()) is not None:
+            if message.term > self.view.term:
+                self.check_view()
+            else:
+                self.confirm(message, now)
+
+    def wakes(self) -> tuple[object, ...]:
+        """As Handler.wakes."""
+        return self.logged.wakes() + (self._sink.wakes() if self._sink is not None else ())
 
     def confirm(self, message: Message, now: float) -> None:
         """The backup has all up to a number."""
@@ -117,7 +134,10 @@ class Primary:
         self.logged.close()
 
     def _use(self, view: View) -> None:
-        self.view = view
+        self.view, self._may_be_named = (
+            view,
+            False,
+        )  # a request for another view that is still on its way comes too late
         self.logged.term = self.logged.server.term = view.term
         if self._sink is not None:
             self._sink.term, self._sink.flags = view.term, IN_VIEW if view.backup else 0
@@ -136,12 +156,15 @@ class Primary:
             return
         if not sink.is_counted:
             self._mark, sink.is_counted = sink.last_number, True
-        if sink.confirmed_number >= self._mark and self._replace(self.view.joined_by(self._backup)):
+        if sink.confirmed_number < self._mark:
+            return
+        self._may_be_named = True
+        if self._replace(self.view.joined_by(self._backup)):
             sink.beat()
             self._say(f"replica {replica_of(self._backup)} is the backup now (term {self.view.term})")
 
     def _go_on_alone(self, sink: BackupSink) -> None:
-        if self.has_backup and not self._replace(self.view.alone()):
+        if self._may_be_replaced and not self._replace(self.view.alone()):
             return
         self.logged.remove_sink(sink)
         self.logged.end_copy(sink.append)

@@ -25,7 +25,7 @@ from torchfleet.net.wire import (
     unpack,
 )
 from torchfleet.server.log.logged_server import LoggedServer
-from torchfleet.server.replicas.between import ONE_WAY, Identity, LostBody
+from torchfleet.server.replicas.between import REQUESTS, Identity, LostBody
 from torchfleet.server.replicas.follower import Fate, Follower
 from torchfleet.server.replicas.pace import FAREWELL
 from torchfleet.server.replicas.primary import Primary
@@ -36,7 +36,7 @@ _NO_BACKUP = "it waits for its backup"
 
 
 class Replica:
-    """As Handler. `connect`: a channel to the replica of this number; what it brings is not looked at."""
+    """As Handler. `connect`: a channel to the replica of this number."""
 
     def __init__(
         self,
@@ -95,11 +95,13 @@ class Replica:
         if envelope is None:
             return self._server.handle(peer, frames, role)  # which says what is wrong with it
         proved = envelope.role if role is None else role
-        if envelope.command in (*ONE_WAY, Command.LOST):
+        if envelope.command in (*REQUESTS, Command.LOST):
             return self._take(peer, frames, envelope, proved)
         primary = self._primary
-        if primary is not None and envelope.term > primary.view.term:
-            primary.check_view()
+        if primary is not None:
+            primary.listen(self._clock())
+            if envelope.term > primary.view.term:
+                primary.check_view()
         if primary is None or self.deposed or not primary.is_sure(self._clock()) or envelope.term > primary.view.term:
             return [(peer, self._refusal(envelope, NotPrimary("this replica does not answer for its shard now")))]
         return primary.logged.handle(peer, frames, role)
@@ -124,6 +126,7 @@ class Replica:
             self._follow_fate(self._follower, now)
         if self._primary is None:
             return []
+        self._primary.listen(now)
         self._primary.tick(now)
         if self._primary.has_backup and self._server.loading == _NO_BACKUP:
             self._server.loading = ""
@@ -135,12 +138,22 @@ class Replica:
 
     def work(self) -> bool | None:
         """As Handler.work."""
-        primary = self._primary
-        is_at_work = primary is not None and not self.deposed and primary.is_sure(self._clock())
-        return primary.logged.work() if primary is not None and is_at_work else None
+        if self.deposed:
+            return None
+        primary, now = self._primary, self._clock()
+        if primary is not None:
+            primary.listen(now)
+            return primary.logged.work() if primary.is_sure(now) else None
+        return self._apply_one() if self._follower is not None else None
 
-    def wakes(self) -> None:
-        """As Handler.wakes: what a backup confirms comes as a request."""
+    def rest(self) -> None:
+        """As Handler.rest."""
+        if self._primary is not None:
+            self._primary.logged.rest()
+
+    def wakes(self) -> tuple[object, ...]:
+        """As Handler.wakes."""
+        return self._primary.wakes() if self._primary is not None else ()
 
     @property
     def _handler(self) -> LoggedServer | Server:
@@ -175,27 +188,36 @@ class Replica:
             if envelope.command == Command.LOST:
                 return [(peer, self._hear_of_loss(envelope, message.arrays))]
             if self._is_active and not self.deposed:
-                return self._take_in(message)
+                return self._take_in(peer, message)
         except LogError as error:
-            self._depose(f"the entries of the primary do not fit what is here: {error}")
+            self._diverged(error)
         except FleetError as error:
             return [(peer, self._refusal(envelope, error))]
         return []
 
-    def _take_in(self, message: Message) -> Replies:
+    def _take_in(self, peer: Peer, message: Message) -> Replies:
         now, command, primary = self._clock(), message.command, self._primary
         if primary is None:
-            if command == Command.APPEND and self._follower is not None:
-                self._follower.take(message, now)
-            return []
+            is_entry = command == Command.APPEND and self._follower is not None
+            confirmed = self._follower.take(message, now) if is_entry and self._follower is not None else None
+            return [] if confirmed is None else [(peer, confirmed)]
         if message.term > primary.view.term:
             primary.check_view()
         elif command == Command.FOLLOW:
             primary.follow(message, now)
-        elif command == Command.CONFIRM:
-            primary.confirm(message, now)
-            return primary.logged.ready() if primary.is_sure(now) else []
         return []  # an APPEND is of one that was primary, and will find out
+
+    def _apply_one(self) -> bool | None:
+        """As Handler.work, of a follower."""
+        assert self._follower is not None
+        try:
+            return self._follower.work() or None
+        except LogError as error:
+            self._diverged(error)
+            return None
+
+    def _diverged(self, error: LogError) -> None:
+        self._depose(f"the entries of the primary do not fit what is here: {error}")
 
     def _hear_of_loss(self, envelope: Envelope, arrays: list[Array]) -> list[Frame]:
         if len(arrays) != 1:
@@ -210,6 +232,7 @@ class Replica:
         fate = follower.tick(now)
         if fate is Fate.TAKES_OVER:
             assert follower.view is not None
+            follower.catch_up()
             follower.replay.finish()
             replay = follower.replay
             logged = LoggedServer(self._server, [], replay.index, follower.view.term, replay.time, self._clock)

@@ -71,6 +71,9 @@ class VirtualChannel:
     def now(self) -> float:
         return self._schedule.now()
 
+    def wakes(self) -> tuple[object, ...]:
+        return ()  # servers of a simulation have no replicas
+
 
 class VirtualListener:
     """As ServerSocket: the loop of net/sockets.py, in virtual time."""
@@ -83,6 +86,7 @@ class VirtualListener:
         """As ServerSocket.serve."""
         schedule, next_tick, worked = self._schedule, 0.0, None
         while not is_over():
+            handler.rest()
             packet = self._mailbox.take({None: TICK, False: 0.001, True: 0.0}[worked])
             if packet is not None:
                 schedule.spend(_cost(packet) + self._service(packet.num_bytes))

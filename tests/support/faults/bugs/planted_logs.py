@@ -62,8 +62,8 @@ def _(patch: Patch) -> None:
 def _(patch: Patch) -> None:
     init = log_records.Records.__init__
 
-    def filled(self: Any, data: memoryview, place: str) -> None:
-        init(self, memoryview(bytes(data) + bytes(4096)), place)
+    def filled(self: Any, data: memoryview, place: str, is_synced: bool = False) -> None:
+        init(self, memoryview(bytes(data) + bytes(4096)), place, is_synced)
 
     patch(log_records.Records, "__init__", filled)
 
@@ -85,18 +85,12 @@ def _(patch: Patch) -> None:
 
 @bug("log: checksums are not looked at", LOG)
 def _(patch: Patch) -> None:
-    class NoChecks:
-        crc32 = staticmethod(lambda data, start=0: 0)
-
-    patch(log_records, "zlib", NoChecks)
+    patch(log_records, "crc32c", lambda data, crc=0: 0)
 
 
 @bug("log: checksums are made without the content", LOG)
 def _(patch: Patch) -> None:
-    class FewChecks:
-        crc32 = staticmethod(lambda data, start=0: zlib.crc32(bytes(data)[:16], start) if len(data) < 24 else 7)
-
-    patch(log_records, "zlib", FewChecks)
+    patch(log_records, "crc32c", lambda data, crc=0: zlib.crc32(bytes(data)[:16], crc) if len(data) < 32 else 7)
 
 
 @bug("log: the last entry is left out when it is read", LOG)
