@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.chaos.machines import Machines
 from benchmarks.links import LinkError
-from torchfleet.coordination.etcd_coordinator import EtcdCoordinator
+from torchfleet.coordination.coordinators import make_coordinator
 from torchfleet.errors import FleetError
 
 _START = 60.0
@@ -47,7 +47,7 @@ def _wait(place: str, ask: Callable[[Callable[[], Any]], Any]) -> None:
     deadline = time.monotonic() + _START
     while True:
         try:
-            ask(lambda: EtcdCoordinator([place], "any").read(0))
+            ask(lambda: make_coordinator(f"etcd://{place}/any").read(0))
         except FleetError as error:
             if time.monotonic() > deadline:
                 raise LinkError(f"etcd does not answer: {error}") from None

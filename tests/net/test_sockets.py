@@ -140,8 +140,8 @@ class TestUnreadReplies:
 
 
 def test_neither_side_sends_heartbeats(server: ServerThread) -> None:
-    """A server aborts in libzmq if one is to be answered on a connection that ended while its requests filled the queue,
-    as after a link that was down. The system looks for peers that are gone."""
+    """A server aborts in libzmq if one is to be answered on a connection that ended while its requests filled the
+    queue, as after a link that was down. The system looks for peers that are gone."""
     with contextlib.closing(SocketChannel(server.endpoint)) as channel, zmq.Context() as context:
         for made in (channel._socket, _socket(context, zmq.ROUTER, server.endpoint)):
             assert (made.get(zmq.HEARTBEAT_IVL), made.get(zmq.TCP_KEEPALIVE), made.get(zmq.TCP_MAXRT)) == (0, 1, 30_000)

@@ -229,8 +229,8 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -
     made.set(zmq.RCVHWM, QUEUED_MESSAGES if kind == zmq.DEALER else QUEUED_REQUESTS)
     made.set(zmq.MAXMSGSIZE, MAX_FRAME)
     made.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-    # No heartbeats of either side: libzmq (4.3.5) aborts when one is due, or is to be answered, on a connection that ended
-    # while the queue of its messages was full. The system finds peers that are gone.
+    # No heartbeats of either side: libzmq (4.3.5) aborts when one is due, or is to be answered, on a connection that
+    # ended while the queue of its messages was full. The system finds peers that are gone.
     made.set(zmq.TCP_KEEPALIVE, 1)
     made.set(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE)
     made.set(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE)
