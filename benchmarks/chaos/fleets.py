@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 _JOB = Path(__file__).with_name("job.py")
 _PORT = 7000
 _WAIT = 240.0  # seconds for what takes seconds, on machines that have much else to do
+_START = 600.0  # the same for the first start, which may compile kernels
 _MARGIN = 100  # steps from the order to end to the end, in modes whose workers step together
 _RESTARTS = 1_000_000  # kills are many
 _OWN = ("FLEET_", "PADDLE_", "TRAINING_ROLE", "POD_IP", "OMP_NUM_THREADS")
@@ -169,7 +170,7 @@ class Fleet:
     def last_words(self) -> str:
         texts = []
         for path in self.logs():
-            lines = path.read_text(errors="replace").splitlines()[-25:]
+            lines = path.read_text(errors="replace").splitlines()[-12:]
             texts.append("\n".join([f"--- {path.relative_to(self.folder)}", *lines]))
         return "\n".join(texts)
 
@@ -191,7 +192,7 @@ def fleet(chosen: argparse.Namespace, mode: str, end: int = 0) -> Iterator[Fleet
         made = Fleet(chosen, mode, Path(name), end)
         stack.callback(made.keep_logs)
         made.start(stack)
-        made.wait(lambda: len(made.board.num_steps()) == chosen.workers, "first step of every worker")
+        made.wait(lambda: len(made.board.num_steps()) == chosen.workers, "first step of every worker", _START)
         yield made
 
 
