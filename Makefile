@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-gpu quick check bench fuzz faults clean
+.PHONY: setup demo test test-gpu quick check bench fuzz faults chaos clean
 
 setup: $(VENV)/.done
 
@@ -49,6 +49,12 @@ fuzz: setup
 FAULTS ?= 10000
 faults: setup
 	PYTHONPATH=.:tests $(RUN) -m support.faults --schedules $(FAULTS)
+
+# Real processes under kills, stops, broken links and full disks; link faults need root.
+MINUTES ?= 5
+chaos: setup
+	$(RUN) -m benchmarks.chaos --minutes $(MINUTES) --json
+	$(RUN) -m benchmarks.chaos --durability log --minutes $(MINUTES) --json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

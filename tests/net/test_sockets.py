@@ -19,7 +19,7 @@ from torchfleet.errors import ServerBusy
 from torchfleet.net import doorkeeper, unread
 from torchfleet.net.doorkeeper import MAX_FIRST
 from torchfleet.net.keys import KeyFolder, keygen
-from torchfleet.net.sockets import SocketChannel
+from torchfleet.net.sockets import SocketChannel, _socket
 from torchfleet.net.wire import MAX_ENTRY, Command, Message, Role, decode_reply, encode, unpack
 from torchfleet.tables.settings.spec import TableSpec
 from torchfleet.worker.client.client import Client
@@ -137,6 +137,15 @@ class TestUnreadReplies:
             pytest.raises(ServerBusy, match=r"refused PING: too much of it"),
         ):
             hasty.ping()
+
+
+def test_neither_side_sends_heartbeats(server: ServerThread) -> None:
+    """A server aborts in libzmq if one is to be answered on a connection that ended while its requests filled the
+    queue, as after a link that was down. The system looks for peers that are gone."""
+    with contextlib.closing(SocketChannel(server.endpoint)) as channel, zmq.Context() as context:
+        for made in (channel._socket, _socket(context, zmq.ROUTER, server.endpoint)):
+            assert (made.get(zmq.HEARTBEAT_IVL), made.get(zmq.TCP_KEEPALIVE), made.get(zmq.TCP_MAXRT)) == (0, 1, 30_000)
+            made.close()
 
 
 class TestStrangers:

@@ -23,7 +23,7 @@ QUEUED_MESSAGES = 64  # per peer and direction; a sender finds the queue full an
 QUEUED_REQUESTS = 4  # of one client at a server; what else it sends waits with it
 TICK = 0.05  # seconds between two looks at the clock
 _DESK_PAUSE = 0.005  # seconds between two looks for handshakes, under load
-_HEARTBEAT_MS = 5000
+_UNCONFIRMED_MS = 30_000  # that bytes may be on their way, until a peer is taken for gone
 _HANDSHAKE_MS = 10_000
 _KEEPALIVE = 10  # seconds between two questions of the system whether a silent peer is there
 _HELLO = b""  # a connection's first message: small, so that the server knows it before anything large comes
@@ -229,15 +229,12 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -
     made.set(zmq.RCVHWM, QUEUED_MESSAGES if kind == zmq.DEALER else QUEUED_REQUESTS)
     made.set(zmq.MAXMSGSIZE, MAX_FRAME)
     made.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-    if kind == zmq.DEALER:
-        made.set(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
-        made.set(zmq.HEARTBEAT_TIMEOUT, 6 * _HEARTBEAT_MS)
-    else:
-        # No heartbeats of a server: libzmq (4.3.5) aborts when one is due on a connection that ended while the queue of
-        # its requests was full, which any client can bring about. The system finds peers that are gone.
-        made.set(zmq.TCP_KEEPALIVE, 1)
-        made.set(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE)
-        made.set(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE)
-        made.set(zmq.TCP_KEEPALIVE_CNT, 3)
+    # No heartbeats of either side: libzmq (4.3.5) aborts when one is due, or is to be answered, on a connection that
+    # ended while the queue of its messages was full. The system finds peers that are gone.
+    made.set(zmq.TCP_KEEPALIVE, 1)
+    made.set(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE)
+    made.set(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE)
+    made.set(zmq.TCP_KEEPALIVE_CNT, 3)
+    made.set(zmq.TCP_MAXRT, _UNCONFIRMED_MS)
     made.set(zmq.IPV6, int("[" in endpoint))
     return made

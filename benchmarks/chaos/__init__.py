@@ -1,0 +1,1 @@
+"""Faults under training, on real processes: `python -m benchmarks.chaos`."""
