@@ -65,6 +65,7 @@ EXCEPTIONS = {
     ("launch/cli.py", "importlib.import_module"): "sub-commands, in a table",
     ("launch/clusters/job_options.py", "importlib.util.find_spec"): "whether the user's training module is there",
     ("launch/clusters/member.py", "subprocess.Popen"): "the user's training script",
+    ("launch/clusters/slurm_launcher.py", "subprocess.run"): "scontrol, with the number of this job",
     ("launch/processes.py", "subprocess.Popen"): "the user's training script",
     ("net/long_messages.py", "ctypes.CDLL"): "libzmq, as pyzmq has loaded it",
     ("server/process.py", "subprocess.Popen"): "a server of our own",

@@ -22,7 +22,7 @@ from torchfleet.launch.clusters.job_options import (
 from torchfleet.launch.launchers import LAUNCHERS, launcher_of
 from torchfleet.net.keys import KeyFolder, keygen
 
-_NOT_YET = ("heter_worker_num", "cluster")
+_NOT_YET = ("heter_worker_num",)
 
 # The first argument → the function that takes the others and returns the exit status. Imported when it is asked for.
 SUBCOMMANDS = {
@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,  # a script's own --work is not our --worker_num
     )
     add_counts(made)
+    made.add_argument("--cluster")
     for launcher in LAUNCHERS.values():
         launcher.add_options(made)
     made.add_argument(
