@@ -98,11 +98,12 @@ def _run_role(job: JobSpec, options: argparse.Namespace, step: SlurmStep, timeou
     try:
         with asks_blocked():
             child = Process(task, job.command, meeting.folder, print, is_shown, max_log_bytes=job.max_log_bytes)
-            status = run_child(child, Ending())
+            ending = Ending()
+            status = run_child(child, ending)
     finally:
         meeting.remove_keys()
     if status:
-        _tell(task, child, status)
+        _tell(task, child, status, ending.is_asked)
     child.close()
     if status == REQUEUE and options.requeue and is_shown:
         _requeue(step)
@@ -168,7 +169,10 @@ def _as_machine(step: SlurmStep, options: argparse.Namespace, place: str) -> arg
     return argparse.Namespace(**{**vars(options), **given})
 
 
-def _tell(task: Task, child: Process, status: int) -> None:
+def _tell(task: Task, child: Process, status: int, is_asked: bool) -> None:
+    if is_asked:  # worker 0 has saved, or says why not; that the others then fail is no news
+        print(f"[fleetrun] {task.name} ended with status {status}; the job was asked to end", flush=True)
+        return
     print(f"[fleetrun] {task.name} ended with status {status}. Last lines of {child.log}:", flush=True)
     for line in child.last_lines():
         print(f"    {line}", flush=True)
