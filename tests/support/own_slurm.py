@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -99,7 +99,7 @@ class Slurm:
         self._daemon("munged", "--foreground", f"--socket={self._folder}/munge.socket",
                      f"--key-file={self._folder}/munge.key", f"--pid-file={self._folder}/munge.pid",
                      f"--log-file={self._folder}/munge.log", f"--seed-file={self._folder}/munge.seed")  # fmt: skip
-        _wait(lambda: (self._folder / "munge.socket").exists(), "munge.log", self)
+        _wait((self._folder / "munge.socket").exists, "munge.log", self)
         self._daemon("slurmctld", "-D", "-i")
         for number in range(self.num_nodes):
             self._daemon("slurmd", "-D", *(("-N", f"n{number}") if self.num_nodes > 1 else ()))
@@ -169,9 +169,8 @@ def _prepare(folder: Path, num_nodes: int) -> None:
     (folder / "state").mkdir()
 
 
-def _wait(is_there: object, log: str, slurm: Slurm) -> None:
+def _wait(is_there: Callable[[], bool], log: str, slurm: Slurm) -> None:
     deadline = time.monotonic() + 60
-    assert callable(is_there)
     while not is_there():
         ended = [daemon.args for daemon in slurm.daemons if daemon.poll() is not None]
         if ended or time.monotonic() > deadline:

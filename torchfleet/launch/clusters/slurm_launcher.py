@@ -103,7 +103,7 @@ def _run_role(job: JobSpec, options: argparse.Namespace, step: SlurmStep, timeou
     finally:
         meeting.remove_keys()
     if status:
-        _tell(task, child, status, ending.is_asked)
+        _tell(task, child, status, ending)
     child.close()
     if status == REQUEUE and options.requeue and is_shown:
         _requeue(step)
@@ -169,9 +169,10 @@ def _as_machine(step: SlurmStep, options: argparse.Namespace, place: str) -> arg
     return argparse.Namespace(**{**vars(options), **given})
 
 
-def _tell(task: Task, child: Process, status: int, is_asked: bool) -> None:
-    if is_asked:  # worker 0 has saved, or says why not; that the others then fail is no news
-        print(f"[fleetrun] {task.name} ended with status {status}; the job was asked to end", flush=True)
+def _tell(task: Task, child: Process, status: int, ending: Ending) -> None:
+    if ending.received or ending.is_asked:  # another task is the cause, and says so
+        why = "it was told to end" if ending.received else "the job was asked to end"
+        print(f"[fleetrun] {task.name} ended with status {status}; {why}", flush=True)
         return
     print(f"[fleetrun] {task.name} ended with status {status}. Last lines of {child.log}:", flush=True)
     for line in child.last_lines():
