@@ -302,10 +302,20 @@ MAY_IMPORT: dict[str, set[str]] = {
         "guard",
         "errors",
     },
-    "launch/clusters": {"launch", "tables/settings", "net", "guard", "errors"},
+    "launch/clusters": {
+        "launch",
+        "launch/endurance",
+        "tables/settings",
+        "monitor",
+        "net",
+        "role",
+        "guard",
+        "errors",
+    },
     "launch/launchers": {"launch", "launch/clusters"},
     "launch/cli": {"launch", "launch/launchers", "launch/clusters", "net", "guard", "errors"},
     "launch/__main__": {"launch/cli"},
+    "ray": {"launch/cli", "launch/launchers", "launch/clusters", "errors"},
     "__init__": set(),  # loads its names when they are first used
 }
 WITHOUT_TORCH = {

@@ -35,6 +35,7 @@ class RoleInfo:
     key_dir: str | None = None
     insecure: bool = False
     socket_dir: str | None = None  # the servers' sockets are files in it, and their addresses only names
+    address_book: str | None = None  # a file that says where servers are now that moved
     status_file: str | None = None
     restart: int = 0
     start_timeout: float = 1800.0  # seconds that a worker waits for a server that gives no sign
@@ -315,6 +316,7 @@ def _process_settings(found: Mapping[str, str]) -> dict[str, Any]:
         raise RoleError(f"CPU_NUM must be a number of threads, found {threads!r}")
     return {
         "socket_dir": found.get("FLEET_SOCKET_DIR"),
+        "address_book": found.get("FLEET_ADDRESS_BOOK"),
         "status_file": found.get("FLEET_STATUS_FILE"),
         "debug": found.get("PSERVER_DEBUG", "0") not in ("", "0"),
         "num_threads": int(threads),
