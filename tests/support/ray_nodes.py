@@ -29,6 +29,11 @@ class RayNodes:
     def hosts(self) -> list[str]:
         return list(self._nodes)
 
+    @property
+    def dashboard(self) -> str:
+        """host:port of the head's dashboard, where jobs are submitted."""
+        return str(self._cluster.webui_url)
+
     def add(self, num_cpus: int) -> str:
         """A node more, at 127.0.0.2 and so on. Returns its address."""
         host = f"127.0.0.{len(self._nodes) + 2}"
@@ -49,6 +54,12 @@ class RayNodes:
 
     def remove(self, host: str) -> None:
         self._cluster.remove_node(self._nodes[host], allow_graceful=False)
+
+
+def places(output: str) -> dict[str, str]:
+    """By the name of a process ("worker 0"): host:port, as fleetrun has printed it when Ray had placed it."""
+    line = next(line for line in output.splitlines() if "placed by Ray: " in line)
+    return dict(each.split(" on ") for each in line.partition("placed by Ray: ")[2].split(", "))
 
 
 @contextlib.contextmanager

@@ -90,8 +90,8 @@ class RayJob:
                 key = (role, i % num, i // num)
                 self._nodes[key] = group.actor(i, is_restarted=bool(self._job.max_restart))
         self._places = {key: node.place() for key, node in self._nodes.items()}
-        hosts = {place.rpartition(":")[0] for place in self._places.values()}
-        self._report(f"[fleetrun] {len(self._nodes)} actors on {len(hosts)} nodes of Ray: {', '.join(sorted(hosts))}")
+        told = ", ".join(f"{Task(*key[:2], replica=key[2]).name} on {place}" for key, place in self._places.items())
+        self._report(f"[fleetrun] placed by Ray: {told}")
 
     def _group(self, role: str, num: int, strategy: str) -> PlacementGroup:
         group = PlacementGroup(num, self._job.resources_of(role), strategy, f"{num} {role}s")
