@@ -310,6 +310,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "launch",
         "launch/endurance",
         "tables/settings",
+        "monitor",
         "role",
         "net",
         "cgroups",
@@ -320,6 +321,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch/launchers": {"launch", "launch/clusters"},
     "launch/cli": {"launch", "launch/launchers", "launch/clusters", "net", "guard", "errors"},
     "launch/__main__": {"launch/cli"},
+    "ray": {"launch/cli", "launch/launchers", "launch/clusters", "errors"},
     "__init__": set(),  # loads its names when they are first used
 }
 WITHOUT_TORCH = {

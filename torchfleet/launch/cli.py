@@ -54,7 +54,6 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,  # a script's own --work is not our --worker_num
     )
     add_counts(made)
-    made.add_argument("--cluster")
     for launcher in LAUNCHERS.values():
         launcher.add_options(made)
     made.add_argument(
@@ -107,7 +106,7 @@ def _run(options: argparse.Namespace) -> int:
             print(path)
         return 0
     launcher = launcher_of(options)
-    _check(options)
+    check(options)
     job = job_spec_of(options)
     if options.dry_run:
         print("\n".join(launcher.describe(job, options)))
@@ -121,7 +120,8 @@ def _subcommand(name: str) -> Callable[[Sequence[str]], int]:
     return found
 
 
-def _check(options: argparse.Namespace) -> None:
+def check(options: argparse.Namespace) -> None:
+    """Raise RoleError for a command line that no launcher can carry out."""
     for name in _NOT_YET:
         if getattr(options, name) is not None:
             raise RoleError(
