@@ -304,6 +304,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cgroups",
         "simulate/network",
         "guard",
+        "stop_request",
         "errors",
     },
     "launch/clusters": {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import subprocess
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from torchfleet.launch.rank_launcher import RankLauncher
 from torchfleet.launch.server_launcher import limits, roots
 from torchfleet.role import LOG_RUN, LOG_STORE, start_timeout_of
 from torchfleet.stop_request import REQUEUE
+from torchfleet.tables.settings.table_size import parse_bytes
 
 SAVE = "FLEET_SAVE_ON_STOP"
 _COLLECTIVE = ("nproc_per_node", "gpus")
@@ -26,6 +28,7 @@ _COLLECTIVE = ("nproc_per_node", "gpus")
 _OTHERS = (
     "servers", "workers", "private", "plain", "replicas", "coordinator", "max_restart", "max_job_restart", "nnodes",
     "master", "rank", "ips", "server_cpus", "server_memory", "worker_cpus", "worker_memory", "worker_gpus",
+    "placement", "simulate",
 )  # fmt: skip
 
 
@@ -57,14 +60,14 @@ class SlurmLauncher:
                 f"{', '.join(wrong)}: srun places and counts the tasks, and Slurm starts a job again (--requeue). Give "
                 "srun the like of it, and leave it out here."
             )
-        if any(getattr(options, name) for name in _COLLECTIVE) and own:
-            raise RoleError(f"{', '.join(own)}: the ranks of a collective job save by fleet.stop_if_asked alone")
+        if _is_collective(options) and options.save_on_stop:
+            raise RoleError("--save_on_stop: the ranks of a collective job save together, by fleet.stop_if_asked")
         return True
 
     def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
         """What this task would start, with places in the stead of addresses that are not known yet."""
         step = read_step(os.environ)
-        if any(getattr(options, name) for name in _COLLECTIVE):
+        if _is_collective(options):
             return RankLauncher().describe(job, _as_machine(step, options, "node0:PORT"))
         num_servers, num_workers = _counts(job, step)
         places = [f"(the node of task {number}):(a port of job {step.job})" for number in range(num_servers)]
@@ -74,17 +77,31 @@ class SlurmLauncher:
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
         step = read_step(os.environ)
         timeout = start_timeout_of(os.environ)
-        if any(getattr(options, name) for name in _COLLECTIVE):
-            meeting = SlurmMeeting(job.log_dir, step, timeout)
-            if step.rank == 0:
-                meeting.publish("machine.0", 0)
-            return RankLauncher().run(job, _as_machine(step, options, meeting.places(["machine.0"])[0]))
-        return _run_role(job, options, step, timeout)
+        if options.log_max_bytes is not None:
+            job = dataclasses.replace(job, max_log_bytes=parse_bytes(options.log_max_bytes, "--log_max_bytes"))
+        meeting = SlurmMeeting(job.log_dir, step, timeout)
+        with asks_blocked():
+            status = (_run_ranks if _is_collective(options) else _run_role)(job, options, step, meeting)
+        num_servers = 0 if _is_collective(options) else _counts(job, step)[0]
+        if status == REQUEUE and options.requeue and step.rank == num_servers:  # worker 0, or machine 0
+            _requeue(step)
+        return status
 
 
-def _run_role(job: JobSpec, options: argparse.Namespace, step: SlurmStep, timeout: float) -> int:
+def _is_collective(options: argparse.Namespace) -> bool:
+    return any(getattr(options, name) is not None for name in _COLLECTIVE)
+
+
+def _run_ranks(job: JobSpec, options: argparse.Namespace, step: SlurmStep, meeting: SlurmMeeting) -> int:
+    """This task is a machine of a collective job."""
+    if step.rank == 0:
+        meeting.publish("machine.0", 0)
+    return RankLauncher().run(job, _as_machine(step, options, meeting.places(["machine.0"])[0]))
+
+
+def _run_role(job: JobSpec, options: argparse.Namespace, step: SlurmStep, meeting: SlurmMeeting) -> int:
+    """This task is a server or a worker."""
     num_servers, num_workers = _counts(job, step)
-    meeting = SlurmMeeting(job.log_dir, step, timeout)
     if step.rank == 0:
         print(f"[fleetrun] {num_servers} servers, {num_workers} workers; logs in {meeting.folder}", flush=True)
     if step.rank < num_servers:
@@ -96,17 +113,14 @@ def _run_role(job: JobSpec, options: argparse.Namespace, step: SlurmStep, timeou
     read_role(task.environment)
     is_shown = step.rank == num_servers  # worker 0
     try:
-        with asks_blocked():
-            child = Process(task, job.command, meeting.folder, print, is_shown, max_log_bytes=job.max_log_bytes)
-            ending = Ending()
-            status = run_child(child, ending)
+        child = Process(task, job.command, meeting.folder, print, is_shown, max_log_bytes=job.max_log_bytes)
+        ending = Ending()
+        status = run_child(child, ending)
     finally:
         meeting.remove_keys()
     if status:
         _tell(task, child, status, ending)
     child.close()
-    if status == REQUEUE and options.requeue and is_shown:
-        _requeue(step)
     return status
 
 
