@@ -19,7 +19,7 @@ from torchfleet.launch.display import Display
 from torchfleet.launch.job_spec import JobSpec, Task
 from torchfleet.launch.machines.rendezvous import Rendezvous
 from torchfleet.launch.processes import Process, end_all
-from torchfleet.stop_request import REQUEUE
+from torchfleet.monitor.stop_request import REQUEUE
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Run before the script itself. If the launcher is killed, the kernel ends its ranks (PR_SET_PDEATHSIG). Output is

@@ -18,7 +18,7 @@ from support.scripts.launching import TINY, forked_fleetrun, in_log, wait_until
 
 from torchfleet.commands.diff import diff
 from torchfleet.launch.cli import main
-from torchfleet.stop_request import REQUEUE
+from torchfleet.monitor.stop_request import REQUEUE
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(600)]
 EXAMPLE = ROOT / "examples" / "ctr_dnn"

@@ -18,8 +18,8 @@ from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.processes import Process
 from torchfleet.launch.rank_launcher import RankLauncher
 from torchfleet.launch.server_launcher import limits, roots
+from torchfleet.monitor.stop_request import REQUEUE
 from torchfleet.role import LOG_RUN, LOG_STORE, start_timeout_of
-from torchfleet.stop_request import REQUEUE
 from torchfleet.tables.settings.table_size import parse_bytes
 
 SAVE = "FLEET_SAVE_ON_STOP"

@@ -12,7 +12,7 @@ from support import processes
 from support.paths import SCRIPTS
 from support.scripts.launching import Forked
 
-from torchfleet.stop_request import REQUEUE
+from torchfleet.monitor.stop_request import REQUEUE
 
 SCRIPT = str(SCRIPTS / "asked_to_stop.py")
 
