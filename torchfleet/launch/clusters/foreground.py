@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Protocol
@@ -61,10 +61,10 @@ class Ending:
             send(child, signal.SIGKILL)
 
 
-def run_child(child: Running, ending: Ending) -> int:
+def run_child(child: Running, ending: Ending, meanwhile: Callable[[], None] = lambda: None) -> int:
     """Pass signals on until the child has ended; returns its status, 128 + N if signal N ended it. Its group is gone.
 
-    `asks_blocked` must be on when the child is started.
+    `asks_blocked` must be on when the child is started. `meanwhile` is called ten times a second.
     """
     try:
         with _signals_noted(ending):
@@ -73,6 +73,7 @@ def run_child(child: Running, ending: Ending) -> int:
                     ending.ask(child)
                 ending.look(child)
                 _reap(child.pid)
+                meanwhile()
         code = child.returncode
         return code if code >= 0 else 128 - code
     finally:
