@@ -17,6 +17,7 @@ from support.paths import ROOT
 from support.scripts.launching import clean_environment, wait_until
 
 from torchfleet.errors import RoleError
+from torchfleet.launch.clusters.foreground import asks_blocked
 from torchfleet.launch.clusters.health import STUCK, HealthPort
 from torchfleet.launch.clusters.member import Child, member_environment, read_role, wait_for_own_name
 from torchfleet.launch.roles import free_ports
@@ -141,3 +142,9 @@ def answer(port: int, path: str) -> int:
             return int(reply.status)
     except urllib.error.HTTPError as error:
         return error.code
+
+
+def test_a_signal_that_nobody_asked_for_does_not_end_this_process() -> None:
+    with asks_blocked():
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
