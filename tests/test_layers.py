@@ -302,11 +302,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         "guard",
         "errors",
     },
+    "launch/clusters/on_ray": {"launch", "monitor", "net", "errors"},
     "launch/clusters": {
         "launch",
         "launch/endurance",
+        "launch/clusters/on_ray",
         "tables/settings",
-        "monitor",
         "net",
         "role",
         "guard",
@@ -315,7 +316,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch/launchers": {"launch", "launch/clusters"},
     "launch/cli": {"launch", "launch/launchers", "launch/clusters", "net", "guard", "errors"},
     "launch/__main__": {"launch/cli"},
-    "ray": {"launch/cli", "launch/launchers", "launch/clusters", "errors"},
+    "ray": {"launch/cli", "launch/launchers", "launch/clusters", "launch/clusters/on_ray", "errors"},
     "__init__": set(),  # loads its names when they are first used
 }
 WITHOUT_TORCH = {

@@ -19,6 +19,7 @@ from support.ray_nodes import RayNodes, places, ray_nodes
 from support.scripts.launching import TINY, fleetrun, run_dir
 
 from torchfleet.launch import cli
+from torchfleet.launch.roles import free_ports
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'torchfleet[ray]'")
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
@@ -91,7 +92,7 @@ def counted(start: int) -> dict[str, Any]:
 
     import torchfleet as fleet
 
-    model = torch.nn.EmbeddingBag(50, 4, mode="sum", sparse=True)
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(50, 4, mode="sum", sparse=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = fleet.prepare(model, optimizer, strategy=fleet.DistributedStrategy(a_sync=True))
     for step in range(3):
@@ -162,8 +163,11 @@ class TestWithoutACluster:
         assert cli.main(["--cluster", "ray", TINY]) == 2
         assert "pip install 'torchfleet[ray]'" in capsys.readouterr().err
 
-    def test_a_cluster_that_is_not_there_is_named(self, tmp_path: Path) -> None:
-        with fleetrun(tmp_path, "--cluster", "ray", TINY, RAY_TMPDIR=str(tmp_path)) as started:
-            assert started.wait(SHORT) == 2
-        assert "--cluster ray=auto: no cluster of Ray is there" in started.output
-        assert "ray=local" in started.output
+    def test_a_cluster_that_is_not_there_is_named_at_once(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        place = f"127.0.0.1:{free_ports(1)[0]}"
+        assert cli.main(["--log_dir", str(tmp_path / "log"), "--cluster", f"ray={place}", TINY]) == 2
+        told = capsys.readouterr().err
+        assert f"--cluster ray={place}: no cluster of Ray is there" in told
+        assert "ray=local" in told

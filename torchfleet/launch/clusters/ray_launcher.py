@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 
 from torchfleet.errors import RoleError
-from torchfleet.launch.clusters.ray_cluster import bundle_of, connected, relative, require_ray
-from torchfleet.launch.clusters.ray_job import RayJob, RayPlan
+from torchfleet.launch.clusters.on_ray.ray_cluster import bundle_of, connected, relative, require_ray
+from torchfleet.launch.clusters.on_ray.ray_job import RayJob, RayPlan
 from torchfleet.launch.endurance.durability import durability_variables, log_store
 from torchfleet.launch.endurance.placement import coordination, coordinator_url, num_replicas
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchfleet.launch.clusters.ray_node import Look, Work
+from torchfleet.launch.clusters.on_ray.ray_node import Look, Work
 from torchfleet.launch.job_spec import Report, Task
 from torchfleet.launch.processes import Output
 from torchfleet.monitor.log_file import last_bytes

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchfleet.errors import RoleError
-from torchfleet.launch.clusters.ray_cluster import PlacementGroup, RayNode
-from torchfleet.launch.clusters.ray_node import Work, keys_for
-from torchfleet.launch.clusters.ray_task import RayTask
+from torchfleet.launch.clusters.on_ray.ray_cluster import PlacementGroup, RayNode
+from torchfleet.launch.clusters.on_ray.ray_node import Work, keys_for
+from torchfleet.launch.clusters.on_ray.ray_task import NodeLost, RayTask
 from torchfleet.launch.job_spec import JobSpec, Report, Task
 from torchfleet.launch.processes import Output
 from torchfleet.launch.roles import JobLayout, tasks
@@ -66,7 +66,11 @@ class RayJob:
     def run(self, base: Mapping[str, str], attempt: int) -> int:
         """The exit status. `base`: variables of every process. No actor is left when this returns."""
         with self._stack:
-            self._reserve()
+            try:
+                self._reserve()
+            except NodeLost as error:
+                self._report(f"[fleetrun] Ray cannot start the actors; is torchfleet installed on all nodes? {error}")
+                return 1
             job = self._with_keys()
             layout = self._layout()
             made = self._ranks(base, attempt) if self._plan.num_ranks else self._tasks(job, layout, base)
