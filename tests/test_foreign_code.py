@@ -68,6 +68,7 @@ EXCEPTIONS = {
     ("launch/clusters/on_ray/ray_node.py", "importlib.import_module"): "Ray, by its name in the code",
     ("ray/run.py", "importlib.import_module"): "Ray's serialization, for what the user's own call sends and gets",
     ("ray/called.py", "importlib.import_module"): "the same, in a process of that user's job",
+    ("launch/clusters/member.py", "subprocess.Popen"): "the user's training script",
     ("launch/processes.py", "subprocess.Popen"): "the user's training script",
     ("net/long_messages.py", "ctypes.CDLL"): "libzmq, as pyzmq has loaded it",
     ("server/process.py", "subprocess.Popen"): "a server of our own",

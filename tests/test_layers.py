@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adoption": set(),
     "guard": {"errors"},
     "background": {"errors"},
+    "stop_request": {"errors"},
     "kernels": {"guard", "errors"},
     "monitor": set(),
     "role": {"errors"},
@@ -57,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tables": {"tables/settings", "tables/rows", "tables/policies", "kernels", "errors"},
     "checkpoint": {*TABLES, "storage", "errors"},
     "checkpoint/exporting": {"checkpoint", "storage", "errors"},
-    "server/meeting": {"net", "errors"},
+    "server/meeting": {"net", "role", "errors"},
     "server/state": {*TABLES, "server/meeting", "net", "kernels", "cgroups", "errors"},
     "server/saving": {
         *TABLES,
@@ -97,6 +98,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server/replicas": {"server/log", "server", "coordination", "net", "errors"},
     "server/__main__": {
         "tables/settings",
+        "role",
         "server",
         "server/log",
         "net",
@@ -174,6 +176,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "strategy",
         "monitor",
         "adoption",
+        "stop_request",
         "errors",
     },
     # jobs, and what users import
@@ -211,6 +214,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "net",
         "adoption",
         "background",
+        "stop_request",
         "errors",
     },
     "fleet": {
@@ -229,6 +233,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "strategy",
         "training",
         "adoption",
+        "stop_request",
         "errors",
     },
     "util": {"fleet", "errors"},
@@ -308,6 +313,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "launch/endurance",
         "launch/clusters/on_ray",
         "tables/settings",
+        "cgroups",
+        "stop_request",
         "net",
         "role",
         "guard",
