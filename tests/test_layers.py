@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tables": {"tables/settings", "tables/rows", "tables/policies", "kernels", "errors"},
     "checkpoint": {*TABLES, "storage", "errors"},
     "checkpoint/exporting": {"checkpoint", "storage", "errors"},
-    "server/meeting": {"net", "errors"},
+    "server/meeting": {"net", "role", "errors"},
     "server/state": {*TABLES, "server/meeting", "net", "kernels", "cgroups", "errors"},
     "server/saving": {
         *TABLES,
@@ -97,6 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server/replicas": {"server/log", "server", "coordination", "net", "errors"},
     "server/__main__": {
         "tables/settings",
+        "role",
         "server",
         "server/log",
         "net",
@@ -302,9 +303,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "guard",
         "errors",
     },
+    "launch/clusters/on_ray": {"launch", "monitor", "net", "errors"},
     "launch/clusters": {
         "launch",
         "launch/endurance",
+        "launch/clusters/on_ray",
         "tables/settings",
         "monitor",
         "role",
@@ -316,7 +319,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch/launchers": {"launch", "launch/clusters"},
     "launch/cli": {"launch", "launch/launchers", "launch/clusters", "net", "guard", "errors"},
     "launch/__main__": {"launch/cli"},
-    "ray": {"launch/cli", "launch/launchers", "launch/clusters", "errors"},
+    "ray": {"launch/cli", "launch/launchers", "launch/clusters", "launch/clusters/on_ray", "errors"},
     "__init__": set(),  # loads its names when they are first used
 }
 WITHOUT_TORCH = {

@@ -62,6 +62,18 @@ def places(output: str) -> dict[str, str]:
     return dict(each.split(" on ") for each in line.partition("placed by Ray: ")[2].split(", "))
 
 
+def _start_head(cluster: Any, arguments: dict[str, Any]) -> None:
+    """Ray gives a head 30 s, which may be too little on a busy machine: so it is tried again."""
+    for is_last in (False, False, True):
+        try:
+            cluster.add_node(num_cpus=0, object_store_memory=_MEMORY, _system_config=_SETTINGS, **arguments)
+            return
+        except Exception:
+            cluster.shutdown()
+            if is_last:
+                raise
+
+
 @contextlib.contextmanager
 def ray_nodes(num: int, num_cpus: int = 4, **head: Any) -> Iterator[RayNodes]:
     """A head and so many nodes of `num_cpus` cores each; `head`: more arguments of the head."""
@@ -73,13 +85,7 @@ def ray_nodes(num: int, num_cpus: int = 4, **head: Any) -> Iterator[RayNodes]:
         Path(folder, "ray").mkdir()
         cluster = Cluster()
         try:
-            cluster.add_node(
-                num_cpus=0,
-                object_store_memory=_MEMORY,
-                temp_dir=f"{folder}/ray",
-                _system_config=_SETTINGS,
-                **{"include_dashboard": False, **head},
-            )
+            _start_head(cluster, {"include_dashboard": False, "temp_dir": f"{folder}/ray", **head})
             made = RayNodes(cluster)
             for _ in range(num):
                 made.add(num_cpus)

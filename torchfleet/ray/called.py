@@ -9,7 +9,7 @@ import os
 from importlib import import_module
 from pathlib import Path
 
-from torchfleet.launch.clusters.ray_node import FUNCTION, RESULT
+from torchfleet.launch.clusters.on_ray.ray_node import FUNCTION, RESULT
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from torchfleet.errors import FleetError, RoleError
 from torchfleet.launch.cli import check, parser
 from torchfleet.launch.clusters.job_options import job_spec_of
-from torchfleet.launch.clusters.ray_cluster import require_ray
+from torchfleet.launch.clusters.on_ray.ray_cluster import require_ray
 from torchfleet.launch.clusters.ray_launcher import run as run_on_ray
 from torchfleet.launch.launchers import LAUNCHERS, launcher_of
 

@@ -44,19 +44,22 @@ def digest(output: str) -> str:
 
 
 def test_a_worker_of_a_killed_node_is_started_on_another_one_and_rejoins(nodes: RayNodes, tmp_path: Path) -> None:
-    line = ("--worker_num", "2", "--placement", "spread", "--max_restart", "1", DURABLE, "--mode", "async")
-    with job(nodes, tmp_path, *line, "--steps", "300", "--pause", "0.05") as started:
-        started.wait_for("worker 0 has made step 10", LONG)
-        place = host_of(started, "worker 1")
+    line = ("--worker_num", "2", "--placement", "spread", "--max_restart", "1", TINY, "--mode", "async")
+    enough = tmp_path / "enough"
+    with job(nodes, tmp_path, *line, "--steps", "100000", "--pause", "0.05", "--until", str(enough)) as started:
+        started.wait_for("worker 0 is training", LONG)
+        place, log = host_of(started, "worker 1"), tmp_path / "latest/workerlog.1"
+        wait_until(lambda: "worker 1 is training" in log.read_text(), LONG, "first step")
         assert place != host_of(started, "server 0"), "the server must survive"
         with seconds() as passed:
             nodes.kill(place)
             started.wait_for("worker 1 ended with -9; starting it again", LONG)
             noticed = passed()
-            wait_until(lambda: (tmp_path / "latest/workerlog.1").read_text().count("made step 0") == 2, LONG, "a step")
+            wait_until(lambda: log.read_text().count("worker 1 is training") == 2, LONG, "step")
             print(f"worker lost: noticed after {noticed:.1f} s, trains again after {passed():.1f} s")
+        enough.touch()
         assert started.wait(LONG) == 0, started.output
-    assert "worker 1 has joined" in (tmp_path / "latest/serverlog.0").read_text()
+    assert (tmp_path / "latest/serverlog.0").read_text().count("worker 1 has joined") == 2
 
 
 def test_a_server_of_a_killed_node_goes_on_elsewhere_from_its_log_to_the_same_bits(
@@ -119,6 +122,22 @@ def test_sixteen_workers_train_on_four_nodes(tmp_path: Path) -> None:
         found = places(started.output)
         hosts = [place.rpartition(":")[0] for name, place in found.items() if name.startswith("worker")]
         assert {host: hosts.count(host) for host in hosts} == dict.fromkeys(nodes.hosts, 4)
+
+
+def test_workers_come_and_go_with_nodes(tmp_path: Path) -> None:
+    enough, log = tmp_path / "enough", tmp_path / "log"
+    script = (TINY, "--mode", "async", "--steps", "100000", "--pause", "0.05", "--until", str(enough))
+    with ray_nodes(1, num_cpus=3) as nodes, job(nodes, log, "--worker_num", "2:3", *script) as started:
+        started.wait_for("worker 0 is training", LONG)
+        assert "worker 2" not in places(started.output)
+        host = nodes.add(1)
+        started.wait_for(f"worker 2 joins on {host}:", LONG)
+        third = log / "latest/workerlog.2"
+        wait_until(lambda: "worker 2 is training" in third.read_text(), LONG, "step of worker 2")
+        nodes.kill(host)
+        started.wait_for("worker 2 is gone with its node; the others go on", LONG)
+        enough.touch()
+        assert started.wait(LONG) == 0, started.output
 
 
 def test_ray_job_submit_runs_fleetrun_on_the_cluster(tmp_path: Path) -> None:

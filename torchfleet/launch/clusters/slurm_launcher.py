@@ -18,6 +18,7 @@ from torchfleet.launch.clusters.slurm_meeting import SlurmMeeting
 from torchfleet.launch.clusters.slurm_step import SlurmStep, read_step
 from torchfleet.launch.display import Display
 from torchfleet.launch.endurance.durability import durability_variables
+from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.processes import Process
 from torchfleet.launch.rank_launcher import RankLauncher
@@ -164,6 +165,10 @@ def _counts(job: JobSpec, step: SlurmStep) -> tuple[int, int]:
     """Servers and workers: as the options say, or else by the components, or one server and the rest."""
     if job.num_servers == "auto":
         raise RoleError("--server_num auto counts cores of this machine: give a number, as srun's --ntasks has one")
+    if job.min_workers is not None:
+        raise RoleError(
+            "--worker_num MIN:MAX: a step of Slurm has as many tasks from its begin to its end: give one number"
+        )
     first = step.components[0] if len(step.components) == 2 else 1
     num_servers = first if job.num_servers is None else job.num_servers
     num_workers = step.num_tasks - num_servers if job.num_workers is None else job.num_workers
@@ -189,6 +194,7 @@ def _task(job: JobSpec, options: argparse.Namespace, step: SlurmStep, places: li
         **limits(options.max_table_bytes, options.orphan_timeout),
         **roots(options.save_root),
         **_durability(options, step),
+        **loss_variables(options, num_workers),
         "FLEET_SERVER_ENDPOINTS": ",".join(places),
         "FLEET_NUM_WORKERS": str(num_workers),
         "PYTHONUNBUFFERED": "1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from importlib import import_module
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from torchfleet.errors import RoleError
-from torchfleet.launch.clusters.ray_node import Look, Node, Work
-from torchfleet.launch.clusters.ray_task import NodeLost
+from torchfleet.launch.clusters.on_ray.ray_node import Look, Node, Work
+from torchfleet.launch.clusters.on_ray.ray_task import NodeLost
 from torchfleet.launch.job_spec import JobSpec, Report, Resources
 
 EXCLUDED = [".git", ".venv", "venv", "__pycache__", "*.pyc", "log", ".mypy_cache", ".ruff_cache", ".pytest_cache"]
@@ -47,6 +48,7 @@ def connected(address: str, job: JobSpec) -> Iterator[Path]:
     if ray.is_initialized():
         yield Path.cwd()
         return
+    _require_answer(address)
     folder = Path.cwd() if _is_sent_by_job() else job.folder
     environment = {} if _is_sent_by_job() else {"working_dir": str(folder), "excludes": EXCLUDED}
     try:
@@ -65,13 +67,28 @@ def _is_sent_by_job() -> bool:
     return bool((config.get("runtime_env") or {}).get("working_dir"))
 
 
+def _require_answer(address: str) -> None:
+    """Raise RoleError if nobody listens at this host:port: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER).close()
+    except (OSError, ValueError) as error:
+        raise RoleError(_not_there(address, str(error))) from None
+
+
+def _not_there(address: str, why: str) -> str:
+    return (
+        f"--cluster ray={address}: no cluster of Ray is there ({why}). Start one with `ray start --head`, name another "
+        "(ray=host:6379), or try it on this machine alone: ray=local"
+    )
+
+
 def _why_not(ray: Any, address: str, folder: Path, error: Exception) -> str:
     text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if isinstance(error, ConnectionError):
-        return (
-            f"--cluster ray={address}: no cluster of Ray is there ({text}). Start one with `ray start --head`, name "
-            "another (ray=host:6379), or try it on this machine alone: ray=local"
-        )
+        return _not_there(address, text)
     if isinstance(error, getattr(ray.exceptions, "AuthenticationError", ())):
         return (
             f"--cluster ray={address}: the cluster asks for a token ({text}). Copy ~/.ray/auth_token of its head node "
@@ -127,7 +144,12 @@ class RayNode:
         except errors.RayTaskError as error:
             raise error.cause from None
         except (errors.RayActorError, errors.GetTimeoutError) as error:
-            raise NodeLost(str(error).strip().splitlines()[0]) from None
+            raise NodeLost(_first_lines(str(error))) from None
+
+
+def _first_lines(text: str) -> str:
+    """What Ray says of a lost actor, without its advice."""
+    return "; ".join(line.strip() for line in text.strip().splitlines()[:3])
 
 
 class PlacementGroup:
