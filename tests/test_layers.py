@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adoption": set(),
     "guard": {"errors"},
     "background": {"errors"},
+    "stop_request": {"errors"},
     "kernels": {"guard", "errors"},
     "monitor": set(),
     "role": {"errors"},
@@ -174,6 +175,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "strategy",
         "monitor",
         "adoption",
+        "stop_request",
         "errors",
     },
     # jobs, and what users import
@@ -211,6 +213,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "net",
         "adoption",
         "background",
+        "stop_request",
         "errors",
     },
     "fleet": {
@@ -229,6 +232,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "strategy",
         "training",
         "adoption",
+        "stop_request",
         "errors",
     },
     "util": {"fleet", "errors"},
@@ -288,6 +292,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "launch/machines": {"net", "errors"},
     "launch/endurance": {"role", "coordination", "worker/client", "net", "errors"},
+    "launch/clusters": {"launch/machines", "role", "monitor", "net", "cgroups", "guard", "stop_request", "errors"},
     "launch": {
         "launch/machines",
         "launch/endurance",

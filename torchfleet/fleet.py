@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar, overload
 
 import msgspec
@@ -29,6 +30,7 @@ from torchfleet.job.ps_job import NO_SERVER, NO_WORKER, ParameterServerJob
 from torchfleet.job.worker_role import WorkerRole
 from torchfleet.monitor.status import KNOWN
 from torchfleet.role import SERVER, PaddleCloudRoleMaker, RoleInfo
+from torchfleet.stop_request import end_with_save
 from torchfleet.storage import Storage
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.tables.settings.policy import Shrink
@@ -400,6 +402,18 @@ def load(dirname: str) -> dict[str, Any]:
     All ranks call it together, after distributed_model and distributed_optimizer. Returns what `extra` was.
     """
     return _any_job().load(dirname)
+
+
+def stop_if_asked(dirname: str, extra: Mapping[str, Any] | None = None) -> None:
+    """If this job was asked to end: save, as `save` does, and end this process with status 75, "start me again".
+
+    Schedulers ask with SIGUSR1, some time before a limit: docs/cluster/slurm.md. Call it after a step. With parameter
+    servers all workers may call it, and worker 0 acts; the scheduler ends the others. In collective training all ranks
+    call it together, and end together.
+    """
+    job = _any_job(NO_WORKER)
+    if job.is_asked_to_stop():
+        end_with_save(partial(job.save, dirname, extra), dirname)
 
 
 def saved_extra(dirname: str) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ MAX_SECONDS = 7 * 24 * 3600.0
 MAX_FSYNC_MS = 60_000.0
 SETTINGS = ("none", "log")  # of FLEET_DURABILITY
 DURABILITY, LOG_STORE, LOG_RUN, FSYNC = "FLEET_DURABILITY", "FLEET_LOG_STORE", "FLEET_LOG_RUN", "FLEET_FSYNC_MS"
+ASK = "ask"  # of FLEET_RESTART: the servers know how often a worker was started before
 _NUMBER = re.compile(r"[0-9]{1,18}")  # longer ones may be more than int() takes
 
 
@@ -36,7 +37,8 @@ class RoleInfo:
     insecure: bool = False
     socket_dir: str | None = None  # the servers' sockets are files in it, and their addresses only names
     status_file: str | None = None
-    restart: int = 0
+    restart: int = 0  # how often this role was started before
+    asks_restart: bool = False  # nobody here knows that: the servers are asked
     start_timeout: float = 1800.0  # seconds that a worker waits for a server that gives no sign
     worker_timeout: float = 10.0  # seconds of silence after which those who wait for a worker are told
     orphan_timeout: float = 1800.0  # seconds after the last sign of any worker when a server ends; 0: never
@@ -44,6 +46,7 @@ class RoleInfo:
     log_store: str | None = None  # folder of the servers' logs
     log_run: str = ""  # the run of a launcher that servers belong to; another one's workers are not waited for
     fsync_ms: float = 10.0  # changes that a loss of power may take; 0: none
+    save_on_stop: str | None = None  # where worker 0 saves when the job is asked to end
     debug: bool = False
     num_threads: int = 0  # of torch; 0: as torch decides
     is_collective: bool = False
@@ -83,6 +86,7 @@ class PaddleCloudRoleMaker:
     FLEET_SERVER_INDEX                      POD_IP and PADDLE_PORT, looked up in the list of servers
     FLEET_WORKER_ENDPOINTS                  PADDLE_TRAINER_ENDPOINTS
     CPU_NUM: threads of torch; PSERVER_DEBUG=1: print the plan and the servers' tables
+    FLEET_RESTART: how often this role was started before, or "ask"
     FLEET_START_TIMEOUT, FLEET_WORKER_TIMEOUT, FLEET_ORPHAN_TIMEOUT: seconds, see RoleInfo
     FLEET_DURABILITY (none | log), FLEET_LOG_STORE, FLEET_LOG_RUN, FLEET_FSYNC_MS: the servers' logs, see RoleInfo
 
@@ -127,9 +131,11 @@ class PaddleCloudRoleMaker:
                 "from 0"
             )
         server = self._server_index(servers) if role == SERVER else 0
-        restart = self._number("FLEET_RESTART") if "FLEET_RESTART" in found else 0
+        asks = found.get("FLEET_RESTART") == ASK
+        restart = self._number("FLEET_RESTART") if "FLEET_RESTART" in found and not asks else 0
         if role == SERVER:
             common |= self._replica(servers[server])
+        common["asks_restart"] = asks and role == WORKER
         return RoleInfo(role, worker, num_workers, server, servers, workers, restart=restart, **common)
 
     def _replica(self, places: str) -> dict[str, Any]:
@@ -316,6 +322,7 @@ def _process_settings(found: Mapping[str, str]) -> dict[str, Any]:
     return {
         "socket_dir": found.get("FLEET_SOCKET_DIR"),
         "status_file": found.get("FLEET_STATUS_FILE"),
+        "save_on_stop": found.get("FLEET_SAVE_ON_STOP") or None,
         "debug": found.get("PSERVER_DEBUG", "0") not in ("", "0"),
         "num_threads": int(threads),
         "start_timeout": _seconds(found, "FLEET_START_TIMEOUT", RoleInfo.start_timeout),

@@ -68,6 +68,10 @@ class Job(Protocol):
         """Go on from a save; returns its `extra`."""
         ...
 
+    def is_asked_to_stop(self) -> bool:
+        """Whether this process is to save and to end, because a scheduler has asked the job to."""
+        ...
+
     def stop(self) -> None:
         """This process has done its part."""
         ...

@@ -194,6 +194,10 @@ class ParameterServerJob(JobSetup):
     def load(self, dirname: str) -> dict[str, Any]:
         raise FleetError("fleet.load is for collective training; servers load when they start: init_server(dirname)")
 
+    def is_asked_to_stop(self) -> bool:
+        """Worker 0 is the one that saves. The others are needed until it has: in sync mode its step waits for them."""
+        return self.worker.is_asked_to_stop()
+
     def stop(self) -> None:
         """Send what is queued and tell the servers. The first worker prints how old its fleet's rows were."""
         final = self.worker.stop()

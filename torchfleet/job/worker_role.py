@@ -17,7 +17,7 @@ from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.job.job_setup import JobSetup
 from torchfleet.job.mode_choice import make_communicator, make_whole_tables
 from torchfleet.job.waiting_share import WaitingShare
-from torchfleet.job.worker_start import check_loaded, make_tables, patience_with, wait_for_servers
+from torchfleet.job.worker_start import check_loaded, make_tables, patience_with, wait_for_servers, with_known_restart
 from torchfleet.monitor.freshness import ages_by_kind
 from torchfleet.monitor.status import StatusFile
 from torchfleet.net.keys import KeyFolder
@@ -26,6 +26,7 @@ from torchfleet.net.transport import InProcess
 from torchfleet.net.wire import Role
 from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
+from torchfleet.stop_request import end_with_save, stop_request
 from torchfleet.storage import Storage
 from torchfleet.tables.rows.row_statistics import is_pushed
 from torchfleet.tables.settings.clock import MAX_TIME
@@ -81,6 +82,7 @@ class WorkerRole:
     def _begin(self, setup: JobSetup, dirname: str | None) -> None:
         """All that may fail: connected, joined, tables made, threads started, the model bound."""
         wait_for_servers(self.client, self.info.start_timeout)
+        setup.info = self.info = with_known_restart(self.client, self.info)
         self._membership = self._join()
         if dirname is not None:
             check_loaded(self.client, dirname)
@@ -156,6 +158,9 @@ class WorkerRole:
         saved = save_model(self.client, self._plan, dirname, self.strategy.sync_timeout, kind, extra)
         self._saved_to.add(Storage(dirname).path)
         return saved
+
+    def is_asked_to_stop(self) -> bool:
+        return self.info.worker_index == 0 and stop_request.has_come()
 
     def shrink(self, table: str | None, policy: Shrink) -> dict[str, int]:
         self.communicator.flush()
@@ -280,6 +285,8 @@ class WorkerRole:
         for optimizer in self._optimizers:
             optimizer.bind(self.engine, self.communicator)
             optimizer.after_step = self._step_made
+        if self.info.save_on_stop:
+            self._optimizers[-1].after_step = self._whole_step_made
 
     def _model_state(self) -> ModelState:
         put_network = None if self._hybrid is None else self._hybrid.put_network
@@ -291,6 +298,13 @@ class WorkerRole:
     def _freshen(self, called: torch.nn.Module) -> None:
         if called is self.model:  # a copy of the model has the hook, too, and parameters of its own
             self.communicator.freshen()
+
+    def _whole_step_made(self) -> None:
+        """Of all optimizers."""
+        self._step_made()
+        folder = self.info.save_on_stop
+        if folder and self.is_asked_to_stop():
+            end_with_save(lambda: self.save(folder, "full"), folder)
 
     def _step_made(self) -> None:
         self._status.write()

@@ -167,13 +167,15 @@ class Presence:
         }
 
     def describe(self, now: float) -> list[dict[str, object]]:
-        """For statistics: each worker's number, place, seconds since it was last heard of, and how much it waits."""
+        """For statistics: each worker's number, place, seconds since it was last heard of, how much it waits, and how
+        often it was started before."""
         return [
             {
                 "worker": worker,
                 "place": member.place,
                 "silent": max(0.0, now - member.heard),
                 "waiting": member.body.waiting,
+                "restart": member.body.restart,
             }
             for worker, member in sorted(self._members.items())
         ]
