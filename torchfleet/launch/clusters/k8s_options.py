@@ -22,8 +22,8 @@ def k8s_parser() -> argparse.ArgumentParser:
     """Options of the job first, then those of Kubernetes."""
     made = argparse.ArgumentParser(
         prog="fleetrun k8s",
-        description="Write the manifests of a job for Kubernetes, of built-in kinds. With -o DIR into a folder, else to "
-        "standard output. fleetrun k8s apply, status, logs and delete: see `fleetrun k8s apply --help`.",
+        description="Write the manifests of a job for Kubernetes, of built-in kinds: with -o DIR into a folder, else "
+        "to standard output. The job in a cluster: fleetrun k8s apply|status|logs|delete, each with --help.",
         allow_abbrev=False,
     )
     made.add_argument("--image", required=True, help="the image of all pods: torchfleet is installed in it")
@@ -41,16 +41,15 @@ def k8s_parser() -> argparse.ArgumentParser:
 
 def _add_faults(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max_restart", type=int, default=0, metavar="N", help="replace a failed pod so often")
-    group.add_argument(
-        "--max_job_restart", type=int, default=0, metavar="N", help="of --format jobset: start all again"
-    )
+    group.add_argument("--max_job_restart", type=int, default=0, metavar="N", help="with --format jobset: of all pods")
     group.add_argument("--durability", choices=("none", "log"), default="none", help="log: each server has a volume")
     group.add_argument("--log_size", metavar="SIZE", help="of such a volume, as Kubernetes writes it (default: 10Gi)")
     group.add_argument("--storage_class", metavar="NAME", help="of such a volume (default: the cluster's)")
     group.add_argument("--fsync_ms", type=float, metavar="MS", help="as for fleetrun: changes a power loss may take")
     group.add_argument("--replicas", type=int, choices=(1, 2), default=1, help="2: every server has a backup")
     group.add_argument("--coordinator", metavar="URL", help="with --replicas 2: etcd://host:port/NAME")
-    group.add_argument("--grace", type=int, default=60, metavar="SECONDS", help="from SIGTERM to SIGKILL (default: 60)")
+    group.add_argument("--save_on_stop", metavar="DIR", help="worker 0 saves there when its pod is asked to end")
+    group.add_argument("--grace", type=int, metavar="SECONDS", help="to save in then (default: 60 with --save_on_stop)")
     group.add_argument("--ttl", type=int, default=86_400, metavar="SECONDS", help="finished Jobs are kept so long")
 
 
@@ -118,7 +117,8 @@ def job_of(options: argparse.Namespace) -> K8sJob:
         run=run,
         coordinator=f"{options.coordinator}-{run}" if options.replicas == 2 else None,
         is_jobset=options.format == "jobset",
-        grace=options.grace,
+        grace=options.grace or (60 if options.save_on_stop else 0),
+        save_on_stop=options.save_on_stop,
         ttl=options.ttl,
         user=options.user,
         insecure=options.insecure,
@@ -165,8 +165,9 @@ def _check(options: argparse.Namespace) -> None:
     if not options.module and not options.in_image and not Path(options.script).is_file():
         raise RoleError(f"no script at {options.script}; for a path in the image add --in_image")
     for name, least in (("max_restart", 0), ("max_job_restart", 0), ("grace", 1), ("ttl", 0), ("user", 1)):
-        if getattr(options, name) < least:
-            raise RoleError(f"--{name} must be at least {least}, found {getattr(options, name)}")
+        number = getattr(options, name)
+        if number is not None and number < least:
+            raise RoleError(f"--{name} must be at least {least}, found {number}")
     if options.max_job_restart and options.format != "jobset":
         raise RoleError(
             f"--max_job_restart {options.max_job_restart}: Jobs by themselves cannot start each other again; JobSet's "
@@ -196,7 +197,9 @@ def _check_faults(options: argparse.Namespace) -> None:
 
 def _check_kind(options: argparse.Namespace) -> None:
     given = [name for name in ("nproc_per_node", "nnodes") if getattr(options, name) is not None]
-    others: Sequence[str] = ("server_num", "worker_num", "server_cpus", "server_memory", "coordinator")
+    others: Sequence[str] = (
+        "server_num", "worker_num", "server_cpus", "server_memory", "coordinator", "save_on_stop", "grace",
+    )  # fmt: skip
     both = [name for name in others if getattr(options, name) is not None]
     both += ["durability"] if options.durability != "none" else []
     if given and both:

@@ -53,7 +53,8 @@ class K8sJob:
     run: str = ""  # tells this run from others, for logs and the coordinator
     coordinator: str | None = None  # with replicas
     is_jobset: bool = False
-    grace: int = 60  # seconds between SIGTERM and SIGKILL
+    save_on_stop: str | None = None  # where worker 0 saves when its pod is asked to end
+    grace: int = 0  # seconds that it has for this; 0: a pod that is asked to end ends
     ttl: int = 86_400  # seconds that a finished Job is kept
     user: int = 10_001
     insecure: bool = False  # beside the keys of servers: workers of hybrid mode, and ranks, talk without any

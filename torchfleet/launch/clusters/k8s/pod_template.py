@@ -33,6 +33,7 @@ _SECRET = {
     BACKUP: ("server.key_secret",),
     WORKER: ("worker.key_secret", "first_worker.key_secret"),
 }
+_LEAST_GRACE = 30  # seconds, as Kubernetes has it where nothing is said
 _FAREWELL = 10  # seconds for a script to end in, once its time to save is over
 _KEY_MODE = 0o440  # the group is that of the pod, by fsGroup
 
@@ -42,7 +43,7 @@ def pod_template(job: K8sJob, role: str, files: list[ScriptFile], server: int | 
     says which one it is."""
     spec: Document = {
         "restartPolicy": "Never",  # a failed pod is replaced by a new one, which may be elsewhere
-        "terminationGracePeriodSeconds": job.grace + _FAREWELL,
+        "terminationGracePeriodSeconds": max(_LEAST_GRACE, job.grace + _FAREWELL),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "subdomain": job.name,
@@ -143,7 +144,8 @@ def _environment(job: K8sJob, role: str, server: int | None) -> list[Document]:
         "FLEET_SERVER_ENDPOINTS": job.server_endpoints,
         "FLEET_NUM_WORKERS": str(job.num_workers),
         "FLEET_HEALTH_PORT": str(HEALTH_PORT),
-        "FLEET_GRACE": str(job.grace),
+        **({"FLEET_GRACE": str(job.grace)} if job.grace else {}),
+        **({"FLEET_SAVE_ON_STOP": job.save_on_stop} if job.save_on_stop else {}),
         "FLEET_KEY_DIR": KEYS,
         **({"FLEET_INSECURE": "1"} if job.insecure else {}),
         **_endurance(job, role),
