@@ -12,7 +12,14 @@ from torchfleet.coordination.coordinators import make_coordinator
 from torchfleet.errors import RoleError
 from torchfleet.launch.clusters.job_options import add_counts, add_resources, add_script, job_resources
 from torchfleet.launch.clusters.k8s.k8s_job import SCRIPT, K8sJob, check_name, name_of
-from torchfleet.launch.clusters.k8s.pod_settings import claim, pairs, quantity, toleration, variables
+from torchfleet.launch.clusters.k8s.pod_settings import (
+    claims,
+    object_name,
+    pairs,
+    quantity,
+    toleration,
+    variables,
+)
 
 FORMATS = ("plain", "kustomize", "jobset")
 _MOST = 10_000  # pods of a role
@@ -103,16 +110,16 @@ def job_of(options: argparse.Namespace) -> K8sJob:
         namespace=check_name(options.namespace, "--namespace", 63) if options.namespace is not None else None,
         server=resources["server"],
         worker=resources["worker"],
-        claims=tuple(claim(text) for text in options.pvc),
+        claims=claims(options.pvc),
         environment=variables(options.env),
-        env_secrets=tuple(options.env_secret),
-        pull_secrets=tuple(options.image_pull_secret),
+        env_secrets=tuple(object_name("--env_secret", text) for text in options.env_secret),
+        pull_secrets=tuple(object_name("--image_pull_secret", text) for text in options.image_pull_secret),
         node_selector=pairs("--node_selector", options.node_selector),
         tolerations=tuple(toleration(text) for text in options.toleration),
         max_restart=options.max_restart,
         max_job_restart=options.max_job_restart,
         log_size=quantity("--log_size", options.log_size or "10Gi") if options.durability == "log" else None,
-        storage_class=options.storage_class,
+        storage_class=object_name("--storage_class", options.storage_class) if options.storage_class else None,
         fsync_ms=options.fsync_ms,
         run=run,
         coordinator=f"{options.coordinator}-{run}" if options.replicas == 2 else None,

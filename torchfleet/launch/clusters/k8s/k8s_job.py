@@ -11,7 +11,7 @@ from torchfleet.net.replica_channels import SEPARATOR
 
 SERVER, BACKUP, WORKER, RANK = "server", "backup", "worker", "rank"
 PORT, HEALTH_PORT, MASTER_PORT = 7000, 7001, 6170
-KEYS, SCRIPT, WORK, TMP, CACHE, LOGS = "/keys", "/script", "/work", "/tmp", "/cache", "/server-log"
+KEYS, SCRIPT, WORK, TMP, CACHE, LOGS = "/keys", "/script", "/job", "/tmp", "/cache", "/server-log"
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _MOST_NAME = 40  # characters; "-server-9999-0-0" comes behind it, and a host's name has at most 63
 

@@ -12,9 +12,9 @@ from torchfleet.launch.clusters.k8s.k8s_job import CACHE, KEYS, LOGS, SCRIPT, TM
 # Set by the manifests themselves. A second one of these would be ignored, or take a pod's role away.
 RESERVED = (
     "FLEET_INDEX", "FLEET_GROUP", "FLEET_SERVER_ENDPOINTS", "FLEET_NUM_WORKERS", "FLEET_HEALTH_PORT", "FLEET_GRACE",
-    "FLEET_SAVE_ON_STOP",    "FLEET_KEY_DIR", "FLEET_INSECURE", "FLEET_DURABILITY", "FLEET_LOG_STORE", "FLEET_LOG_RUN", "FLEET_FSYNC_MS",
-    "FLEET_COORDINATOR", "FLEET_REPLICA", "FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_INDEX", "FLEET_SERVER_INDEX",
-    "JOB_COMPLETION_INDEX",
+    "FLEET_SAVE_ON_STOP", "FLEET_KEY_DIR", "FLEET_INSECURE", "FLEET_DURABILITY", "FLEET_LOG_STORE", "FLEET_LOG_RUN",
+    "FLEET_FSYNC_MS", "FLEET_COORDINATOR", "FLEET_REPLICA", "FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_INDEX",
+    "FLEET_SERVER_INDEX", "JOB_COMPLETION_INDEX",
 )  # fmt: skip
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _OBJECT = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
@@ -49,7 +49,17 @@ def pairs(option: str, texts: Sequence[str]) -> tuple[tuple[str, str], ...]:
     return tuple(found.items())
 
 
-def claim(text: str) -> Claim:
+def claims(texts: Sequence[str]) -> tuple[Claim, ...]:
+    """--pvc, each path once."""
+    found = tuple(_claim(text) for text in texts)
+    paths = [each.path for each in found]
+    twice = next((path for path in paths if paths.count(path) > 1), None)
+    if twice:
+        raise RoleError(f"--pvc: two claims for {twice}: choose another path for one")
+    return found
+
+
+def _claim(text: str) -> Claim:
     """--pvc CLAIM=/PATH, or CLAIM=/PATH:ro."""
     name, separator, path = text.partition("=")
     is_read_only = path.endswith(":ro")
@@ -71,6 +81,13 @@ def toleration(text: str) -> dict[str, str]:
         raise RoleError(f"--toleration: expected KEY[=VALUE][:EFFECT], EFFECT of {', '.join(_EFFECTS)}; found {text!r}")
     matched = {"key": key, "operator": "Equal", "value": value} if separator else {"key": key, "operator": "Exists"}
     return {**matched, "effect": effect} if effect else matched
+
+
+def object_name(option: str, text: str) -> str:
+    """The name of an object of the cluster, such as a Secret."""
+    if not _OBJECT.fullmatch(text) or len(text) > 253:
+        raise RoleError(f"{option}: expected the name of an object: small letters, digits, - and .; found {text!r}")
+    return text
 
 
 def quantity(option: str, text: str) -> str:

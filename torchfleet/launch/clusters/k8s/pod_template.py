@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torchfleet.launch.clusters.k8s.k8s_job import (
     BACKUP,
     CACHE,
@@ -13,29 +11,26 @@ from torchfleet.launch.clusters.k8s.k8s_job import (
     MASTER_PORT,
     PORT,
     RANK,
-    SCRIPT,
     SERVER,
     TMP,
     WORK,
     WORKER,
     K8sJob,
 )
+from torchfleet.launch.clusters.k8s.pod_volumes import Document, mounts, volumes
 from torchfleet.launch.clusters.k8s.script_files import ScriptFile
 
-Document = dict[str, Any]
 MEMBER = ("python", "-m", "torchfleet.launch.clusters.member")
 INDEX = "batch.kubernetes.io/job-completion-index"
 FAILURES = "batch.kubernetes.io/job-index-failure-count"
-_PUBLIC = ("server.key", "worker.key", "first_worker.key", "launcher.key")
-# Worker 0 is a pod of the same template as the others, so all have both keys.
-_SECRET = {
-    SERVER: ("server.key_secret",),
-    BACKUP: ("server.key_secret",),
-    WORKER: ("worker.key_secret", "first_worker.key_secret"),
+_NO_RIGHTS = {
+    "allowPrivilegeEscalation": False,
+    "readOnlyRootFilesystem": True,
+    "capabilities": {"drop": ["ALL"]},
 }
+_COMPILED = "/opt/torchfleet/cache"  # as the Dockerfile has it
 _LEAST_GRACE = 30  # seconds, as Kubernetes has it where nothing is said
 _FAREWELL = 10  # seconds for a script to end in, once its time to save is over
-_KEY_MODE = 0o440  # the group is that of the pod, by fsGroup
 
 
 def pod_template(job: K8sJob, role: str, files: list[ScriptFile], server: int | None = None) -> Document:
@@ -48,8 +43,9 @@ def pod_template(job: K8sJob, role: str, files: list[ScriptFile], server: int | 
         "enableServiceLinks": False,
         "subdomain": job.name,
         "securityContext": _security(job),
+        "initContainers": [_kernels(job)],
         "containers": [_container(job, role, server)],
-        "volumes": _volumes(job, role, files, server),
+        "volumes": volumes(job, role, files, server),
     }
     if job.is_jobset:
         del spec["subdomain"]  # the JobSet sets it
@@ -87,12 +83,8 @@ def _container(job: K8sJob, role: str, server: int | None) -> Document:
         "workingDir": WORK,
         "env": _environment(job, role, server),
         "resources": _resources(job, role),
-        "volumeMounts": _mounts(job, role),
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "volumeMounts": mounts(job, role),
+        "securityContext": dict(_NO_RIGHTS),
     }
     if job.env_secrets:
         made["envFrom"] = [{"secretRef": {"name": name}} for name in job.env_secrets]
@@ -103,6 +95,18 @@ def _container(job: K8sJob, role: str, server: int | None) -> Document:
     if role in (SERVER, BACKUP):
         made["ports"].insert(0, {"name": "fleet", "containerPort": PORT})
     return {**made, **_probes(role)}
+
+
+def _kernels(job: K8sJob) -> Document:
+    """Kernels that were compiled with the image, where it has any: else every pod compiles for a minute or more."""
+    copy = f"if [ -d {_COMPILED} ]; then cp -R {_COMPILED}/. {CACHE}; fi"
+    return {
+        "name": "kernels",
+        "image": job.image,
+        "command": ["sh", "-c", copy],
+        "volumeMounts": [{"name": "cache", "mountPath": CACHE}],
+        "securityContext": dict(_NO_RIGHTS),
+    }
 
 
 def _command(job: K8sJob, role: str) -> list[str]:
@@ -215,40 +219,3 @@ def _spread(job: K8sJob) -> Document:
             ],
         },
     }
-
-
-def _mounts(job: K8sJob, role: str) -> list[Document]:
-    found: list[Document] = [
-        {"name": "work", "mountPath": WORK},
-        {"name": "tmp", "mountPath": TMP},
-        {"name": "cache", "mountPath": CACHE},
-        {"name": "shm", "mountPath": "/dev/shm"},
-    ]
-    if job.has_script_volume:
-        found.append({"name": "script", "mountPath": SCRIPT, "readOnly": True})
-    if role != RANK:
-        found.append({"name": "keys", "mountPath": KEYS, "readOnly": True})
-    if role == SERVER and job.log_size:
-        found.append({"name": "server-log", "mountPath": LOGS})
-    for number, claim in enumerate(job.claims):
-        more = {"readOnly": True} if claim.is_read_only else {}
-        found.append({"name": f"claim-{number}", "mountPath": claim.path, **more})
-    return found
-
-
-def _volumes(job: K8sJob, role: str, files: list[ScriptFile], server: int | None) -> list[Document]:
-    found: list[Document] = [{"name": name, "emptyDir": {}} for name in ("work", "tmp", "cache")]
-    found.append({"name": "shm", "emptyDir": {"medium": "Memory"}})  # counts as memory of the pod
-    if job.has_script_volume:
-        items = [{"key": file.key, "path": file.path} for file in files]
-        found.append({"name": "script", "configMap": {"name": f"{job.name}-script", "items": items}})
-    if role != RANK:
-        keys = [{"key": name, "path": name} for name in (*_PUBLIC, *_SECRET[role])]
-        secret = {"secretName": f"{job.name}-keys", "defaultMode": _KEY_MODE, "items": keys}
-        found.append({"name": "keys", "secret": secret})
-    if role == SERVER and job.log_size:
-        claim = {"claimName": f"{job.name}-log-{server}"}
-        found.append({"name": "server-log", "persistentVolumeClaim": claim})
-    for number, kept in enumerate(job.claims):
-        found.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": kept.name}})
-    return found
