@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ class KubeApi:
 
     def __init__(self, missing: tuple[str, ...] = ("jobsets",)) -> None:
         self.objects: dict[tuple[str, str, str], Document] = {}
-        self.logs: dict[str, list[bytes]] = {}  # of a pod: what is sent, piece by piece
+        self.logs: dict[str, list[bytes | threading.Event]] = {}  # of a pod: what is sent, and waited for
         self.requests: list[str] = []
         self.missing = missing  # collections that this cluster does not know
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
@@ -92,6 +91,8 @@ class KubeApi:
 
 def _handler(api: KubeApi) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
         def do_GET(self) -> None:
             place, rest, query = self._asked()
             if rest == "log":
@@ -125,11 +126,15 @@ def _handler(api: KubeApi) -> type[BaseHTTPRequestHandler]:
 
         def _send_log(self, pod: str) -> None:
             self.send_response(200)
+            self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
             for piece in api.logs.get(pod, []):
-                self.wfile.write(piece)
+                if isinstance(piece, threading.Event):
+                    piece.wait(20)
+                    continue
+                self.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
                 self.wfile.flush()
-                time.sleep(0.01)  # so that streams of several pods overlap
+            self.wfile.write(b"0\r\n\r\n")
 
         def _answer(self, status: int, body: Document) -> None:
             text = json.dumps(body).encode()

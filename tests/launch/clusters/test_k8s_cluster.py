@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from support.kube_api import KubeApi
 from support.scripts.launching import clean_environment
 
 from torchfleet.errors import FleetError, RoleError
+from torchfleet.launch.clusters.k8s.k8s_api import Cluster
+from torchfleet.launch.clusters.k8s.pod_logs import JobLogs
 from torchfleet.launch.clusters.k8s_command import main
 
 INDEX = "batch.kubernetes.io/job-completion-index"
@@ -120,28 +123,51 @@ def test_status_shows_every_role_with_restarts_and_reasons(
         main(["status", "nobody", *config])
 
 
-def test_logs_interleave_roles_and_follow_pods_that_replace_others(
-    api: KubeApi, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_logs_have_the_role_of_every_line(api: KubeApi, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add(api, "worker", 10, "w", {"phase": "Running"})
+    add(api, "worker", 11, "waiting", {"phase": "Pending"})
+    add(api, "server", 0, "s", {"phase": "Running"})
+    api.logs = {"w": [b"step 1\nstep 2\n"], "s": [b"serv", b"ing \x1b[2J\xff", b"\nno end"], "waiting": [b"none\n"]}
+    config = ("--kubeconfig", api.kubeconfig(tmp_path))
+    assert main(["logs", "job", *config]) == 0
+    served = ["server 0  | serving \ufffd", "server 0  | no end"]
+    assert capsys.readouterr().out.splitlines() == [*served, "worker 10 | step 1", "worker 10 | step 2"]
+    assert main(["logs", "job", "--role", "server", "--tail", "5", *config]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert "tailLines=5" in api.requests[-1]
+    with pytest.raises(RoleError, match="no pods of 'job'"):
+        main(["logs", "job", "--role", "rank", *config])
+
+
+def test_followed_logs_come_as_they_are_written_and_from_pods_that_replace_others(
+    api: KubeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torchfleet.launch.clusters.k8s.pod_logs._PAUSE", 0.01)
+    shown: list[str] = []
+    seen = {text: threading.Event() for text in ("worker 0 | begins", "worker 1 | begins", "worker 1 | is killed")}
+
+    def show(line: str) -> None:
+        shown.append(line)
+        if line == "worker 1 | is killed":  # its Job makes another pod, and keeps this one
+            add(api, "worker", 1, "w1", {"phase": "Failed"})
+            add(api, "worker", 1, "w1-new", {"phase": "Succeeded"}, created="2026-02-01T00:00:00Z")
+        if line == "worker 1 | is back":
+            add(api, "worker", 0, "w0", {"phase": "Succeeded"})
+        if line in seen:
+            seen[line].set()
+
     for index in range(2):
-        add(api, "worker", index, f"w{index}", {"phase": "Succeeded"})
-        api.logs[f"w{index}"] = [f"step {step}\n".encode() for step in range(20)]
-    add(api, "server", 0, "s0", {"phase": "Succeeded"})
-    api.logs["s0"] = [b"serv", b"ing \x1b[2J\xff", b"\nno end"]
-    config = ("--kubeconfig", api.kubeconfig(tmp_path))
-    assert main(["logs", "job", "--follow", *config]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if "server" in line] == ["server 0 | serving �", "server 0 | no end"]
-    for index in range(2):
-        own = [line for line in lines if line.startswith(f"worker {index} | ")]
-        assert own == [f"worker {index} | step {step}" for step in range(20)]
-    first = [line.startswith("worker 0") for line in lines if line.startswith("worker")]
-    assert first != sorted(first, reverse=True), "lines of both workers come as they are written"
-    assert any("follow=true" in asked for asked in api.requests)
-    assert main(["logs", "job", "--role", "server", "--tail", "5", *config]) == 0
-    assert capsys.readouterr().out.splitlines() == ["server 0 | serving �", "server 0 | no end"]
-    assert "tailLines=5" in api.requests[-1]
+        add(api, "worker", index, f"w{index}", {"phase": "Running"})
+    api.logs["w0"] = [b"begins\n", seen["worker 1 | begins"], b"goes on\n", seen["worker 1 | is killed"], b"ends\n"]
+    api.logs["w1"] = [b"begins\n", seen["worker 0 | begins"], b"is killed\n"]
+    api.logs["w1-new"] = [b"is back\n"]
+    cluster = Cluster(api.kubeconfig(tmp_path))
+    assert JobLogs(cluster, LABELS, show, None).follow() == 2
+    assert sorted(shown) == [
+        "worker 0 | begins", "worker 0 | ends", "worker 0 | goes on", "worker 1 | begins", "worker 1 | is back",
+        "worker 1 | is killed",
+    ]  # fmt: skip
+    assert max(map(shown.index, seen)) <= shown.index("worker 0 | ends")
 
 
 def test_no_cluster_and_no_client_are_said(folder: Path, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ class Cluster:
         query = {"fieldManager": MANAGER, "force": "true"}
         namespace = self._namespace_of(document)
         answer = self._ask("PATCH", self._path(KINDS[kind], namespace, name), query, document)
+        answer.read()  # so that the connection can be used again
         return "made" if answer.status == 201 else "there"
 
     def items(self, kind: str, labels: Mapping[str, str]) -> list[Document]:
@@ -69,7 +70,7 @@ class Cluster:
         num = len(self.items(kind, labels))
         if num:
             query = {"labelSelector": _selector(labels), "propagationPolicy": "Background"}
-            self._ask("DELETE", self._path(KINDS[kind], self.namespace), query)
+            self._ask("DELETE", self._path(KINDS[kind], self.namespace), query).read()
         return num
 
     def log(self, pod: str, follow: bool, tail: int | None) -> Any:
