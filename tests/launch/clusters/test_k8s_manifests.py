@@ -19,7 +19,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import kubelet
+from support import kube_pods
 
 from torchfleet.errors import RoleError
 from torchfleet.launch.clusters.k8s.k8s_job import K8sJob, check_name, name_of
@@ -118,7 +118,7 @@ def test_names_fit_together(name: str, script: Path, capsys: pytest.CaptureFixtu
     assert len({document["metadata"]["labels"]["app.kubernetes.io/instance"] for document in found}) == 1
     namespaces = {document["metadata"].get("namespace") for document in found}
     assert namespaces == ({"ml"} if "--namespace" in FLAGS[name] else {None})
-    pods = kubelet.pods_of(found) if "jobset" not in name else kubelet.pods_of_job_set(of_kind(found, "JobSet")[0])
+    pods = kube_pods.pods_of(found) if "jobset" not in name else kube_pods.pods_of_job_set(of_kind(found, "JobSet")[0])
     hosts = {pod.name for pod in pods}
     for pod in pods:
         assert len(pod.host) <= 63
@@ -143,7 +143,7 @@ def test_names_fit_together(name: str, script: Path, capsys: pytest.CaptureFixtu
 
 
 def test_pods_have_no_rights_and_only_the_keys_of_their_role(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for pod in kubelet.pods_of(made(capsys, *SERVERS, *ETCD, str(script))):
+    for pod in kube_pods.pods_of(made(capsys, *SERVERS, *ETCD, str(script))):
         assert pod.spec["automountServiceAccountToken"] is False
         assert pod.spec["securityContext"]["runAsNonRoot"] is True
         assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -162,7 +162,7 @@ def test_pods_have_no_rights_and_only_the_keys_of_their_role(script: Path, capsy
 def test_keys_are_in_the_secret_alone_and_new_for_every_job(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both = [made(capsys, *SERVERS, str(script)) for _ in range(2)]
     secrets = [of_kind(found, "Secret")[0] for found in both]
-    texts = [kubelet.secret_texts(secret) for secret in secrets]
+    texts = [kube_pods.secret_texts(secret) for secret in secrets]
     assert not set(texts[0]) & set(texts[1])
     others = json.dumps([document for document in both[0] if document["kind"] != "Secret"])
     assert len(texts[0]) == 4
@@ -234,10 +234,10 @@ def test_a_dry_run_prints_commands_and_no_keys(script: Path, capsys: pytest.Capt
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30))
 def test_a_command_and_a_variable_arrive_as_they_were_given(text: str) -> None:
     job = K8sJob("job", "image", ("/app/train.py", text), 1, 1, environment=(("V", text),))
-    (pod,) = kubelet.pods_of([yaml.safe_load(text_of(jobs(job, [])[-1]))])
+    (pod,) = kube_pods.pods_of([yaml.safe_load(text_of(jobs(job, [])[-1]))])
     assert pod.command()[-1] == text
     assert pod.environment()["V"] == text
-    assert kubelet.expanded(literal(text), {"A": "wrong"}) == text
+    assert kube_pods.expanded(literal(text), {"A": "wrong"}) == text
 
 
 # Numbers, truths and nothing, as YAML 1.1 and 1.2 have them; parsers of both are among Kubernetes' tools.

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from safetensors.numpy import load_file
-from support import kubelet
+from support import kube_node, kube_pods
 from support.paths import ROOT
 from support.scripts.launching import forked_fleetrun, wait_until
 
 from torchfleet.launch.cli import main
 
+pytestmark = pytest.mark.xdist_group("k8s_pods")  # its fixture is made once
+
 SCRIPT = ROOT / "examples" / "ctr_dnn" / "train.py"
-OPTIONS = ("--mode", "sync", "--epochs", "1", "--batch_size", "100", "--embedding_lr", "1e-2", "--print_period", "0")
+COUNTS = ("--server_num", "2", "--worker_num", "2")
+OPTIONS = ("--mode", "sync", "--epochs", "2", "--batch_size", "100", "--embedding_lr", "1e-2", "--print_period", "0")
 
 
 def saved(model: Path) -> dict[str, dict[int, bytes]]:
@@ -34,46 +40,77 @@ def saved(model: Path) -> dict[str, dict[int, bytes]]:
     return found
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(data, the model that processes of this machine make of it)."""
+    folder = tmp_path_factory.mktemp("local")
+    data, model = folder / "data", folder / "model"
+    prepare = (str(SCRIPT.with_name("prepare.py")), "--rows", "2000", "--parts", "2", "--out", str(data))
+    subprocess.run([sys.executable, *prepare], check=True, capture_output=True, timeout=60)
+    where = ("--data", str(data), "--save", str(model))
+    with forked_fleetrun(folder / "log", *COUNTS, str(SCRIPT), *OPTIONS, *where) as job:
+        assert job.wait(100) == 0
+    return data, model
+
+
+@contextlib.contextmanager
+def pods(
+    trained: tuple[Path, Path], folder: Path, capsys: pytest.CaptureFixture[str], *flags: str
+) -> Iterator[tuple[kube_node.Node, list[Any]]]:
+    """(a node with the pods of the manifests, none of them started; the manifests). Models are saved to `folder`."""
+    (folder / "node").mkdir()
+    (folder / "models").mkdir()
+    given = ("--image", "torchfleet:test", "--env", "OMP_NUM_THREADS=1", "--pvc", "data=/data:ro", "--pvc", "out=/out")
+    where = ("--data", "/data", "--save", "/out/model")
+    assert main(["k8s", *COUNTS, *given, *flags, str(SCRIPT), *OPTIONS, *where]) == 0
+    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    try:
+        claims = {"data": trained[0], "out": folder / "models"}
+        with kube_node.node(documents, folder / "node", claims) as node:
+            yield node, documents
+    except kube_node.NoPods as error:
+        pytest.skip(f"pods cannot be run here: {error}")
+
+
+def ends(node: kube_node.Node) -> list[int]:
+    return [pod.process.wait(150) for pod in node.pods if pod.process]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_ctr_dnn_in_pods_equals_local_processes_bit_for_bit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = tmp_path / "data"
-    prepare = [
-        sys.executable,
-        str(SCRIPT.with_name("prepare.py")),
-        "--rows",
-        "2000",
-        "--parts",
-        "2",
-        "--out",
-        str(data),
-    ]
-    subprocess.run(prepare, check=True, capture_output=True, timeout=60)
-    counts = ("--server_num", "2", "--worker_num", "2")
-    given = ("--image", "torchfleet:test", "--env", "OMP_NUM_THREADS=1", "--pvc", "disk=/data")
-    assert main(["k8s", *counts, *given, str(SCRIPT), *OPTIONS, "--data", "/data", "--save", "/data/pods"]) == 0
-    documents = list(yaml.safe_load_all(capsys.readouterr().out))
-    (tmp_path / "node").mkdir()
-    try:
-        with kubelet.node(documents, tmp_path / "node", {"disk": data}) as node:
-            for pod in reversed(node.pods):  # workers first: roles start in any order
-                node.start(pod)
-            server = node.pods[0]
-            wait_until(lambda: node.ask(server, "/readyz") == "200", 100, "a server that is ready")
-            assert node.ask(server, "/healthz") == "200"
-            ended = [pod.process.wait(100) for pod in node.pods if pod.process]
-            assert ended == [0] * 4  # servers too: their Job completes
-            outputs = [pod.output for pod in node.pods]
-    except kubelet.NoPods as error:
-        pytest.skip(f"pods cannot be run here: {error}")
-    with forked_fleetrun(tmp_path / "log", *counts, str(SCRIPT), *OPTIONS, "--data", str(data), "--save",
-                         str(tmp_path / "local")) as job:  # fmt: skip
-        assert job.wait(100) == 0
-    local, pods = saved(tmp_path / "local"), saved(data / "pods")
-    assert local == pods
-    assert sum(map(len, pods.values())) > 1000
-    secret = next(document for document in documents if document["kind"] == "Secret")
-    keys = kubelet.secret_texts(secret)
+def test_ctr_dnn_in_pods_equals_local_processes_bit_for_bit(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pods(trained, tmp_path, capsys) as (node, documents):
+        for pod in reversed(node.pods):  # workers first: roles start in any order
+            node.start(pod)
+        server = node.pods[0]
+        wait_until(lambda: node.ask(server, "/readyz") == "200", 150, "a server that is ready")
+        assert node.ask(server, "/healthz") == "200"
+        assert ends(node) == [0] * 4  # servers too: their Job completes
+        outputs = [pod.output for pod in node.pods]
+    model = saved(tmp_path / "models" / "model")
+    assert model == saved(trained[1])
+    assert sum(map(len, model.values())) > 1000
+    keys = kube_pods.secret_texts(next(document for document in documents if document["kind"] == "Secret"))
     assert len(keys) == 4
     assert not [key for key in keys for output in outputs if key in output]
     assert all("listening on train-server" in output for output in outputs[:2])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_server_with_a_log_comes_back_at_another_address_and_nothing_is_lost(
+    trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pods(trained, tmp_path, capsys, "--durability", "log", "--max_restart", "1") as (node, _):
+        for pod in node.pods:
+            node.start(pod)
+        worker = next(pod for pod in node.pods if "worker-0" in pod.host)
+        wait_until(lambda: "epoch 0: test AUC" in worker.output, 150, "an epoch of two")
+        before = node.pods[1].address
+        new = node.replace(node.pods[1])
+        assert new.address != before
+        assert ends(node) == [0] * 4
+        assert "from its log" in new.output or "log" in new.output
+    assert saved(tmp_path / "models" / "model") == saved(trained[1])

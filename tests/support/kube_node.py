@@ -1,16 +1,17 @@
-"""Pods of manifests as processes of this machine, as a node of Kubernetes would run them: each with an address, a file
-system and process numbers of its own, its volumes mounted, its variables resolved, its name in the others' DNS.
+"""Pods as processes of this machine, as a node of Kubernetes runs them: each with an address, a file system and process
+numbers of its own, its volumes mounted, its user without rights, its root read-only, its name known to the others.
 
-What differs: the image is this machine (Python as it runs the tests, the package as it is here), and the user is the
-tests' own, root, though without capabilities. What a pod is not given by its manifest it does not have.
+What differs: the image is this machine, with Python as it runs the tests and the package as it is here. What a pod is
+not given by its manifest, or by the image, it does not have.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import hashlib
+import itertools
 import os
-import re
 import secrets
 import shlex
 import shutil
@@ -18,85 +19,20 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from support.kube_pods import FAILURES, Document, Pod, pods_of
 from support.paths import ROOT
 
-Document = dict[str, Any]
+from torchfleet.kernels import jit
+
 _SYSTEM = ("bin", "sbin", "lib", "lib64", "usr", "etc", "dev", "sys")
-_IMAGE = {"PATH": "/opt/python/bin:/usr/bin:/bin", "PYTHONPATH": "/opt/torchfleet", "LANG": "C.UTF-8"}
-INDEX = "batch.kubernetes.io/job-completion-index"
+_PACKAGE, _COMPILED = "/opt/source", "/opt/torchfleet/cache"  # in the image
+_IMAGE = {"PATH": "/opt/python/bin:/usr/bin:/bin", "PYTHONPATH": _PACKAGE, "LANG": "C.UTF-8"}
 
 
 class NoPods(Exception):
     """This machine does not let us make namespaces."""
-
-
-@dataclass
-class Pod:
-    """A pod that an Indexed Job makes of its template."""
-
-    host: str
-    spec: Document
-    annotations: dict[str, str]
-    address: str = ""
-    namespace: str = ""
-    process: subprocess.Popen[str] | None = None
-    lines: list[str] = field(default_factory=list)
-
-    @property
-    def container(self) -> Document:
-        return self.spec["containers"][0]
-
-    @property
-    def name(self) -> str:
-        """As others find it in DNS."""
-        return f"{self.host}.{self.spec['subdomain']}"
-
-    @property
-    def output(self) -> str:
-        return "".join(self.lines)
-
-    def environment(self) -> dict[str, str]:
-        """The container's variables, in their order: a value may use those before it."""
-        found: dict[str, str] = {}
-        for variable in self.container["env"]:
-            if "valueFrom" in variable:
-                path = variable["valueFrom"]["fieldRef"]["fieldPath"]
-                named = re.fullmatch(r"metadata\.annotations\['(.+)'\]", path)
-                assert named, path
-                found[variable["name"]] = self.annotations.get(named[1], "")
-            else:
-                found[variable["name"]] = expanded(variable["value"], found)
-        return {**found, "HOSTNAME": self.host, "JOB_COMPLETION_INDEX": self.annotations[INDEX]}
-
-    def command(self) -> list[str]:
-        return [expanded(part, self.environment()) for part in self.container["command"]]
-
-
-def expanded(text: str, variables: Mapping[str, str]) -> str:
-    """As Kubernetes expands commands and variables: $(NAME) if there is such a one, $$ for $."""
-
-    def value(found: re.Match[str]) -> str:
-        if found[0] == "$$":
-            return "$"
-        return variables.get(found[1], found[0])
-
-    return re.sub(r"\$\$|\$\(([^)]*)\)", value, text)
-
-
-def pods_of(documents: Sequence[Document]) -> list[Pod]:
-    """Every pod of every Job, in their order."""
-    made = []
-    for job in (document for document in documents if document["kind"] == "Job"):
-        assert job["spec"]["completionMode"] == "Indexed"
-        assert job["spec"]["parallelism"] == job["spec"]["completions"]
-        for index in range(job["spec"]["completions"]):
-            annotations = {INDEX: str(index), "batch.kubernetes.io/job-index-failure-count": "0"}
-            made.append(Pod(f"{job['metadata']['name']}-{index}", job["spec"]["template"]["spec"], annotations))
-    return made
 
 
 class Node:
@@ -108,6 +44,8 @@ class Node:
         self.pods = pods_of(documents)
         self._tag = f"{os.getpid():x}{secrets.token_hex(2)}"
         self._hub = f"fleet-{self._tag}-hub"
+        self._namespaces: list[str] = []
+        self._numbers = itertools.count(2)  # 1 is the hub
 
     def __enter__(self) -> Node:
         try:
@@ -128,7 +66,7 @@ class Node:
                 print(f"== {pod.host}\n{pod.output}")
 
     def start(self, pod: Pod) -> None:
-        script = self._folder / f"{pod.host}.sh"
+        script = self._folder / f"{pod.namespace}.sh"
         script.write_text(self._script(pod))
         isolated = ["unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child", "sh", str(script)]
         pod.process = subprocess.Popen(
@@ -140,6 +78,19 @@ class Node:
             errors="replace",
         )
         threading.Thread(target=_read, args=(pod, pod.process), daemon=True).start()
+
+    def replace(self, pod: Pod) -> Pod:
+        """Kill a pod, and start the one that its Job makes in its place: of the same name, at another address."""
+        assert pod.process is not None
+        pod.process.kill()
+        pod.process.wait(20)
+        failures = {FAILURES: str(int(pod.annotations[FAILURES]) + 1)}
+        new = Pod(pod.host, pod.spec, {**pod.annotations, **failures})
+        self.pods[self.pods.index(pod)] = new
+        self._connect(new)
+        self._hosts()  # all pods see it at once
+        self.start(new)
+        return new
 
     def ask(self, pod: Pod, path: str) -> str:
         """The status of a GET to the pod's health port, as the kubelet asks; from beside the pods, not inside."""
@@ -156,7 +107,7 @@ class Node:
 
     def _script(self, pod: Pod) -> str:
         """A shell script that makes the pod's file system and becomes its first process."""
-        root = self._folder / f"{pod.host}.root"
+        root = self._folder / f"{pod.namespace}.root"
         root.mkdir()
         lines = ["set -e", "mount --make-rprivate /", f"mount -t tmpfs root {root}", f"hostname {pod.host}"]
         for name in _SYSTEM:
@@ -166,8 +117,8 @@ class Node:
             elif place.exists():
                 lines += _bound(place, f"{root}/{name}", recursive=True)
         lines += [f"mkdir {root}/proc", f"mount -t proc proc {root}/proc"]
-        lines += _bound(Path(sys.base_prefix), f"{root}{sys.base_prefix}")
-        lines += _bound(Path(sys.prefix), f"{root}/opt/python") + _bound(ROOT, f"{root}/opt/torchfleet")
+        lines += _bound(Path(sys.base_prefix), f"{root}{sys.base_prefix}") + _bound(ROOT, f"{root}{_PACKAGE}")
+        lines += _bound(Path(sys.prefix), f"{root}/opt/python") + _bound(self._kernels(), f"{root}{_COMPILED}")
         volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
         for mount in pod.container["volumeMounts"]:
             volume = volumes[mount["name"]]
@@ -178,19 +129,32 @@ class Node:
             lines += _bound(self._volume(pod, volume), target)
             if mount.get("readOnly"):
                 lines.append(f"mount -o remount,bind,ro {target}")
-        hosts = self._folder / "hosts"
-        named = (f"{each.address} {each.name}\n" for each in self.pods)
-        hosts.write_text("127.0.0.1 localhost\n" + "".join(named))
-        lines += [f"mount --bind {hosts} {root}/etc/hosts", f"mount -o remount,ro {root}"]
-        variables = {**_IMAGE, **pod.environment()}
-        given = " ".join(shlex.quote(f"{name}={value}") for name, value in variables.items())
-        command = " ".join(shlex.quote(part) for part in pod.command())
-        there = shlex.quote(pod.container["workingDir"])
-        without_rights = "setpriv --no-new-privs --bounding-set=-all"
-        lines.append(
-            f"exec chroot {root} env -i {given} {without_rights} sh -c 'cd {there} && exec \"$@\"' - {command}"
-        )
+        lines += [f"mount --bind {self._hosts()} {root}/etc/hosts", f"mount -o remount,ro {root}"]
+        for container in pod.spec["initContainers"]:
+            lines.append(f"chroot {root} env -i {_words(_variables(_IMAGE))} {_as(pod)} {_words(container['command'])}")
+        given = _words(_variables({**_IMAGE, **pod.environment()}))
+        there = f"sh -c 'cd {pod.container['workingDir']} && exec \"$@\"' -"
+        lines.append(f"exec chroot {root} env -i {given} {_as(pod)} {there} {_words(pod.command())}")
         return "\n".join(lines) + "\n"
+
+    def _hosts(self) -> Path:
+        """The file of names that all pods share."""
+        path = self._folder / "hosts"
+        path.write_text("127.0.0.1 localhost\n" + "".join(f"{pod.address} {pod.name}\n" for pod in self.pods))
+        return path
+
+    def _kernels(self) -> Path:
+        """What the image has compiled: what the tests have, at the place where numba looks for it in a pod."""
+        source = ROOT / "torchfleet" / "kernels"
+        image = self._folder / "image"
+        folder = hashlib.sha1(f"{_PACKAGE}/torchfleet/kernels".encode()).hexdigest()
+        target = image / "torchfleet" / f"kernels-{jit._stamp(source)}" / f"kernels_{folder}"
+        if not image.exists():
+            target.mkdir(parents=True)
+            for pattern in ("*.nbi", "*.nbc"):
+                for path in (source / "__pycache__").glob(pattern):
+                    shutil.copy2(path, target)
+        return image
 
     def _volume(self, pod: Pod, volume: Document) -> Path:
         """The folder that stands for a volume, filled."""
@@ -200,9 +164,11 @@ class Node:
                 assert ("PersistentVolumeClaim", claim) in self._documents, f"nobody has made the claim {claim}"
                 self._claims[claim] = self._folder / f"claim-{claim}"
                 self._claims[claim].mkdir()
+            _give(self._claims[claim], pod.spec["securityContext"]["fsGroup"])
             return self._claims[claim]
-        folder = self._folder / f"{pod.host}.{volume['name']}"
+        folder = self._folder / f"{pod.namespace}.{volume['name']}"
         folder.mkdir()
+        _give(folder, pod.spec["securityContext"]["fsGroup"])
         for kind, source in (("ConfigMap", "configMap"), ("Secret", "secret")):
             if source not in volume:
                 continue
@@ -213,6 +179,7 @@ class Node:
                 path = folder / item["path"]
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(base64.b64decode(text, validate=True) if kind == "Secret" else text.encode())
+                os.chown(path, 0, pod.spec["securityContext"]["fsGroup"])
                 path.chmod(asked.get("defaultMode", 0o644))
         return folder
 
@@ -226,19 +193,25 @@ class Node:
         _call(*inside, "add", "pods", "type", "bridge")
         _call(*inside, "set", "pods", "up")
         _call("ip", "-n", self._hub, "address", "add", "10.198.0.1/16", "dev", "pods")
-        for number, pod in enumerate(self.pods):
-            pod.namespace, pod.address = f"fleet-{self._tag}-{number}", f"10.198.1.{number + 1}"
-            end, port = f"fk{self._tag}{number}", f"p{number}"
-            _call("ip", "netns", "add", pod.namespace)
-            _call("ip", "link", "add", end, "netns", pod.namespace, "type", "veth", "peer", "name", port, "netns",
-                  self._hub)  # fmt: skip
-            _call(*inside, "set", port, "master", "pods", "up")
-            _call("ip", "-n", pod.namespace, "address", "add", f"{pod.address}/16", "dev", end)
-            for device in ("lo", end):
-                _call("ip", "-n", pod.namespace, "link", "set", device, "up")
+        for pod in self.pods:
+            self._connect(pod)
+
+    def _connect(self, pod: Pod) -> None:
+        """A namespace and an address that no pod had before."""
+        number = next(self._numbers)
+        pod.namespace, pod.address = f"fleet-{self._tag}-{number}", f"10.198.1.{number}"
+        self._namespaces.append(pod.namespace)
+        end, port = f"fk{self._tag}{number}", f"p{number}"
+        _call("ip", "netns", "add", pod.namespace)
+        ends = ("netns", pod.namespace, "type", "veth", "peer", "name", port, "netns", self._hub)
+        _call("ip", "link", "add", end, *ends)
+        _call("ip", "-n", self._hub, "link", "set", port, "master", "pods", "up")
+        _call("ip", "-n", pod.namespace, "address", "add", f"{pod.address}/16", "dev", end)
+        for device in ("lo", end):
+            _call("ip", "-n", pod.namespace, "link", "set", device, "up")
 
     def _remove_network(self) -> None:
-        for namespace in (*(pod.namespace for pod in self.pods if pod.namespace), self._hub):
+        for namespace in (*self._namespaces, self._hub):
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
 
 
@@ -247,6 +220,28 @@ def node(documents: Sequence[Document], folder: Path, claims: Mapping[str, Path]
     """A node with the network of all pods, none of them started; nothing is left when it is left."""
     with Node(documents, folder, claims) as made:
         yield made
+
+
+def _give(folder: Path, group: int) -> None:
+    """As fsGroup does: the folder is the group's, too, and what is made in it."""
+    os.chown(folder, 0, group)
+    folder.chmod(0o2777)
+
+
+def _as(pod: Pod) -> str:
+    """The user and the rights that the manifest gives the pod's processes: no capability is left."""
+    user = pod.spec["securityContext"]
+    assert pod.container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    ids = f"--reuid={user['runAsUser']} --regid={user['runAsGroup']} --groups={user['fsGroup']}"
+    return f"setpriv {ids} --no-new-privs --inh-caps=-all --bounding-set=-all"
+
+
+def _variables(values: Mapping[str, str]) -> list[str]:
+    return [f"{name}={value}" for name, value in values.items()]
+
+
+def _words(parts: Sequence[str]) -> str:
+    return " ".join(map(shlex.quote, parts))
 
 
 def _bound(source: Path, target: str, recursive: bool = False) -> list[str]:
@@ -263,21 +258,3 @@ def _call(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise NoPods(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.returncode}")
-
-
-def secret_texts(secret: Document) -> list[str]:
-    """The secret keys themselves, as a file of keys has them between quotes."""
-    found = (base64.b64decode(text).decode() for name, text in secret["data"].items() if name.endswith("_secret"))
-    return [re.findall(r'secret-key = "(.{40})"', text)[0] for text in found]
-
-
-def pods_of_job_set(document: Document) -> list[Pod]:
-    """The pods that JobSet's controller makes: their host names have the number of the Job between name and index."""
-    made = []
-    for job in document["spec"]["replicatedJobs"]:
-        assert job["replicas"] == 1
-        spec = {**job["template"]["spec"]["template"]["spec"], "subdomain": document["spec"]["network"]["subdomain"]}
-        for index in range(job["template"]["spec"]["completions"]):
-            host = f"{document['metadata']['name']}-{job['name']}-0-{index}"
-            made.append(Pod(host, spec, {INDEX: str(index)}))
-    return made
