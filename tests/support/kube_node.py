@@ -21,6 +21,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import psutil
 from support.kube_pods import FAILURES, Document, Pod, pods_of
 from support.paths import ROOT
 
@@ -58,8 +59,7 @@ class Node:
     def __exit__(self, *error: object) -> None:
         for pod in self.pods:
             if pod.process is not None:
-                pod.process.kill()  # and with it all that is in the pod: unshare --kill-child
-                pod.process.wait(20)
+                _kill(pod.process)
         self._remove_network()
         if error[0] is not None:
             for pod in self.pods:
@@ -82,8 +82,7 @@ class Node:
     def replace(self, pod: Pod) -> Pod:
         """Kill a pod, and start the one that its Job makes in its place: of the same name, at another address."""
         assert pod.process is not None
-        pod.process.kill()
-        pod.process.wait(20)
+        _kill(pod.process)
         failures = {FAILURES: str(int(pod.annotations[FAILURES]) + 1)}
         new = Pod(pod.host, pod.spec, {**pod.annotations, **failures})
         self.pods[self.pods.index(pod)] = new
@@ -246,6 +245,15 @@ def _words(parts: Sequence[str]) -> str:
 
 def _bound(source: Path, target: str, recursive: bool = False) -> list[str]:
     return [f"mkdir -p {target}", f"mount --{'r' if recursive else ''}bind {source} {target}"]
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kill the first process of a pod, and so all of them. `unshare`, which is `process`, ends with it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for first in psutil.Process(process.pid).children():
+            first.kill()
+    if process.poll() is None:
+        process.wait(20)
 
 
 def _read(pod: Pod, process: subprocess.Popen[str]) -> None:

@@ -108,9 +108,41 @@ def test_a_server_with_a_log_comes_back_at_another_address_and_nothing_is_lost(
             node.start(pod)
         worker = next(pod for pod in node.pods if "worker-0" in pod.host)
         wait_until(lambda: "epoch 0: test AUC" in worker.output, 150, "an epoch of two")
-        before = node.pods[1].address
-        new = node.replace(node.pods[1])
-        assert new.address != before
+        old = node.pods[1]
+        new = node.replace(old)
+        assert new.address != old.address
         assert ends(node) == [0] * 4
-        assert "from its log" in new.output or "log" in new.output
+        assert "all workers have left" not in old.output
+        assert "all workers have left" in new.output
     assert saved(tmp_path / "models" / "model") == saved(trained[1])
+
+
+RANKS = """
+import torch
+import torchfleet as fleet
+fleet.init(is_collective=True)
+model = fleet.distributed_model(torch.nn.Linear(1, 1))
+found = fleet.util.all_gather(fleet.worker_index() + 1)
+print(f"rank {fleet.worker_index()} of {fleet.worker_num()}: {found}", flush=True)
+fleet.stop_worker()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_ranks_of_a_collective_job_meet_at_the_pod_of_node_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ranks.py").write_text(RANKS)
+    (tmp_path / "node").mkdir()
+    flags = ("--image", "torchfleet:test", "--nnodes", "2", "--nproc_per_node", "1", "--insecure")
+    assert main(["k8s", *flags, "--script_alone", str(tmp_path / "ranks.py")]) == 0
+    documents = list(yaml.safe_load_all(capsys.readouterr().out))
+    try:
+        with kube_node.node(documents, tmp_path / "node", {}) as node:
+            for pod in node.pods:
+                node.start(pod)
+            assert ends(node) == [0, 0]
+            assert [f"rank {i} of 2: [1, 2]" in pod.output for i, pod in enumerate(node.pods)] == [True, True]
+    except kube_node.NoPods as error:
+        pytest.skip(f"pods cannot be run here: {error}")
