@@ -306,10 +306,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "guard",
         "errors",
     },
+    "launch/clusters/on_ray": {"launch", "monitor", "net", "errors"},
     "launch/clusters/k8s": {"launch", "net", "guard", "errors"},
     "launch/clusters": {
         "launch",
         "launch/machines",
+        "launch/endurance",
+        "launch/clusters/on_ray",
         "launch/clusters/k8s",
         "tables/settings",
         "coordination",
@@ -324,6 +327,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch/launchers": {"launch", "launch/clusters"},
     "launch/cli": {"launch", "launch/launchers", "launch/clusters", "net", "guard", "errors"},
     "launch/__main__": {"launch/cli"},
+    "ray": {"launch/cli", "launch/launchers", "launch/clusters", "launch/clusters/on_ray", "errors"},
     "__init__": set(),  # loads its names when they are first used
 }
 WITHOUT_TORCH = {

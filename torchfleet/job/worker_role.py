@@ -63,7 +63,7 @@ class WorkerRole:
         self._ends = contextlib.ExitStack()  # what `abandon` does, the latest first
         self._local = self._local_server(dirname, var_names) if self.info.is_local else None
         self._keys = KeyFolder(self.info.key_dir) if self.info.key_dir else None
-        self._way = Way(self.info.key_dir, self.info.socket_dir)
+        self._way = Way(self.info.key_dir, self.info.socket_dir, self.info.address_book)
         self._way.check()
         self._started = time.monotonic()
         self._reported: dict[str, float] = {}

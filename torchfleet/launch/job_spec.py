@@ -37,6 +37,7 @@ class JobSpec:
     max_job_restart: int = 0  # restarts of the whole job
     key_dir: str | None = None
     socket_dir: str | None = None  # of the servers, if all processes are on this machine
+    address_book: str | None = None  # of servers that a cluster may start again elsewhere
     insecure: bool = False
     max_log_bytes: int = DEFAULT_BYTES  # of one file; there are at most two of a process
 
@@ -55,7 +56,7 @@ class JobSpec:
     @property
     def way(self) -> Way:
         """How this job's servers are reached."""
-        return Way(self.key_dir, self.socket_dir)
+        return Way(self.key_dir, self.socket_dir, self.address_book)
 
     @property
     def latest(self) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Protocol
 
+from torchfleet.launch.clusters.ray_launcher import RayLauncher
 from torchfleet.launch.job_spec import JobSpec
 from torchfleet.launch.rank_launcher import RankLauncher
 from torchfleet.launch.server_launcher import ServerLauncher
@@ -42,6 +43,7 @@ LAUNCHERS: dict[str, Launcher] = {
     "servers": ServerLauncher(),
     "ranks": RankLauncher(),
     "simulation": SimulationLauncher(),
+    "ray": RayLauncher(),
 }
 
 
