@@ -69,6 +69,7 @@ EXCEPTIONS = {
     ("launch/clusters/member.py", "subprocess.Popen"): "the user's training script",
     ("launch/clusters/on_ray/ray_cluster.py", "importlib.import_module"): "Ray's own modules, by names in the code",
     ("launch/clusters/on_ray/ray_node.py", "importlib.import_module"): "Ray, by its name in the code",
+    ("launch/clusters/slurm_launcher.py", "subprocess.run"): "scontrol, with the number of this job",
     ("ray/run.py", "importlib.import_module"): "Ray's serialization, for what the user's own call sends and gets",
     ("ray/called.py", "importlib.import_module"): "the same, in a process of that user's job",
     ("launch/processes.py", "subprocess.Popen"): "the user's training script",

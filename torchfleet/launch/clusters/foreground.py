@@ -36,8 +36,14 @@ class Ending:
 
     grace: float = 0.0
     received: int = 0  # the signal that this process was told to end with
+    is_asked: bool = field(default=False, init=False)  # to save and to end
     deadline: float | None = field(default=None, init=False)
     is_told: bool = field(default=False, init=False)  # to end
+
+    def ask(self, child: Running) -> None:
+        """The child is to save, if it is the one that does, and to end."""
+        self.is_asked = True
+        send(child, signal.SIGUSR1)
 
     def look(self, child: Running) -> None:
         """Pass on what has come since the last look."""
@@ -47,7 +53,7 @@ class Ending:
         if self.deadline is None:
             self.deadline = now + self.grace
             if self.grace:
-                send(child, signal.SIGUSR1)
+                self.ask(child)
         if now >= self.deadline and not self.is_told:
             self.is_told = True
             send(child, self.received)
@@ -64,7 +70,7 @@ def run_child(child: Running, ending: Ending) -> int:
         with _signals_noted(ending):
             while child.returncode is None:
                 if signal.sigtimedwait({signal.SIGUSR1}, _PAUSE):
-                    send(child, signal.SIGUSR1)
+                    ending.ask(child)
                 ending.look(child)
                 _reap(child.pid)
         code = child.returncode

@@ -1,4 +1,4 @@
-"""Whether this process was asked to save and to end: by SIGUSR1, which schedulers send some time before they end a job."""
+"""Whether this process was asked to save and to end: by SIGUSR1, which schedulers send before they end a job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REQUEUE = 75  # the exit status of a job that has saved because it was asked to 
 
 
 class StopRequest:
-    """Looks for SIGUSR1 from the first question on. Under `launch/clusters/` it is blocked, and comes before it, too."""
+    """Looks for SIGUSR1 from the first question on. Where it is blocked (launch/clusters/), it may come before."""
 
     def __init__(self) -> None:
         self._is_looking = self._came = False
