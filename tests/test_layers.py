@@ -317,7 +317,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "net",
         "cgroups",
         "guard",
-        "stop_request",
         "errors",
     },
     "launch/launchers": {"launch", "launch/clusters"},

@@ -98,7 +98,7 @@ def test_ctr_dnn_in_pods_equals_local_processes_bit_for_bit(
     assert all("listening on train-server" in output for output in outputs[:2])
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 @pytest.mark.timeout(240)
 def test_a_server_with_a_log_comes_back_at_another_address_and_nothing_is_lost(
     trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -128,7 +128,7 @@ fleet.stop_worker()
 """
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 @pytest.mark.timeout(240)
 def test_ranks_of_a_collective_job_meet_at_the_pod_of_node_0(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
