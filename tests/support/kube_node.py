@@ -87,7 +87,8 @@ class Node:
         new = Pod(pod.host, pod.spec, {**pod.annotations, **failures})
         self.pods[self.pods.index(pod)] = new
         self._connect(new)
-        self._hosts()  # all pods see it at once
+        for other in self.pods:
+            self._hosts(other)  # which sees it at once
         self.start(new)
         return new
 
@@ -128,7 +129,7 @@ class Node:
             lines += _bound(self._volume(pod, volume), target)
             if mount.get("readOnly"):
                 lines.append(f"mount -o remount,bind,ro {target}")
-        lines += [f"mount --bind {self._hosts()} {root}/etc/hosts", f"mount -o remount,ro {root}"]
+        lines += [f"mount --bind {self._hosts(pod)} {root}/etc/hosts", f"mount -o remount,ro {root}"]
         for container in pod.spec["initContainers"]:
             lines.append(f"chroot {root} env -i {_words(_variables(_IMAGE))} {_as(pod)} {_words(container['command'])}")
         given = _words(_variables({**_IMAGE, **pod.environment()}))
@@ -136,10 +137,11 @@ class Node:
         lines.append(f"exec chroot {root} env -i {given} {_as(pod)} {there} {_words(pod.command())}")
         return "\n".join(lines) + "\n"
 
-    def _hosts(self) -> Path:
-        """The file of names that all pods share."""
-        path = self._folder / "hosts"
-        path.write_text("127.0.0.1 localhost\n" + "".join(f"{pod.address} {pod.name}\n" for pod in self.pods))
+    def _hosts(self, pod: Pod) -> Path:
+        """The names that a pod knows: DNS has those of all, a pod's own file the short one of its host, too."""
+        path = self._folder / f"{pod.namespace}.hosts"
+        named = "".join(f"{each.address} {each.name}\n" for each in self.pods)
+        path.write_text(f"127.0.0.1 localhost\n{pod.address} {pod.name} {pod.host}\n{named}")
         return path
 
     def _kernels(self) -> Path:

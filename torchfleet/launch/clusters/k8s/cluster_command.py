@@ -9,11 +9,10 @@ from pathlib import Path
 from torchfleet.errors import RoleError
 from torchfleet.guard.printable import say
 from torchfleet.launch.clusters.k8s.k8s_api import KINDS, Cluster
-from torchfleet.launch.clusters.k8s.k8s_job import check_name
+from torchfleet.launch.clusters.k8s.k8s_job import Document, check_name
 from torchfleet.launch.clusters.k8s.k8s_yaml import KUSTOMIZATION, read_stream
 from torchfleet.launch.clusters.k8s.pod_logs import JobLogs
 from torchfleet.launch.clusters.k8s.pod_states import COMPONENT, job_ends, pod_states
-from torchfleet.launch.clusters.k8s.pod_template import Document
 
 _INSTANCE = "app.kubernetes.io/instance"
 

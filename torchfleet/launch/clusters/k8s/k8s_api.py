@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchfleet.errors import FleetError, RoleError
-from torchfleet.launch.clusters.k8s.pod_template import Document
+from torchfleet.launch.clusters.k8s.k8s_job import Document
 
 MANAGER = "fleetrun"  # the owner of the fields that it has set, as server-side apply has it
 # Kind → its group and the name of its collection, of all that a job is made of; in the order in which to remove them.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Any
 
 from torchfleet.errors import RoleError
 from torchfleet.launch.job_spec import Resources
 from torchfleet.net.replica_channels import SEPARATOR
 
+Document = dict[str, Any]  # an object of Kubernetes, or a part of one
 SERVER, BACKUP, WORKER, RANK = "server", "backup", "worker", "rank"
 PORT, HEALTH_PORT, MASTER_PORT = 7000, 7001, 6170
 KEYS, SCRIPT, WORK, TMP, CACHE, LOGS = "/keys", "/script", "/job", "/tmp", "/cache", "/server-log"

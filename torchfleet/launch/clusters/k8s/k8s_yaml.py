@@ -10,8 +10,7 @@ from pathlib import Path
 import yaml
 
 from torchfleet.errors import RoleError
-from torchfleet.launch.clusters.k8s.k8s_job import K8sJob
-from torchfleet.launch.clusters.k8s.pod_template import Document
+from torchfleet.launch.clusters.k8s.k8s_job import Document, K8sJob
 
 # Words that are text to every parser. Others are quoted: 1e3, 0o17 or y are numbers and truths to some of them.
 _PLAIN = re.compile(r"[A-Za-z][-A-Za-z0-9_./]*[A-Za-z0-9]")

@@ -11,8 +11,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from torchfleet.launch.clusters.k8s.k8s_job import BACKUP, RANK, SERVER, WORKER, K8sJob
-from torchfleet.launch.clusters.k8s.pod_template import Document, labels, pod_template
+from torchfleet.launch.clusters.k8s.k8s_job import BACKUP, RANK, SERVER, WORKER, Document, K8sJob
+from torchfleet.launch.clusters.k8s.pod_template import labels, pod_template
 from torchfleet.launch.clusters.k8s.script_files import ScriptFile
 from torchfleet.net.keys import keygen
 

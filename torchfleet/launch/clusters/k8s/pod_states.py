@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchfleet.launch.clusters.k8s.pod_template import INDEX, Document
+from torchfleet.launch.clusters.k8s.k8s_job import Document
+from torchfleet.launch.clusters.k8s.pod_template import INDEX
 
 COMPONENT = "app.kubernetes.io/component"
 _ORDER = ("server", "backup", "worker", "rank")

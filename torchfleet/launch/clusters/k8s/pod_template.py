@@ -15,9 +15,10 @@ from torchfleet.launch.clusters.k8s.k8s_job import (
     TMP,
     WORK,
     WORKER,
+    Document,
     K8sJob,
 )
-from torchfleet.launch.clusters.k8s.pod_volumes import Document, mounts, volumes
+from torchfleet.launch.clusters.k8s.pod_volumes import mounts, volumes
 from torchfleet.launch.clusters.k8s.script_files import ScriptFile
 
 MEMBER = ("python", "-m", "torchfleet.launch.clusters.member")

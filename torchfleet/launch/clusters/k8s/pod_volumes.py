@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torchfleet.launch.clusters.k8s.k8s_job import (
     BACKUP,
     CACHE,
@@ -15,11 +13,11 @@ from torchfleet.launch.clusters.k8s.k8s_job import (
     TMP,
     WORK,
     WORKER,
+    Document,
     K8sJob,
 )
 from torchfleet.launch.clusters.k8s.script_files import ScriptFile
 
-Document = dict[str, Any]
 _PUBLIC = ("server.key", "worker.key", "first_worker.key", "launcher.key")
 # Worker 0 is a pod of the same template as the others, so all have both keys.
 _SECRET = {
