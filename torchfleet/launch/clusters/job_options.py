@@ -72,7 +72,7 @@ def job_spec_of(options: argparse.Namespace) -> JobSpec:
         num_servers=options.server_num,
         num_workers=most,
         min_workers=least,
-        resources=_resources(options),
+        resources=job_resources(options),
         folder=Path.cwd() if options.module else Path(options.script).absolute().parent,
         max_restart=options.max_restart,
         max_job_restart=options.max_job_restart,
@@ -81,7 +81,8 @@ def job_spec_of(options: argparse.Namespace) -> JobSpec:
     )
 
 
-def _resources(options: argparse.Namespace) -> dict[str, Resources]:
+def job_resources(options: argparse.Namespace) -> dict[str, Resources]:
+    """What a process of each role asks for. Raises RoleError for what makes no sense."""
     for name in RESOURCES:
         value = getattr(options, name)
         if isinstance(value, float) and not (0 < value < math.inf):

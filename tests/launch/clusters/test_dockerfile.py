@@ -1,0 +1,85 @@
+"""The Dockerfile, as far as it can be looked at without Docker: what it copies is there, and fits the manifests."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+
+from support.paths import ROOT
+
+from torchfleet.launch.clusters.k8s.k8s_job import K8sJob
+from torchfleet.launch.clusters.k8s.pod_template import pod_template
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Every instruction with its argument, lines joined."""
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in joined.splitlines() if line)]
+
+
+def of(word: str) -> list[str]:
+    return [argument for found, argument in instructions() if found == word]
+
+
+def is_ignored(path: str) -> bool:
+    """As .dockerignore says: the last pattern that fits counts; one of a folder counts for all in it."""
+    ignored = False
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        pattern = line.removeprefix("!").removeprefix("**/")
+        if line.startswith("#") or not line:
+            continue
+        above = [str(part) for part in (Path(path), *Path(path).parents)]
+        if any(fnmatch.fnmatchcase(part, pattern) for part in above):
+            ignored = not line.startswith("!")
+    return ignored
+
+
+def test_only_instructions_that_docker_knows() -> None:
+    known = {"ARG", "FROM", "WORKDIR", "COPY", "RUN", "USER", "ENV", "ENTRYPOINT", "CMD"}
+    assert {word for word, _ in instructions()} <= known
+    assert [argument.split()[0] for argument in of("FROM")] == ["python:${PYTHON}-slim"] * 2
+    assert "PYTHON=3.12" in of("ARG")
+
+
+def test_everything_that_is_copied_is_there_and_not_ignored() -> None:
+    sources = [source for argument in of("COPY") if "--from" not in argument for source in shlex.split(argument)[:-1]]
+    assert "torchfleet" in sources
+    for source in sources:
+        assert (ROOT / source).exists(), source
+        assert not is_ignored(source), source
+    assert is_ignored("tests")
+    assert is_ignored("examples/bert")
+    assert not is_ignored("examples/wide_deep/train.py")
+
+
+def test_the_package_is_built_from_what_is_copied() -> None:
+    """Files that pyproject.toml names, without which no wheel can be built; and the torch that it asks for."""
+    project = (ROOT / "pyproject.toml").read_text()  # Python 3.10 has no parser of TOML
+    (readme,) = re.findall(r'^readme = "(.+)"', project, re.MULTILINE)
+    (license,) = re.findall(r'^license-files = \["(.+)"\]', project, re.MULTILINE)
+    assert {"pyproject.toml", readme, license} <= set(of("COPY")[0].split())
+    (torch,) = re.findall(r'"(torch>.+)"', project)
+    assert f'"{torch}"' in " ".join(of("RUN"))
+
+
+def test_it_ends_as_the_user_of_the_pods_with_their_kernels() -> None:
+    job = K8sJob("job", "image", ("/app/train.py",), 1, 1)
+    user = instructions()[[word for word, _ in instructions()].index("USER")][1]
+    assert user == f"{job.user}:{job.user}"
+    assert f"--uid {job.user} " in " ".join(of("RUN"))
+    (cache,) = re.findall(r"XDG_CACHE_HOME=(\S+)", " ".join(of("ENV")))
+    kernels = pod_template(job, "worker", [])["spec"]["initContainers"][0]["command"][-1]
+    assert f"cp -R {cache}/. " in kernels
+
+
+def test_what_it_starts_is_in_the_package() -> None:
+    (entry,) = of("ENTRYPOINT")
+    python, flag, module = json.loads(entry)
+    assert (python, flag) == ("python", "-m")
+    assert importlib.util.find_spec(f"{module}.__main__") is not None
+    assert json.loads(of("CMD")[0]) == ["--help"]

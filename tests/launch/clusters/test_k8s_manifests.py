@@ -1,0 +1,316 @@
+"""Manifests of `fleetrun k8s`: valid for Kubernetes' own schemas, of several versions and without unknown fields; what
+each option does to them; secrets in the Secret alone; text that every YAML parser reads alike."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import itertools
+import json
+import re
+import string
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import kubernetes_validate.utils as validating
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import kube_pods
+
+from torchfleet.errors import RoleError
+from torchfleet.launch.clusters.k8s.k8s_job import K8sJob, check_name, name_of
+from torchfleet.launch.clusters.k8s.k8s_yaml import text_of
+from torchfleet.launch.clusters.k8s.manifests import config_map, jobs
+from torchfleet.launch.clusters.k8s.pod_template import literal
+from torchfleet.launch.clusters.k8s.script_files import MOST_BYTES, ScriptFile, script_files
+from torchfleet.launch.clusters.k8s_command import main
+
+VERSIONS = ("1.29", "1.31", "1.34", "1.37")  # from the oldest that has all fields on
+ETCD = ("--replicas", "2", "--coordinator", "etcd://etcd:2379/ctr")
+SERVERS = ("--server_num", "3", "--worker_num", "4")
+RANKS = ("--nproc_per_node", "2", "--nnodes", "3", "--insecure")
+FLAGS: dict[str, tuple[str, ...]] = {
+    "plain": SERVERS,
+    "defaults": (),
+    "log": (*SERVERS, "--durability", "log", "--log_size", "5Gi", "--storage_class", "fast", "--fsync_ms", "0"),
+    "replicas": (*SERVERS, *ETCD, "--max_restart", "3"),
+    "restarts": (*SERVERS, "--max_restart", "5", "--save_on_stop", "/data/model", "--grace", "90", "--ttl", "60"),
+    "resources": (*SERVERS, "--server_cpus", "2", "--server_memory", "8GB", "--worker_cpus", "0.5", "--worker_memory",
+                  "512MB", "--gpus", "1"),
+    "placement": (*SERVERS, "--node_selector", "pool=cpu", "--node_selector", "example.com/zone=a", "--toleration",
+                  "spot", "--toleration", "gpu=yes:NoSchedule", "--image_pull_secret", "registry", "--namespace", "ml"),
+    "volumes": (*SERVERS, "--pvc", "data=/data:ro", "--pvc", "models=/models", "--env", "A=$(B) $$ é\n#", "--env",
+                "B=1e3", "--env_secret", "s3", "--user", "1234", "--name", "other"),
+    "collective": RANKS,
+    "collective gpus": ("--nnodes", "2", "--gpus", "4", "--insecure", "--max_restart", "2"),
+    "jobset": (*SERVERS, "--format", "jobset", "--max_job_restart", "3"),
+    "jobset log": (*SERVERS, "--format", "jobset", "--durability", "log"),
+    "jobset collective": (*RANKS, "--format", "jobset"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def schemas_are_read_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(validating, "schema_contents", functools.lru_cache(validating.schema_contents))
+        yield
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    folder = tmp_path / "project"
+    (folder / "models").mkdir(parents=True)
+    (folder / "train.py").write_text("print('x')\n\ttab = 'é'  \n")
+    (folder / "models" / "net.py").write_text("")
+    (folder / "data.bin").write_bytes(b"\x00")
+    (folder / ".hidden.py").write_text("")
+    return folder / "train.py"
+
+
+def made(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    assert main(["--image", "registry.example/torchfleet:1", *arguments]) == 0
+    return list(yaml.safe_load_all(capsys.readouterr().out))
+
+
+def of_kind(found: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [document for document in found if document["kind"] == kind]
+
+
+def built_in(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """A JobSet is of a kind that Kubernetes does not know: the Jobs that its controller makes of it."""
+    if document["kind"] != "JobSet":
+        return [document]
+    replicated = document["spec"]["replicatedJobs"]
+    return [{"apiVersion": "batch/v1", "kind": "Job", **job["template"]} for job in replicated]
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_manifests_are_valid_in_every_version_without_unknown_fields(
+    name: str, script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = made(capsys, *FLAGS[name], str(script), "--epochs", "1")
+    for document in itertools.chain.from_iterable(map(built_in, found)):
+        for version in VERSIONS:
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_the_schemas_find_an_unknown_field_and_a_wrong_type(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = of_kind(made(capsys, str(script)), "Job")[0]
+    job["spec"]["template"]["spec"]["containers"][0]["imagee"] = "x"
+    with pytest.raises(kubernetes_validate.ValidationError, match="imagee"):
+        kubernetes_validate.validate(job, VERSIONS[-1], strict=True)
+    (service,) = of_kind(made(capsys, str(script)), "Service")
+    service["spec"]["publishNotReadyAddresses"] = "true"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(service, VERSIONS[-1], strict=True)
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_names_fit_together(name: str, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pods' DNS names are what others ask for; what a pod mounts is made; every label leads back to the job."""
+    found = made(capsys, *FLAGS[name], str(script))
+    there = {(document["kind"], document["metadata"]["name"]) for document in found}
+    assert len(there) == len(found)
+    assert len({document["metadata"]["labels"]["app.kubernetes.io/instance"] for document in found}) == 1
+    namespaces = {document["metadata"].get("namespace") for document in found}
+    assert namespaces == ({"ml"} if "--namespace" in FLAGS[name] else {None})
+    pods = kube_pods.pods_of(found) if "jobset" not in name else kube_pods.pods_of_job_set(of_kind(found, "JobSet")[0])
+    hosts = {pod.name for pod in pods}
+    for pod in pods:
+        assert len(pod.host) <= 63
+        environment = pod.environment()
+        asked = re.split(r"[,|]", environment.get("FLEET_SERVER_ENDPOINTS", ""))
+        asked += [pod.command()[pod.command().index("--master") + 1]] if "--master" in pod.command() else []
+        assert {place.rpartition(":")[0] for place in asked if place} <= hosts
+        if environment.get("FLEET_GROUP") == "server":
+            own = asked[int(environment["FLEET_INDEX"]) * (2 if "|" in environment["FLEET_SERVER_ENDPOINTS"] else 1)
+                        + int(environment.get("FLEET_REPLICA", "0"))]  # fmt: skip
+            assert own == f"{pod.name}:7000"
+        mounted = {mount["name"] for mount in pod.container["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod.spec["volumes"]}
+        for volume in pod.spec["volumes"]:
+            for kind, field, key in (
+                ("ConfigMap", "configMap", "name"),
+                ("Secret", "secret", "secretName"),
+                ("PersistentVolumeClaim", "persistentVolumeClaim", "claimName"),
+            ):
+                if field in volume and volume[field][key] not in ("data", "models"):
+                    assert (kind, volume[field][key]) in there
+
+
+def test_pods_have_no_rights_and_only_the_keys_of_their_role(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for pod in kube_pods.pods_of(made(capsys, *SERVERS, *ETCD, str(script))):
+        assert pod.spec["automountServiceAccountToken"] is False
+        assert pod.spec["securityContext"]["runAsNonRoot"] is True
+        assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in (pod.container, *pod.spec["initContainers"]):
+            rights = container["securityContext"]
+            assert rights["allowPrivilegeEscalation"] is False
+            assert rights["readOnlyRootFilesystem"] is True
+            assert rights["capabilities"] == {"drop": ["ALL"]}
+        keys = next(volume["secret"] for volume in pod.spec["volumes"] if volume["name"] == "keys")
+        secret = {item["key"] for item in keys["items"] if item["key"].endswith("_secret")}
+        is_worker = pod.environment()["FLEET_GROUP"] == "worker"
+        assert secret == ({"worker.key_secret", "first_worker.key_secret"} if is_worker else {"server.key_secret"})
+        assert keys["defaultMode"] == 0o440
+
+
+def test_keys_are_in_the_secret_alone_and_new_for_every_job(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = [made(capsys, *SERVERS, str(script)) for _ in range(2)]
+    secrets = [of_kind(found, "Secret")[0] for found in both]
+    texts = [kube_pods.secret_texts(secret) for secret in secrets]
+    assert not set(texts[0]) & set(texts[1])
+    others = json.dumps([document for document in both[0] if document["kind"] != "Secret"])
+    assert len(texts[0]) == 4
+    for key in texts[0]:
+        assert key not in others
+        assert base64.b64encode(key.encode()).decode() not in others
+
+
+def test_what_fails_is_started_again_only_where_that_helps(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def rules(flags: tuple[str, ...]) -> dict[str, tuple[int, list[str]]]:
+        found = of_kind(made(capsys, *flags, str(script)), "Job")
+        return {
+            job["metadata"]["name"]: (
+                job["spec"]["backoffLimitPerIndex"],
+                [rule["action"] for rule in job["spec"]["podFailurePolicy"]["rules"]],
+            )
+            for job in found
+        }
+
+    none, some = (0, ["FailJob"]), (3, ["FailJob", "Ignore", "Ignore"])
+    counts = ("--server_num", "2", "--worker_num", "2", "--max_restart", "3")
+    assert rules(counts) == {"train-server": none, "train-worker": some}  # a server without its rows is of no use
+    assert rules((*counts, *ETCD)) == {"train-server": some, "train-backup": some, "train-worker": some}
+    logged = rules((*counts, "--durability", "log"))
+    assert logged == {"train-server-0": some, "train-server-1": some, "train-worker": some}
+    assert rules(counts[:4]) == {"train-server": none, "train-worker": none}
+
+
+def test_the_script_and_its_sources_travel(script: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--image", "x", "-o", str(tmp_path / "out"), str(script)]) == 0
+    assert "data.bin" in capsys.readouterr().err
+    (path,) = (tmp_path / "out").glob("*configmap*")
+    data = yaml.safe_load(path.read_text())["data"]
+    assert data == {"train.py": script.read_text(), "models__net.py": ""}
+    (secret,) = (tmp_path / "out").glob("*secret*")
+    assert secret.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(RoleError, match="expected a new or an empty folder"):
+        main(["--image", "x", "-o", str(tmp_path / "out"), str(script)])
+    assert [file.path for file in script_files(script, is_alone=True)[0]] == ["train.py"]
+    script.with_name("large.json").write_text("1" * MOST_BYTES)
+    with pytest.raises(RoleError, match=r"ConfigMap holds 1,048,576. The largest: large.json .* --in_image"):
+        script_files(script)
+    script.with_name("large.json").unlink()
+    script.with_name("bad name.py").write_text("")
+    with pytest.raises(RoleError, match="rename it, or build an image"):
+        script_files(script)
+
+
+def test_kustomize_lists_every_file(script: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["--image", "x", "--namespace", "ml", "--format", "kustomize", "-o", str(out), str(script)]) == 0
+    found = yaml.safe_load((out / "kustomization.yaml").read_text())
+    assert found["namespace"] == "ml"
+    assert sorted(found["resources"]) == sorted(p.name for p in out.iterdir() if p.name != "kustomization.yaml")
+
+
+def test_a_dry_run_prints_commands_and_no_keys(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--image", "x", "--dry_run", *SERVERS, str(script), "--epochs", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "train-worker, 4 pods: python -m torchfleet.launch.clusters.member /script/train.py --epochs 2" in out
+    assert "FLEET_NUM_WORKERS=4" in out
+    assert "kind:" not in out
+
+
+# Text that Kubernetes reads as it was given
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30))
+def test_a_command_and_a_variable_arrive_as_they_were_given(text: str) -> None:
+    job = K8sJob("job", "image", ("/app/train.py", text), 1, 1, environment=(("V", text),))
+    (pod,) = kube_pods.pods_of([yaml.safe_load(text_of(jobs(job, [])[-1]))])
+    assert pod.command()[-1] == text
+    assert pod.environment()["V"] == text
+    assert kube_pods.expanded(literal(text), {"A": "wrong"}) == text
+
+
+# Numbers, truths and nothing, as YAML 1.1 and 1.2 have them; parsers of both are among Kubernetes' tools.
+_NO_TEXT = re.compile(
+    r"~|null|true|false|yes|no|on|off|y|n|[-+]?[0-9][0-9_]*([eE:.].*)?|0[xob][0-9a-fA-F_]+|[-+]?\.(inf|nan|[0-9].*)|"
+    r"[-+]?[0-9.]+[eE][-+]?[0-9]+|[0-9]{4}-.*|=|<<",
+    re.IGNORECASE,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(st.text(string.printable, max_size=20), st.from_regex(_NO_TEXT, fullmatch=True)))
+def test_no_text_can_be_taken_for_a_number_or_a_truth(text: str) -> None:
+    written = text_of({"data": {text: text}})
+    assert yaml.safe_load(written) == {"data": {text: text}}
+    for event in yaml.parse(written):
+        if isinstance(event, yaml.ScalarEvent) and event.style is None:
+            assert not _NO_TEXT.fullmatch(event.value)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=60))
+def test_every_script_has_a_name_that_kubernetes_takes(text: str) -> None:
+    assert check_name(name_of(f"/a/{text}.py"), "x")
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(string.printable + "é\u2028\x85\t", max_size=60))
+def test_a_script_arrives_as_it_is(text: str) -> None:
+    job = K8sJob("job", "image", ("/script/a.py",), 1, 1)
+    written = text_of(config_map(job, [ScriptFile("a.py", "a.py", text)]))
+    assert yaml.safe_load(written)["data"] == {"a.py": text}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--name", "Train"), "--name: expected at most 40 small letters"),
+        (("--name", "a" * 41), "--name"),
+        (("--server_num", "auto"), "--server_num: expected a number of pods"),
+        (("--worker_num", "0"), "--worker_num: expected a number of pods from 1"),
+        (("--env", "1A=b"), "--env: expected NAME=VALUE"),
+        (("--env", "FLEET_ROLE=WORKER"), "the manifests set it themselves"),
+        (("--pvc", "data"), "--pvc: expected CLAIM=/PATH"),
+        (("--pvc", "data=/keys/x"), "pods have /keys for themselves"),
+        (("--pvc", "data=/a/../b"), "--pvc: expected"),
+        (("--pvc", "a=/data", "--pvc", "b=/data"), "two claims for /data"),
+        (("--toleration", "a=b:Never"), "EFFECT of NoSchedule"),
+        (("--node_selector", "pool"), "--node_selector: expected LABEL=VALUE"),
+        (("--gpus", "0.5"), "whole GPUs"),
+        (("--log_size", "5Gi"), "add --durability log"),
+        (("--durability", "log", "--log_size", "5 GB"), "--log_size: expected a size"),
+        (("--durability", "log", *ETCD), "exclude each other"),
+        (("--replicas", "2"), "belong together"),
+        (("--max_job_restart", "1"), "--format jobset"),
+        (("--max_restart", "-1"), "--max_restart must be at least 0"),
+        (("--nnodes", "2"), "say --insecure"),
+        (("--nnodes", "2", "--server_num", "2", "--insecure"), "use one of them"),
+        (("--format", "kustomize"), "add -o DIR"),
+        (("--env_secret", "A b"), "expected the name of an object"),
+    ],
+)
+def test_mistakes_are_named(flags: tuple[str, ...], message: str, script: Path) -> None:
+    with pytest.raises(RoleError, match=re.escape(message)):
+        main(["--image", "x", *flags, str(script)])
+
+
+def test_a_script_that_is_not_here_may_be_in_the_image(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RoleError, match="for a path in the image add --in_image"):
+        main(["--image", "x", "/app/train.py"])
+    found = made(capsys, "--in_image", "/app/train.py", "--epochs", "2")
+    assert not of_kind(found, "ConfigMap")
+    assert of_kind(found, "Job")[0]["spec"]["template"]["spec"]["containers"][0]["command"][3:] == [
+        "/app/train.py", "--epochs", "2",
+    ]  # fmt: skip
+    assert not of_kind(made(capsys, "-m", "package.train"), "ConfigMap")

@@ -1,0 +1,113 @@
+"""A job as Kubernetes is to run it: how many pods of which role, their names, and what each needs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchfleet.errors import RoleError
+from torchfleet.launch.job_spec import Resources
+from torchfleet.net.replica_channels import SEPARATOR
+
+Document = dict[str, Any]  # an object of Kubernetes, or a part of one
+SERVER, BACKUP, WORKER, RANK = "server", "backup", "worker", "rank"
+PORT, HEALTH_PORT, MASTER_PORT = 7000, 7001, 6170
+KEYS, SCRIPT, WORK, TMP, CACHE, LOGS = "/keys", "/script", "/job", "/tmp", "/cache", "/server-log"
+_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_MOST_NAME = 40  # characters; "-server-9999-0-0" comes behind it, and a host's name has at most 63
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A volume that is there already, and where pods see it."""
+
+    name: str
+    path: str
+    is_read_only: bool = False
+
+
+@dataclass(frozen=True)
+class K8sJob:
+    """Everything that the manifests of a job depend on, but its keys and the files of its script."""
+
+    name: str
+    image: str
+    command: tuple[str, ...]  # the script as a pod has it, or -m and a module, and its arguments
+    num_servers: int = 0
+    num_workers: int = 0
+    num_nodes: int = 0  # of a collective job: its pods
+    ranks_per_node: int = 0
+    namespace: str | None = None
+    server: Resources = field(default_factory=Resources)
+    worker: Resources = field(default_factory=Resources)  # of a collective job: of one pod, with all of its ranks
+    claims: tuple[Claim, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+    env_secrets: tuple[str, ...] = ()  # Secrets whose keys are variables, such as those of a store
+    pull_secrets: tuple[str, ...] = ()
+    node_selector: tuple[tuple[str, str], ...] = ()
+    tolerations: tuple[dict[str, str], ...] = ()
+    max_restart: int = 0
+    max_job_restart: int = 0  # a JobSet's
+    log_size: str | None = None  # of a server's log, with --durability log; None: servers keep none
+    storage_class: str | None = None  # of the volumes of logs
+    fsync_ms: float | None = None
+    run: str = ""  # tells this run from others, for logs and the coordinator
+    coordinator: str | None = None  # with replicas
+    is_jobset: bool = False
+    save_on_stop: str | None = None  # where worker 0 saves when its pod is asked to end
+    grace: int = 0  # seconds that it has for this; 0: a pod that is asked to end ends
+    ttl: int = 86_400  # seconds that a finished Job is kept
+    user: int = 10_001
+    insecure: bool = False  # beside the keys of servers: workers of hybrid mode, and ranks, talk without any
+
+    @property
+    def is_collective(self) -> bool:
+        return self.num_nodes > 0
+
+    @property
+    def has_script_volume(self) -> bool:
+        """Whether the script travels in a ConfigMap, instead of being in the image."""
+        return self.command[0].startswith(f"{SCRIPT}/")
+
+    @property
+    def server_endpoints(self) -> str:
+        """As FLEET_SERVER_ENDPOINTS has it: every server's name and port, with that of its backup behind it."""
+        return ",".join(self._places(i) for i in range(self.num_servers))
+
+    @property
+    def master(self) -> str:
+        """Where the ranks of a collective job meet: the pod of node 0."""
+        return f"{self._host(RANK, 0)}:{MASTER_PORT}"
+
+    def _places(self, index: int) -> str:
+        roles = (SERVER, BACKUP) if self.coordinator else (SERVER,)
+        return SEPARATOR.join(f"{self._host(role, index)}:{PORT}" for role in roles)
+
+    def _host(self, role: str, index: int) -> str:
+        """A pod's name in DNS, from inside its namespace: its host's, and that of the headless Service.
+
+        A pod of an Indexed Job is called by the Job and its index; a JobSet puts the number of the Job between them.
+        Servers with logs are a Job each, for each has a volume of its own.
+        """
+        jobs = "-0" if self.is_jobset else ""
+        if role == SERVER and self.log_size:
+            return f"{self.name}-{role}-{index}{jobs}-0.{self.name}"
+        return f"{self.name}-{role}{jobs}-{index}.{self.name}"
+
+
+def check_name(name: str, option: str, most: int = _MOST_NAME) -> str:
+    """`name`, if Kubernetes takes it as the name of a Service, and of a host. Raises RoleError."""
+    if len(name) > most or not _LABEL.fullmatch(name):
+        raise RoleError(
+            f"{option}: expected at most {most} small letters, digits and -, beginning with a letter and not ending "
+            f"with -; found {name!r}"
+        )
+    return name
+
+
+def name_of(script: str) -> str:
+    """A name for a job, from that of its script."""
+    stem = script.rpartition("/")[2].removesuffix(".py").lower()
+    found = re.sub(r"[^a-z0-9]+", "-", stem)[:_MOST_NAME].strip("-")
+    return found if _LABEL.fullmatch(found) else f"job-{found}".strip("-")[:_MOST_NAME].strip("-")

@@ -1,0 +1,93 @@
+"""Manifests as text: YAML that every parser reads alike, in one stream or in a folder of files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from torchfleet.errors import RoleError
+from torchfleet.launch.clusters.k8s.k8s_job import Document, K8sJob
+
+# Words that are text to every parser. Others are quoted: 1e3, 0o17 or y are numbers and truths to some of them.
+_PLAIN = re.compile(r"[A-Za-z][-A-Za-z0-9_./]*[A-Za-z0-9]")
+_NO_TEXT = {"yes", "no", "on", "off", "true", "false", "null", "nan", "inf"}
+KUSTOMIZATION = "kustomization.yaml"
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    """Text is quoted unless no parser could take it for anything else."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True  # an object that appears twice is written twice
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        super().increase_indent(flow, False)
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = '"'
+    if "\n" in text and not re.search(r"[^\n\x20-\x7e\u00a1-\u07ff]|[ ]\n|^[ \n]", text):
+        style = "|"
+    elif _PLAIN.fullmatch(text) and text.lower() not in _NO_TEXT:
+        style = ""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style or None)
+
+
+_Dumper.add_representer(str, _text)
+
+
+def text_of(document: Document) -> str:
+    """A document as YAML."""
+    return str(yaml.dump(document, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20))
+
+
+def stream_of(documents: Sequence[Document]) -> str:
+    """All of them, for `kubectl apply --server-side -f -`."""
+    return "".join(f"---\n{text_of(document)}" for document in documents)
+
+
+def read_stream(text: str, source: str) -> list[Document]:
+    """The objects of a file. Raises RoleError if it holds something else."""
+    try:
+        found = [document for document in yaml.safe_load_all(text) if document is not None]
+    except yaml.YAMLError as error:
+        raise RoleError(f"{source} is no YAML: {error}") from None
+    for document in found:
+        metadata = document.get("metadata") if isinstance(document, dict) else None
+        if not isinstance(metadata, dict) or not all(
+            isinstance(part, str) for part in (document.get("kind"), document.get("apiVersion"), metadata.get("name"))
+        ):
+            raise RoleError(f"{source}: expected objects of Kubernetes, with apiVersion, kind and metadata.name")
+    return found
+
+
+def write_folder(folder: Path, job: K8sJob, documents: Sequence[Document], with_kustomization: bool) -> list[Path]:
+    """One file for each object, in a new or empty folder; numbered, for `kubectl apply -f` takes them by name.
+
+    Returns the files. Those with keys are readable by their owner only.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RoleError(f"-o {folder}: expected a new or an empty folder; remove the one of before, or name another")
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for number, document in enumerate(documents):
+        name = f"{number:02}-{document['kind'].lower()}-{document['metadata']['name']}.yaml"
+        paths.append(folder / name)
+        _write(folder / name, text_of(document), is_secret=document["kind"] == "Secret")
+    if with_kustomization:
+        made: Document = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+        if job.namespace:
+            made["namespace"] = job.namespace
+        made["resources"] = [path.name for path in paths]
+        paths.append(folder / KUSTOMIZATION)
+        _write(paths[-1], text_of(made), is_secret=False)
+    return paths
+
+
+def _write(path: Path, text: str, is_secret: bool) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if is_secret else 0o644), "w") as file:
+        file.write(text)

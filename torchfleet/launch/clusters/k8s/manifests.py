@@ -1,0 +1,157 @@
+"""The objects of a job, of built-in kinds: a headless Service, a NetworkPolicy, a Secret, a ConfigMap, volumes, Jobs.
+
+Servers are Jobs, as workers are: a StatefulSet would start a server again that has finished. The name of an Indexed
+Job's pod in DNS stays when the pod is replaced, and that is what workers know a server by.
+"""
+
+from __future__ import annotations
+
+import base64
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from torchfleet.launch.clusters.k8s.k8s_job import BACKUP, RANK, SERVER, WORKER, Document, K8sJob
+from torchfleet.launch.clusters.k8s.pod_template import labels, pod_template
+from torchfleet.launch.clusters.k8s.script_files import ScriptFile
+from torchfleet.net.keys import keygen
+
+MISTAKE = 2  # the exit status of a process whose options, environment or keys are wrong: it would fail again
+SAVED = 75  # of one that was asked to end, and has saved: it is to be started again
+
+
+def new_keys() -> dict[str, bytes]:
+    """A set of keys for one job: what `fleetrun --keygen` writes, by the names of the files."""
+    with tempfile.TemporaryDirectory(prefix="torchfleet-keys-") as folder:
+        return {path.name: path.read_bytes() for path in keygen(Path(folder) / "keys")}
+
+
+def documents(job: K8sJob, files: list[ScriptFile], keys: Mapping[str, bytes]) -> list[Document]:
+    """All objects, in the order in which they are to be made: what pods need is there before them."""
+    found = [network_policy(job)]
+    if not job.is_jobset:
+        found.insert(0, service(job))  # a JobSet makes one itself
+    if not job.is_collective:
+        found.append(secret(job, keys))
+    if files:
+        found.append(config_map(job, files))
+    if job.log_size:
+        found += [log_claim(job, index, job.log_size) for index in range(job.num_servers)]
+    return [*found, *([job_set(job, files)] if job.is_jobset else jobs(job, files))]
+
+
+def service(job: K8sJob) -> Document:
+    """Gives every pod its name. Also of those that are not ready: servers and workers start in any order."""
+    made = _object(job, "v1", "Service", job.name)
+    selector = {"app.kubernetes.io/instance": job.name, "app.kubernetes.io/name": "torchfleet"}
+    made["spec"] = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector}
+    return made
+
+
+def network_policy(job: K8sJob) -> Document:
+    """Pods of this job are reached by pods of this job. A cluster whose network knows no policies lets all in."""
+    made = _object(job, "networking.k8s.io/v1", "NetworkPolicy", job.name)
+    own = {"matchLabels": {"app.kubernetes.io/instance": job.name, "app.kubernetes.io/name": "torchfleet"}}
+    made["spec"] = {
+        "podSelector": own,
+        "policyTypes": ["Ingress"],
+        "ingress": [{"from": [{"podSelector": own}]}],
+    }
+    return made
+
+
+def secret(job: K8sJob, keys: Mapping[str, bytes]) -> Document:
+    made = _object(job, "v1", "Secret", f"{job.name}-keys")
+    made["type"] = "Opaque"
+    made["data"] = {name: base64.b64encode(key).decode() for name, key in sorted(keys.items())}
+    return made
+
+
+def config_map(job: K8sJob, files: list[ScriptFile]) -> Document:
+    made = _object(job, "v1", "ConfigMap", f"{job.name}-script")
+    made["data"] = {file.key: file.text for file in files}
+    return made
+
+
+def log_claim(job: K8sJob, index: int, size: str) -> Document:
+    """The volume of a server's log."""
+    made = _object(job, "v1", "PersistentVolumeClaim", f"{job.name}-log-{index}")
+    spec: Document = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
+    if job.storage_class:
+        spec["storageClassName"] = job.storage_class
+    made["spec"] = spec
+    return made
+
+
+def jobs(job: K8sJob, files: list[ScriptFile]) -> list[Document]:
+    """A Job for each group of pods."""
+    made = []
+    for name, spec in _job_specs(job, files).items():
+        role = spec["template"]["metadata"]["labels"]["app.kubernetes.io/component"]
+        found = _object(job, "batch/v1", "Job", f"{job.name}-{name}")
+        found["metadata"]["labels"] = labels(job, role)
+        made.append({**found, "spec": {**spec, "ttlSecondsAfterFinished": job.ttl}})
+    return made
+
+
+def job_set(job: K8sJob, files: list[ScriptFile]) -> Document:
+    """The same Jobs as one object, of a kind that JobSet's controller brings: it can start all of them again."""
+    made = _object(job, "jobset.x-k8s.io/v1alpha2", "JobSet", job.name)
+    replicated = [
+        {"name": name, "replicas": 1, "template": {"metadata": {"labels": labels(job)}, "spec": spec}}
+        for name, spec in _job_specs(job, files).items()
+    ]
+    spec: Document = {
+        "network": {"enableDNSHostnames": True, "subdomain": job.name, "publishNotReadyAddresses": True},
+        "successPolicy": {"operator": "All", "targetReplicatedJobs": [RANK if job.is_collective else WORKER]},
+        "failurePolicy": {"maxRestarts": job.max_job_restart},
+        "ttlSecondsAfterFinished": job.ttl,
+        "replicatedJobs": replicated,
+    }
+    return {**made, "spec": spec}
+
+
+def _job_specs(job: K8sJob, files: list[ScriptFile]) -> dict[str, Document]:
+    """What each Job is to do, by the end of its name."""
+    if job.is_collective:
+        return {RANK: _job_spec(job, RANK, job.num_nodes, job.max_restart, pod_template(job, RANK, files))}
+    # A server without its rows is of no use: only one with a log, or with a backup that has them, is started again.
+    restarts = job.max_restart if job.log_size or job.coordinator else 0
+    made: dict[str, Document] = {}
+    if job.log_size:  # a volume each, and so a template each
+        for index in range(job.num_servers):
+            template = pod_template(job, SERVER, files, index)
+            made[f"{SERVER}-{index}"] = _job_spec(job, SERVER, 1, restarts, template)
+    else:
+        for role in (SERVER, BACKUP) if job.coordinator else (SERVER,):
+            made[role] = _job_spec(job, role, job.num_servers, restarts, pod_template(job, role, files))
+    made[WORKER] = _job_spec(job, WORKER, job.num_workers, job.max_restart, pod_template(job, WORKER, files))
+    return made
+
+
+def _job_spec(job: K8sJob, role: str, num: int, restarts: int, template: Document) -> Document:
+    """`num` pods at the same time, each replaced so often when it fails. One that is given up fails the Job."""
+    rules: list[Document] = [
+        {"action": "FailJob", "onExitCodes": {"containerName": role, "operator": "In", "values": [MISTAKE]}}
+    ]
+    if restarts:  # a pod that Kubernetes itself has moved away has not failed
+        moved = {"type": "DisruptionTarget", "status": "True"}
+        saved = {"containerName": role, "operator": "In", "values": [SAVED]}
+        rules += [{"action": "Ignore", "onExitCodes": saved}, {"action": "Ignore", "onPodConditions": [moved]}]
+    return {
+        "completionMode": "Indexed",
+        "completions": num,
+        "parallelism": num,
+        "backoffLimitPerIndex": restarts,
+        "maxFailedIndexes": 0,
+        "podFailurePolicy": {"rules": rules},
+        "podReplacementPolicy": "Failed",  # two pods of one name would be two servers of one log
+        "template": template,
+    }
+
+
+def _object(job: K8sJob, version: str, kind: str, name: str) -> Document:
+    metadata: Document = {"name": name, "labels": labels(job)}
+    if job.namespace:
+        metadata["namespace"] = job.namespace
+    return {"apiVersion": version, "kind": kind, "metadata": metadata}
