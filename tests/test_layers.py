@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {*TABLES, "storage", "errors"},
     "checkpoint/exporting": {"checkpoint", "storage", "errors"},
     "server/meeting": {"net", "errors"},
-    "server/state": {*TABLES, "server/meeting", "net", "kernels", "cgroups", "errors"},
+    "server/state": {*TABLES, "server/meeting", "net", "kernels", "cgroups", "guard", "errors"},
     "server/saving": {
         *TABLES,
         "server/state",

@@ -44,6 +44,7 @@ class ServerRole:
         self._info, self._layouts = setup.info, setup.plan.layouts
         self._way = Way(setup.info.key_dir, setup.info.socket_dir)
         self._server = Server(num_workers=setup.info.num_workers, orphan_timeout=setup.info.orphan_timeout)
+        self._server.state.place = setup.info.server_index, setup.info.num_servers
         self._replica: Replica | None = None
         for spec in setup.plan.specs:
             self._server.state.add_table(spec.for_shard(setup.info.server_index, setup.info.num_servers))

@@ -14,6 +14,7 @@ import torch
 from torchfleet.checkpoint.manifest import Manifest
 from torchfleet.errors import FleetError
 from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
+from torchfleet.job.job_claims import check_releases, claims_of
 from torchfleet.job.job_setup import JobSetup
 from torchfleet.job.mode_choice import make_communicator, make_whole_tables
 from torchfleet.job.waiting_share import WaitingShare
@@ -230,7 +231,9 @@ class WorkerRole:
             return None
         info, strategy = self.info, self.strategy
         timeouts = info.worker_timeout, strategy.sync_timeout
-        made = Membership(self._connect(), info.num_workers, info.restart, *timeouts, self._waiting_share)
+        check_releases(self.client)
+        claims = claims_of(self._plan.specs, strategy, info.num_servers)
+        made = Membership(self._connect(), info.num_workers, info.restart, *timeouts, self._waiting_share, claims)
         self._ends.callback(made.close)
         return made
 

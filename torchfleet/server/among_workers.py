@@ -16,6 +16,8 @@ from torchfleet.server.meeting.file_lists import MAX_LIST, FilesBody
 from torchfleet.server.meeting.gathering import GatherBody
 from torchfleet.server.meeting.mail import SendBody, TakeBody
 from torchfleet.server.meeting.presence import MAX_NAME, JoinBody
+from torchfleet.server.state.claims import MAX_CLAIMS, Claims
+from torchfleet.server.state.handshake import agree, check_claims
 from torchfleet.server.state.state import Answer, State
 from torchfleet.server.sync_step import close_sync_step
 
@@ -30,8 +32,9 @@ class BarrierBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def join(state: State, request: Request) -> Answer:
-    """A worker is there, or still there. One that was told of another number of workers than this server is refused."""
-    body, worker = unpack(only(request), JoinBody, MAX_BODY), request.message.worker
+    """A worker is there, or still there. One that was told of another job than this server or others is refused."""
+    arrays, worker = _bodies(request, 1, 2), request.message.worker
+    body, claims = unpack(arrays[0], JoinBody, MAX_BODY), None
     if not all(0 < seconds <= MAX_BARRIER_SECONDS for seconds in (body.timeout, body.sync_timeout)):
         raise WireError(f"time-outs of a worker are above 0, up to {MAX_BARRIER_SECONDS:g} s; found {body}")
     if state.num_workers and (body.num_workers != state.num_workers or worker >= state.num_workers):
@@ -40,10 +43,16 @@ def join(state: State, request: Request) -> Answer:
             "all servers and workers the same FLEET_NUM_WORKERS / PADDLE_TRAINERS_NUM (in code: worker_num)."
         )
     check_worker(state, request)
+    if len(arrays) == 2:
+        claims = unpack(arrays[1], Claims, MAX_CLAIMS)
+        if not state.is_following:  # who was let in where the entry was made is let in here
+            check_claims(state, worker, body.num_workers, claims, request.arrived)
     replaces = state.presence.join(worker, request.message.incarnation, body, request.arrived)
     if not body.again:
         again = f", started again ({body.restart})" if body.restart else ""
         state.say(f"worker {worker} has joined from {body.host}, pid {body.pid}{again}")
+    if claims is not None:
+        agree(state, worker, body.num_workers, claims, request.arrived)
     if body.restart and not body.again:
         state.barriers.forget(worker)
         state.gatherings.forget(worker)

@@ -7,7 +7,8 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torchfleet.background import BackgroundThreads
 from torchfleet.errors import ServerRestarted, ServerUnreachable
@@ -31,9 +32,10 @@ class Membership:
         timeout: float,
         sync_timeout: float,
         waiting: Callable[[], float | None],
+        claims: Sequence[dict[str, Any]],
     ) -> None:
         """Owns `client` from now on. `waiting`: for what share of its time this worker waits for servers; called from
-        another thread. Raises RoleError if a server refuses this worker."""
+        another thread. `claims`: what it was told of the job, by server. Raises RoleError if one refuses it."""
         self._client, self._timeout, self._waiting = client, timeout, waiting
         self._body = {
             "host": socket.gethostname(),
@@ -44,7 +46,7 @@ class Membership:
             "restart": restart,
         }
         try:
-            client.join(self._body)
+            client.join(self._body, claims=claims)
         except BaseException:
             client.close()
             raise

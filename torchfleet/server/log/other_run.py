@@ -20,6 +20,7 @@ def forget_workers(state: State) -> None:
     """As if the tables had been loaded from a saved model: the workers of this run begin with what is there."""
     apply_gathered(state)  # its pushes were acknowledged
     state.presence, state.barriers, state.gatherings = Presence(), Barriers(), Gatherings()
+    state.agreement = None
     state.mail, state.files, state.bound, state.changes = Mail(), FileLists(), Bound(), Changes()
     state.sync_step = {}
     state.long_work.clear()

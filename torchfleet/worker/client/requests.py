@@ -68,9 +68,15 @@ class Requests:
     def num_retries(self) -> int:
         return sum(connection.num_retries for connection in self._connections)
 
-    def join(self, body: dict[str, Any], timeout: float | None = None) -> None:
-        """Tell the servers that this worker is there. Raises RoleError if one of them refuses it."""
-        self._ask(Command.JOIN, [[pack(body)]] * self.num_servers, timeout=timeout).result()
+    def join(
+        self, body: dict[str, Any], timeout: float | None = None, claims: Sequence[dict[str, Any]] | None = None
+    ) -> None:
+        """Tell the servers that this worker is there. `claims`: what it was told of the job, by server.
+
+        Raises RoleError if one of them refuses it.
+        """
+        arrays = [[pack(body), pack(own)] for own in claims] if claims else [[pack(body)]] * self.num_servers
+        self._ask(Command.JOIN, arrays, timeout=timeout).result()
 
     def barrier(self, name: str, num_workers: int, timeout: float = 600.0) -> None:
         """Wait until all workers that have not left are here. Server 0 keeps the list."""
