@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adoption": set(),
     "guard": {"errors"},
     "background": {"errors"},
+    "stop_request": {"errors"},
     "kernels": {"guard", "errors"},
     "monitor": set(),
     "role": {"errors"},
@@ -57,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tables": {"tables/settings", "tables/rows", "tables/policies", "kernels", "errors"},
     "checkpoint": {*TABLES, "storage", "errors"},
     "checkpoint/exporting": {"checkpoint", "storage", "errors"},
-    "server/meeting": {"net", "errors"},
+    "server/meeting": {"net", "role", "errors"},
     "server/state": {*TABLES, "server/meeting", "net", "kernels", "cgroups", "guard", "errors"},
     "server/saving": {
         *TABLES,
@@ -97,6 +98,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server/replicas": {"server/log", "server", "coordination", "net", "errors"},
     "server/__main__": {
         "tables/settings",
+        "role",
         "server",
         "server/log",
         "net",
@@ -184,6 +186,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "strategy",
         "monitor",
         "adoption",
+        "stop_request",
         "errors",
     },
     # jobs, and what users import
@@ -221,6 +224,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "net",
         "adoption",
         "background",
+        "stop_request",
         "errors",
     },
     "fleet": {
@@ -239,6 +243,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "strategy",
         "training",
         "adoption",
+        "stop_request",
         "errors",
     },
     "util": {"fleet", "errors"},
@@ -312,6 +317,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "guard",
         "errors",
     },
+    "launch/clusters": {"launch", "tables/settings", "role", "net", "cgroups", "guard", "stop_request", "errors"},
+    "launch/launchers": {"launch", "launch/clusters"},
+    "launch/cli": {"launch", "launch/launchers", "launch/clusters", "net", "guard", "errors"},
+    "launch/__main__": {"launch/cli"},
     "__init__": set(),  # loads its names when they are first used
 }
 WITHOUT_TORCH = {

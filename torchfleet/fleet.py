@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar, overload
 
 import msgspec
@@ -29,6 +30,7 @@ from torchfleet.job.ps_job import NO_SERVER, NO_WORKER, ParameterServerJob
 from torchfleet.job.worker_role import WorkerRole
 from torchfleet.monitor.status import KNOWN
 from torchfleet.role import SERVER, PaddleCloudRoleMaker, RoleInfo
+from torchfleet.stop_request import end_with_save
 from torchfleet.storage import Storage
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.tables.settings.policy import Shrink
@@ -172,7 +174,14 @@ def worker_index() -> int:
 
 
 def worker_num() -> int:
-    return _any_job().info.num_workers
+    """Workers of the job; of an elastic one, those that are there now."""
+    return _any_job().num_workers
+
+
+def first_step() -> int:
+    """The number of the step with which this worker begins: 0, or in sync mode, if it was started again, as many as the
+    job had made. Its loop goes on with that batch: docs/faults.md."""
+    return _get_worker().first_step
 
 
 def data_shard() -> tuple[int, int]:
@@ -400,6 +409,18 @@ def load(dirname: str) -> dict[str, Any]:
     All ranks call it together, after distributed_model and distributed_optimizer. Returns what `extra` was.
     """
     return _any_job().load(dirname)
+
+
+def stop_if_asked(dirname: str, extra: Mapping[str, Any] | None = None) -> None:
+    """If this job was asked to end: save, as `save` does, and end this process with status 75, "start me again".
+
+    Schedulers ask with SIGUSR1, some time before a limit: docs/cluster/slurm.md. Call it after a step. With parameter
+    servers all workers may call it, and worker 0 acts; the scheduler ends the others. In collective training all ranks
+    call it together, and end together.
+    """
+    job = _any_job(NO_WORKER)
+    if job.is_asked_to_stop():
+        end_with_save(partial(job.save, dirname, extra), dirname)
 
 
 def saved_extra(dirname: str) -> dict[str, Any] | None:

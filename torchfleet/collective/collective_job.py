@@ -24,6 +24,7 @@ from torchfleet.collective.world import begun
 from torchfleet.errors import FleetError, ModelError, StrategyError
 from torchfleet.monitor.status import StatusFile
 from torchfleet.role import RoleInfo
+from torchfleet.stop_request import stop_request
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 if TYPE_CHECKING:
@@ -274,6 +275,10 @@ class CollectiveJob(JobSettings):
             write_save(planned, tensors, world)
         return planned.number
 
+    def is_asked_to_stop(self) -> bool:
+        """Whether any rank is: all of them end after the same step."""
+        return any(self.gather("fleet.stop_if_asked", b"1" if stop_request.has_come() else b""))
+
     def _finish_save(self, timeout: float | None = None) -> None:
         """Wait for a save that is written beside training; its error, if any, is raised here."""
         if self._saves is not None:
@@ -300,6 +305,10 @@ class CollectiveJob(JobSettings):
     @property
     def mode(self) -> str:
         return "collective"
+
+    @property
+    def num_workers(self) -> int:
+        return self.info.num_workers
 
     @property
     def data_shard(self) -> tuple[int, int]:

@@ -28,6 +28,11 @@ class Job(Protocol):
         ...
 
     @property
+    def num_workers(self) -> int:
+        """Workers, or ranks, of the job; of an elastic one with servers, those that are there now."""
+        ...
+
+    @property
     def data_shard(self) -> tuple[int, int]:
         """(index, number): which of how many equal shares of the samples this process trains on."""
         ...
@@ -66,6 +71,10 @@ class Job(Protocol):
 
     def load(self, dirname: str) -> dict[str, Any]:
         """Go on from a save; returns its `extra`."""
+        ...
+
+    def is_asked_to_stop(self) -> bool:
+        """Whether this process is to save and to end, because a scheduler has asked the job to."""
         ...
 
     def stop(self) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,9 @@ from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.job.job_claims import check_releases, claims_of
 from torchfleet.job.job_setup import JobSetup
 from torchfleet.job.mode_choice import make_communicator, make_whole_tables
+from torchfleet.job.rejoining import catch_up, check_loss_rule
 from torchfleet.job.waiting_share import WaitingShare
-from torchfleet.job.worker_start import check_loaded, make_tables, patience_with, wait_for_servers
+from torchfleet.job.worker_start import check_loaded, make_tables, patience_with, wait_for_servers, with_known_restart
 from torchfleet.monitor.freshness import ages_by_kind
 from torchfleet.monitor.status import StatusFile
 from torchfleet.net.keys import KeyFolder
@@ -27,6 +29,7 @@ from torchfleet.net.transport import InProcess
 from torchfleet.net.wire import Role
 from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
+from torchfleet.stop_request import end_with_save, stop_request
 from torchfleet.storage import Storage
 from torchfleet.tables.rows.row_statistics import is_pushed
 from torchfleet.tables.settings.clock import MAX_TIME
@@ -68,6 +71,7 @@ class WorkerRole:
         self._started = time.monotonic()
         self._reported: dict[str, float] = {}
         self._left = False
+        self.first_step = 0  # with which this worker begins: in sync mode more than 0 if it was started again
         self._saved_to: set[str] = set()
         self._passes: Counter[str] = Counter()  # over shared lists of files, by name
         self._waiting: WaitingShare | None = None  # until training can begin
@@ -82,11 +86,14 @@ class WorkerRole:
     def _begin(self, setup: JobSetup, dirname: str | None) -> None:
         """All that may fail: connected, joined, tables made, threads started, the model bound."""
         wait_for_servers(self.client, self.info.start_timeout)
+        check_loss_rule(self.strategy.mode, self.info)
+        setup.info = self.info = with_known_restart(self.client, self.info)
         self._membership = self._join()
+        setup.info = self.info
         if dirname is not None:
             check_loaded(self.client, dirname)
         make_tables(self.client, self._plan, self.info, self.strategy)
-        self.communicator: Communicator = make_communicator(setup, self.client, self._connect)
+        self.communicator: Communicator = make_communicator(setup, self.client, self._connect, lambda: self.num_workers)
         self._ends.callback(self.communicator.release)
         self._hybrid = self._hybrid_worker()
         if self._hybrid is not None:
@@ -109,6 +116,11 @@ class WorkerRole:
         self.communicator.rest()
         # One name for all of them: a worker that was started again cannot know how many there have been.
         self.client.barrier(name, self.info.num_workers, self.strategy.sync_timeout)
+
+    @property
+    def num_workers(self) -> int:
+        """Of the job; of an elastic one, those that are there."""
+        return self._membership.num_members if self._membership and self.info.is_elastic else self.info.num_workers
 
     def meet(self, what: str) -> None:
         """Before workers wait for each other at a server: in hybrid mode one of them may be held up in a step."""
@@ -157,6 +169,9 @@ class WorkerRole:
         saved = save_model(self.client, self._plan, dirname, self.strategy.sync_timeout, kind, extra)
         self._saved_to.add(Storage(dirname).path)
         return saved
+
+    def is_asked_to_stop(self) -> bool:
+        return self.info.worker_index == 0 and stop_request.has_come()
 
     def shrink(self, table: str | None, policy: Shrink) -> dict[str, int]:
         self.communicator.flush()
@@ -230,11 +245,14 @@ class WorkerRole:
         if self.info.is_local:
             return None
         info, strategy = self.info, self.strategy
-        timeouts = info.worker_timeout, strategy.sync_timeout
         check_releases(self.client)
         claims = claims_of(self._plan.specs, strategy, info.num_servers)
-        made = Membership(self._connect(), info.num_workers, info.restart, *timeouts, self._waiting_share, claims)
+        made = Membership(self._connect(), info, strategy.sync_timeout, self._waiting_share, claims)
         self._ends.callback(made.close)
+        if strategy.mode != "hybrid":  # its workers start together, and their launcher says how often they did
+            self.info = replace(info, restart=max(info.restart, *(joined.restarts for joined in made.told)))
+        if strategy.mode == "sync":
+            self.first_step = catch_up(self.client, made.told, len(self._optimizers), strategy.sync_timeout)
         return made
 
     def _waiting_share(self) -> float | None:
@@ -283,6 +301,8 @@ class WorkerRole:
         for optimizer in self._optimizers:
             optimizer.bind(self.engine, self.communicator)
             optimizer.after_step = self._step_made
+        if self.info.save_on_stop:
+            self._optimizers[-1].after_step = self._whole_step_made
 
     def _model_state(self) -> ModelState:
         put_network = None if self._hybrid is None else self._hybrid.put_network
@@ -294,6 +314,13 @@ class WorkerRole:
     def _freshen(self, called: torch.nn.Module) -> None:
         if called is self.model:  # a copy of the model has the hook, too, and parameters of its own
             self.communicator.freshen()
+
+    def _whole_step_made(self) -> None:
+        """Of all optimizers."""
+        self._step_made()
+        folder = self.info.save_on_stop
+        if folder and self.is_asked_to_stop():
+            end_with_save(lambda: self.save(folder, "full"), folder)
 
     def _step_made(self) -> None:
         self._status.write()

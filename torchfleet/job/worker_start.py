@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torchfleet.errors import FleetError, ServerUnreachable
@@ -18,6 +20,7 @@ RECOVERY_TIMEOUT = 600.0  # seconds that a server with a log may be away: it rea
 RESEND_PAUSE = 5.0  # seconds between two attempts to reach one
 _PERIOD = 5.0  # seconds between two lines about servers that are not ready
 _PAUSE = 0.1  # seconds between two questions to a server that is loading
+_NO_VALUES = "worker 0 has not set the first values; look at its log"
 
 
 def patience_with(strategy: DistributedStrategy, info: RoleInfo) -> Patience:
@@ -66,15 +69,32 @@ def check_loaded(client: Client, dirname: str) -> None:
             )
 
 
+def with_known_restart(client: Client, info: RoleInfo) -> RoleInfo:
+    """The role with the number of its starts, if the servers are to be asked for it: a process before this one had its
+    number, and has not left."""
+    if not info.asks_restart:
+        return info
+    members = (member for server in client.stats() for member in server["workers"])
+    before = [member["restart"] for member in members if member["worker"] == info.worker_index]
+    return replace(info, restart=max(before) + 1 if before else 0)
+
+
 def make_tables(client: Client, plan: Plan, info: RoleInfo, strategy: DistributedStrategy) -> None:
-    """Worker 0 makes the tables and sets what was not loaded; all workers then have the servers' dense values."""
-    if info.worker_index == 0 and not info.restart:
+    """Worker 0 makes the tables and sets what was not loaded; all workers then have the servers' dense values.
+
+    One that was started again does so if the process before it has not come so far.
+    """
+    if info.worker_index == 0 and not (info.restart and _has_first_values(client, plan)):
         for spec in plan.specs:
             client.create_table(spec)
         tables = [server["tables"] for server in client.stats()]
         _set_sparse(client, plan, tables)
         _set_dense(client, plan, tables)
-    if info.num_workers > 1 and not info.restart:
+    if info.is_elastic:
+        _wait_for(lambda: _has_first_values(client, plan), info, _NO_VALUES)
+        least = f"fewer than {info.min_workers} workers have come (FLEET_MIN_WORKERS)"
+        _wait_for(lambda: client.stats()[0]["members"]["joined"] >= info.min_workers, info, least)
+    elif info.num_workers > 1:
         _wait_for_first_values(client, plan, info, strategy)
     for dense in (*plan.dense, *plan.fixed):
         dense.write(client.pull_dense(dense.spec.name).result())
@@ -102,15 +122,26 @@ def _set_dense(client: Client, plan: Plan, tables: list[dict[str, Any]]) -> None
 
 
 def _wait_for_first_values(client: Client, plan: Plan, info: RoleInfo, strategy: DistributedStrategy) -> None:
-    names = {dense.spec.name for dense in (*plan.dense, *plan.fixed)}
-    if strategy.a_sync_configs.launch_barrier or not names:
+    is_met = strategy.a_sync_configs.launch_barrier or not _named(plan)
+    if is_met and not info.restart:  # the others have met without one that was started again
         client.barrier("start", info.num_workers, max(info.start_timeout, strategy.sync_timeout))
         return
+    _wait_for(lambda: _has_first_values(client, plan), info, _NO_VALUES)
+
+
+def _wait_for(is_so: Callable[[], bool], info: RoleInfo, otherwise: str) -> None:
     deadline = time.monotonic() + info.start_timeout
-    while not all(server["tables"][name]["is_set"] for server in client.stats() for name in names):
+    while not is_so():
         if time.monotonic() > deadline:
-            raise FleetError(
-                f"after {info.start_timeout:g} s (FLEET_START_TIMEOUT) worker 0 has not set the first values; look at "
-                "its log"
-            )
+            raise FleetError(f"after {info.start_timeout:g} s (FLEET_START_TIMEOUT) {otherwise}")
         time.sleep(0.05)
+
+
+def _has_first_values(client: Client, plan: Plan) -> bool:
+    """Whether worker 0 has set all that it sets; rows, which come first, are not looked at."""
+    tables = [server["tables"] for server in client.stats()]
+    return all(name in found and found[name]["is_set"] for found in tables for name in _named(plan))
+
+
+def _named(plan: Plan) -> set[str]:
+    return {dense.spec.name for dense in (*plan.dense, *plan.fixed)}

@@ -5,19 +5,30 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
 from torchfleet import __version__
 from torchfleet.errors import FleetError, RoleError
 from torchfleet.guard.printable import say
-from torchfleet.launch.job_spec import JobSpec
+from torchfleet.launch.clusters.job_options import (
+    RESOURCES,
+    add_counts,
+    add_resources,
+    add_script,
+    check_script,
+    job_spec_of,
+)
 from torchfleet.launch.launchers import LAUNCHERS, launcher_of
-from torchfleet.launch.processes import module_command, script_command
 from torchfleet.net.keys import KeyFolder, keygen
 
 _NOT_YET = ("heter_worker_num", "cluster")
+
+# The first argument → the function that takes the others and returns the exit status. Imported when it is asked for.
+SUBCOMMANDS = {
+    "k8s": "torchfleet.launch.clusters.k8s_command:main",
+    "slurm": "torchfleet.launch.clusters.slurm_command:main",
+}
 
 _EXAMPLES = """examples:
   fleetrun --server_num 2 --worker_num 2 train.py --epochs 3        all on this machine
@@ -42,13 +53,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # a script's own --work is not our --worker_num
     )
-    made.add_argument(
-        "--server_num",
-        type=_count_or_auto,
-        metavar="N|auto",
-        help="servers on this machine (default: 1); auto: one for each core that the workers leave",
-    )
-    made.add_argument("--worker_num", type=int, help="workers on this machine (default: 1)")
+    add_counts(made)
     for launcher in LAUNCHERS.values():
         launcher.add_options(made)
     made.add_argument(
@@ -78,26 +83,18 @@ def parser() -> argparse.ArgumentParser:
     for name in _NOT_YET:
         made.add_argument(f"--{name}", help=argparse.SUPPRESS)
     made.add_argument("--version", action="version", version=f"fleetrun {__version__}")
-    made.add_argument(
-        "-m", "--module", action="store_true", help="what follows is a module, to be run as `python -m` would"
-    )
-    made.add_argument("script", nargs="?", help="the training script, or with -m the module")
-    made.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    add_resources(made)
+    add_script(made)
     return made
-
-
-def _count_or_auto(text: str) -> int | str:
-    try:
-        return text if text == "auto" else int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a number, or auto; found {text!r}") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run fleetrun with these arguments (default: those of the process) and return its exit status."""
-    options = parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        return _run(options)
+        if given and given[0] in SUBCOMMANDS:
+            return _subcommand(given[0])(given[1:])
+        return _run(parser().parse_args(given))
     except FleetError as error:
         say(f"fleetrun: {error}", file=sys.stderr)
         return 2
@@ -110,25 +107,17 @@ def _run(options: argparse.Namespace) -> int:
         return 0
     launcher = launcher_of(options)
     _check(options)
-    job = _job_spec(options)
+    job = job_spec_of(options)
     if options.dry_run:
         print("\n".join(launcher.describe(job, options)))
         return 0
     return launcher.run(job, options)
 
 
-def _job_spec(options: argparse.Namespace) -> JobSpec:
-    command = module_command if options.module else script_command
-    return JobSpec(
-        command=tuple(command(options.script, options.arguments)),
-        log_dir=Path(options.log_dir),
-        num_servers=options.server_num,
-        num_workers=options.worker_num,
-        max_restart=options.max_restart,
-        max_job_restart=options.max_job_restart,
-        key_dir=options.key_dir,
-        insecure=options.insecure,
-    )
+def _subcommand(name: str) -> Callable[[Sequence[str]], int]:
+    module, _, function = SUBCOMMANDS[name].partition(":")
+    found: Callable[[Sequence[str]], int] = getattr(import_module(module), function)
+    return found
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -137,12 +126,10 @@ def _check(options: argparse.Namespace) -> None:
             raise RoleError(
                 f"--{name} is not available yet; start jobs with --server_num and --worker_num, or --nproc_per_node"
             )
-    if options.script is None:
-        raise RoleError("no script given. Usage: fleetrun --server_num 2 --worker_num 2 train.py [its options]")
-    if options.module:
-        _check_module(options.script)
-    elif not Path(options.script).is_file():
-        raise RoleError(f"no script at {options.script}")
+    asked = [f"--{name}" for name in RESOURCES if getattr(options, name) is not None]
+    if asked and options.cluster is None:
+        raise RoleError(f"{', '.join(asked)}: a cluster is asked for resources, and this job runs on this machine")
+    check_script(options)
     for name in ("max_restart", "max_job_restart"):
         if getattr(options, name) < 0:
             raise RoleError(f"--{name} must be at least 0, found {getattr(options, name)}")
@@ -150,17 +137,3 @@ def _check(options: argparse.Namespace) -> None:
         raise RoleError("--max_restart starts one worker again, --max_job_restart all processes: use one of them")
     if options.key_dir:
         KeyFolder(options.key_dir)  # raises before anything starts if there is no such folder
-
-
-def _check_module(name: str) -> None:
-    """Raise RoleError unless the package that the module is in can be found, from here as `python -m` looks for it."""
-    package = name.partition(".")[0]
-    path = list(sys.path)
-    sys.path.insert(0, os.getcwd())
-    try:
-        is_found = package.isidentifier() and find_spec(package) is not None
-    finally:
-        sys.path[:] = path
-    if not is_found:
-        hint = f"; for a script leave -m out: fleetrun {name}" if Path(name).is_file() else ""
-        raise RoleError(f"-m {name}: no module or package '{package}' is installed or in {os.getcwd()}{hint}")

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from torchfleet.cgroups import usable_cores
 from torchfleet.guard.printable import bare, printable
-from torchfleet.launch.processes import Process
+from torchfleet.launch.job_spec import RunningTask
 from torchfleet.monitor.job_load import JobLoad
 from torchfleet.monitor.status import KNOWN
 
@@ -41,7 +41,7 @@ class Display:
         else:
             print(shown, flush=True)
 
-    def show(self, processes: Sequence[Process]) -> None:
+    def show(self, processes: Sequence[RunningTask]) -> None:
         reported = ((p, p.status()) for p in processes if p.returncode is None)
         running = {(p.task.role, p.task.index): status for p, status in reported if not status.get("backup")}
         told = self._load.look(running)
@@ -50,12 +50,12 @@ class Display:
         elif time.monotonic() >= self._next:
             self._show_line(processes, told)
 
-    def show_end(self, processes: Sequence[Process]) -> None:
+    def show_end(self, processes: Sequence[RunningTask]) -> None:
         """How the job ended, which stays readable after the table is gone, and what it waited for on the whole."""
         told = self._load.whole()
         self._show_line(processes, f"on the whole: {told}" if told else "")
 
-    def _show_line(self, processes: Sequence[Process], told: str) -> None:
+    def _show_line(self, processes: Sequence[RunningTask], told: str) -> None:
         self._next = time.monotonic() + _PERIOD
         self.report("[fleetrun] " + "; ".join(_line(process) for process in processes))
         if told:
@@ -66,14 +66,14 @@ class Display:
             self._live.stop()
 
 
-def state(process: Process) -> str:
+def state(process: RunningTask) -> str:
     code = process.returncode
     if code is None:
         return "running" if process.status() else "starting"
     return "done" if code == 0 else f"ended with {code}"
 
 
-def _line(process: Process) -> str:
+def _line(process: RunningTask) -> str:
     status = process.status()
     if process.task.role == "server":
         rows = sum(status.get("rows", {}).values())
@@ -90,7 +90,7 @@ def _share(share: float | None) -> str:
     return "" if share is None else f"{share:.0%}"
 
 
-def _table(processes: Sequence[Process]) -> Table:
+def _table(processes: Sequence[RunningTask]) -> Table:
     table = Table()
     loads = ("waits", "busy") if any(process.task.role == "server" for process in processes) else ()
     for heading in ("role", "state", "steps", "steps/s", "samples/s", "queue", *loads, "metrics", "rows"):

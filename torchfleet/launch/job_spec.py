@@ -1,17 +1,26 @@
-"""The description of a job that every launcher receives, and of one process of it."""
+"""The description of a job that every launcher receives, of one process of it, and of one that was started."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from torchfleet.errors import RoleError
 from torchfleet.monitor.log_file import DEFAULT_BYTES
 from torchfleet.net.private_jobs import Way
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one process of a role asks a cluster for. None: as the cluster or its launcher decides."""
+
+    cpus: float | None = None
+    memory: int | None = None  # bytes
+    gpus: float | None = None
 
 
 @dataclass(frozen=True)
@@ -22,6 +31,8 @@ class JobSpec:
     log_dir: Path  # as the user gave it; every run has a folder of its own below it: `make_run_dir`
     num_servers: int | Literal["auto"] | None = None  # None: the user gave no number
     num_workers: int | None = None
+    resources: Mapping[str, Resources] = field(default_factory=dict)  # by role, of those that are given
+    folder: Path = field(default_factory=Path.cwd)  # of the script; of a module: where it is looked for
     max_restart: int = 0  # restarts of a failed worker; in a collective job, of all ranks together
     max_job_restart: int = 0  # restarts of the whole job
     key_dir: str | None = None
@@ -36,6 +47,10 @@ class JobSpec:
         if self.socket_dir:
             variables["FLEET_SOCKET_DIR"] = self.socket_dir
         return {**variables, "FLEET_INSECURE": "1"} if self.insecure else variables
+
+    def resources_of(self, role: str) -> Resources:
+        """What a process of this role ("server", "worker" or "rank") asks for."""
+        return self.resources.get(role, Resources())
 
     @property
     def way(self) -> Way:
@@ -89,6 +104,55 @@ class Task:
     @property
     def log_name(self) -> str:
         return f"{'server' if self.role == 'server' else 'worker'}log.{self.file_name}"
+
+
+Report = Callable[[str], None]  # shows a line to the user
+
+
+class RunningTask(Protocol):
+    """A task that was started: a process of this machine, or something of a cluster that runs one elsewhere.
+
+    No method waits for long: the loop that watches all processes calls them.
+    """
+
+    @property
+    def task(self) -> Task: ...
+
+    @property
+    def log(self) -> Path:
+        """Where its output is, on this machine."""
+
+    @property
+    def num_restarts(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it starts or runs; the exit status, or -N if signal N ended it; -9 also if its machine is lost."""
+
+    def status(self) -> dict[str, Any]:
+        """What the process reported last; empty before its first report."""
+
+    def last_lines(self, num: int = 20) -> list[str]:
+        """The end of its log."""
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and its children."""
+
+    def restart(self) -> None:
+        """Start the task again; its log goes on."""
+
+    def kill(self) -> None:
+        """It and its children have ended when this returns."""
+
+    def close(self) -> None:
+        """Kill what is left of it, and remove what it leaves beside its log."""
+
+
+class Start(Protocol):
+    """How a supervisor starts a task."""
+
+    def __call__(self, task: Task, report: Report, echo: bool, append: bool) -> RunningTask:
+        """`report` takes lines for the user: complaints, and with `echo` all output. `append`: the log goes on."""
 
 
 def describe_task(task: Task, command: Sequence[str], logs: str) -> list[str]:

@@ -10,17 +10,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchfleet.launch.job_spec import Task
+from torchfleet.launch.job_spec import Report, RunningTask, Task
 from torchfleet.monitor.log_file import DEFAULT_BYTES, LogFile, last_bytes
 
 _LINE = 1 << 16  # bytes of output that are taken at a time
 _GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 # Run before the script itself: should the launcher be killed outright, the kernel ends its children (PR_SET_PDEATHSIG).
-_TIE_TO_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
+TIE_TO_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
 
 # The launcher may itself run as a process of a job. Its processes must not inherit that role.
 ROLES = {
@@ -38,7 +38,7 @@ class Process:
         task: Task,
         command: Sequence[str],
         log_dir: Path,
-        report: Callable[[str], None],
+        report: Report,
         echo: bool = False,
         append: bool = False,
         max_log_bytes: int = DEFAULT_BYTES,
@@ -58,7 +58,7 @@ class Process:
             environment["FLEET_RESTART"] = str(self.num_restarts)
         sink = LogFile(self.log, append, self._max_log_bytes, lambda text: self._report(f"[fleetrun] {text}"))
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _TIE_TO_PARENT, *self._command],
+            [sys.executable, "-c", TIE_TO_PARENT, *self._command],
             env=environment,
             stdout=subprocess.PIPE,  # not the log itself: on a full disk a process could print nothing, and would end
             stderr=subprocess.STDOUT,
@@ -133,7 +133,7 @@ class Process:
             self._report(f"[{self.task.name}] {line.decode(errors='replace')}")
 
 
-def end_all(processes: Sequence[Process]) -> None:
+def end_all(processes: Sequence[RunningTask]) -> None:
     """SIGTERM to all, and SIGKILL to those that have not ended after a grace. None runs when this returns."""
     for process in processes:
         if process.returncode is None:

@@ -1,16 +1,19 @@
-"""Starts the servers and workers of this machine, watches them, and decides what the end of one means for all."""
+"""Starts the servers and workers of a job, watches them, and decides what the end of one means for all."""
 
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from torchfleet.errors import FleetError
 from torchfleet.launch.display import Display
 from torchfleet.launch.endurance.loss import tell_of_loss
-from torchfleet.launch.job_spec import JobSpec, Task
+from torchfleet.launch.endurance.worker_loss import FREE_MODES, may_be_missed, may_restart
+from torchfleet.launch.job_spec import JobSpec, Report, RunningTask, Start, Task
 from torchfleet.launch.processes import Process, end_all
 from torchfleet.launch.roles import JobLayout
 from torchfleet.monitor.freshness import advice, summed
@@ -21,44 +24,60 @@ from torchfleet.role import DURABILITY
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that end a job
 _PAUSE = 0.1  # seconds between two looks at the processes
 _QUICK = 0.02  # the same where servers have backups, which wait to be told
 _TOO_LONG = 5.0  # seconds that servers may outlive the last worker, or workers a server, before the job has failed
-_FREE_MODES = ("async", "half_async", "geo")  # no worker waits for another: training goes on without one
 _TOGETHER = "hybrid"  # the mode whose workers start again together: none can go on without another
 
 
 class JobSupervisor:
-    """One attempt to run the tasks of a job. `attempt` counts from 0: the attempts before this one failed."""
+    """One attempt to run the tasks of a job. `attempt` counts from 0: the attempts before this one failed.
 
-    def __init__(self, job: JobSpec, layout: JobLayout, tasks: Sequence[Task], log_dir: Path, attempt: int = 0) -> None:
+    `start`: how a task is started, wherever that is; None: as a process of this machine.
+    """
+
+    def __init__(
+        self,
+        job: JobSpec,
+        layout: JobLayout,
+        tasks: Sequence[Task],
+        log_dir: Path,
+        attempt: int = 0,
+        start: Start | None = None,
+    ) -> None:
         self._job, self._layout, self._tasks, self._log_dir = job, layout, tasks, log_dir
-        self._attempt = attempt
+        self._attempt, self._start = attempt, start or self._start_here
         self.is_finished = False  # all processes that were not lost have ended with status 0
-        self._processes: list[Process] = []
+        self._processes: list[RunningTask] = []
         self._lost: list[str] = []  # names of workers that were killed and that the others go on without
         self._signal = 0  # the signal that the launcher received
         self._odd_since: float | None = None  # since when servers or workers run that nobody will end
 
     def run(self) -> int:
-        """Start the tasks, wait for the end of the job and return its exit status. No process is left running."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda received, frame: setattr(self, "_signal", received))
+        """Start the tasks, wait for the end of the job and return its exit status. No process is left running.
+
+        SIGINT and SIGTERM end the job, if this is the main thread; afterwards they do what they did before.
+        """
+        is_main = threading.current_thread() is threading.main_thread()
+        before = {number: signal.signal(number, self._stop) for number in _SIGNALS} if is_main else {}
         display = Display()
         try:
             return self._run(display)
         finally:
             end_all(self._processes)
             display.close()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self._signal = number
 
     def _run(self, display: Display) -> int:
         first = next((task for task in self._tasks if task.role == "worker"), None)
         for task in self._tasks:
             append = self._attempt > 0  # the logs of all attempts are kept
-            started = Process(
-                task, self._job.command, self._log_dir, display.report, task is first, append, self._job.max_log_bytes
-            )
-            self._processes.append(started)
+            self._processes.append(self._start(task, display.report, task is first, append))
         pause = _QUICK if self._layout.local_backups or len(self._layout.places) > len(self._layout.servers) else _PAUSE
         while not self._signal:
             self._end_followers()
@@ -76,7 +95,10 @@ class JobSupervisor:
         display.report(f"[fleetrun] {signal.Signals(self._signal).name}: ending {len(self._processes)} processes")
         return 128 + self._signal
 
-    def _failed(self) -> Process | None:
+    def _start_here(self, task: Task, report: Report, echo: bool, append: bool) -> Process:
+        return Process(task, self._job.command, self._log_dir, report, echo, append, self._job.max_log_bytes)
+
+    def _failed(self) -> RunningTask | None:
         """One that has failed. First one that was killed: others that needed it have failed because of it."""
         ended = [p for p in self._processes if p.returncode not in (None, 0) and p.task.name not in self._lost]
         ended += [p for p in self._of("server") if p.returncode == 0 and self._partner(p) and self._needing()]
@@ -101,18 +123,18 @@ class JobSupervisor:
         display.report(f"[fleetrun] all workers have ended, but {names} not: does the script call fleet.stop_worker()?")
         return 1
 
-    def _needing(self) -> list[Process]:
+    def _needing(self) -> list[RunningTask]:
         """Workers here that need servers."""
         return [p for p in self._of("worker") if p.returncode is None and not p.status().get("left")]
 
-    def _partner(self, process: Process) -> Process | None:
+    def _partner(self, process: RunningTask) -> RunningTask | None:
         """The other replica of a server, if it runs on this machine."""
         task = process.task
         found = (p for p in self._of("server") if p.task.index == task.index and p.task.replica != task.replica)
         return next(found, None) if task.role == "server" else None
 
     @staticmethod
-    def _has_finished(process: Process | None) -> bool:
+    def _has_finished(process: RunningTask | None) -> bool:
         return process is not None and process.returncode == 0
 
     def _end_followers(self) -> None:
@@ -121,7 +143,7 @@ class JobSupervisor:
             if process.returncode is None and not self._needing() and self._has_finished(self._partner(process)):
                 process.signal(signal.SIGTERM)
 
-    def _of(self, role: str) -> list[Process]:
+    def _of(self, role: str) -> list[RunningTask]:
         return [process for process in self._processes if process.task.role == role]
 
     def _all_workers_ended_here(self) -> bool:
@@ -152,29 +174,29 @@ class JobSupervisor:
         display.report(f"[fleetrun] finished; logs in {self._log_dir}")
         return 1 if self._lost else 0
 
-    def _go_on_without(self, process: Process, display: Display) -> bool:
-        """Whether the job goes on: a worker of a free mode is restarted (--max_restart), or given up if killed."""
+    def _go_on_without(self, process: RunningTask, display: Display) -> bool:
+        """Whether the job goes on: a worker is restarted (--max_restart), or given up if the others can do without."""
         if process.task.role == "server":
             return self._restart_server(process, display) or self._replace_server(process, display)
-        mode = process.status().get("mode")
+        mode = process.status().get("mode", "")
         if mode == _TOGETHER and not self._job.max_job_restart:
             return self._restart_workers(process, display)
-        if mode not in _FREE_MODES or self._job.max_job_restart:
+        if not may_restart(mode, process.task.environment) or self._job.max_job_restart:
             return False
         code = process.returncode or 0
         if process.num_restarts < self._job.max_restart:
             display.report(f"[fleetrun] {process.task.name} ended with {code}; starting it again")
             process.restart()
             return True
-        if code > 0:
-            return False  # the script failed: it would fail on other workers too
+        if not may_be_missed(code, process.task.environment):
+            return False
         self._lost.append(process.task.name)
         rest = any(p.returncode is None for p in self._of("worker"))
         then = f"; {mode} training goes on without it" if rest else ""
-        display.report(f"[fleetrun] {process.task.name} was killed by {_signal_name(-code)}{then}")
+        display.report(f"[fleetrun] {process.task.name} {_how(process)}{then}")
         return self._leave_for(process.task.index, display)
 
-    def _replace_server(self, process: Process, display: Display) -> bool:
+    def _replace_server(self, process: RunningTask, display: Display) -> bool:
         """A server with a backup was killed, or deposed: the other replica goes on, and this one begins as its backup.
 
         False if it has none that runs, or its script failed: that would fail again.
@@ -191,7 +213,7 @@ class JobSupervisor:
         process.restart()
         return True
 
-    def _restart_server(self, process: Process, display: Display) -> bool:
+    def _restart_server(self, process: RunningTask, display: Display) -> bool:
         """A server that keeps a log starts again, with all that it has promised; workers wait for it."""
         if not _keeps_log(process) or process.num_restarts >= self._job.max_restart or self._job.max_job_restart:
             return False
@@ -202,7 +224,7 @@ class JobSupervisor:
         process.restart()
         return True
 
-    def _restart_workers(self, failed: Process, display: Display) -> bool:
+    def _restart_workers(self, failed: RunningTask, display: Display) -> bool:
         """All workers start again, while the servers keep their rows. False if they may not, or one has left."""
         workers = self._of("worker")
         elsewhere = len(self._layout.workers) > len(workers)
@@ -229,7 +251,7 @@ class JobSupervisor:
             return False
         return True
 
-    def _report_failure(self, process: Process, display: Display) -> None:
+    def _report_failure(self, process: RunningTask, display: Display) -> None:
         address = ""
         if process.task.role == "server":
             address = f" ({self._layout.servers[process.task.index]})"
@@ -243,7 +265,7 @@ class JobSupervisor:
             )
         if process.task.role == "worker" and process.num_restarts < self._job.max_restart:
             mode = process.status().get("mode", "a job that has not begun")
-            text = f"acts in {', '.join(_FREE_MODES)} and {_TOGETHER}; this is {mode}"
+            text = f"acts in {', '.join(FREE_MODES)}, {_TOGETHER}, and sync with --on_worker_loss; this is {mode}"
             if mode == _TOGETHER:
                 text = f"acts in {mode} mode on one machine, and as long as no worker has left"
             display.report(f"[fleetrun] --max_restart {text}")
@@ -251,11 +273,11 @@ class JobSupervisor:
             display.report(f"    {line}")
 
 
-def _keeps_log(process: Process) -> bool:
+def _keeps_log(process: RunningTask) -> bool:
     return process.task.role == "server" and process.task.environment.get(DURABILITY) == "log"
 
 
-def _how(process: Process) -> str:
+def _how(process: RunningTask) -> str:
     """How it ended, for a text."""
     code = process.returncode or 0
     return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"

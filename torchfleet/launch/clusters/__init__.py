@@ -1,0 +1,1 @@
+"""Jobs on clusters of others: Ray, Kubernetes, Slurm."""

@@ -1,0 +1,107 @@
+"""The options that describe a job, wherever it runs, and the JobSpec that they make."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from torchfleet.errors import RoleError
+from torchfleet.launch.job_spec import JobSpec, Resources
+from torchfleet.launch.processes import module_command, script_command
+from torchfleet.tables.settings.table_size import parse_bytes
+
+RESOURCES = ("server_cpus", "server_memory", "worker_cpus", "worker_memory", "worker_gpus")
+
+
+def add_counts(parser: argparse.ArgumentParser) -> None:
+    """How many servers and workers there are."""
+    parser.add_argument(
+        "--server_num",
+        type=_count_or_auto,
+        metavar="N|auto",
+        help="servers (default: 1); auto: one for each core of this machine that the workers leave",
+    )
+    parser.add_argument("--worker_num", type=int, help="workers (default: 1)")
+
+
+def add_resources(parser: argparse.ArgumentParser) -> None:
+    """What a process of each role asks a cluster for."""
+    group = parser.add_argument_group("resources of one process, on a cluster")
+    for role in ("server", "worker"):
+        group.add_argument(f"--{role}_cpus", type=float, metavar="N", help=f"cores of a {role} (default: 1)")
+        group.add_argument(f"--{role}_memory", metavar="SIZE", help=f"memory of a {role}, such as 8GB")
+    group.add_argument("--worker_gpus", type=float, metavar="N", help="GPUs of a worker, or of a rank (default: none)")
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """What is run. Nothing may be added to the parser behind it."""
+    parser.add_argument(
+        "-m", "--module", action="store_true", help="what follows is a module, to be run as `python -m` would"
+    )
+    parser.add_argument("script", nargs="?", help="the training script, or with -m the module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def check_script(options: argparse.Namespace) -> None:
+    """Raise RoleError unless there is a script, or with -m a module."""
+    if options.script is None:
+        raise RoleError("no script given. Usage: fleetrun --server_num 2 --worker_num 2 train.py [its options]")
+    if options.module:
+        _check_module(options.script)
+    elif not Path(options.script).is_file():
+        raise RoleError(f"no script at {options.script}")
+
+
+def job_spec_of(options: argparse.Namespace) -> JobSpec:
+    """The job that these options describe. Raises RoleError for resources that make no sense."""
+    command = module_command if options.module else script_command
+    return JobSpec(
+        command=tuple(command(options.script, options.arguments)),
+        log_dir=Path(options.log_dir),
+        num_servers=options.server_num,
+        num_workers=options.worker_num,
+        resources=_resources(options),
+        folder=Path.cwd() if options.module else Path(options.script).absolute().parent,
+        max_restart=options.max_restart,
+        max_job_restart=options.max_job_restart,
+        key_dir=options.key_dir,
+        insecure=options.insecure,
+    )
+
+
+def _resources(options: argparse.Namespace) -> dict[str, Resources]:
+    for name in RESOURCES:
+        value = getattr(options, name)
+        if isinstance(value, float) and not (0 < value < math.inf):
+            raise RoleError(f"--{name} must be a number above 0, found {value:g}")
+    memory = {
+        role: parse_bytes(text, f"--{role}_memory") if text is not None else None
+        for role, text in (("server", options.server_memory), ("worker", options.worker_memory))
+    }
+    worker = Resources(options.worker_cpus, memory["worker"], options.worker_gpus)
+    return {"server": Resources(options.server_cpus, memory["server"]), "worker": worker, "rank": worker}
+
+
+def _count_or_auto(text: str) -> int | str:
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, or auto; found {text!r}") from None
+
+
+def _check_module(name: str) -> None:
+    """Raise RoleError unless the package that the module is in can be found, from here as `python -m` looks for it."""
+    package = name.partition(".")[0]
+    path = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        is_found = package.isidentifier() and find_spec(package) is not None
+    finally:
+        sys.path[:] = path
+    if not is_found:
+        hint = f"; for a script leave -m out: fleetrun {name}" if Path(name).is_file() else ""
+        raise RoleError(f"-m {name}: no module or package '{package}' is installed or in {os.getcwd()}{hint}")

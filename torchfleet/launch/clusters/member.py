@@ -1,0 +1,160 @@
+"""One role of a job in the foreground, for schedulers that start every process themselves.
+
+python -m torchfleet.launch.clusters.member [-m] SCRIPT ARGUMENTS
+
+The environment says which role it is (docs/launch.md, "Under a scheduler"). Members wait for nobody: roles start in any
+order. The process ends with the status of the script; 2 stands for a mistake of the environment, which another attempt
+would meet again; 128 + N for signal N.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torchfleet.cgroups import usable_cores
+from torchfleet.errors import FleetError, RoleError
+from torchfleet.guard.printable import say
+from torchfleet.launch.clusters.foreground import Ending, asks_blocked, run_child
+from torchfleet.launch.clusters.health import HealthPort
+from torchfleet.launch.processes import ROLES, TIE_TO_PARENT, module_command, script_command
+from torchfleet.net.keys import KeyFolder
+from torchfleet.role import ASK, SERVER, PaddleCloudRoleMaker, RoleInfo
+
+GROUP, INDEX, GRACE, PORT = "FLEET_GROUP", "FLEET_INDEX", "FLEET_GRACE", "FLEET_HEALTH_PORT"
+_INDEXES = (INDEX, "JOB_COMPLETION_INDEX")  # the second is that of an Indexed Job of Kubernetes
+_GROUPS = ("server", "worker")
+_MOST_SECONDS = 24 * 3600.0
+_PERIOD = 5.0  # seconds between two lines about a name that is not known yet
+# Of what a launcher's processes do not inherit, that which a scheduler may set.
+_KEPT = ("FLEET_RESTART", "FLEET_REPLICA", "FLEET_WORKER_ENDPOINTS")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the script as the environment says, and return its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m torchfleet.launch.clusters.member", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("-m", "--module", action="store_true", help="what follows is a module")
+    parser.add_argument("script", help="the training script, or with -m the module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    options = parser.parse_args(arguments)
+    command = (module_command if options.module else script_command)(options.script, options.arguments)
+    try:
+        if not options.module and not Path(options.script).is_file():
+            raise RoleError(f"no script at {options.script}")
+        return _run(command)
+    except FleetError as error:
+        say(f"fleetrun: {error}", file=sys.stderr)
+        return 2
+
+
+def member_environment(found: Mapping[str, str]) -> dict[str, str]:
+    """The variables of the role that these variables of a scheduler stand for. Raises RoleError."""
+    group = found.get(GROUP, "")
+    if group not in _GROUPS:
+        raise RoleError(f"{GROUP} must be one of {', '.join(_GROUPS)}; found {group!r}")
+    index = next((found[name] for name in _INDEXES if found.get(name)), None)
+    if index is None:
+        raise RoleError(f"{GROUP}={group} is set, but its number is missing: set {' or '.join(_INDEXES)}")
+    kept = {name: value for name, value in found.items() if name not in ROLES or name in _KEPT}
+    kept |= {"FLEET_ROLE": group.upper(), f"FLEET_{group.upper()}_INDEX": index, "PYTHONUNBUFFERED": "1"}
+    kept.setdefault("OMP_NUM_THREADS", "1" if group == SERVER else str(usable_cores()))
+    kept.setdefault("FLEET_RESTART", ASK)  # a scheduler does not say it; the servers know
+    return kept
+
+
+def read_role(environment: Mapping[str, str]) -> RoleInfo:
+    """The role of such an environment. Raises RoleError if it is none, SecurityError if its keys are missing."""
+    info = PaddleCloudRoleMaker(environment=environment).read()
+    if info.key_dir:
+        KeyFolder(info.key_dir)
+    return info
+
+
+def seconds_of(name: str, found: Mapping[str, str]) -> float:
+    """A number of seconds; 0 if it is not set."""
+    text = found.get(name) or "0"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= _MOST_SECONDS:
+        raise RoleError(f"{name} must be a number of seconds from 0 to {_MOST_SECONDS:g}, found {text!r}")
+    return seconds
+
+
+def wait_for_own_name(host: str, seconds: float) -> None:
+    """Return when the name of a server's own host is known: a scheduler may publish it after the process has started.
+
+    Raises RoleError after `seconds`.
+    """
+    started = time.monotonic()
+    next_line = started + _PERIOD
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            now = time.monotonic()
+            if now - started >= seconds:
+                raise RoleError(
+                    f"this server's own name {host} is not known after {seconds:g} s (FLEET_START_TIMEOUT): {error}. "
+                    "Is it the name that FLEET_SERVER_ENDPOINTS has for it, and does the name service have it?"
+                ) from None
+            if now >= next_line:
+                next_line = now + _PERIOD
+                print(f"waiting for this server's own name {host}: {error}, {now - started:.0f} s", flush=True)
+            time.sleep(0.2)
+
+
+class Child:
+    """A script whose output is that of this process."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", TIE_TO_PARENT, *command],
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+
+def _run(command: Sequence[str]) -> int:
+    environment = member_environment(os.environ)
+    info = read_role(environment)
+    ending = Ending(seconds_of(GRACE, os.environ))
+    port = _port(os.environ.get(PORT) or "0")
+    with tempfile.TemporaryDirectory(prefix="fleet-member-") as folder:  # of mode 0700
+        status_file = Path(folder) / "status"
+        with HealthPort(port, status_file, info.role == SERVER) as health:
+            if info.role == SERVER:
+                wait_for_own_name(info.replica_places[info.replica].rpartition(":")[0].strip("[]"), info.start_timeout)
+            with asks_blocked():
+                child = Child(command, {**environment, "FLEET_STATUS_FILE": str(status_file)})
+                health.watch(child)
+                return run_child(child, ending)
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) < 1 << 16):
+        raise RoleError(f"{PORT} must be a port from 1 to 65535, or 0 for none; found {text!r}")
+    return int(text)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
