@@ -36,12 +36,16 @@ def main() -> None:
     for file in files:
         target = Path(options.out) / file.parent.name / f"{file.name}.parquet"
         target.parent.mkdir(parents=True, exist_ok=True)
-        pieces = tables(str(file), options.log_scale)
-        first = next(pieces)
-        with pq.ParquetWriter(target, first.schema) as writer:
-            for table in (first, *pieces):
-                writer.write_table(table)
+        write_file(str(file), target, options.log_scale)
     print(f"{len(files)} files in {options.out}")
+
+
+def write_file(source: str, target: Path, log_scale: bool) -> None:
+    pieces = tables(source, log_scale)
+    first = next(pieces)
+    with pq.ParquetWriter(target, first.schema) as writer:
+        for table in (first, *pieces):
+            writer.write_table(table)
 
 
 def tables(file: str, log_scale: bool) -> Iterator[Any]:

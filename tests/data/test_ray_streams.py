@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from support import jobs
 
 import torchfleet as fleet
 from torchfleet.data.arrow_dataset import ArrowDataset
 from torchfleet.data.ray_streams import stream_of_worker
 from torchfleet.errors import DataError
-from torchfleet.worker.peers import Workers
 
 ray = pytest.importorskip("ray")
 pytest.importorskip("ray.data")
@@ -37,31 +34,41 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     ray.shutdown()
 
 
-def test_every_sample_goes_to_one_of_two_workers_in_every_pass(cluster: None, tmp_path: Path) -> None:
-    rows = {"id": np.arange(NUM), "x": np.arange(3 * NUM, dtype=np.float32).reshape(NUM, 3)}
-    source = ray.data.from_numpy([np.zeros(0)]) if False else ray.data.from_items(
-        [{"id": int(i), "x": rows["x"][i]} for i in range(NUM)], override_num_blocks=6
-    )
-    slots = [fleet.Slot("id", dim=1), fleet.Slot("x", "float32", 3)]
+def test_every_sample_goes_to_one_of_two_workers_in_every_pass(cluster: None) -> None:
+    x = np.arange(3 * NUM, dtype=np.float32).reshape(NUM, 3)
+    source = ray.data.from_items([{"id": i, "x": x[i]} for i in range(NUM)], override_num_blocks=6)
 
     def read(part: jobs.Part) -> list[list[tuple[int, list[float]]]]:
         with part.worker.workers() as workers:
-            stream, kept = stream_of_worker(source, workers, is_equal=True)
+            stream, keeper = stream_of_worker(source, workers, is_equal=True)
         dataset = ArrowDataset()
-        dataset.set_stream(stream, 32, slots)
-        passes = []
-        for _ in range(2):
-            found = []
-            for batch in dataset:
-                found += list(zip(batch["id"].flatten().tolist(), batch["x"].tolist(), strict=True))
-            passes.append(found)
-        part.barrier()
-        assert (kept is not None) == (workers.num > 1)
-        return passes
+        dataset.set_stream(stream, 32, [fleet.Slot("id", dim=1), fleet.Slot("x", "float32", 3)])
+        found = [[sample for batch in dataset for sample in _samples(batch)] for _ in range(2)]
+        part.barrier()  # nobody ends while another one reads
+        assert keeper is not None
+        return found
 
-    run = jobs.run(read, jobs.Net, jobs.sgd, jobs.strategy("async"), 2)
-    expected = [(i, rows["x"][i].tolist()) for i in range(NUM)]
+    run = jobs.run(read, jobs.Net, jobs.sgd, mode="async", num_workers=2)
     for number in range(2):
         shares = [result[number] for result in run.results]
-        assert sorted(sample for share in shares for sample in share) == expected
+        assert sorted(sample for share in shares for sample in share) == [(i, x[i].tolist()) for i in range(NUM)]
         assert [len(share) for share in shares] == [NUM // 2, NUM // 2]
+
+
+def _samples(batch: Any) -> list[tuple[int, list[float]]]:
+    return list(zip(batch["id"].flatten().tolist(), batch["x"].tolist(), strict=True))
+
+
+def test_a_worker_alone_has_all_of_it_and_other_sources_are_refused(cluster: None) -> None:
+    with jobs.clean_facade():
+        fleet.init()
+        model = fleet.distributed_model(jobs.Net())
+        fleet.distributed_optimizer(jobs.sgd(model))
+        fleet.init_worker()
+        dataset = fleet.data.from_ray(ray.data.range(100), batch_size=30)
+        assert sorted(i for batch in dataset for i in batch["id"].flatten().tolist()) == list(range(100))
+        with pytest.raises(DataError, match=r"expected a ray\.data\.Dataset, or what its streaming_split gives"):
+            fleet.data.from_ray({"id": [1]})
+        with pytest.raises(DataError, match="expected a stream for each of 1 workers, found 2"):
+            fleet.data.from_ray([1, 2])
+        fleet.stop_worker()
