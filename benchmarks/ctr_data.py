@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from examples.ctr_dnn.prepare import generated
+from examples.ctr_dnn.to_parquet import write_file
 
 READER = Path(__file__).parent.parent / "examples" / "ctr_dnn" / "reader.py"
 
@@ -28,4 +29,12 @@ def write_multislot(folder: Path, raw: list[str]) -> list[str]:
     for source, path in zip(raw, paths, strict=True):
         with open(source, "rb") as lines, path.open("wb") as out:
             subprocess.run([sys.executable, str(READER)], stdin=lines, stdout=out, check=True, timeout=600)
+    return [str(path) for path in paths]
+
+
+def write_parquet(folder: Path, raw: list[str]) -> list[str]:
+    """The same rows as examples/ctr_dnn/to_parquet.py writes them: 13 numbers, 26 hashed ids, the label."""
+    paths = [folder / f"columns-{i}.parquet" for i in range(len(raw))]
+    for source, path in zip(raw, paths, strict=True):
+        write_file(source, path, log_scale=False)
     return [str(path) for path in paths]

@@ -1,4 +1,4 @@
-"""Reading: text into batches on one core, through a pipe, and how much training waits for it.
+"""Reading: text and Parquet into batches on one core, through a pipe, and how much training waits for it.
 
 python -m benchmarks.data --json            about two minutes
 python -m benchmarks.data --quick --json    smaller and shorter, to see that it works
@@ -14,13 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import torch
 
 import torchfleet as fleet
-from benchmarks.ctr_data import write_multislot, write_raw
+from benchmarks.ctr_data import write_multislot, write_parquet, write_raw
 from benchmarks.timing import interleave, log, report
 from examples.ctr_dnn.model import CTRDNN, loss_of, slots
 from torchfleet.data.queue_dataset import QueueDataset
+from torchfleet.data.reading.parquet import ROWS
 
 BATCH = 1000
 
@@ -61,11 +63,22 @@ def on_one_core(measure: Callable[[], float]) -> float:
         os.sched_setaffinity(0, allowed)
 
 
-def reading(chosen: argparse.Namespace, raw: list[str], text: list[str]) -> dict[str, float]:
-    criteo = fleet.CriteoFormat()
+def arrow_rows_per_s(files: list[str]) -> float:
+    """pyarrow alone: the same pieces read and decoded, and nothing made of them. No reader of Parquet can be faster."""
+    start, num = time.perf_counter(), 0
+    for path in files:
+        for piece in pq.ParquetFile(path).iter_batches(batch_size=-(-ROWS // BATCH) * BATCH, use_threads=False):
+            num += piece.num_rows
+    return num / (time.perf_counter() - start)
+
+
+def reading(chosen: argparse.Namespace, raw: list[str], text: list[str], parquet: list[str]) -> dict[str, float]:
+    criteo, columns = fleet.CriteoFormat(), fleet.ParquetFormat()
     contenders: dict[str, Callable[[], float]] = {
         "multislot": lambda: on_one_core(lambda: rows_per_s(dataset(text))),
         "criteo": lambda: on_one_core(lambda: rows_per_s(dataset(raw, data_format=criteo))),
+        "parquet": lambda: on_one_core(lambda: rows_per_s(dataset(parquet, data_format=columns))),
+        "pyarrow": lambda: on_one_core(lambda: arrow_rows_per_s(parquet)),
         "direct": lambda: rows_per_s(dataset(text)),
         "piped": lambda: rows_per_s(dataset(text, pipe_command="cat")),
     }
@@ -122,16 +135,20 @@ def main() -> None:
         log(f"writing {chosen.rows:,} rows")
         raw = write_raw(Path(folder), chosen.rows, 4)
         text = write_multislot(Path(folder), raw)
+        parquet = write_parquet(Path(folder), raw)
         bytes_per_line = sum(os.path.getsize(path) for path in text) / chosen.rows
         bytes_per_row = sum(os.path.getsize(path) for path in raw) / chosen.rows
         log("reading")
-        found = reading(chosen, raw, text)
+        found = reading(chosen, raw, text, parquet)
         log("training")
         trained = training(chosen, raw)
     report(
         {
             "multislot_lines_per_s_per_core": found["multislot"],
             "criteo_rows_per_s_per_core": found["criteo"],
+            "parquet_rows_per_s_per_core": found["parquet"],
+            "parquet_to_multislot_ratio": found["parquet"] / found["multislot"],
+            "parquet_to_pyarrow_ratio": found["parquet"] / found["pyarrow"],
             "read_mb_per_s": found["multislot"] * bytes_per_line / 1e6,
             "criteo_mb_per_s": found["criteo"] * bytes_per_row / 1e6,
             "pipe_overhead_ratio": found["piped"] / found["direct"],

@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {*TABLES, "storage", "errors"},
     "checkpoint/exporting": {"checkpoint", "storage", "errors"},
     "server/meeting": {"net", "role", "errors"},
-    "server/state": {*TABLES, "server/meeting", "net", "kernels", "cgroups", "errors"},
+    "server/state": {*TABLES, "server/meeting", "net", "kernels", "cgroups", "guard", "errors"},
     "server/saving": {
         *TABLES,
         "server/state",
@@ -134,8 +134,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "worker": {*TABLES, *WORKER, "checkpoint", "storage", "net", "kernels", "adoption", "background", "errors"},
     "data/samples": {"tables/rows", "kernels", "errors"},
-    "data/reading": {"data/samples", "kernels", "errors"},
-    "data": {"data/samples", "data/reading", "tables/rows", "monitor", "kernels", "background", "errors"},
+    "data/columns": {"data/samples", "kernels", "errors"},
+    "data/reading": {"data/samples", "data/columns", "kernels", "errors"},
+    "data": {
+        "data/samples",
+        "data/columns",
+        "data/reading",
+        "tables/rows",
+        "monitor",
+        "kernels",
+        "background",
+        "errors",
+    },
     "training": {"data", "data/samples", "worker", "worker/lookup", "fetch", "background", "errors"},
     # collective training
     "collective/world": {"role", "strategy", "errors"},
@@ -235,7 +245,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "util": {"fleet", "errors"},
     "metrics": {"fleet", "util", "errors"},
-    "datasets": {"fleet", "data", "errors"},
+    "datasets": {"fleet", "data", "data/reading", "data/samples", "errors"},
     "infer": {
         *TABLES,
         "worker/client",

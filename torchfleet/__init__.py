@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torchfleet.collective.pipeline.stages import device_guard
     from torchfleet.data.reading.criteo import CriteoFormat
     from torchfleet.data.reading.generator import MultiSlotDataGenerator, MultiSlotStringDataGenerator
+    from torchfleet.data.reading.parquet import ParquetFormat
     from torchfleet.data.reading.string_hash import hash_string
     from torchfleet.data.samples.slots import Ragged, Slot
     from torchfleet.datasets import InMemoryDataset, QueueDataset
@@ -89,6 +90,7 @@ __all__ = [
     "MultiSlotDataGenerator",
     "MultiSlotStringDataGenerator",
     "PaddleCloudRoleMaker",
+    "ParquetFormat",
     "PredicateEntry",
     "ProbabilityEntry",
     "QueueDataset",
@@ -164,6 +166,7 @@ _ELSEWHERE = {
     "MultiSlotDataGenerator": "data.reading.generator",
     "MultiSlotStringDataGenerator": "data.reading.generator",
     "PaddleCloudRoleMaker": "role",
+    "ParquetFormat": "data.reading.parquet",
     "PredicateEntry": "tables.settings.policy",
     "ProbabilityEntry": "tables.settings.policy",
     "QueueDataset": "datasets",

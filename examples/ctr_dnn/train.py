@@ -6,6 +6,7 @@ fleetrun --server_num 2 --worker_num 2 examples/ctr_dnn/train.py --mode sync    
 ... --save model                                                                  save after every epoch
 ... --init_model model                                                            go on from a saved model
 ... --reader pipe                                                                 read through `python reader.py`
+... --reader parquet --data ctr_parquet                                           what to_parquet.py wrote
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def dataset_of(options: argparse.Namespace, name: str) -> Any:
         "fast": {"data_format": fleet.CriteoFormat(log_scale=options.log_scale)},
         "pipe": {"pipe_command": shlex.join([sys.executable, str(HERE / "reader.py")])},
         "generator": {"pipe_command": CriteoReader()},
+        "parquet": {"data_format": fleet.ParquetFormat()},
     }
     whole_batches = name == "train" and options.mode in ("local", "sync") and options.threads == 1
     size = options.batch_size if name == "train" else 4096
@@ -153,8 +155,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--reader",
         default="fast",
-        choices=["fast", "pipe", "generator"],
-        help="how rows are read: by the fast parser, a pipe, or a generator in process",
+        choices=["fast", "pipe", "generator", "parquet"],
+        help="how rows are read: by the fast parser, a pipe, a generator in process, or from Parquet",
     )
     parser.add_argument("--epochs", type=int, default=2, help="passes over the data")
     parser.add_argument("--batch_size", type=int, default=128, help="in sync mode: of all workers together")

@@ -215,6 +215,15 @@ def test_all_readers_give_the_same(few: Path) -> None:
     assert found["generator"] == pytest.approx(found["fast"], abs=1e-6)
 
 
+def test_parquet_gives_the_same_to_the_last_digit(data: Path, trained: tuple[Path, float]) -> None:
+    """The rows as the fast reader makes them, written and read as columns: the same training."""
+    folder = data.parent / "parquet"
+    assert "5 files in" in run("to_parquet.py", "--data", data, "--out", folder, "--log_scale")
+    (auc,) = test_aucs(run("train.py", "--data", folder, *QUICK, "--reader", "parquet"))
+    assert auc == trained[1]
+    assert auc > 0.63
+
+
 def test_the_pipe_reader_works_from_a_folder_with_a_space_in_its_name(tmp_path: Path, few: Path) -> None:
     copied = tmp_path / "my examples"
     copied.mkdir()

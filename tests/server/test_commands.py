@@ -15,7 +15,7 @@ from torchfleet.net.wire import MAX_ARRAYS, NO_CREATE, OK, VERSIONS, Array, Comm
 from torchfleet.server import commands as module
 from torchfleet.server.commands import COMMANDS
 from torchfleet.server.server import Server
-from torchfleet.server.state.state import MAX_TABLES
+from torchfleet.server.state.claims import MAX_TABLES
 from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
 
 SGD = Rule("sgd", lr=1.0)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from torchfleet.data.file_batches import FileBatches
     from torchfleet.data.reading.criteo import CriteoFormat
     from torchfleet.data.reading.generator import MultiSlotDataGenerator, MultiSlotStringDataGenerator
+    from torchfleet.data.reading.parquet import ParquetFormat
     from torchfleet.data.reading.string_hash import hash_string
     from torchfleet.data.samples.slots import Batch, Ragged, Slot
 
@@ -18,8 +19,12 @@ __all__ = [
     "FileBatches",
     "MultiSlotDataGenerator",
     "MultiSlotStringDataGenerator",
+    "ParquetFormat",
     "Ragged",
     "Slot",
+    "from_arrow",
+    "from_parquet",
+    "from_ray",
     "hash_string",
 ]
 
@@ -29,13 +34,17 @@ _ELSEWHERE = {
     "FileBatches": "file_batches",
     "MultiSlotDataGenerator": "reading.generator",
     "MultiSlotStringDataGenerator": "reading.generator",
+    "ParquetFormat": "reading.parquet",
     "Ragged": "samples.slots",
     "Slot": "samples.slots",
     "hash_string": "reading.string_hash",
 }
+_OF_JOB = ("from_arrow", "from_parquet", "from_ray")  # made above this room, where the job's workers are known
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"torchfleet.data has no '{name}'; it has {', '.join(__all__)}")
+    if name in _OF_JOB:
+        return getattr(import_module("torchfleet.datasets"), name)
     return getattr(import_module(f"torchfleet.data.{_ELSEWHERE[name]}"), name)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from torchfleet.data.reading.reader import FileReader
+from torchfleet.data.reading.formats import LineSource
 from torchfleet.data.samples.sample_rows import SampleRows
 from torchfleet.data.samples.slots import Batch, RowSelection, SampleLayout
 
+Samples = TypeVar("Samples")  # SampleRows, or ColumnSamples
+Samples_co = TypeVar("Samples_co", covariant=True)
+Samples_contra = TypeVar("Samples_contra", contravariant=True)
 _POLL = 0.2  # seconds between two looks for a file that another worker has given up
 
 
@@ -115,6 +118,26 @@ class Cutter:
             ticket.release()
 
 
+class BatchCutter(Protocol[Samples_contra]):
+    """Where the samples of one thread become batches: Cutter, or ColumnCutter."""
+
+    def add(self, rows: Samples_contra, ticket: Ticket, /) -> None: ...
+
+    def cut(self) -> None: ...
+
+    def drop(self) -> None: ...
+
+    def move_to(self, other: Any, /) -> None: ...
+
+
+class SampleReader(Protocol[Samples_co]):
+    """What reads the files of one thread."""
+
+    def source(self, path: str) -> LineSource: ...
+
+    def read(self, path: str, source: LineSource) -> Iterator[Samples_co]: ...
+
+
 class Account:
     """Counts the skipped lines of all files of a pass."""
 
@@ -136,26 +159,25 @@ class Account:
             print(text, file=sys.stderr, flush=True)
 
 
-class Reading:
+class Reading(Generic[Samples]):
     """What the threads of one pass of a QueueDataset share."""
 
     def __init__(
         self,
         files: FileQueue,
-        layout: SampleLayout,
-        batch_size: int,
+        make_cutter: Callable[[Callable[[FileBatch], None]], BatchCutter[Samples]],
         drop_last: bool,
         num_threads: int,
         account: Account,
     ) -> None:
-        self._files, self._layout, self._batch_size, self._drop_last = files, layout, batch_size, drop_last
+        self._files, self._make_cutter, self._drop_last = files, make_cutter, drop_last
         self._num_running, self._lock, self.account = num_threads, threading.Lock(), account
-        self._rests: list[Cutter] = []
+        self._rests: list[BatchCutter[Samples]] = []
         self.closing = threading.Event()
 
-    def run(self, reader: FileReader, put: Callable[[FileBatch], None]) -> None:
+    def run(self, reader: SampleReader[Samples], put: Callable[[FileBatch], None]) -> None:
         """One thread: reads files, one after another. The last thread to end batches the rows that all have left."""
-        cutter = Cutter(self._layout, self._batch_size, put)
+        cutter = self._make_cutter(put)
         while (path := self._files.take()) is not None:
             if path:
                 self._read(reader, path, cutter)
@@ -174,7 +196,7 @@ class Reading:
                 rest.move_to(cutter)
         self._end(cutter)
 
-    def _read(self, reader: FileReader, path: str, cutter: Cutter) -> None:
+    def _read(self, reader: SampleReader[Samples], path: str, cutter: BatchCutter[Samples]) -> None:
         source, ticket = reader.source(path), Ticket(path, self._files.done)
         try:
             for rows in reader.read(path, source):
@@ -183,5 +205,5 @@ class Reading:
             self.account.note(source.skipped.num, source.skipped.first)
         ticket.release()
 
-    def _end(self, cutter: Cutter) -> None:
+    def _end(self, cutter: BatchCutter[Samples]) -> None:
         cutter.drop() if self._drop_last else cutter.cut()

@@ -12,6 +12,7 @@ from torchfleet.background import BackgroundThreads
 from torchfleet.data.dataset import BatchIterator, Dataset, DatasetPass, as_numbers, checked
 from torchfleet.data.feed import Feed
 from torchfleet.data.file_passes import Account, FileBatch, OwnFileQueue
+from torchfleet.data.reading.parquet import ParquetFormat
 from torchfleet.data.reading.reader import ReadOptions
 from torchfleet.data.samples.sample_store import Store
 from torchfleet.data.samples.slots import RowSelection, SampleLayout
@@ -112,6 +113,11 @@ class InMemoryDataset(Dataset):
     def _loading(self, thread_num: int | None) -> Callable[[], tuple[Store, Account]]:
         """What to load, and how, as it is set now."""
         options, paths = self.settings, list(self.filelist)
+        if isinstance(options.data_format, ParquetFormat) and options.data_format.shuffle:
+            raise DataError(
+                f"ParquetFormat(shuffle={options.data_format.shuffle}) is for a QueueDataset: with all samples in "
+                "memory use local_shuffle() or global_shuffle()"
+            )
         num_threads = self.thread_num if thread_num is None else checked("thread_num", thread_num)
         return partial(_load, options, self._layout, paths, num_threads)
 

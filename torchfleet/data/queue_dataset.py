@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
+import numpy as np
+
+from torchfleet.data.column_cutter import ColumnCutter
+from torchfleet.data.columns.column_samples import ColumnSamples
 from torchfleet.data.dataset import BatchIterator, Dataset, DatasetPass, SharedFileQueue
 from torchfleet.data.feed import Feed
-from torchfleet.data.file_passes import Account, FileQueue, OwnFileQueue, Reading
+from torchfleet.data.file_passes import (
+    Account,
+    BatchCutter,
+    Cutter,
+    FileBatch,
+    FileQueue,
+    OwnFileQueue,
+    Reading,
+    SampleReader,
+)
+from torchfleet.data.reading.formats import LineSource
+from torchfleet.data.reading.parquet import ParquetFormat, ParquetReader
+from torchfleet.data.reading.reader import ReadOptions
 from torchfleet.errors import DataError
 
 LEASE = 30.0  # seconds of silence after which a worker's files go to others
@@ -19,6 +36,7 @@ class QueueDataset(Dataset):
     def __init__(self) -> None:
         super().__init__()
         self._dynamic: tuple[str, float] | None = None
+        self._num_passes = 0
 
     def set_filelist(
         self, files: Sequence[str], dynamic: bool = False, name: str = "files", lease: float = LEASE
@@ -43,16 +61,38 @@ class QueueDataset(Dataset):
             files, at_end = OwnFileQueue(self.filelist), lambda: None
         num_threads = min(self.thread_num, max(1, len(self.filelist)))
         account = Account()
-        reading = Reading(files, self._layout, self.batch_size, self.drop_last, num_threads, account)
-        closing = reading.closing
-        readers = [settings.reader(self._layout, closing.is_set) for _ in range(num_threads)]
-        feed = Feed([partial(reading.run, reader) for reader in readers], self._queue_size, closing)
+        reading: Reading[Any] = Reading(files, self._cutter_of_pass(), self.drop_last, num_threads, account)
+        readers = [self._reader(settings, reading.closing.is_set) for _ in range(num_threads)]
+        feed = Feed([partial(reading.run, reader) for reader in readers], self._queue_size, reading.closing)
 
         def report() -> None:
             self.num_skipped = account.num_skipped
             account.report()
 
         return BatchIterator(DatasetPass(feed, at_end, report))
+
+    def _reader(self, settings: ReadOptions, is_over: Callable[[], bool]) -> SampleReader[Any]:
+        reader = settings.reader(self._layout, is_over)
+        return ColumnsOf(reader, self.batch_size) if isinstance(reader, ParquetReader) else reader
+
+    def _cutter_of_pass(self) -> Callable[[Callable[[FileBatch], None]], BatchCutter[Any]]:
+        """What makes a cutter for each thread of a pass."""
+        form = self.settings.data_format
+        if not isinstance(form, ParquetFormat):
+            return lambda put: Cutter(self._layout, self.batch_size, put)
+        self._num_passes += 1
+        seeds = np.random.SeedSequence(form.seed if form.seed is None else [form.seed, self._num_passes])
+        return lambda put: ColumnCutter(self.batch_size, put, form.shuffle, np.random.default_rng(seeds.spawn(1)[0]))
+
+
+class ColumnsOf:
+    """A reader of Parquet whose samples stay columns: batches are made of them without rows in between."""
+
+    def __init__(self, reader: ParquetReader, batch_size: int) -> None:
+        self.source, self._reader, self._batch_size = reader.source, reader, batch_size
+
+    def read(self, path: str, source: LineSource) -> Iterator[ColumnSamples]:
+        return self._reader.samples(path, self._batch_size)
 
 
 class _Settled:

@@ -32,6 +32,12 @@ def bare(text: str) -> str:
     return _SEQUENCE.sub("", text.replace("\n", " "))
 
 
+def escaped(text: str, most: int = 120) -> str:
+    """A value from outside within a text of our own: what cannot be printed as an escape, what is long cut short."""
+    shown = repr(text[: most + 1])[1:-1]
+    return shown if len(shown) <= most else f"{shown[:most]}..."
+
+
 def say(text: str, file: TextIO | None = None) -> None:
     """Print text that may hold names and messages from outside."""
     print("\n".join(bare(line) for line in text.split("\n")), file=file, flush=True)

@@ -50,6 +50,7 @@ class ServerRole:
             min_workers=info.min_workers,
             on_worker_loss=info.on_worker_loss,
         )
+        self._server.state.place = info.server_index, info.num_servers
         self._replica: Replica | None = None
         for spec in setup.plan.specs:
             self._server.state.add_table(spec.for_shard(setup.info.server_index, setup.info.num_servers))

@@ -15,6 +15,7 @@ import torch
 from torchfleet.checkpoint.manifest import Manifest
 from torchfleet.errors import FleetError
 from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
+from torchfleet.job.job_claims import check_releases, claims_of
 from torchfleet.job.job_setup import JobSetup
 from torchfleet.job.mode_choice import make_communicator, make_whole_tables
 from torchfleet.job.rejoining import catch_up, check_loss_rule
@@ -244,7 +245,9 @@ class WorkerRole:
         if self.info.is_local:
             return None
         info, strategy = self.info, self.strategy
-        made = Membership(self._connect(), info, strategy.sync_timeout, self._waiting_share)
+        check_releases(self.client)
+        claims = claims_of(self._plan.specs, strategy, info.num_servers)
+        made = Membership(self._connect(), info, strategy.sync_timeout, self._waiting_share, claims)
         self._ends.callback(made.close)
         if strategy.mode != "hybrid":  # its workers start together, and their launcher says how often they did
             self.info = replace(info, restart=max(info.restart, *(joined.restarts for joined in made.told)))

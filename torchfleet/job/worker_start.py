@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +21,9 @@ from torchfleet.worker.row_state.table_rows import slices
 RECOVERY_TIMEOUT = 600.0  # seconds that a server with a log may be away: it reads all of it when it is started again
 RESEND_PAUSE = 5.0  # seconds between two attempts to reach one
 _PERIOD = 5.0  # seconds between two lines about servers that are not ready
-_PAUSE = 0.1  # seconds between two questions to a server that is loading
+_PAUSE = 0.1  # seconds between two questions to a server that is loading, or about workers
+_MOST_NAMED = 20  # workers in one line
+_HOST = re.compile(r"tcp://(?:\[([^\]]*)\]|([^:|)]*)):")
 _NO_VALUES = "worker 0 has not set the first values; look at its log"
 
 
@@ -33,7 +37,7 @@ def patience_with(strategy: DistributedStrategy, info: RoleInfo) -> Patience:
 def wait_for_servers(client: Client, seconds: float) -> None:
     """Return when all servers serve. They may be starting or loading: those that are waited for are printed.
 
-    Raises ServerUnreachable for one that has given no sign for `seconds`. One that is loading gives signs.
+    Raises ServerUnreachable, with all names, if one has given no sign for `seconds`. One that is loading gives signs.
     """
     started = time.monotonic()
     heard: dict[str, float] = {}  # by server, its last sign
@@ -41,20 +45,31 @@ def wait_for_servers(client: Client, seconds: float) -> None:
     while waiting := client.unready(min(_PERIOD, seconds)):
         now = time.monotonic()
         heard |= {name: now for name, doing in waiting.items() if doing}
-        for name in waiting:
-            if now - heard.get(name, started) >= seconds:
-                raise ServerUnreachable(_never_came(name, seconds))
+        silent = [name for name in waiting if now - heard.get(name, started) >= seconds]
+        if silent:
+            raise ServerUnreachable(_never_came(silent, seconds))
         if now >= next_line:
             next_line = now + _PERIOD
             for name, doing in waiting.items():
-                print(f"waiting for {name}: {doing or 'no answer yet'}, {now - started:.0f} s", flush=True)
+                print(f"waiting for {name}: {doing or _why_silent(name)}, {now - started:.0f} s", flush=True)
         time.sleep(_PAUSE)
 
 
-def _never_came(name: str, seconds: float) -> str:
+def _why_silent(name: str) -> str:
+    """A scheduler may publish the name of a machine after the processes there have started."""
+    found = _HOST.search(name)
+    try:
+        socket.getaddrinfo(found[1] or found[2] if found else "localhost", None)
+    except OSError as error:
+        return f"its name is not known yet ({error})"
+    return "no answer yet"
+
+
+def _never_came(names: Sequence[str], seconds: float) -> str:
+    has = "has" if len(names) == 1 else "have"
     return (
-        f"{name} has given no answer for {seconds:g} s (FLEET_START_TIMEOUT). Is it running, is this its address "
-        "(FLEET_SERVER_ENDPOINTS / PADDLE_PSERVERS_IP_PORT_LIST), and do both sides use the same keys, or none?"
+        f"{', '.join(names)} {has} given no answer for {seconds:g} s (FLEET_START_TIMEOUT). Is it running, is this its "
+        "address (FLEET_SERVER_ENDPOINTS / PADDLE_PSERVERS_IP_PORT_LIST), and do both sides use the same keys, or none?"
     )
 
 
@@ -91,9 +106,14 @@ def make_tables(client: Client, plan: Plan, info: RoleInfo, strategy: Distribute
         _set_sparse(client, plan, tables)
         _set_dense(client, plan, tables)
     if info.is_elastic:
-        _wait_for(lambda: _has_first_values(client, plan), info, _NO_VALUES)
-        least = f"fewer than {info.min_workers} workers have come (FLEET_MIN_WORKERS)"
-        _wait_for(lambda: client.stats()[0]["members"]["joined"] >= info.min_workers, info, least)
+        _wait_for(lambda: _has_first_values(client, plan), info, lambda: _NO_VALUES)
+        least = f"{info.min_workers} workers (FLEET_MIN_WORKERS)"
+        _wait_for(
+            lambda: client.stats()[0]["members"]["joined"] >= info.min_workers,
+            info,
+            lambda: f"fewer than {least} have come",
+            lambda: least,
+        )
     elif info.num_workers > 1:
         _wait_for_first_values(client, plan, info, strategy)
     for dense in (*plan.dense, *plan.fixed):
@@ -124,17 +144,48 @@ def _set_dense(client: Client, plan: Plan, tables: list[dict[str, Any]]) -> None
 def _wait_for_first_values(client: Client, plan: Plan, info: RoleInfo, strategy: DistributedStrategy) -> None:
     is_met = strategy.a_sync_configs.launch_barrier or not _named(plan)
     if is_met and not info.restart:  # the others have met without one that was started again
+        _wait_for_workers(client, info)
         client.barrier("start", info.num_workers, max(info.start_timeout, strategy.sync_timeout))
         return
-    _wait_for(lambda: _has_first_values(client, plan), info, _NO_VALUES)
+    _wait_for(lambda: _has_first_values(client, plan), info, lambda: _NO_VALUES)
 
 
-def _wait_for(is_so: Callable[[], bool], info: RoleInfo, otherwise: str) -> None:
-    deadline = time.monotonic() + info.start_timeout
+def _wait_for_workers(client: Client, info: RoleInfo) -> None:
+    """Return when all workers of the job have joined; those that are waited for are printed, and named at the end."""
+    missing = list(range(info.num_workers))
+
+    def are_here() -> bool:
+        nonlocal missing
+        found = client.stats()[0]
+        known = {*(member["worker"] for member in found["workers"]), *found["members"]["lost"]}
+        missing = [worker for worker in range(info.num_workers) if worker not in known]
+        return bool(found["members"]["joined"] >= info.num_workers)
+
+    def absent() -> str:
+        shown = ", ".join(f"worker {worker}" for worker in missing[:_MOST_NAMED])
+        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+        return f"{shown}{more} of {info.num_workers}"
+
+    _wait_for(are_here, info, lambda: f"these have not joined: {absent()}. Look at their logs.", absent)
+
+
+def _wait_for(
+    is_so: Callable[[], bool],
+    info: RoleInfo,
+    otherwise: Callable[[], str],
+    waits_for: Callable[[], str] = lambda: "worker 0 to set the first values",
+) -> None:
+    """Return when it is so; every few seconds a line says what this worker waits for."""
+    started = time.monotonic()
+    next_line = started + _PERIOD
     while not is_so():
-        if time.monotonic() > deadline:
-            raise FleetError(f"after {info.start_timeout:g} s (FLEET_START_TIMEOUT) {otherwise}")
-        time.sleep(0.05)
+        now = time.monotonic()
+        if now - started >= info.start_timeout:
+            raise FleetError(f"after {info.start_timeout:g} s (FLEET_START_TIMEOUT) {otherwise()}")
+        if now >= next_line:
+            next_line = now + _PERIOD
+            print(f"waiting for {waits_for()}, {now - started:.0f} s", flush=True)
+        time.sleep(_PAUSE)
 
 
 def _has_first_values(client: Client, plan: Plan) -> bool:

@@ -68,6 +68,25 @@ def fill(
 
 
 @kernel
+def put_slot(
+    values_V: np.ndarray, bounds_N: np.ndarray, is_counted: bool, size: int, ats_N: np.ndarray, out_W: np.ndarray
+) -> None:
+    """Copy words bounds_N[i] to bounds_N[i + 1] of a slot's values to word ats_N[i] of out_W, which moves along.
+
+    is_counted: the number of values stands before them. size: words of a value.
+    """
+    for i in range(len(ats_N)):
+        num = bounds_N[i + 1] - bounds_N[i]
+        to = ats_N[i]
+        if is_counted:
+            out_W[to] = np.uint32(num // size)
+            to += 1
+        for k in range(num):
+            out_W[to + k] = values_V[bounds_N[i] + k]
+        ats_N[i] = to + num
+
+
+@kernel
 def gather_rows(
     words_W: np.ndarray, starts_N: np.ndarray, index_I: np.ndarray, out_V: np.ndarray, out_starts_I: np.ndarray
 ) -> None:

@@ -16,6 +16,8 @@ from torchfleet.server.meeting.file_lists import MAX_LIST, FilesBody
 from torchfleet.server.meeting.gathering import GatherBody
 from torchfleet.server.meeting.mail import SendBody, TakeBody
 from torchfleet.server.meeting.presence import MAX_NAME, JoinBody
+from torchfleet.server.state.claims import MAX_CLAIMS, Claims
+from torchfleet.server.state.handshake import agree, check_claims
 from torchfleet.server.state.state import Answer, State
 from torchfleet.server.waiting import open_meetings
 from torchfleet.tables.sparse_table import SparseTable
@@ -32,8 +34,9 @@ class BarrierBody(msgspec.Struct, forbid_unknown_fields=True):
 
 def join(state: State, request: Request) -> Answer:
     """A worker is there, or still there; it is told where the job is. One that was told something else about the job
-    than this server is refused, and so is one that the others have gone on without."""
-    body, worker = unpack(only(request), JoinBody, MAX_BODY), request.message.worker
+    than this server or other workers is refused, and so is one that the others have gone on without."""
+    arrays, worker = _bodies(request, 1, 2), request.message.worker
+    body = unpack(arrays[0], JoinBody, MAX_BODY)
     if not all(0 < seconds <= MAX_BARRIER_SECONDS for seconds in (body.timeout, body.sync_timeout)):
         raise WireError(f"time-outs of a worker are above 0, up to {MAX_BARRIER_SECONDS:g} s; found {body}")
     if state.num_workers and (body.num_workers != state.num_workers or worker >= state.num_workers):
@@ -47,6 +50,9 @@ def join(state: State, request: Request) -> Answer:
     members.check(worker, incarnation)
     if members.has_left(worker, incarnation):  # a late copy
         return _told(state, worker)
+    claims = unpack(arrays[1], Claims, MAX_CLAIMS) if len(arrays) == 2 else None
+    if claims is not None and not state.is_following:  # who was let in where the entry was made is let in here
+        check_claims(state, worker, body.num_workers, claims, request.arrived)
     before = state.presence.incarnation(worker)
     is_given_up = before is not None and members.is_out(worker, before)
     replaces = state.presence.join(worker, incarnation, body, request.arrived, is_given_up)
@@ -57,6 +63,8 @@ def join(state: State, request: Request) -> Answer:
     members.begin(worker, before != incarnation)
     again = f", started again ({members.num_restarts(worker)})" if members.num_restarts(worker) else ""
     state.say(f"worker {worker} has joined from {body.host}, pid {body.pid}{again}")
+    if claims is not None:
+        agree(state, worker, body.num_workers, claims, request.arrived)
     if before != incarnation:  # a new process, perhaps in the place of one that was killed
         _begin_anew(state, worker)
     if replaces:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torchfleet import __version__
 from torchfleet.errors import FleetError, TableError, WireError
 from torchfleet.net.request import Request
 from torchfleet.net.wire import (
@@ -71,6 +72,7 @@ def stats(state: State, request: Request) -> Answer:
         "steps": state.num_steps,
         "uptime": time.monotonic() - state.started,
         "pid": os.getpid(),
+        "release": __version__,
     }
     return [pack(body)]
 

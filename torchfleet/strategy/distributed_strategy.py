@@ -16,7 +16,7 @@ from torchfleet.strategy.configs import Configs, aliases_of
 from torchfleet.strategy.execution import ObjectFields
 from torchfleet.strategy.fields import fields_of
 from torchfleet.strategy.hybrid_settings import check_hybrid
-from torchfleet.strategy.server_fields import ACTS_IN, AsyncConfigs, ServerFields
+from torchfleet.strategy.server_fields import ACTS_IN, SHARED_KEYS, AsyncConfigs, ServerFields
 
 _COLLECTIVE = (*FIELDS, *(f"{name}_configs" for name in CONFIGS), *OBJECTS)
 _KEYS = fields_of(AsyncConfigs)
@@ -137,6 +137,16 @@ class DistributedStrategy(ServerFields, CollectiveFields):
     def differences(self) -> dict[str, Any]:
         """The settings that differ from the defaults, as plain values."""
         return {name: _plain(getattr(self, name)) for name in _ORDER if not self.is_default(name)}
+
+    def shared_fields(self) -> dict[str, Any]:
+        """What must be the same for all workers of a job with servers, by name: the mode, and what decides on how
+        pushes become updates. Time-outs and queues are each worker's own."""
+        shared: dict[str, Any] = {"a_sync": self.a_sync, "sync_mean": self.sync_mean}
+        shared |= {f"a_sync_configs.{name}": self.a_sync_configs[name] for name in SHARED_KEYS}
+        for name in _COLLECTIVE if self.mode == "hybrid" else ():  # the network is a collective job
+            value = _plain(getattr(self, name))
+            shared |= _flat(name, value) if isinstance(value, Mapping) else {name: value}
+        return shared
 
     def lock(self, user: str) -> None:
         """From now on a change is an error."""

@@ -22,6 +22,8 @@ ACTS_IN = {
     "gather": ("async", "half_async"),
     "gather_max_age": ("async", "half_async"),
 }
+# Keys of a_sync_configs that all workers of a job must have alike. The others are about a worker's own threads.
+SHARED_KEYS = ("k_steps", "half_async", "hybrid", "max_staleness", "gather", "gather_max_age", "launch_barrier")
 # Keys of the queue between training and the threads that send.
 _QUEUE = (
     *("max_merge_var_num", "send_queue_size", "independent_recv_thread", "min_send_grad_num_before_recv"),

@@ -8,7 +8,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torchfleet.background import BackgroundThreads
 from torchfleet.errors import NumberTaken, ServerRestarted, ServerUnreachable
@@ -34,13 +35,14 @@ class Membership:
         info: RoleInfo,
         sync_timeout: float,
         waiting: Callable[[], float | None],
+        claims: Sequence[dict[str, Any]],
     ) -> None:
         """Owns `client` from now on. `waiting`: for what share of its time this worker waits for servers; called from
-        another thread. Raises RoleError if a server refuses this worker.
+        another thread. `claims`: what it was told of the job, by server. Raises RoleError if one refuses this worker.
 
         If a process of before has its number, and was killed, it waits until the servers have given that one up.
         """
-        self._client, self._timeout, self._waiting = client, info.worker_timeout, waiting
+        self._client, self._timeout, self._waiting, self._claims = client, info.worker_timeout, waiting, claims
         self._body = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -71,7 +73,7 @@ class Membership:
         deadline = time.monotonic() + self._timeout + _MARGIN
         while True:
             try:
-                return self._client.join(self._body)
+                return self._client.join(self._body, claims=self._claims)
             except NumberTaken:
                 if time.monotonic() > deadline:
                     raise

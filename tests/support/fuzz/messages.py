@@ -14,6 +14,7 @@ from torchfleet.net import wire
 from torchfleet.net.wire import Array, Command, Message, Role
 from torchfleet.server import among_workers, arrays, commands, sections
 from torchfleet.server.server import Server
+from torchfleet.server.state import handshake
 from torchfleet.tables.settings.spec import Rule, TableSpec
 
 _PER_SERVER = 1000  # messages to one server before a fresh one takes its place
@@ -39,6 +40,8 @@ def messages() -> list[bytes]:
     keys = Array(SPEC.number, np.arange(3, dtype=np.uint64))
     rows = Array(SPEC.number, np.ones((3, 2), np.float32))
     barrier = {"name": "b", "num_workers": 2, "timeout": 0.5}
+    join = {"host": "h", "pid": 1, "num_workers": 3, "timeout": 1.0, "sync_timeout": 2.0}
+    claims = {"release": "0", "server": 0, "num_servers": 1, "strategy": {"a_sync": True, "m": "x"}, "tables": [SPEC]}
     made = [
         Message(Command.PING),
         Message(Command.STATS),
@@ -49,9 +52,11 @@ def messages() -> list[bytes]:
         Message(Command.ERASE, Role.FIRST_WORKER, arrays=[keys]),
         Message(Command.BARRIER, arrays=[wire.pack(barrier)]),
         Message(Command.LEAVE),
+        Message(Command.JOIN, arrays=[wire.pack(join), wire.pack(claims)]),
         Message(Command.PULL_CHANGED, arrays=[Array(0, np.zeros(1, np.uint64)), Array(SPEC.number, np.zeros(0))]),
     ]
     for i, message in enumerate(made):
+        message.incarnation = 5
         message.worker, message.client, message.call, message.sequence, message.floor = i % 3, 9, i + 1, 1, 1
     return [joined(message) for message in made]
 
@@ -87,4 +92,4 @@ def server_target() -> Target:
                 assert b"internal error" not in text, text
         state["server"].work()
 
-    return Target("server", run, messages(), [wire, commands, among_workers, arrays, sections], [b"TFLT"])
+    return Target("server", run, messages(), [wire, commands, among_workers, handshake, arrays, sections], [b"TFLT"])

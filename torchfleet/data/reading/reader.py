@@ -12,6 +12,7 @@ from torchfleet.data.reading import streams
 from torchfleet.data.reading.criteo import CriteoFormat
 from torchfleet.data.reading.formats import MAX_LINE, LineSource, MultiSlotParser, Parser
 from torchfleet.data.reading.generator import DataGenerator
+from torchfleet.data.reading.parquet import ParquetFormat, ParquetReader
 from torchfleet.data.reading.pipe import piped
 from torchfleet.data.samples.sample_rows import SampleRows
 from torchfleet.data.samples.slots import SampleLayout, Slot
@@ -26,7 +27,7 @@ class ReadOptions:
 
     use_var: Sequence[Slot]
     pipe_command: str | DataGenerator | None = None
-    data_format: CriteoFormat | None = None
+    data_format: CriteoFormat | ParquetFormat | None = None
     on_bad_line: str = "error"
 
     def __post_init__(self) -> None:
@@ -39,24 +40,31 @@ class ReadOptions:
             raise DataError(f"pipe_command={command.__name__} is a class: give an object of it, with ()")
         if not isinstance(command, (str, DataGenerator, type(None))) or command == "":
             raise DataError(f"pipe_command must be a shell command or a data generator, found {command!r}")
-        if self.data_format is not None and not isinstance(self.data_format, CriteoFormat):
-            raise DataError(f"data_format must be a fleet.CriteoFormat, found {self.data_format!r}")
+        if not isinstance(self.data_format, (CriteoFormat, ParquetFormat, type(None))):
+            raise DataError(
+                f"data_format must be a fleet.CriteoFormat or fleet.ParquetFormat, found {self.data_format!r}"
+            )
+        if isinstance(self.data_format, ParquetFormat) and self.on_bad_line == "skip":
+            raise DataError("on_bad_line='skip' is for text: a Parquet file has no malformed lines. Leave it out.")
         self.reader(SampleLayout(self.use_var))  # raises for slots that do not fit the format
 
-    def reader(self, layout: SampleLayout, is_over: Callable[[], bool] = lambda: False) -> FileReader:
+    def reader(self, layout: SampleLayout, is_over: Callable[[], bool] = lambda: False) -> FileReader | ParquetReader:
         """A reader for one thread. `is_over`: whether to stop reading; asked while a pipe command is silent."""
-        return FileReader(self, layout, is_over)
+        if isinstance(self.data_format, ParquetFormat):
+            return ParquetReader(self.data_format, layout, is_over)
+        return FileReader(self, self._parser(layout), layout, is_over)
+
+    def _parser(self, layout: SampleLayout) -> Parser:
+        form = self.data_format
+        return form.parser(layout) if isinstance(form, CriteoFormat) else MultiSlotParser(layout)
 
 
 class FileReader:
     """Reads one file after another. For one thread."""
 
-    def __init__(self, options: ReadOptions, layout: SampleLayout, is_over: Callable[[], bool]) -> None:
-        self._options, self._layout, self._is_over = options, layout, is_over
+    def __init__(self, options: ReadOptions, parser: Parser, layout: SampleLayout, is_over: Callable[[], bool]) -> None:
+        self._options, self._parser, self._layout, self._is_over = options, parser, layout, is_over
         self._skip = options.on_bad_line == "skip"
-        self._parser: Parser = (
-            MultiSlotParser(layout) if options.data_format is None else options.data_format.parser(layout)
-        )
 
     def source(self, path: str) -> LineSource:
         """Where the lines of this file come from, for `read`; it counts those that are skipped."""

@@ -50,7 +50,7 @@ def check_files(files: Sequence[str]) -> list[str]:
 
 def compression(path: str) -> str:
     """ ".gz", ".zst", ".xz", ".bz2" or "": by the file's first bytes, which must agree with its name."""
-    with _open_raw(path) as raw:
+    with open_raw(path) as raw:
         head = raw.read(10)
     found = next((ending for ending, magic in _MAGIC.items() if magic.match(head)), "")
     named = next((ending for ending in _MAGIC if path.endswith(ending)), "")
@@ -62,7 +62,7 @@ def compression(path: str) -> str:
 def open_file(path: str) -> BinaryIO:
     """The file's contents, decompressed."""
     ending = compression(path)
-    raw = _open_raw(path)
+    raw = open_raw(path)
     return cast(BinaryIO, io.BufferedReader(Decompressed(raw, FORMATS[ending]), CHUNK)) if ending else raw
 
 
@@ -82,7 +82,8 @@ def chunks(stream: BinaryIO, path: str) -> Iterator[bytes]:
         stream.close()
 
 
-def _open_raw(path: str) -> BinaryIO:
+def open_raw(path: str) -> BinaryIO:
+    """The file's bytes as they are."""
     try:
         if is_local(path):
             return cast(BinaryIO, open(path, "rb", buffering=0))

@@ -15,7 +15,7 @@ from torchfleet.data.samples.sample_rows import SampleRows
 from torchfleet.errors import DataError
 from torchfleet.kernels import batches
 
-DTYPES = {"int64": np.dtype(np.int64), "float32": np.dtype(np.float32)}
+DTYPES: dict[str, np.dtype[Any]] = {"int64": np.dtype(np.int64), "float32": np.dtype(np.float32)}
 
 
 @dataclass(frozen=True)

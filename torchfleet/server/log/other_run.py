@@ -20,6 +20,7 @@ def forget_workers(state: State) -> None:
     apply_gathered(state)  # its pushes were acknowledged
     state.begin_meetings(Members(state.num_workers, state.members.min_workers, state.members.on_loss))
     state.presence, state.num_steps = Presence(), 0
+    state.agreement = None
     state.mail, state.files, state.bound, state.changes = Mail(), FileLists(), Bound(), Changes()
     state.sync_step = {}
     state.long_work.clear()

@@ -67,6 +67,7 @@ class Replay:
 
     def _lenient(self, is_lenient: bool) -> None:
         """What the other server has taken in is taken in here, whatever this machine has left."""
+        self.server.state.is_following = is_lenient
         self.server.state.budgets.is_lenient = self.server.state.spare_memory.is_lenient = is_lenient
 
     def _apply(self, entry: Entry) -> None:

@@ -19,6 +19,7 @@ from torchfleet.net.packed import pack_answer, pack_request, unpack_answer, unpa
 from torchfleet.net.wire import Command, Frame
 from torchfleet.server.log.long_requests import resume_long
 from torchfleet.server.server import Server
+from torchfleet.server.state.claims import Agreement
 from torchfleet.server.state.state import LongRequest
 from torchfleet.tables.copied_notes import export_notes, restore_notes, restore_tracking
 from torchfleet.tables.settings.spec import TableSpec
@@ -67,6 +68,7 @@ class StateBody(msgspec.Struct):
     schedule: dict[int, int]
     num_dropped: int
     model: str
+    agreement: Agreement | None = None
 
 
 def export_state(server: Server, copy: int) -> Iterator[list[Frame]]:
@@ -122,6 +124,7 @@ def _body(server: Server) -> StateBody:
         state.schedule.export(),
         state.num_dropped,
         state.model,
+        state.agreement,
     )
 
 
@@ -197,6 +200,7 @@ class StateImport:
         if body.clock is not None:
             state.clock.set(body.clock)
         state.num_dropped, state.model = body.num_dropped, body.model
+        state.agreement = body.agreement
         self._take_long(body)
 
     def _take_long(self, body: StateBody) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -114,6 +114,14 @@ class Presence:
         """Of the process that has joined as this worker; None: there is none."""
         known = self._members.get(worker)
         return None if known is None else known.incarnation
+
+    def others(self, worker: int, now: float) -> Literal["here", "quiet", "gone"]:
+        """Of all but this worker: "quiet" if every one that is left has missed a sign of life, "gone" if none is."""
+        lost = self.lost(now)
+        left = [m for number, m in self._members.items() if number != worker and number not in lost and not m.ended]
+        if any(now - member.heard < QUIET * member.body.timeout for member in left):
+            return "here"
+        return "quiet" if left else "gone"
 
     def leave(self, worker: int) -> None:
         self._members.pop(worker, None)

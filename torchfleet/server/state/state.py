@@ -19,6 +19,7 @@ from torchfleet.server.meeting.members import Members
 from torchfleet.server.meeting.presence import Presence
 from torchfleet.server.state.budgets import Budgets
 from torchfleet.server.state.changes import Changes
+from torchfleet.server.state.claims import MAX_TABLES, Agreement
 from torchfleet.server.state.long_pulls import LongPulls
 from torchfleet.server.state.loop_load import LoopLoad
 from torchfleet.server.state.refusals import Refusals
@@ -29,8 +30,6 @@ from torchfleet.tables.kinds import make_table
 from torchfleet.tables.settings.clock import Clock
 from torchfleet.tables.settings.spec import TableSpec, differences
 from torchfleet.tables.table import Table
-
-MAX_TABLES = 1024
 
 Answer = list[Array]  # the arrays of a reply
 
@@ -96,6 +95,9 @@ class State:
     mail: Mail = field(default_factory=Mail)
     files: FileLists = field(default_factory=FileLists)
     presence: Presence = field(default_factory=Presence)
+    place: tuple[int, int] | None = None  # this server's number, and that of servers; None: it was not told
+    agreement: Agreement | None = None  # what the workers that are here said of their job
+    is_following: bool = False  # entries are applied that another server, or this one before, has made
     long_requests: dict[int, LongRequest] = field(default_factory=dict)  # by token
     chain: Chain = field(default_factory=Chain)
     clock: Clock = field(default_factory=Clock)

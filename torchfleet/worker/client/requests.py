@@ -77,12 +77,15 @@ class Requests:
     def num_retries(self) -> int:
         return sum(connection.num_retries for connection in self._connections)
 
-    def join(self, body: dict[str, Any], timeout: float | None = None) -> list[Joined]:
-        """Tell the servers that this worker is there; returns what each says of the job. Raises RoleError or CountedOut
-        if one of them refuses it."""
+    def join(
+        self, body: dict[str, Any], timeout: float | None = None, claims: Sequence[dict[str, Any]] | None = None
+    ) -> list[Joined]:
+        """Tell the servers that this worker is there; returns what each says of the job. `claims`: what it was told
+        of the job, by server. Raises RoleError or CountedOut if one of them refuses it."""
+        arrays = [[pack(body), pack(own)] for own in claims] if claims else [[pack(body)]] * self.num_servers
         asked: Future[list[Joined]] = self._ask(
             Command.JOIN,
-            [[pack(body)]] * self.num_servers,
+            arrays,
             timeout=timeout,
             finish=lambda replies: [unpack(reply[0], Joined) for reply in replies],
         )

@@ -1,0 +1,74 @@
+"""Ray Data as a source: two workers of a job share one dataset of a real Ray, each sample going to one of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from support import jobs
+
+import torchfleet as fleet
+from torchfleet.data.arrow_dataset import ArrowDataset
+from torchfleet.data.ray_streams import stream_of_worker
+from torchfleet.errors import DataError
+
+ray = pytest.importorskip("ray")
+pytest.importorskip("ray.data")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("ray_data")]
+
+NUM = 600
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
+    folder = tmp_path_factory.mktemp("r")
+    ray.init(
+        num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False, _temp_dir=str(folder)
+    )
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    yield
+    ray.shutdown()
+
+
+def test_every_sample_goes_to_one_of_two_workers_in_every_pass(cluster: None) -> None:
+    x = np.arange(3 * NUM, dtype=np.float32).reshape(NUM, 3)
+    source = ray.data.from_items([{"id": i, "x": x[i]} for i in range(NUM)], override_num_blocks=6)
+
+    def read(part: jobs.Part) -> list[list[tuple[int, list[float]]]]:
+        with part.worker.workers() as workers:
+            stream, keeper = stream_of_worker(source, workers, is_equal=True)
+        dataset = ArrowDataset()
+        dataset.set_stream(stream, 32, [fleet.Slot("id", dim=1), fleet.Slot("x", "float32", 3)])
+        found = [[sample for batch in dataset for sample in _samples(batch)] for _ in range(2)]
+        part.barrier()  # nobody ends while another one reads
+        assert keeper is not None
+        return found
+
+    run = jobs.run(read, jobs.Net, jobs.sgd, mode="async", num_workers=2)
+    for number in range(2):
+        shares = [result[number] for result in run.results]
+        assert sorted(sample for share in shares for sample in share) == [(i, x[i].tolist()) for i in range(NUM)]
+        assert [len(share) for share in shares] == [NUM // 2, NUM // 2]
+
+
+def _samples(batch: Any) -> list[tuple[int, list[float]]]:
+    return list(zip(batch["id"].flatten().tolist(), batch["x"].tolist(), strict=True))
+
+
+def test_a_worker_alone_has_all_of_it_and_other_sources_are_refused(cluster: None) -> None:
+    with jobs.clean_facade():
+        fleet.init()
+        model = fleet.distributed_model(jobs.Net())
+        fleet.distributed_optimizer(jobs.sgd(model))
+        fleet.init_worker()
+        dataset = fleet.data.from_ray(ray.data.range(100), batch_size=30)
+        assert sorted(i for batch in dataset for i in batch["id"].flatten().tolist()) == list(range(100))
+        with pytest.raises(DataError, match=r"expected a ray\.data\.Dataset, or what its streaming_split gives"):
+            fleet.data.from_ray({"id": [1]})
+        with pytest.raises(DataError, match="expected a stream for each of 1 workers, found 2"):
+            fleet.data.from_ray([1, 2])
+        fleet.stop_worker()

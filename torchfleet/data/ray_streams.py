@@ -1,0 +1,78 @@
+"""A dataset of Ray Data as streams of Arrow tables, one for each worker, which Ray deals out while it reads."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torchfleet.data.dataset import WorkerGroup
+from torchfleet.errors import DataError
+
+_NAMESPACE = "torchfleet"
+
+
+def ray_module() -> Any:
+    """The module with Ray Data, or DataError that says how to get it."""
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise DataError(f"from_ray needs Ray Data ({error}): pip install 'torchfleet[ray,parquet]'") from None
+    return ray
+
+
+def stream_of_worker(source: Any, workers: WorkerGroup, is_equal: bool) -> tuple[Callable[[], Iterable[Any]], Any]:
+    """This worker's stream, and what must be kept for as long as it is used.
+
+    `source`: a ray.data.Dataset, dealt out by worker 0; or what streaming_split of one has given, for all workers or
+    for this one. `is_equal`: all workers get as many rows, and what is left over is dropped.
+    """
+    ray = ray_module()
+    kept = None
+    if isinstance(source, (list, tuple)):
+        if len(source) != workers.num:
+            raise DataError(f"from_ray: expected a stream for each of {workers.num} workers, found {len(source)}")
+        source = source[workers.index]
+    elif isinstance(source, ray.data.Dataset) and workers.num > 1:
+        source, kept = _dealt(ray, source, workers, is_equal)
+    if not isinstance(source, (ray.data.Dataset, ray.data.DataIterator)):
+        raise DataError(
+            f"from_ray: expected a ray.data.Dataset, or what its streaming_split gives, found {type(source).__name__}"
+        )
+    return lambda: source.iter_batches(batch_size=None, batch_format="pyarrow"), kept
+
+
+def _dealt(ray: Any, dataset: Any, workers: WorkerGroup, is_equal: bool) -> tuple[Any, Any]:
+    """This worker's share of the dataset that worker 0 has: all must have it, and read it alike.
+
+    Worker 0 leaves the shares with an actor of Ray, whose name it tells the others through the servers.
+    """
+    here = ray.get_runtime_context().gcs_address
+    name, keeper = f"shares-{secrets.token_hex(16)}", None
+    if workers.index == 0:
+        shares = dataset.streaming_split(workers.num, equal=is_equal)
+        keeper = ray.remote(num_cpus=0)(_Shares).options(name=name, namespace=_NAMESPACE).remote(shares)
+        ray.get(keeper.ready.remote())
+    told = [text.decode() for text in workers.gather("shares of a dataset of Ray", f"{here} {name}".encode())]
+    place, name = told[0].split(" ")
+    if place != here:
+        raise DataError(
+            f"from_ray: worker 0 is in the Ray cluster at {place}, and worker {workers.index} in that at {here}: call "
+            "ray.init(address=...) with one address on all workers"
+        )
+    keeper = keeper or ray.get_actor(name, namespace=_NAMESPACE)
+    return ray.get(keeper.share.remote(workers.index)), keeper
+
+
+class _Shares:
+    """An actor: keeps the shares until every worker has its own."""
+
+    def __init__(self, shares: list[Any]) -> None:
+        self._shares = shares
+
+    def ready(self) -> bool:
+        return True
+
+    def share(self, worker: int) -> Any:
+        return self._shares[worker]

@@ -1,0 +1,113 @@
+"""Parquet files: their columns as slots, read in pieces of some thousand rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchfleet.data.columns.arrow_columns import ColumnReader, pyarrow, slots_of
+from torchfleet.data.columns.column_rows import rows_of
+from torchfleet.data.columns.column_samples import ColumnSamples
+from torchfleet.data.reading.formats import LineSource
+from torchfleet.data.reading.streams import is_local, open_raw
+from torchfleet.data.samples.sample_rows import SampleRows
+from torchfleet.data.samples.slots import SampleLayout, Slot
+from torchfleet.errors import DataError
+
+ROWS = 1 << 15  # of a piece, about
+
+
+@dataclass(frozen=True)
+class ParquetFormat:
+    """Files are Parquet, and every slot is a column of its name, or what `columns` says.
+
+    columns     slot → its column, or the columns that stand side by side in it
+    fill_null   the number that a null is read as; None: a null is an error. A null list is always an empty one
+    shuffle     of a QueueDataset: so many samples are gathered and put into a random order; 0: as in the files
+    seed        of that order; the same one in every run
+    """
+
+    columns: Mapping[str, str | Sequence[str]] | None = None
+    fill_null: float | None = None
+    shuffle: int = 0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.shuffle) is not int or self.shuffle < 0:
+            raise DataError(f"shuffle: expected a number of samples, or 0 for none, found {self.shuffle!r}")
+        if self.fill_null is not None and not math.isfinite(self.fill_null):
+            raise DataError(f"fill_null: expected a finite number, found {self.fill_null!r}")
+
+    def columns_for(self, slots: Sequence[Slot]) -> ColumnReader:
+        """What fills these slots. Raises DataError if they do not fit."""
+        return ColumnReader(slots, self.columns or {}, self.fill_null)
+
+
+class ParquetReader:
+    """Reads one file after another. For one thread."""
+
+    def __init__(self, options: ParquetFormat, layout: SampleLayout, is_over: Callable[[], bool]) -> None:
+        pyarrow()  # raises now if it is not there
+        self._layout, self._is_over = layout, is_over
+        self._columns = options.columns_for(layout.slots)
+
+    def source(self, path: str) -> LineSource:
+        """For errors; nothing is skipped."""
+        return LineSource(path, skip=False)
+
+    def samples(self, path: str, batch_size: int = 1) -> Iterator[ColumnSamples]:
+        """The file's samples, some at a time: a number of whole batches, wherever the file allows it."""
+        num_rows = 0
+        with _Opened(path) as file:
+            self._columns.check_names(file.schema_arrow.names, path)
+            size = -(-ROWS // batch_size) * batch_size
+            for batch in _pieces(file, path, size, self._columns.names):
+                if self._is_over():
+                    return
+                yield self._columns.samples(batch, path, num_rows)
+                num_rows += batch.num_rows
+
+    def read(self, path: str, source: LineSource) -> Iterator[SampleRows]:
+        """The same as rows of words, as an InMemoryDataset keeps them."""
+        for samples in self.samples(path):
+            yield rows_of(samples, self._layout)
+
+
+def parquet_slots(path: str) -> list[Slot]:
+    """A slot for every column of the file."""
+    with _Opened(path) as file:
+        return slots_of(file.schema_arrow, path)
+
+
+class _Opened:
+    """A file as pyarrow has it; closed at the end."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __enter__(self) -> Any:
+        # A local file is opened by Arrow itself, whose reads hold no lock of Python's.
+        self._stream = None if is_local(self._path) else open_raw(self._path)
+        try:
+            self._file = pyarrow().parquet.ParquetFile(self._stream or self._path)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{self._path}: not a Parquet file that can be read ({_first_line(error)})") from error
+        return self._file
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        if self._stream is not None:
+            self._stream.close()
+
+
+def _pieces(file: Any, path: str, size: int, names: list[str]) -> Iterator[Any]:
+    try:
+        yield from file.iter_batches(batch_size=size, columns=names, use_threads=False)
+    except (OSError, ValueError) as error:  # Arrow's errors are among these
+        raise DataError(f"{path}: cannot be read ({_first_line(error)}); is it cut off or damaged?") from error
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
