@@ -162,7 +162,9 @@ def main() -> int:
         found = recovery(given, folder) if given.recovery_rows else cost(given, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    settings = {"keys": given.keys, "dim": given.dim, "fsync_ms": given.fsync_ms, "folder": given.folder}
+    settings: dict[str, float | str] = {"fsync_ms": given.fsync_ms, "folder": given.folder}
+    if not given.recovery_rows:
+        settings |= {"keys": given.keys, "dim": given.dim}
     report({**settings, **found}, given.json)
     return 0
 

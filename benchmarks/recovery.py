@@ -51,6 +51,7 @@ def recovery(given: argparse.Namespace, folder: Path) -> dict[str, float]:
                 raise AssertionError(f"expected {num_rows:,} rows as they were, found {found:,}, or other values")
     return {
         "recovered_rows": num_rows,
+        "dim": SPEC.dim,
         "copy_bytes": copied,
         "entries_bytes": num_bytes - copied,
         "recovery_s": seconds,

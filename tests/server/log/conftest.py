@@ -9,6 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from torchfleet.kernels.checksum import crc32c
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checksums() -> None:
+    """Compiled, or loaded, before any test whose time is taken."""
+    crc32c(b"short")
+
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:

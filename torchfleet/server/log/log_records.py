@@ -72,14 +72,16 @@ class Records:
         start = at + PREFIX
         fields = _fields(self._data[at:start])
         if fields is None:
-            return self._tear(at, start, "its prefix is not one that was written")
+            self._tear(at, start, "its prefix is not one that was written")
+            return None
         crc, length, _, num_first = fields
         if len(self._data) < start + length:
             self.is_torn = True
             return None
         content = self._data[start : start + length]
         if crc32c(content) != crc:
-            return self._tear(at, start + length, "its checksum is wrong")
+            self._tear(at, start + length, "its checksum is wrong")
+            return None
         self.end = start + length
         try:
             return _split(content, num_first)
