@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchfleet import data, metrics, nn, online, util
+    from torchfleet import data, metrics, nn, online, ray, util
     from torchfleet.collective.pipeline.stages import device_guard
     from torchfleet.data.reading.criteo import CriteoFormat
     from torchfleet.data.reading.generator import MultiSlotDataGenerator, MultiSlotStringDataGenerator
@@ -123,6 +123,7 @@ __all__ = [
     "online",
     "prefetch",
     "prepare",
+    "ray",
     "replica",
     "report",
     "reset",
@@ -149,7 +150,7 @@ __all__ = [
     "worker_num",
 ]
 
-_MODULES = ("data", "metrics", "nn", "online", "util")
+_MODULES = ("data", "metrics", "nn", "online", "ray", "util")
 _ELSEWHERE = {
     "BuildStrategy": "strategy.execution",
     "CountFilterEntry": "tables.settings.policy",
