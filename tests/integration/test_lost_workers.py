@@ -106,7 +106,8 @@ def test_elastic_workers_come_and_go_and_the_last_one_ends_the_job(tmp_path: Pat
         end.touch()
         assert first.wait() == 0, first.output
         assert late.wait() == 0, late.output
-        assert "of 2 ends with loss" in late.output
+        # As the servers said with the last sign of life: perhaps before the loss.
+        assert re.search(r"worker 3 of [23] ends with loss", late.output), late.output
         assert job.server.wait(60) == 0, job.server.output
 
 

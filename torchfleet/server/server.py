@@ -155,7 +155,8 @@ class Server:
     def _look_for_workers(self, now: float) -> None:
         state = self.state
         for text in state.presence.news(now):
-            tell(f"torchfleet server: {text}")
+            if text not in state.members.lost.values():  # that was said when it was decided
+                tell(f"torchfleet server: {text}")
         if state.num_workers and self._is_deserted(now):
             lost = "; ".join(state.presence.lost(now).values())
             if state.members.go_on and state.members.left:

@@ -96,8 +96,8 @@ class Members:
         if self.is_out(worker, incarnation):
             raise CountedOut(
                 f"worker {worker} was counted out at step {self._out[worker][1]}: nothing was heard of it for longer "
-                "than FLEET_WORKER_TIMEOUT, and the others went on without it (on_worker_loss=go_on). What this process "
-                "still sends is not taken: end it, and start the worker again."
+                "than FLEET_WORKER_TIMEOUT, and the others went on without it (on_worker_loss=go_on). What this "
+                "process still sends is not taken: end it, and start the worker again."
             )
 
     def is_over(self, num_workers: int) -> bool:
