@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -144,7 +145,13 @@ def answer(port: int, path: str) -> int:
         return error.code
 
 
-def test_a_signal_that_nobody_asked_for_does_not_end_this_process() -> None:
+def test_a_signal_that_another_thread_gets_waits_for_this_one() -> None:
+    over = threading.Event()
+    other = threading.Thread(target=over.wait, daemon=True)
+    other.start()
     with asks_blocked():
-        os.kill(os.getpid(), signal.SIGUSR1)
+        assert other.ident is not None
+        signal.pthread_kill(other.ident, signal.SIGUSR1)
+        wait_until(lambda: signal.SIGUSR1 in signal.sigpending(), 10, "signal in this thread")
+    over.set()
     assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

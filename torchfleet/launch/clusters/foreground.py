@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -82,14 +83,17 @@ def run_child(child: Running, ending: Ending, meanwhile: Callable[[], None] = la
 
 @contextlib.contextmanager
 def asks_blocked() -> Iterator[None]:
-    """SIGUSR1 waits until it is asked for, in this process and in all that it starts."""
+    """SIGUSR1 waits until it is asked for, in this thread, which is the main one, and in all that it starts."""
+    # Threads that are there already, such as those of a library, do not block it: one hands it on to this thread.
+    own = threading.get_ident()
+    handler = signal.signal(signal.SIGUSR1, lambda number, frame: signal.pthread_kill(own, number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
         yield
     finally:
-        while signal.sigtimedwait({signal.SIGUSR1}, 0):
-            pass  # one that nobody has asked for would end this process now
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # drops one that nobody has asked for: it would end this process
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGUSR1, handler)
 
 
 def send(child: Running, number: int) -> None:
