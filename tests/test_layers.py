@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tables": {"tables/settings", "tables/rows", "tables/policies", "kernels", "errors"},
     "checkpoint": {*TABLES, "storage", "errors"},
     "checkpoint/exporting": {"checkpoint", "storage", "errors"},
-    "server/meeting": {"net", "errors"},
+    "server/meeting": {"net", "role", "errors"},
     "server/state": {*TABLES, "server/meeting", "net", "kernels", "cgroups", "errors"},
     "server/saving": {
         *TABLES,
@@ -97,6 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server/replicas": {"server/log", "server", "coordination", "net", "errors"},
     "server/__main__": {
         "tables/settings",
+        "role",
         "server",
         "server/log",
         "net",

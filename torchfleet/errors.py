@@ -25,6 +25,10 @@ class RoleError(FleetError):
     """The environment, or the caller, does not say clearly which role this process has."""
 
 
+class NumberTaken(RoleError):
+    """Another process has this worker's number, and was heard of not long ago."""
+
+
 class ModelError(FleetError):
     """A model or optimizer that cannot be distributed as it is."""
 
@@ -51,6 +55,10 @@ class BarrierError(FleetError):
 
 class WorkerMissing(FleetError):
     """Workers wait for one that has ended, is silent, or waits for them somewhere else."""
+
+
+class CountedOut(FleetError):
+    """The others have gone on without this worker's process: it must be started again to take part."""
 
 
 class ServerLoading(FleetError):

@@ -174,7 +174,14 @@ def worker_index() -> int:
 
 
 def worker_num() -> int:
-    return _any_job().info.num_workers
+    """Workers of the job; of an elastic one, those that are there now."""
+    return _any_job().num_workers
+
+
+def first_step() -> int:
+    """The number of the step with which this worker begins: 0, or in sync mode, if it was started again, as many as the
+    job had made. Its loop goes on with that batch: docs/faults.md."""
+    return _get_worker().first_step
 
 
 def data_shard() -> tuple[int, int]:

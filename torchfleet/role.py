@@ -18,6 +18,9 @@ WORKER, SERVER = "worker", "server"
 MAX_SECONDS = 7 * 24 * 3600.0
 MAX_FSYNC_MS = 60_000.0
 SETTINGS = ("none", "log")  # of FLEET_DURABILITY
+LOSS_END, LOSS_WAIT, GO_ON = "end", "wait", "go_on"
+LOSS_RULES = (LOSS_END, LOSS_WAIT, GO_ON)  # of FLEET_ON_WORKER_LOSS
+ON_LOSS, MIN_WORKERS = "FLEET_ON_WORKER_LOSS", "FLEET_MIN_WORKERS"
 DURABILITY, LOG_STORE, LOG_RUN, FSYNC = "FLEET_DURABILITY", "FLEET_LOG_STORE", "FLEET_LOG_RUN", "FLEET_FSYNC_MS"
 ASK = "ask"  # of FLEET_RESTART: the servers know how often a worker was started before
 _NUMBER = re.compile(r"[0-9]{1,18}")  # longer ones may be more than int() takes
@@ -29,7 +32,7 @@ class RoleInfo:
 
     role: str = WORKER
     worker_index: int = 0
-    num_workers: int = 1
+    num_workers: int = 1  # of an elastic job: the most
     server_index: int = 0
     server_endpoints: tuple[str, ...] = ()
     worker_endpoints: tuple[str, ...] = ()
@@ -43,6 +46,8 @@ class RoleInfo:
     start_timeout: float = 1800.0  # seconds that a worker waits for a server that gives no sign
     worker_timeout: float = 10.0  # seconds of silence after which those who wait for a worker are told
     orphan_timeout: float = 1800.0  # seconds after the last sign of any worker when a server ends; 0: never
+    min_workers: int = 0  # of an elastic job: so many begin, others come and go; 0: the number of workers is fixed
+    on_worker_loss: str = LOSS_END  # what the loss of a worker means to those who wait for it: one of LOSS_RULES
     durability: str = "none"  # how servers keep what they promise: "none", or "log" on disk
     log_store: str | None = None  # folder of the servers' logs
     log_run: str = ""  # the run of a launcher that servers belong to; another one's workers are not waited for
@@ -61,6 +66,11 @@ class RoleInfo:
     def is_local(self) -> bool:
         """Whether one process does everything, with the servers inside it."""
         return not self.server_endpoints and not self.is_collective
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether workers come and go."""
+        return self.min_workers > 0
 
     @property
     def num_servers(self) -> int:
@@ -89,6 +99,7 @@ class PaddleCloudRoleMaker:
     CPU_NUM: threads of torch; PSERVER_DEBUG=1: print the plan and the servers' tables
     FLEET_RESTART: how often this role was started before, or "ask"
     FLEET_START_TIMEOUT, FLEET_WORKER_TIMEOUT, FLEET_ORPHAN_TIMEOUT: seconds, see RoleInfo
+    FLEET_MIN_WORKERS: of an elastic job; FLEET_ON_WORKER_LOSS (end | wait | go_on), see RoleInfo
     FLEET_DURABILITY (none | log), FLEET_LOG_STORE, FLEET_LOG_RUN, FLEET_FSYNC_MS: the servers' logs, see RoleInfo
 
     For collective training (is_collective=True):
@@ -136,6 +147,7 @@ class PaddleCloudRoleMaker:
         restart = self._number("FLEET_RESTART") if "FLEET_RESTART" in found and not asks else 0
         if role == SERVER:
             common |= self._replica(servers[server])
+        common |= loss_of(found, num_workers)
         common["asks_restart"] = asks and role == WORKER
         return RoleInfo(role, worker, num_workers, server, servers, workers, restart=restart, **common)
 
@@ -312,7 +324,8 @@ class UserDefinedRoleMaker:
 
     def read(self) -> RoleInfo:
         key_dir = self._info.key_dir or os.environ.get("FLEET_KEY_DIR")
-        return replace(self._info, key_dir=key_dir, **_process_settings(os.environ))
+        loss = loss_of(os.environ, self._info.num_workers)
+        return replace(self._info, key_dir=key_dir, **_process_settings(os.environ), **loss)
 
 
 def _process_settings(found: Mapping[str, str]) -> dict[str, Any]:
@@ -337,6 +350,26 @@ def _process_settings(found: Mapping[str, str]) -> dict[str, Any]:
 def start_timeout_of(found: Mapping[str, str]) -> float:
     """Seconds that a process waits for others that give no sign, as the environment says it. Raises RoleError."""
     return _seconds(found, "FLEET_START_TIMEOUT", RoleInfo.start_timeout)
+
+
+def loss_of(found: Mapping[str, str], num_workers: int) -> dict[str, Any]:
+    """With how many workers a job begins, and what the loss of one means, as the environment says it. Raises
+    RoleError."""
+    least = found.get(MIN_WORKERS) or "0"
+    if not _NUMBER.fullmatch(least) or int(least) > num_workers:
+        raise RoleError(
+            f"{MIN_WORKERS} is the number of workers with which an elastic job begins, at most FLEET_NUM_WORKERS "
+            f"({num_workers}); found {least!r}"
+        )
+    rule = found.get(ON_LOSS) or (GO_ON if int(least) else LOSS_END)
+    if rule not in LOSS_RULES:
+        raise RoleError(f"{ON_LOSS} must be one of {', '.join(LOSS_RULES)}; found {rule!r}")
+    if int(least) and rule != GO_ON:
+        raise RoleError(
+            f"{ON_LOSS}={rule} and {MIN_WORKERS}={least}: workers of an elastic job come and go, and nobody waits for "
+            f"one that is gone. Leave out {ON_LOSS}, or {MIN_WORKERS}."
+        )
+    return {"min_workers": int(least), "on_worker_loss": rule}
 
 
 def durability_of(found: Mapping[str, str]) -> dict[str, Any]:

@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from support.paths import ROOT
-from support.scripts.launching import clean_environment
+from support.scripts.launching import clean_environment, wait_until
 
 from torchfleet.launch.roles import free_ports
 
@@ -106,9 +107,10 @@ class Slurm:
         _wait(self._is_idle, "slurmctld.log", self)
 
     def stop(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(subprocess.TimeoutExpired, AssertionError):
             self.run(["scancel", "--signal=KILL", "--full", "--me"], self._folder, timeout=10)
             self.run(["scancel", "--me"], self._folder, timeout=10)
+            wait_until(lambda: not self.run(["squeue", "-h"], self._folder).stdout, 20, "empty queue")
         for daemon in reversed(self.daemons):
             daemon.terminate()
         for daemon in self.daemons:
@@ -117,6 +119,18 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        for process in self._left():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def _left(self) -> list[psutil.Process]:
+        """Whatever a daemon has started and not ended, known by the configuration that it was told."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("SLURM_CONF") == self.environment["SLURM_CONF"]:
+                    found.append(process)
+        return found
 
     def _daemon(self, *command: str) -> None:
         self.daemons.append(

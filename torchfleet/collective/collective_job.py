@@ -307,6 +307,10 @@ class CollectiveJob(JobSettings):
         return "collective"
 
     @property
+    def num_workers(self) -> int:
+        return self.info.num_workers
+
+    @property
     def data_shard(self) -> tuple[int, int]:
         return self.world.data_shard
 

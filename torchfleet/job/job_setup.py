@@ -104,15 +104,20 @@ class JobSetup:
                 "or give the strategy to fleet.init"
             )
         if self.strategy.mode == "geo":
-            step, repeats = scheduler.step, self.info.num_workers
+            step = scheduler.step
 
             def step_globally(*args: Any, **kwargs: Any) -> None:
-                for _ in range(repeats):
+                for _ in range(self.num_workers):
                     step(*args, **kwargs)
 
             scheduler.step = step_globally
             self.global_schedulers.append(scheduler)
         return scheduler
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of the job; of an elastic one, those that are there as far as it is known."""
+        return self.info.num_workers
 
     @property
     def plan(self) -> Plan:

@@ -19,8 +19,11 @@ from torchfleet.worker.modes.whole_tables import WholeTables, table_sizes
 from torchfleet.worker.peers import Workers
 
 
-def make_communicator(setup: JobSetup, client: Client, connect: Callable[[], Client]) -> Communicator:
-    """That of the strategy's mode. `connect`: one more client, for another thread."""
+def make_communicator(
+    setup: JobSetup, client: Client, connect: Callable[[], Client], num_present: Callable[[], int]
+) -> Communicator:
+    """That of the strategy's mode. `connect`: one more client, for another thread. `num_present`: workers that are
+    there now."""
     strategy, plan, num_workers = _strategy(setup), setup.plan, setup.info.num_workers
     configs, mode = strategy.a_sync_configs, strategy.mode
     # Of waits for other workers: servers end them at sync_timeout and say who is missing; silent servers are given up.
@@ -36,7 +39,7 @@ def make_communicator(setup: JobSetup, client: Client, connect: Callable[[], Cli
     if mode == "hybrid":
         return Hybrid(client, plan, connect, configs)
     (optimizer,) = setup.optimizers
-    return Geo(client, plan, connect, configs.k_steps, num_workers, optimizer.step_locally)
+    return Geo(client, plan, connect, configs.k_steps, num_present, optimizer.step_locally)
 
 
 def make_whole_tables(
@@ -57,6 +60,11 @@ def make_whole_tables(
         raise StrategyError(
             f"fleet.whole_tables() is geo training, and the strategy says {strategy.mode}: use "
             "DistributedStrategy(a_sync=True, a_sync_configs={'k_steps': N}), or train through the model"
+        )
+    if info.is_elastic:
+        raise FleetError(
+            "fleet.whole_tables() shares differences out among a fixed number of workers, and those of this job come "
+            "and go (FLEET_MIN_WORKERS): train through the model"
         )
     k_steps = strategy.a_sync_configs.k_steps if not info.is_local else 0
     copy = _table_copy(setup, client.num_servers, workers, shared)

@@ -28,6 +28,11 @@ class Job(Protocol):
         ...
 
     @property
+    def num_workers(self) -> int:
+        """Workers, or ranks, of the job; of an elastic one with servers, those that are there now."""
+        ...
+
+    @property
     def data_shard(self) -> tuple[int, int]:
         """(index, number): which of how many equal shares of the samples this process trains on."""
         ...

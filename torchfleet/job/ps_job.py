@@ -51,7 +51,16 @@ class ParameterServerJob(JobSetup):
         return self.worker.strategy.mode
 
     @property
+    def num_workers(self) -> int:
+        return self.info.num_workers if self._worker is None else self._worker.num_workers
+
+    @property
     def data_shard(self) -> tuple[int, int]:
+        if self.info.is_elastic:
+            raise FleetError(
+                "workers of this job come and go (FLEET_MIN_WORKERS), so that no share of the samples is one worker's: "
+                "let them take files as they have time, dataset.set_filelist(files, dynamic=True)"
+            )
         return self.info.worker_index, self.info.num_workers
 
     def init_server(self, dirname: str | None = None, var_names: list[str] | None = None) -> None:

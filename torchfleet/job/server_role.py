@@ -43,7 +43,13 @@ class ServerRole:
     def __init__(self, setup: JobSetup) -> None:
         self._info, self._layouts = setup.info, setup.plan.layouts
         self._way = Way(setup.info.key_dir, setup.info.socket_dir, setup.info.address_book)
-        self._server = Server(num_workers=setup.info.num_workers, orphan_timeout=setup.info.orphan_timeout)
+        info = setup.info
+        self._server = Server(
+            num_workers=info.num_workers,
+            orphan_timeout=info.orphan_timeout,
+            min_workers=info.min_workers,
+            on_worker_loss=info.on_worker_loss,
+        )
         self._replica: Replica | None = None
         for spec in setup.plan.specs:
             self._server.state.add_table(spec.for_shard(setup.info.server_index, setup.info.num_servers))
@@ -64,7 +70,8 @@ class ServerRole:
             self._durable = go_on(self._server, self._durability, self._say)
         place = self._info.replica_places[self._info.replica]
         listener = self._listener = listen(self._way.endpoint(place), self._keys, self._info.insecure)
-        self._say(f"listening on {place} for {self._info.num_workers} workers")
+        least = f"{self._info.min_workers} to " if self._info.is_elastic else ""
+        self._say(f"listening on {place} for {least}{self._info.num_workers} workers")
         self._say(tables_text(self._server.state.tables.values()))
         if self._durable is not None:
             return

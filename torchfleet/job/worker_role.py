@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torchfleet.errors import FleetError
 from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.job.job_setup import JobSetup
 from torchfleet.job.mode_choice import make_communicator, make_whole_tables
+from torchfleet.job.rejoining import catch_up, check_loss_rule
 from torchfleet.job.waiting_share import WaitingShare
 from torchfleet.job.worker_start import check_loaded, make_tables, patience_with, wait_for_servers, with_known_restart
 from torchfleet.monitor.freshness import ages_by_kind
@@ -68,6 +70,7 @@ class WorkerRole:
         self._started = time.monotonic()
         self._reported: dict[str, float] = {}
         self._left = False
+        self.first_step = 0  # with which this worker begins: in sync mode more than 0 if it was started again
         self._saved_to: set[str] = set()
         self._passes: Counter[str] = Counter()  # over shared lists of files, by name
         self._waiting: WaitingShare | None = None  # until training can begin
@@ -82,12 +85,14 @@ class WorkerRole:
     def _begin(self, setup: JobSetup, dirname: str | None) -> None:
         """All that may fail: connected, joined, tables made, threads started, the model bound."""
         wait_for_servers(self.client, self.info.start_timeout)
+        check_loss_rule(self.strategy.mode, self.info)
         setup.info = self.info = with_known_restart(self.client, self.info)
         self._membership = self._join()
+        setup.info = self.info
         if dirname is not None:
             check_loaded(self.client, dirname)
         make_tables(self.client, self._plan, self.info, self.strategy)
-        self.communicator: Communicator = make_communicator(setup, self.client, self._connect)
+        self.communicator: Communicator = make_communicator(setup, self.client, self._connect, lambda: self.num_workers)
         self._ends.callback(self.communicator.release)
         self._hybrid = self._hybrid_worker()
         if self._hybrid is not None:
@@ -110,6 +115,11 @@ class WorkerRole:
         self.communicator.rest()
         # One name for all of them: a worker that was started again cannot know how many there have been.
         self.client.barrier(name, self.info.num_workers, self.strategy.sync_timeout)
+
+    @property
+    def num_workers(self) -> int:
+        """Of the job; of an elastic one, those that are there."""
+        return self._membership.num_members if self._membership and self.info.is_elastic else self.info.num_workers
 
     def meet(self, what: str) -> None:
         """Before workers wait for each other at a server: in hybrid mode one of them may be held up in a step."""
@@ -234,9 +244,12 @@ class WorkerRole:
         if self.info.is_local:
             return None
         info, strategy = self.info, self.strategy
-        timeouts = info.worker_timeout, strategy.sync_timeout
-        made = Membership(self._connect(), info.num_workers, info.restart, *timeouts, self._waiting_share)
+        made = Membership(self._connect(), info, strategy.sync_timeout, self._waiting_share)
         self._ends.callback(made.close)
+        if strategy.mode != "hybrid":  # its workers start together, and their launcher says how often they did
+            self.info = replace(info, restart=max(info.restart, *(joined.restarts for joined in made.told)))
+        if strategy.mode == "sync":
+            self.first_step = catch_up(self.client, made.told, len(self._optimizers), strategy.sync_timeout)
         return made
 
     def _waiting_share(self) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ RECOVERY_TIMEOUT = 600.0  # seconds that a server with a log may be away: it rea
 RESEND_PAUSE = 5.0  # seconds between two attempts to reach one
 _PERIOD = 5.0  # seconds between two lines about servers that are not ready
 _PAUSE = 0.1  # seconds between two questions to a server that is loading
+_NO_VALUES = "worker 0 has not set the first values; look at its log"
 
 
 def patience_with(strategy: DistributedStrategy, info: RoleInfo) -> Patience:
@@ -88,7 +90,11 @@ def make_tables(client: Client, plan: Plan, info: RoleInfo, strategy: Distribute
         tables = [server["tables"] for server in client.stats()]
         _set_sparse(client, plan, tables)
         _set_dense(client, plan, tables)
-    if info.num_workers > 1:
+    if info.is_elastic:
+        _wait_for(lambda: _has_first_values(client, plan), info, _NO_VALUES)
+        least = f"fewer than {info.min_workers} workers have come (FLEET_MIN_WORKERS)"
+        _wait_for(lambda: client.stats()[0]["members"]["joined"] >= info.min_workers, info, least)
+    elif info.num_workers > 1:
         _wait_for_first_values(client, plan, info, strategy)
     for dense in (*plan.dense, *plan.fixed):
         dense.write(client.pull_dense(dense.spec.name).result())
@@ -120,13 +126,14 @@ def _wait_for_first_values(client: Client, plan: Plan, info: RoleInfo, strategy:
     if is_met and not info.restart:  # the others have met without one that was started again
         client.barrier("start", info.num_workers, max(info.start_timeout, strategy.sync_timeout))
         return
+    _wait_for(lambda: _has_first_values(client, plan), info, _NO_VALUES)
+
+
+def _wait_for(is_so: Callable[[], bool], info: RoleInfo, otherwise: str) -> None:
     deadline = time.monotonic() + info.start_timeout
-    while not _has_first_values(client, plan):
+    while not is_so():
         if time.monotonic() > deadline:
-            raise FleetError(
-                f"after {info.start_timeout:g} s (FLEET_START_TIMEOUT) worker 0 has not set the first values; look at "
-                "its log"
-            )
+            raise FleetError(f"after {info.start_timeout:g} s (FLEET_START_TIMEOUT) {otherwise}")
         time.sleep(0.05)
 
 

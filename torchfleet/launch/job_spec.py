@@ -30,7 +30,8 @@ class JobSpec:
     command: tuple[str, ...]  # the same for every process; the environment gives each its role
     log_dir: Path  # as the user gave it; every run has a folder of its own below it: `make_run_dir`
     num_servers: int | Literal["auto"] | None = None  # None: the user gave no number
-    num_workers: int | None = None
+    num_workers: int | None = None  # of an elastic job: the most
+    min_workers: int | None = None  # with so many an elastic job begins; None: not elastic
     resources: Mapping[str, Resources] = field(default_factory=dict)  # by role, of those that are given
     folder: Path = field(default_factory=Path.cwd)  # of the script; of a module: where it is looked for
     max_restart: int = 0  # restarts of a failed worker; in a collective job, of all ranks together

@@ -20,6 +20,8 @@ from torchfleet.launch.endurance.placement import (
     num_replicas,
     with_backups,
 )
+from torchfleet.launch.endurance.worker_loss import add_option as add_loss_option
+from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.privacy import KINDS, kind_of, private_folder, told
 from torchfleet.launch.roles import JobLayout, given_threads, one_machine, several_machines, spare_servers, tasks
@@ -78,6 +80,7 @@ class ServerLauncher:
             "of this user (default: ipc)",
         )
         group.add_argument("--plain", action="store_true", help="let every user of this machine reach the servers")
+        add_loss_option(group)
         add_durability_options(group)
         add_options(group)
 
@@ -140,7 +143,8 @@ def _tasks(
         _refuse_open_servers(layout)
     bounds = limits(options.max_table_bytes, options.orphan_timeout)
     kept = durability_variables(options) if kept is None else kept
-    base = {**job.environment, **bounds, **roots(options.save_root), **kept}
+    rules = loss_variables(options, num_workers)
+    base = {**job.environment, **bounds, **roots(options.save_root), **rules, **kept}
     num_local = len(layout.local_servers) + len(layout.local_backups)
     return tasks(layout, num_workers, base, num_local if options.server_num == "auto" else 0)
 

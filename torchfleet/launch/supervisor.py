@@ -12,6 +12,7 @@ from types import FrameType
 from torchfleet.errors import FleetError
 from torchfleet.launch.display import Display
 from torchfleet.launch.endurance.loss import tell_of_loss
+from torchfleet.launch.endurance.worker_loss import FREE_MODES, may_be_missed, may_restart
 from torchfleet.launch.job_spec import JobSpec, Report, RunningTask, Start, Task
 from torchfleet.launch.processes import Process, end_all
 from torchfleet.launch.roles import JobLayout
@@ -27,7 +28,6 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that end a job
 _PAUSE = 0.1  # seconds between two looks at the processes
 _QUICK = 0.02  # the same where servers have backups, which wait to be told
 _TOO_LONG = 5.0  # seconds that servers may outlive the last worker, or workers a server, before the job has failed
-_FREE_MODES = ("async", "half_async", "geo")  # no worker waits for another: training goes on without one
 _TOGETHER = "hybrid"  # the mode whose workers start again together: none can go on without another
 
 
@@ -175,25 +175,25 @@ class JobSupervisor:
         return 1 if self._lost else 0
 
     def _go_on_without(self, process: RunningTask, display: Display) -> bool:
-        """Whether the job goes on: a worker of a free mode is restarted (--max_restart), or given up if killed."""
+        """Whether the job goes on: a worker is restarted (--max_restart), or given up if the others can do without."""
         if process.task.role == "server":
             return self._restart_server(process, display) or self._replace_server(process, display)
-        mode = process.status().get("mode")
+        mode = process.status().get("mode", "")
         if mode == _TOGETHER and not self._job.max_job_restart:
             return self._restart_workers(process, display)
-        if mode not in _FREE_MODES or self._job.max_job_restart:
+        if not may_restart(mode, process.task.environment) or self._job.max_job_restart:
             return False
         code = process.returncode or 0
         if process.num_restarts < self._job.max_restart:
             display.report(f"[fleetrun] {process.task.name} ended with {code}; starting it again")
             process.restart()
             return True
-        if code > 0:
-            return False  # the script failed: it would fail on other workers too
+        if not may_be_missed(code, process.task.environment):
+            return False
         self._lost.append(process.task.name)
         rest = any(p.returncode is None for p in self._of("worker"))
         then = f"; {mode} training goes on without it" if rest else ""
-        display.report(f"[fleetrun] {process.task.name} was killed by {_signal_name(-code)}{then}")
+        display.report(f"[fleetrun] {process.task.name} {_how(process)}{then}")
         return self._leave_for(process.task.index, display)
 
     def _replace_server(self, process: RunningTask, display: Display) -> bool:
@@ -265,7 +265,7 @@ class JobSupervisor:
             )
         if process.task.role == "worker" and process.num_restarts < self._job.max_restart:
             mode = process.status().get("mode", "a job that has not begun")
-            text = f"acts in {', '.join(_FREE_MODES)} and {_TOGETHER}; this is {mode}"
+            text = f"acts in {', '.join(FREE_MODES)}, {_TOGETHER}, and sync with --on_worker_loss; this is {mode}"
             if mode == _TOGETHER:
                 text = f"acts in {mode} mode on one machine, and as long as no worker has left"
             display.report(f"[fleetrun] --max_restart {text}")

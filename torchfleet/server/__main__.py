@@ -12,6 +12,7 @@ from types import FrameType
 from torchfleet.errors import FleetError
 from torchfleet.net.addresses import listen
 from torchfleet.net.keys import KeyFolder
+from torchfleet.role import LOSS_RULES, MIN_WORKERS, ON_LOSS, loss_of
 from torchfleet.server.log.durable_server import DEFAULT_FSYNC_MS, Durability, DurableServer, begin_log, go_on
 from torchfleet.server.server import Server
 from torchfleet.server.server_log import speaker
@@ -73,6 +74,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "(default: FLEET_FSYNC_MS, else 10)",
     )
     parser.add_argument("--num_workers", type=int, default=0, help="end when so many workers have left (0: never)")
+    parser.add_argument(
+        "--min_workers",
+        type=int,
+        default=int(os.environ.get(MIN_WORKERS) or 0),
+        help="with how many of them an elastic job begins; others come and go (default: FLEET_MIN_WORKERS, else 0: all "
+        "are waited for)",
+    )
+    parser.add_argument(
+        "--on_worker_loss",
+        choices=LOSS_RULES,
+        default=os.environ.get(ON_LOSS) or None,
+        help="what the loss of a worker means to those who wait for it (default: FLEET_ON_WORKER_LOSS, else end; "
+        "go_on where workers come and go)",
+    )
     return parser.parse_args(arguments)
 
 
@@ -108,7 +123,9 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
     try:
-        server = Server(_table_bytes(options), options.num_workers, options.save_root, _orphan_timeout(options))
+        given = {MIN_WORKERS: str(options.min_workers), ON_LOSS: options.on_worker_loss or ""}
+        loss = loss_of(given, options.num_workers)
+        server = Server(_table_bytes(options), options.num_workers, options.save_root, _orphan_timeout(options), **loss)
         handler = _with_log(server, options)
         warm_up()
         listener = listen(options.endpoint, KeyFolder(options.key_dir) if options.key_dir else None, options.insecure)

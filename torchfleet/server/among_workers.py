@@ -17,7 +17,7 @@ from torchfleet.server.meeting.gathering import GatherBody
 from torchfleet.server.meeting.mail import SendBody, TakeBody
 from torchfleet.server.meeting.presence import MAX_NAME, JoinBody
 from torchfleet.server.state.state import Answer, State
-from torchfleet.server.sync_step import close_sync_step
+from torchfleet.server.waiting import open_meetings
 
 MAX_BARRIER_SECONDS = 7 * 24 * 3600.0
 _PER_FILE = 150  # bytes of a list beside the name
@@ -30,7 +30,8 @@ class BarrierBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def join(state: State, request: Request) -> Answer:
-    """A worker is there, or still there. One that was told of another number of workers than this server is refused."""
+    """A worker is there, or still there; it is told where the job is. One that was told something else about the job
+    than this server is refused, and so is one that the others have gone on without."""
     body, worker = unpack(only(request), JoinBody, MAX_BODY), request.message.worker
     if not all(0 < seconds <= MAX_BARRIER_SECONDS for seconds in (body.timeout, body.sync_timeout)):
         raise WireError(f"time-outs of a worker are above 0, up to {MAX_BARRIER_SECONDS:g} s; found {body}")
@@ -39,19 +40,43 @@ def join(state: State, request: Request) -> Answer:
             f"worker {worker} of {body.num_workers} came to a server that was started for {state.num_workers}. Give "
             "all servers and workers the same FLEET_NUM_WORKERS / PADDLE_TRAINERS_NUM (in code: worker_num)."
         )
+    _check_rules(state, body)
     check_worker(state, request)
-    replaces = state.presence.join(worker, request.message.incarnation, body, request.arrived)
-    if not body.again:
-        again = f", started again ({body.restart})" if body.restart else ""
-        state.say(f"worker {worker} has joined from {body.host}, pid {body.pid}{again}")
-    if body.restart and not body.again:
+    members, incarnation = state.members, request.message.incarnation
+    members.check(worker, incarnation)
+    if members.has_left(worker, incarnation):  # a late copy
+        return _told(state, worker)
+    before = state.presence.incarnation(worker)
+    replaces = state.presence.join(worker, incarnation, body, request.arrived)
+    if body.again:
+        if before == incarnation and not body.ended and members.come(worker):
+            state.say(f"worker {worker} is back, from {body.host}, pid {body.pid}")
+        return _told(state, worker)
+    members.begin(worker, before != incarnation)
+    again = f", started again ({members.num_restarts(worker)})" if members.num_restarts(worker) else ""
+    state.say(f"worker {worker} has joined from {body.host}, pid {body.pid}{again}")
+    if before != incarnation:  # a new process, perhaps in the place of one that was killed
         state.barriers.forget(worker)
         state.gatherings.forget(worker)
     if replaces:
         _drop_step(state, worker)
-    if not body.again:  # a new process, perhaps in the place of one that was killed
-        _forget(state, worker)
-    return []
+    _forget(state, worker)
+    return _told(state, worker)
+
+
+def _check_rules(state: State, body: JoinBody) -> None:
+    own, told = (state.members.min_workers, state.members.on_loss), (body.min_workers, body.on_worker_loss)
+    if state.num_workers and own != told:
+        raise RoleError(
+            f"this server was started with FLEET_MIN_WORKERS={own[0]} and FLEET_ON_WORKER_LOSS={own[1]}, and the "
+            f"worker with {told[0]} and {told[1]}: give all servers and workers the same"
+        )
+
+
+def _told(state: State, worker: int) -> Answer:
+    """The reply to JOIN: worker/client/requests.py has its fields."""
+    restarts, present = state.members.num_restarts(worker), state.members.num_present(state.num_workers)
+    return [pack({"step": state.num_steps, "restarts": restarts, "num_members": present})]
 
 
 def barrier(state: State, request: Request) -> None:
@@ -111,22 +136,19 @@ def leave(state: State, request: Request) -> Answer:
     worker = request.message.worker
     _check_leave(state, request)
     apply_gathered(state)
-    is_news = worker not in state.barriers.left
+    is_news = worker not in state.members.left
     _forget(state, worker)
-    for going in state.barriers.leave(worker):
-        state.finish(going, [])
-    for going, reply in state.gatherings.leave(worker):
-        state.finish(going, reply)
-    state.files.leave(worker)
     joined = state.presence.incarnation(worker)
     if joined is not None:
         state.sessions.leave(worker, joined)
     state.presence.leave(worker)
-    close_sync_step(state)
+    if is_news:
+        state.members.leave(worker, joined or 0)
+    open_meetings(state, worker)
     if is_news:
         of = f" of {state.num_workers}" if state.num_workers else ""
-        state.say(f"worker {worker} has left ({len(state.barriers.left)}{of})")
-    if state.num_workers and len(state.barriers.left) >= state.num_workers:
+        state.say(f"worker {worker} has left ({len(state.members.left)}{of})")
+    if state.members.is_over(state.num_workers):
         state.is_stopping = True
     return []
 
@@ -135,7 +157,7 @@ def _check_leave(state: State, request: Request) -> None:
     """Only the process that has joined may leave, and a launcher for it; whoever has left may say so again."""
     message = request.message
     joined = state.presence.incarnation(message.worker)
-    if request.role == Role.LAUNCHER or message.worker in state.barriers.left or joined == message.incarnation:
+    if request.role == Role.LAUNCHER or message.worker in state.members.left or joined == message.incarnation:
         return
     where = "has not joined" if joined is None else "is another process"
     raise RoleError(

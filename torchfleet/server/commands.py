@@ -67,6 +67,8 @@ def stats(state: State, request: Request) -> Answer:
         "dropped": state.num_dropped,
         "clients": len(state.sessions),
         "workers": state.presence.describe(request.arrived),
+        "members": state.members.describe(state.num_workers),
+        "steps": state.num_steps,
         "uptime": time.monotonic() - state.started,
         "pid": os.getpid(),
     }

@@ -30,6 +30,7 @@ from torchfleet.net.wire import (
 from torchfleet.server.change_recorder import Recorder, Unrecorded
 from torchfleet.server.commands import COMMANDS, CommandHandler
 from torchfleet.server.long_work import shrink_in_slices
+from torchfleet.server.meeting.members import Members
 from torchfleet.server.saving.save_roots import roots_of
 from torchfleet.server.state.sessions import Outcome
 from torchfleet.server.state.state import Answer, State
@@ -49,12 +50,16 @@ class Server:
         num_workers: int = 0,
         save_roots: Sequence[str] | None = None,
         orphan_timeout: float | None = None,
+        min_workers: int = 0,
+        on_worker_loss: str = "end",
     ) -> None:
         """`max_table_bytes`: None for FLEET_MAX_TABLE_BYTES, or all memory that this process may use. `save_roots`:
         None for FLEET_SAVE_ROOTS. `orphan_timeout`: seconds after the last sign of any worker when the server ends; 0:
-        it waits on; None: half an hour if it was told the number of workers."""
+        it waits on; None: half an hour if it was told the number of workers. `min_workers`, `on_worker_loss`: as
+        Members has them."""
         limit = memory.max_table_bytes() if max_table_bytes is None else max_table_bytes
-        self.state = State(limit, roots_of(save_roots), num_workers)
+        members = Members(num_workers, min_workers, on_worker_loss)
+        self.state = State(limit, roots_of(save_roots), num_workers, members=members)
         default = ORPHAN_TIMEOUT if num_workers else 0.0
         self._orphan_timeout = default if orphan_timeout is None else orphan_timeout
         self.loading = ""  # what it does before it serves; while that is set, no request reaches the tables
@@ -146,12 +151,22 @@ class Server:
         state = self.state
         for text in state.presence.news(now):
             tell(f"torchfleet server: {text}")
-        if state.num_workers and state.presence.is_deserted(len(state.barriers.left), state.num_workers, now):
-            self.desertion = "; ".join(state.presence.lost(now).values())
+        if state.num_workers and self._is_deserted(now):
+            lost = "; ".join(state.presence.lost(now).values())
+            if state.members.go_on and state.members.left:
+                state.say(f"{lost}; the others have finished without it")
+            else:
+                self.desertion = lost
             state.is_stopping = True
         elif state.presence.is_orphaned(self._orphan_timeout, now):
             self.desertion = f"no worker has been heard of for {self._orphan_timeout:g} s (orphan_timeout)"
             state.is_stopping = True
+
+    def _is_deserted(self, now: float) -> bool:
+        members = self.state.members
+        num_awaited = 0 if members.is_elastic else self.state.num_workers
+        is_soon = members.go_on and bool(members.left)
+        return self.state.presence.is_deserted(len(members.left), num_awaited, now, is_soon)
 
     def work(self) -> bool | None:
         """One slice of long work. None: there is none; False: it waits for a disk and could do nothing."""
@@ -246,6 +261,7 @@ class Server:
             name = Role(role).name.lower() if role in tuple(Role) else f"role {role}"
             raise PermissionRefused(f"{Command(message.command).name} is for {allowed}; this is a {name}")
         if role != Role.LAUNCHER and (handler.as_worker or message.flags & handler.as_worker_flags):
+            self.state.members.check(message.worker, message.incarnation)
             self.state.presence.check(message.worker, message.incarnation)
         return handler
 

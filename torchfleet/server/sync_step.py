@@ -20,16 +20,19 @@ def keep_for_step(state: State, request: Request) -> None:
     if repeated is not None:
         request.arrived = repeated.arrived  # a repeat has waited as long as the first
     state.sync_step[request.message.worker] = request
+    state.presence.hear(request.message.worker, request.arrived)
+    state.members.come(request.message.worker)
     close_sync_step(state)
 
 
 def close_sync_step(state: State) -> None:
     """If no worker is missing: one update with the mean gradient, summed in the order of the workers."""
-    expected = set(range(state.num_workers)) - state.barriers.left
+    expected = state.members.expected(state.num_workers)
     if not state.sync_step or expected - set(state.sync_step):
         return
     requests = [state.sync_step[worker] for worker in sorted(state.sync_step)]
-    state.sync_step = {}
+    _count_out(state)
+    state.sync_step, state.num_steps = {}, state.num_steps + 1
     per_worker = [list(push_sections(state, request)) for request in requests]
     try:
         pushed = [sections for sections in per_worker if sections]  # who sends none has no part in the step
@@ -47,6 +50,14 @@ def close_sync_step(state: State) -> None:
         return
     for request, sections in zip(requests, per_worker, strict=True):
         state.finish(request, new_dense_values(sections) if request.message.flags & DENSE_BACK else [])
+
+
+def _count_out(state: State) -> None:
+    """Workers that are lost, and have no part in this step, have none in later ones until they are started again."""
+    for worker in sorted(set(state.members.lost) - set(state.sync_step)):
+        incarnation = state.presence.incarnation(worker)
+        if incarnation is not None:
+            state.members.count_out(worker, incarnation, state.num_steps)
 
 
 def new_dense_values(sections: list[Section]) -> Answer:

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 from torchfleet.errors import FleetError, WorkerMissing
 from torchfleet.net.request import Request
 from torchfleet.server.kept_pushes import apply_waiting
+from torchfleet.server.meeting.barrier import NOBODY
 from torchfleet.server.state.state import State
+from torchfleet.server.sync_step import close_sync_step
 
 _STEP = "optimizer.step()"
 
@@ -18,9 +20,12 @@ def end_hopeless_waits(state: State, now: float) -> bool:
     lost, num_finished = state.presence.lost(now), len(state.finished)
     is_any_released = sum(state.bound.release(worker) for worker in lost) > 0
     apply_waiting(state)
+    if state.members.go_on:
+        is_any_released |= _go_on_without(state, lost)
+    hopeless = NOBODY if state.members.go_on or state.members.wait else lost
     ended = (
-        *state.barriers.expired(now, lost),
-        *state.gatherings.expired(now, lost),
+        *state.barriers.expired(now, hopeless),
+        *state.gatherings.expired(now, hopeless),
         *_expired_step(state, now, lost),
         *_expired_bound(state, now),
     )
@@ -29,19 +34,47 @@ def end_hopeless_waits(state: State, now: float) -> bool:
     return is_any_released or len(state.finished) > num_finished
 
 
+def open_meetings(state: State, worker: int) -> None:
+    """The worker is not waited for any more: whoever waited for it alone goes on, and its files are for others."""
+    for going in state.barriers.leave(worker):
+        state.finish(going, [])
+    for going, reply in state.gatherings.leave(worker):
+        state.finish(going, reply)
+    state.files.leave(worker)
+    close_sync_step(state)
+
+
+def _go_on_without(state: State, lost: Mapping[int, str]) -> bool:
+    """Workers that are lost are not waited for any more; returns whether there is one.
+
+    A server that hears of nobody decides nothing: it may be the one that is cut off.
+    """
+    members = state.members
+    fresh = [worker for worker in sorted(lost) if worker not in members.absent]
+    if not fresh or state.presence.is_all(lost):
+        return False
+    for worker in fresh:
+        members.lose(worker, lost[worker])
+        state.say(f"{lost[worker]}; the others go on without it")
+    for worker in fresh:
+        open_meetings(state, worker)
+    return True
+
+
 def _expired_step(state: State, now: float, lost: Mapping[int, str]) -> list[tuple[Request, FleetError]]:
     waiting, timeout = state.sync_step, state.presence.sync_timeout()
     if not waiting:
         return []
-    missing = set(range(state.num_workers)) - set(waiting) - state.barriers.left
+    missing = state.members.expected(state.num_workers) - set(waiting)
     gone = [text for worker, text in lost.items() if worker in missing]
-    if gone:
+    if gone and not state.members.go_on and not state.members.wait:
         text = f"{'; '.join(gone)}. {_STEP} waits for it, and sync training cannot go on without it: look at its log."
     elif timeout is not None and now >= min(request.arrived for request in waiting.values()) + timeout:
         names = ", ".join(map(str, sorted(missing)))
         text = (
-            f"after {timeout:g} s {_STEP} still waits for worker {names} of {state.num_workers}. Look at "
-            "their logs; if they are only slow, give a longer sync_timeout."
+            f"after {timeout:g} s {_STEP} still waits for worker {names} of {state.num_workers}"
+            f"{''.join(f'; {text}' for text in gone)}. Look at their logs; if they are only slow, give a longer "
+            "sync_timeout."
         )
     else:
         return []
@@ -66,7 +99,7 @@ def _circle(state: State) -> list[tuple[Request, FleetError]]:
     places = dict(_places(state))
     if len(set(places.values())) < 2 or not state.num_workers:
         return []
-    if set(range(state.num_workers)) - state.barriers.left - set(places):
+    if state.members.expected(state.num_workers) - set(places):
         return []
     where = "; ".join(f"worker {worker} waits in {place}" for worker, place in sorted(places.items()))
     error = WorkerMissing(

@@ -7,13 +7,18 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 
 from torchfleet.background import BackgroundThreads
-from torchfleet.errors import ServerRestarted, ServerUnreachable
+from torchfleet.errors import NumberTaken, ServerRestarted, ServerUnreachable
+from torchfleet.role import RoleInfo
 from torchfleet.worker.client.client import Client
+from torchfleet.worker.client.requests import Joined
 
 _SIGNS = 5  # signs of life in a time-out
+_MARGIN = 1.0  # seconds beyond a time-out, after which one of before was surely given up
+_PAUSE = 0.2  # seconds before this worker asks again for a number that one of before has
 _FAREWELL = 1.0  # seconds that the end of a process may wait for servers that are perhaps gone
 
 
@@ -26,25 +31,28 @@ class Membership:
     def __init__(
         self,
         client: Client,
-        num_workers: int,
-        restart: int,
-        timeout: float,
+        info: RoleInfo,
         sync_timeout: float,
         waiting: Callable[[], float | None],
     ) -> None:
         """Owns `client` from now on. `waiting`: for what share of its time this worker waits for servers; called from
-        another thread. Raises RoleError if a server refuses this worker."""
-        self._client, self._timeout, self._waiting = client, timeout, waiting
+        another thread. Raises RoleError if a server refuses this worker.
+
+        If a process of before has its number, and was killed, it waits until the servers have given that one up.
+        """
+        self._client, self._timeout, self._waiting = client, info.worker_timeout, waiting
         self._body = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
-            "num_workers": num_workers,
-            "timeout": timeout,
+            "num_workers": info.num_workers,
+            "timeout": info.worker_timeout,
             "sync_timeout": sync_timeout,
-            "restart": restart,
+            "restart": info.restart,
+            "min_workers": info.min_workers,
+            "on_worker_loss": info.on_worker_loss,
         }
         try:
-            client.join(self._body)
+            self.told = self._join()  # by server, what it says of the job
         except BaseException:
             client.close()
             raise
@@ -53,6 +61,21 @@ class Membership:
         self._thread = BackgroundThreads([self._stay], "sign of life", on_end=client.close)
         self._thread.start()
         atexit.register(self._end)
+
+    @property
+    def num_members(self) -> int:
+        """Workers that are there, as the servers said last."""
+        return max(joined.num_members for joined in self.told)
+
+    def _join(self) -> list[Joined]:
+        deadline = time.monotonic() + self._timeout + _MARGIN
+        while True:
+            try:
+                return self._client.join(self._body)
+            except NumberTaken:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(_PAUSE)
 
     def check(self) -> None:
         """Raise what the servers said, if they took another process for this worker."""
@@ -78,4 +101,5 @@ class Membership:
     def _tell(self, timeout: float, ended: bool = False) -> None:
         # The training thread finds out by itself that a server is gone, and says so.
         with contextlib.suppress(ServerUnreachable, ServerRestarted):
-            self._client.join({**self._body, "again": True, "ended": ended, "waiting": self._waiting()}, timeout)
+            body = {**self._body, "again": True, "ended": ended, "waiting": self._waiting()}
+            self.told = self._client.join(body, timeout)

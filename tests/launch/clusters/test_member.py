@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -17,6 +18,7 @@ from support.paths import ROOT
 from support.scripts.launching import clean_environment, wait_until
 
 from torchfleet.errors import RoleError
+from torchfleet.launch.clusters.foreground import asks_blocked
 from torchfleet.launch.clusters.health import STUCK, HealthPort
 from torchfleet.launch.clusters.member import Child, member_environment, read_role, wait_for_own_name
 from torchfleet.launch.roles import free_ports
@@ -141,3 +143,15 @@ def answer(port: int, path: str) -> int:
             return int(reply.status)
     except urllib.error.HTTPError as error:
         return error.code
+
+
+def test_a_signal_that_another_thread_gets_waits_for_this_one() -> None:
+    over = threading.Event()
+    other = threading.Thread(target=over.wait, daemon=True)
+    other.start()
+    with asks_blocked():
+        assert other.ident is not None
+        signal.pthread_kill(other.ident, signal.SIGUSR1)
+        wait_until(lambda: signal.SIGUSR1 in signal.sigpending(), 10, "signal in this thread")
+    over.set()
+    assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -124,6 +124,22 @@ def test_sixteen_workers_train_on_four_nodes(tmp_path: Path) -> None:
         assert {host: hosts.count(host) for host in hosts} == dict.fromkeys(nodes.hosts, 4)
 
 
+def test_workers_come_and_go_with_nodes(tmp_path: Path) -> None:
+    enough, log = tmp_path / "enough", tmp_path / "log"
+    script = (TINY, "--mode", "async", "--steps", "100000", "--pause", "0.05", "--until", str(enough))
+    with ray_nodes(1, num_cpus=3) as nodes, job(nodes, log, "--worker_num", "2:3", *script) as started:
+        started.wait_for("worker 0 is training", LONG)
+        assert "worker 2" not in places(started.output)
+        host = nodes.add(1)
+        started.wait_for(f"worker 2 joins on {host}:", LONG)
+        third = log / "latest/workerlog.2"
+        wait_until(lambda: "worker 2 is training" in third.read_text(), LONG, "step of worker 2")
+        nodes.kill(host)
+        started.wait_for("worker 2 is gone with its node; the others go on", LONG)
+        enough.touch()
+        assert started.wait(LONG) == 0, started.output
+
+
 def test_ray_job_submit_runs_fleetrun_on_the_cluster(tmp_path: Path) -> None:
     from ray.job_submission import JobSubmissionClient
 

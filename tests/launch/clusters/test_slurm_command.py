@@ -50,6 +50,7 @@ def test_a_collective_job_has_one_task_a_node(tmp_path: Path) -> None:
     ("options", "told"),
     [
         (["--server_num", "auto"], "give a number"),
+        (["--worker_num", "2:4"], "give one number"),
         (["--worker_num", "0"], "--worker_num must be at least 1"),
         (["--time", "soon"], "--time expects"),
         (["--resume", "--init model"], "--resume needs --save_on_stop"),

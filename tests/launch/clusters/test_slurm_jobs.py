@@ -65,6 +65,12 @@ def wait_for_end(slurm: Slurm, number: str) -> dict[str, str]:
     return slurm.job(number)
 
 
+def begins_now(slurm: Slurm, number: str) -> bool:
+    """A requeued job would wait for two minutes. Whether it is running; until it has ended, it cannot be told."""
+    slurm.run(["scontrol", "update", f"JobId={number}", "StartTime=now"], ROOT)
+    return slurm.job(number)["JobState"] == "RUNNING"
+
+
 def test_eight_tasks_on_four_nodes_train_to_the_bits_of_local_processes(
     slurm: Slurm, data: Path, tmp_path: Path
 ) -> None:
@@ -99,8 +105,8 @@ def test_a_heterogeneous_job_that_is_asked_to_end_saves_and_goes_on_when_it_is_r
     slurm.run(["scancel", "--signal=USR1", number], tmp_path)  # as Slurm does so many seconds before the limit
     wait_for_log(slurm, first / "workerlog.0", f"saved to {model}; ending with status {REQUEUE}")
     wait_until(lambda: slurm.job(number)["Restarts"] == "1", START, "requeued job")
-    for part in (number, str(int(number) + 1)):  # Slurm would wait for two minutes
-        slurm.run(["scontrol", "update", f"JobId={part}", "StartTime=now"], tmp_path)
+    parts = (number, str(int(number) + 1))
+    wait_until(lambda: all(begins_now(slurm, part) for part in parts), START, "begin of the requeued job")
     wait_for_log(slurm, again / "serverlog.0", f"loaded {model}")
     wait_for_log(slurm, again / "workerlog.0", "watch: loss")
     slurm.run(["scancel", number], tmp_path)

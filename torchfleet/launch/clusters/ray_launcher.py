@@ -13,9 +13,10 @@ from torchfleet.launch.clusters.on_ray.ray_cluster import bundle_of, connected, 
 from torchfleet.launch.clusters.on_ray.ray_job import RayJob, RayPlan
 from torchfleet.launch.endurance.durability import durability_variables, log_store
 from torchfleet.launch.endurance.placement import coordination, coordinator_url, num_replicas
+from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.server_launcher import limits, roots
-from torchfleet.role import DURABILITY, LOG_STORE
+from torchfleet.role import DURABILITY, LOG_STORE, MIN_WORKERS
 from torchfleet.tables.settings.table_size import parse_bytes
 
 _NAME = "ray"
@@ -71,7 +72,7 @@ class RayLauncher:
 
     def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
         plan = _plan(job, options, job.folder)
-        base = _variables(options)
+        base = _variables(job, options)
         lines = [
             f"cluster: {options.cluster}; the folder {job.folder} is sent to its nodes; keys are made for this job"
         ]
@@ -86,7 +87,7 @@ class RayLauncher:
         if options.log_max_bytes is not None:
             job = dataclasses.replace(job, max_log_bytes=parse_bytes(options.log_max_bytes, "--log_max_bytes"))
         _plan(job, options, job.folder)
-        _variables(options)  # mistakes are found before anything is started
+        _variables(job, options)  # mistakes are found before anything is started
         return run(job, options)[0]
 
 
@@ -104,7 +105,7 @@ def run(job: JobSpec, options: argparse.Namespace, function: bytes = b"") -> tup
                 with contextlib.ExitStack() as stack:
                     kept = stack.enter_context(log_store(durability_variables(options), run_dir))
                     asked = stack.enter_context(coordination(url, plan.replicas, attempt))
-                    base = {**_limits(options), **kept, **asked}
+                    base = {**_limits(job, options), **kept, **asked}
                     attempted = RayJob(job, plan, run_dir, _say, function)
                     code, result = attempted.run(base, attempt), attempted.result
                 if code != 1 or attempted.is_finished:
@@ -144,11 +145,12 @@ def _plan(job: JobSpec, options: argparse.Namespace, folder: Path) -> RayPlan:
     assert num_servers != "auto"
     if num_servers < 1 or num_workers < 1:
         raise RoleError(f"--server_num and --worker_num must be at least 1, found {num_servers} and {num_workers}")
-    return RayPlan(command, name, num_servers, num_workers, num_replicas(options.replicas), placement=placement)
+    replicas, least = num_replicas(options.replicas), job.min_workers or num_workers
+    return RayPlan(command, name, num_servers, num_workers, replicas, least, placement=placement)
 
 
-def _variables(options: argparse.Namespace) -> dict[str, str]:
-    """Variables of servers and workers about logs, limits and places of saves. Raises RoleError."""
+def _variables(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
+    """Variables of servers and workers about logs, limits, lost workers and places of saves. Raises RoleError."""
     kept = durability_variables(options)
     if kept.get(DURABILITY, "none") == "log":
         if LOG_STORE not in kept and not os.environ.get(LOG_STORE):
@@ -162,11 +164,13 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
                 "use one of them"
             )
     coordinator_url(options.coordinator, num_replicas(options.replicas), is_all_here=False)
-    return {**_limits(options), **kept}
+    return {**_limits(job, options), **kept}
 
 
-def _limits(options: argparse.Namespace) -> dict[str, str]:
-    return {**limits(options.max_table_bytes, options.orphan_timeout), **roots(options.save_root)}
+def _limits(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
+    elastic = {MIN_WORKERS: str(job.min_workers)} if job.min_workers else {}
+    rules = loss_variables(options, job.num_workers or 1, {**os.environ, **elastic})
+    return {**limits(options.max_table_bytes, options.orphan_timeout), **roots(options.save_root), **rules, **elastic}
 
 
 def _described(plan: RayPlan, base: dict[str, str]) -> list[Task]:

@@ -149,6 +149,10 @@ def _script(options: argparse.Namespace) -> list[str]:
 def _check(job: JobSpec, options: argparse.Namespace) -> None:
     if job.num_servers == "auto":
         raise RoleError("--server_num auto counts cores of this machine: give a number")
+    if job.min_workers is not None:
+        raise RoleError(
+            "--worker_num MIN:MAX: a job of Slurm has as many tasks from its begin to its end: give one number"
+        )
     counts = {name: getattr(options, name) for name in ("server_num", "worker_num", "nodes", "nproc_per_node")}
     for name, value in (*counts.items(), ("signal_seconds", options.signal_seconds)):
         if value is not None and value < 1:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import subprocess
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from torchfleet.errors import RoleError
 from torchfleet.launch.clusters.foreground import Ending, asks_blocked, run_child
 from torchfleet.launch.clusters.member import read_role
 from torchfleet.launch.clusters.slurm_meeting import SlurmMeeting
 from torchfleet.launch.clusters.slurm_step import SlurmStep, read_step
+from torchfleet.launch.display import Display
 from torchfleet.launch.endurance.durability import durability_variables
+from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.processes import Process
 from torchfleet.launch.rank_launcher import RankLauncher
@@ -115,7 +120,8 @@ def _run_role(job: JobSpec, options: argparse.Namespace, step: SlurmStep, meetin
     try:
         child = Process(task, job.command, meeting.folder, print, is_shown, max_log_bytes=job.max_log_bytes)
         ending = Ending()
-        status = run_child(child, ending)
+        with _display(step, meeting.folder, num_servers, num_workers) as show:
+            status = run_child(child, ending, show)
     finally:
         meeting.remove_keys()
     if status:
@@ -124,10 +130,45 @@ def _run_role(job: JobSpec, options: argparse.Namespace, step: SlurmStep, meetin
     return status
 
 
+class _Role(Process):
+    """A role of any task, as its status file shows it in the folder that all tasks see."""
+
+    def __init__(self, role: str, index: int, folder: Path) -> None:
+        self.task = Task(role, index)
+        self.log, self.status_file = folder / self.task.log_name, folder / f".status.{role}.{index}"
+        self._was_there = False
+
+    @property
+    def returncode(self) -> int | None:
+        """A task that has ended removes its status; how it ended, its own task says."""
+        is_there = self.status_file.exists()
+        self._was_there |= is_there
+        return 0 if self._was_there and not is_there else None
+
+
+@contextlib.contextmanager
+def _display(step: SlurmStep, folder: Path, num_servers: int, num_workers: int) -> Iterator[Callable[[], None]]:
+    """What shows the table of all roles; nothing but in a first task that has a terminal (srun --pty)."""
+    if step.rank or not sys.stdout.isatty():
+        yield lambda: None
+        return
+    counts = (("server", num_servers), ("worker", num_workers))
+    roles = [_Role(role, index, folder) for role, num in counts for index in range(num)]
+    display = Display()
+    try:
+        yield lambda: display.show(roles)
+    finally:
+        display.close()
+
+
 def _counts(job: JobSpec, step: SlurmStep) -> tuple[int, int]:
     """Servers and workers: as the options say, or else by the components, or one server and the rest."""
     if job.num_servers == "auto":
         raise RoleError("--server_num auto counts cores of this machine: give a number, as srun's --ntasks has one")
+    if job.min_workers is not None:
+        raise RoleError(
+            "--worker_num MIN:MAX: a step of Slurm has as many tasks from its begin to its end: give one number"
+        )
     first = step.components[0] if len(step.components) == 2 else 1
     num_servers = first if job.num_servers is None else job.num_servers
     num_workers = step.num_tasks - num_servers if job.num_workers is None else job.num_workers
@@ -153,6 +194,7 @@ def _task(job: JobSpec, options: argparse.Namespace, step: SlurmStep, places: li
         **limits(options.max_table_bytes, options.orphan_timeout),
         **roots(options.save_root),
         **_durability(options, step),
+        **loss_variables(options, num_workers),
         "FLEET_SERVER_ENDPOINTS": ",".join(places),
         "FLEET_NUM_WORKERS": str(num_workers),
         "PYTHONUNBUFFERED": "1",

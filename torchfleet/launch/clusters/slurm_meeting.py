@@ -43,16 +43,17 @@ class SlurmMeeting:
 
     def publish(self, name: str, kind: int) -> str:
         """A place on this node that is free, told to the others as `name`; `kind` tells those of one job apart."""
-        place = f"{self._step.own_address()}:{self._free_port(kind)}"
+        address = self._step.own_address()
+        place = f"{f'[{address}]' if ':' in address else address}:{self._free_port(kind)}"
         unfinished = self.folder / f".{name}.{os.getpid()}"
-        unfinished.write_text(place)
+        unfinished.write_text(f"{place}\n")
         os.replace(unfinished, self.folder / name)
         return place
 
     def places(self, names: list[str]) -> list[str]:
         """What the tasks of these names have published. Tasks start in any order: waits until all have."""
         self._wait(lambda: [name for name in names if not (self.folder / name).exists()])
-        return [(self.folder / name).read_text() for name in names]
+        return [(self.folder / name).read_text().strip() for name in names]
 
     def keys(self) -> str:
         """The folder of keys. Rank 0 makes it, the others wait for it."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from torchfleet.server.kept_pushes import apply_gathered
-from torchfleet.server.meeting.barrier import Barriers
 from torchfleet.server.meeting.bound import Bound
 from torchfleet.server.meeting.file_lists import FileLists
-from torchfleet.server.meeting.gathering import Gatherings
 from torchfleet.server.meeting.mail import Mail
+from torchfleet.server.meeting.members import Members
 from torchfleet.server.meeting.presence import Presence
 from torchfleet.server.state.changes import Changes
 from torchfleet.server.state.state import State
@@ -19,7 +18,8 @@ from torchfleet.tables.sparse_table import SparseTable
 def forget_workers(state: State) -> None:
     """As if the tables had been loaded from a saved model: the workers of this run begin with what is there."""
     apply_gathered(state)  # its pushes were acknowledged
-    state.presence, state.barriers, state.gatherings = Presence(), Barriers(), Gatherings()
+    state.begin_meetings(Members(state.num_workers, state.members.min_workers, state.members.on_loss))
+    state.presence, state.num_steps = Presence(), 0
     state.mail, state.files, state.bound, state.changes = Mail(), FileLists(), Bound(), Changes()
     state.sync_step = {}
     state.long_work.clear()

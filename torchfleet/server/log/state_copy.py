@@ -47,6 +47,9 @@ class StateBody(msgspec.Struct):
     incarnation: int
     tables: list[tuple[TableSpec, dict[str, Any]]]
     num_workers: int
+    min_workers: int
+    on_worker_loss: str
+    members: dict[str, Any]
     sessions: list[Any]
     barriers: dict[str, Any]
     gatherings: dict[str, Any]
@@ -56,6 +59,7 @@ class StateBody(msgspec.Struct):
     changes: list[Any]
     bound: dict[str, Any]
     sync_step: dict[int, Any]
+    num_steps: int
     gathered: list[Any]
     long_requests: dict[int, Any]  # request, answer, tables, rows dropped
     chain: tuple[int, int]
@@ -98,6 +102,9 @@ def _body(server: Server) -> StateBody:
         server.incarnation,
         [(table.spec, export_notes(table)) for table in state.tables.values()],
         state.num_workers,
+        state.members.min_workers,
+        state.members.on_loss,
+        state.members.export(),
         state.sessions.export(),
         state.barriers.export(),
         state.gatherings.export(),
@@ -107,6 +114,7 @@ def _body(server: Server) -> StateBody:
         state.changes.export(),
         state.bound.export(),
         {worker: pack_request(request) for worker, request in state.sync_step.items()},
+        state.num_steps,
         [pack_request(request) for request in state.gathered],
         kept,
         (state.chain.attempt, state.chain.base),
@@ -160,16 +168,19 @@ class StateImport:
 
     def _take_state(self, head: PieceHead, body: StateBody) -> None:
         server, state = self._server, self._server.state
-        if body.num_workers != state.num_workers:
+        kept = body.num_workers, body.min_workers, body.on_worker_loss
+        own = state.num_workers, state.members.min_workers, state.members.on_loss
+        if kept != own:
             raise LogError(
-                f"the state is that of a server for {body.num_workers} workers, and this one is for "
-                f"{state.num_workers}: go on with as many, or start without the log"
+                f"the state is that of a server for {_described(*kept)}, and this one is for {_described(*own)}: go on "
+                "with the same, or start without the log"
             )
         for spec, notes in body.tables:
             state.add_table(spec)
             restore_notes(state.tables[spec.number], notes)
             self._notes[spec.number] = notes
         server.incarnation, self.copy = body.incarnation, head.copy
+        state.members.restore(body.members)
         state.sessions.restore(body.sessions)
         state.barriers.restore(body.barriers)
         state.gatherings.restore(body.gatherings)
@@ -180,6 +191,7 @@ class StateImport:
         state.bound.restore(body.bound)
         state.schedule.restore(body.schedule)
         state.sync_step = {worker: unpack_request(request) for worker, request in body.sync_step.items()}
+        state.num_steps = body.num_steps
         state.gathered = [unpack_request(request) for request in body.gathered]
         state.chain.attempt, state.chain.base = body.chain
         if body.clock is not None:
@@ -208,6 +220,11 @@ class StateImport:
         for number, notes in self._notes.items():
             restore_tracking(self._server.state.tables[number], notes)
         self.is_complete = True
+
+
+def _described(num_workers: int, min_workers: int, on_loss: str) -> str:
+    least = f"{min_workers} to " if min_workers else ""
+    return f"{least}{num_workers} workers (on_worker_loss={on_loss})"
 
 
 class OneSlice:

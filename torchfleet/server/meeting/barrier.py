@@ -11,6 +11,7 @@ from typing import Any
 from torchfleet.errors import BarrierError, FleetError, WorkerMissing
 from torchfleet.net.packed import pack_request, unpack_request
 from torchfleet.net.request import Request
+from torchfleet.server.meeting.members import Members
 
 MAX_NAMES = 1024
 MAX_NAMED = 20
@@ -40,13 +41,10 @@ class Meeting:
 class Barriers:
     """All barriers of a server, by name. A name can be used again as soon as its barrier has opened."""
 
-    def __init__(self) -> None:
+    def __init__(self, members: Members | None = None) -> None:
+        """`members`: says who is not waited for."""
         self._meetings: dict[str, Meeting] = {}
-        self._left: set[int] = set()
-
-    @property
-    def left(self) -> set[int]:
-        return self._left
+        self._members = members or Members()
 
     def arrive(
         self, name: str, request: Request, num_workers: int, timeout: float, now: float, first: int = 0
@@ -65,7 +63,7 @@ class Barriers:
             )
         if name not in self._meetings and len(self._meetings) >= MAX_NAMES:
             raise BarrierError(f"more than {MAX_NAMES} barriers are waiting")
-        self._left.discard(request.message.worker)
+        self._members.come(request.message.worker)
         self._meetings[name] = meeting
         meeting.waiting[request.message.worker] = request
         return self._open(name)
@@ -75,7 +73,7 @@ class Barriers:
         return [request for _, going in self.leave_by_name(worker) for request in going]
 
     def leave_by_name(self, worker: int) -> list[tuple[str, list[Request]]]:
-        self._left.add(worker)
+        self._members.absent.add(worker)
         return [(name, going) for name in list(self._meetings) if (going := self._open(name))]
 
     def forget(self, worker: int) -> None:
@@ -123,11 +121,10 @@ class Barriers:
             name: [m.num_workers, m.deadline, m.timeout, m.first, {w: pack_request(r) for w, r in m.waiting.items()}]
             for name, m in self._meetings.items()
         }
-        return {"left": sorted(self._left), "meetings": meetings}
+        return {"meetings": meetings}
 
     def restore(self, kept: dict[str, Any]) -> None:
         """What `export` gave."""
-        self._left = set(kept["left"])
         self._meetings = {
             name: Meeting(num, deadline, timeout, {w: unpack_request(r) for w, r in waiting.items()}, first)
             for name, (num, deadline, timeout, first, waiting) in kept["meetings"].items()
@@ -141,11 +138,12 @@ class Barriers:
         return list(meeting.waiting.values())
 
     def _num_there(self, meeting: Meeting) -> int:
-        gone = sum(worker in meeting.expected and worker not in meeting.waiting for worker in self._left)
+        absent = self._members.absent
+        gone = sum(worker in meeting.expected and worker not in meeting.waiting for worker in absent)
         return len(meeting.waiting) + gone
 
     def _is_missing(self, meeting: Meeting, worker: int) -> bool:
-        return worker in meeting.expected and worker not in self._left and worker not in meeting.waiting
+        return worker in meeting.expected and worker not in self._members.absent and worker not in meeting.waiting
 
     def _missing(self, meeting: Meeting) -> str:
         """The numbers of those who never came; the first few, for a text that somebody is to read."""

@@ -13,6 +13,7 @@ from torchfleet.net.packed import pack_answer, unpack_answer
 from torchfleet.net.request import Request
 from torchfleet.net.wire import Array
 from torchfleet.server.meeting.barrier import NOBODY, Barriers
+from torchfleet.server.meeting.members import Members
 from torchfleet.server.meeting.presence import MAX_NAME
 
 MAX_BYTES = 1 << 24  # that one worker may bring
@@ -35,8 +36,8 @@ class Gatherings:
     A request of an earlier round than the client's last is a copy that comes late: nobody waits for its answer.
     """
 
-    def __init__(self) -> None:
-        self._barriers = Barriers()
+    def __init__(self, members: Members | None = None) -> None:
+        self._barriers = Barriers(members)
         self._rounds: dict[
             tuple[str, int], tuple[int, int]
         ] = {}  # by name and worker, of those that wait: client, round
@@ -61,7 +62,7 @@ class Gatherings:
         return self._close(body.name, going)
 
     def leave(self, worker: int) -> Answers:
-        """The worker is not waited for any more."""
+        """As Barriers.leave."""
         return [answer for name, going in self._barriers.leave_by_name(worker) for answer in self._close(name, going)]
 
     def forget(self, worker: int) -> None:

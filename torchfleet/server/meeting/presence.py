@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
 
-from torchfleet.errors import RoleError, ServerBusy, WireError
+from torchfleet.errors import NumberTaken, RoleError, ServerBusy, WireError
+from torchfleet.role import LOSS_END
 
 # Seconds before others are told that a worker has ended: a launcher that watches it sees its exit status first, and
 # names it as the cause.
@@ -22,12 +24,14 @@ MAX_NAME = 256  # characters
 class JoinBody(msgspec.Struct, forbid_unknown_fields=True):
     host: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
     pid: int
-    num_workers: int  # of the job, as the worker was told
+    num_workers: int  # of the job, as the worker was told; of an elastic one the most
     timeout: float  # seconds of silence after which those who wait for this worker are told
     sync_timeout: float  # seconds that a step of all workers may take
     restart: int = 0  # how often its launcher has started it again
     again: bool = False  # a sign of life of a worker that has joined before
     ended: bool = False  # its process ends without having left
+    min_workers: int = 0  # of an elastic job, as the worker was told
+    on_worker_loss: str = LOSS_END  # as the worker was told
     waiting: float | None = None  # share of its time that it waits for servers; None: not known yet
 
 
@@ -38,6 +42,7 @@ class Member:
     body: JoinBody
     incarnation: int  # of its process
     heard: float
+    joined: float
     ended: float | None = None  # when it said that its process ends
     is_noted: bool = False  # its silence has been printed
 
@@ -57,7 +62,7 @@ class Presence:
     def join(self, worker: int, incarnation: int, body: JoinBody, now: float) -> bool:
         """Take in a worker, or a sign of life of it; returns whether it takes the place of another process.
 
-        Raises RoleError if that has its number, ServerBusy if that is to be seen in a moment.
+        Raises NumberTaken if that has its number, ServerBusy if that is to be seen in a moment.
         """
         if not incarnation:
             raise WireError("a worker that joins says which process it is (incarnation), found 0")
@@ -69,14 +74,15 @@ class Presence:
                     f"worker {worker} was started again, and its process of before ({known.place}) was heard of "
                     f"{now - known.heard:.1f} s ago; its number is free when that is silent"
                 )
-            raise RoleError(
+            raise NumberTaken(
                 f"worker {worker} is here already, from {known.place}, and {body.host}, pid {body.pid} came with the "
                 "same number. Give every worker its own FLEET_WORKER_INDEX / PADDLE_TRAINER_ID; if the first one was "
                 f"killed, its number is free after {known.body.timeout:g} s of silence."
             )
         self.heard = now
         if not body.again:
-            self._members[worker] = Member(body, incarnation, now)
+            joined = now if known is None or is_other else known.joined
+            self._members[worker] = Member(body, incarnation, now, joined)
         elif known is not None:  # one that has left is not brought back by a late copy
             known.heard, known.is_noted, known.body = now, False, body
             known.ended = (known.ended or now) if body.ended else None
@@ -90,6 +96,16 @@ class Presence:
                 f"worker {worker} is another process now, {known.place}: it was started again when this one had been "
                 "silent. What this process still sends is not taken; end it."
             )
+
+    def hear(self, worker: int, now: float) -> None:
+        """Something came from the worker."""
+        known = self._members.get(worker)
+        if known is not None:
+            known.heard = max(known.heard, now)
+
+    def is_all(self, workers: Collection[int]) -> bool:
+        """Whether these are all that have joined and not left."""
+        return all(worker in workers for worker in self._members)
 
     def incarnation(self, worker: int) -> int | None:
         """Of the process that has joined as this worker; None: there is none."""
@@ -132,11 +148,14 @@ class Presence:
             self._members[worker].is_noted = True
         return [text for _, text in fresh]
 
-    def is_deserted(self, num_left: int, num_workers: int, now: float) -> bool:
-        """Whether nobody will come back: all workers that have not left have ended, or are silent for too long."""
+    def is_deserted(self, num_left: int, num_workers: int, now: float, is_soon: bool = False) -> bool:
+        """Whether nobody will come back: all workers that have not left have ended, or are silent for too long.
+
+        `is_soon`: the others have done their work, and whoever is silent now is only given time for a restart.
+        """
         if not self._members or num_left + len(self._members) < num_workers:
             return False
-        any_ended = any(member.ended is not None for member in self._members.values())
+        any_ended = is_soon or any(member.ended is not None for member in self._members.values())
         return all(
             now - (member.heard if member.ended is None else member.ended)
             >= (RESTART_TIMEOUTS * member.body.timeout if any_ended else member.body.sync_timeout)
@@ -154,7 +173,7 @@ class Presence:
     def export(self) -> dict[str, Any]:
         """All of it as plain values."""
         members = {
-            worker: [msgspec.to_builtins(m.body), m.incarnation, m.heard, m.ended]
+            worker: [msgspec.to_builtins(m.body), m.incarnation, m.heard, m.joined, m.ended]
             for worker, m in self._members.items()
         }
         return {"members": members, "heard": self.heard}
@@ -167,13 +186,16 @@ class Presence:
         }
 
     def describe(self, now: float) -> list[dict[str, object]]:
-        """For statistics: each worker's number, place, seconds since it was last heard of, how much it waits, and how
-        often it was started before."""
+        """For statistics: each worker's number, place, seconds since it joined and since it was last heard of, whether
+        it is lost, how much it waits, and how often it was started before."""
+        lost = self.lost(now)
         return [
             {
                 "worker": worker,
                 "place": member.place,
+                "age": max(0.0, now - member.joined),
                 "silent": max(0.0, now - member.heard),
+                "is_lost": worker in lost,
                 "waiting": member.body.waiting,
                 "restart": member.body.restart,
             }

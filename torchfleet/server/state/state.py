@@ -15,6 +15,7 @@ from torchfleet.server.meeting.bound import Bound
 from torchfleet.server.meeting.file_lists import FileLists
 from torchfleet.server.meeting.gathering import Gatherings
 from torchfleet.server.meeting.mail import Mail
+from torchfleet.server.meeting.members import Members
 from torchfleet.server.meeting.presence import Presence
 from torchfleet.server.state.budgets import Budgets
 from torchfleet.server.state.changes import Changes
@@ -88,9 +89,10 @@ class State:
     budgets: Budgets = field(default_factory=Budgets)
     spare_memory: SpareMemory = field(default_factory=SpareMemory)
     refusals: Refusals = field(default_factory=Refusals)
-    barriers: Barriers = field(default_factory=Barriers)
+    members: Members = field(default_factory=Members)
+    barriers: Barriers = field(init=False)
     changes: Changes = field(default_factory=Changes)
-    gatherings: Gatherings = field(default_factory=Gatherings)
+    gatherings: Gatherings = field(init=False)
     mail: Mail = field(default_factory=Mail)
     files: FileLists = field(default_factory=FileLists)
     presence: Presence = field(default_factory=Presence)
@@ -101,6 +103,7 @@ class State:
     long_work: deque[Iterator[bool]] = field(default_factory=deque)  # done in slices between requests
     long_pulls: LongPulls = field(default_factory=LongPulls)
     sync_step: dict[int, Request] = field(default_factory=dict)  # this step's pushes so far, by worker
+    num_steps: int = 0  # steps of all workers that were made
     gathered: list[Request] = field(default_factory=list)  # pushes that wait for others to be one update with them
     num_dropped: int = 0  # pushes whose gradients of the network were too old
     bound: Bound = field(default_factory=Bound)
@@ -113,6 +116,13 @@ class State:
     now: Callable[[], float] = _monotonic  # the time that the server goes by
     started: float = field(default_factory=time.monotonic)
     say: Callable[[str], None] = _nothing  # a line for the server's log; one within a worker has none
+
+    def __post_init__(self) -> None:
+        self.begin_meetings(self.members)
+
+    def begin_meetings(self, members: Members) -> None:
+        """Nobody waits for anybody, and these are the workers."""
+        self.members, self.barriers, self.gatherings = members, Barriers(members), Gatherings(members)
 
     def finish(self, request: Request, result: Answer | FleetError) -> None:
         """Answer a request, now or after it was told to wait. What became of a change is settled with that."""

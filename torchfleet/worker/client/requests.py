@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -16,12 +17,20 @@ from torchfleet.errors import FleetError, ServerUnreachable
 from torchfleet.net import addresses
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.transport import Channel
-from torchfleet.net.wire import Array, Command, Role, pack, unpack
+from torchfleet.net.wire import SYNC, Array, Command, Role, pack, unpack
 from torchfleet.tables.settings.policy import Shrink
 from torchfleet.worker.client.connection import DEFAULT_WINDOW, Connection, Patience
 from torchfleet.worker.client.future import Future
 
 Own = TypeVar("Own", bound="Requests")
+
+
+class Joined(msgspec.Struct):
+    """What a server says of the job to a worker that joins."""
+
+    step: int  # steps of all workers that were made so far
+    restarts: int  # how many processes have had this worker's number before
+    num_members: int  # workers that are there now
 
 
 class Requests:
@@ -68,9 +77,26 @@ class Requests:
     def num_retries(self) -> int:
         return sum(connection.num_retries for connection in self._connections)
 
-    def join(self, body: dict[str, Any], timeout: float | None = None) -> None:
-        """Tell the servers that this worker is there. Raises RoleError if one of them refuses it."""
-        self._ask(Command.JOIN, [[pack(body)]] * self.num_servers, timeout=timeout).result()
+    def join(self, body: dict[str, Any], timeout: float | None = None) -> list[Joined]:
+        """Tell the servers that this worker is there; returns what each says of the job. Raises RoleError or CountedOut
+        if one of them refuses it."""
+        asked: Future[list[Joined]] = self._ask(
+            Command.JOIN,
+            [[pack(body)]] * self.num_servers,
+            timeout=timeout,
+            finish=lambda replies: [unpack(reply[0], Joined) for reply in replies],
+        )
+        return asked.result()
+
+    def skip_step(self, servers: Collection[int], timeout: float | None = None) -> None:
+        """These servers make one step of all workers in which this one has no part. Returns when it is made."""
+        nothing = [Array(0, np.empty((0, 1)))]
+        waits = [
+            (connection, connection.submit(Command.PUSH, nothing, SYNC, True, timeout))
+            for i, connection in enumerate(self._connections)
+            if i in servers
+        ]
+        Future(waits, lambda replies: None).result()
 
     def barrier(self, name: str, num_workers: int, timeout: float = 600.0) -> None:
         """Wait until all workers that have not left are here. Server 0 keeps the list."""

@@ -47,7 +47,7 @@ class Geo(Communicator):
         plan: Plan,
         connect: Callable[[], Client],
         k_steps: int,
-        num_workers: int,
+        num_workers: Callable[[], int],
         step_dense: Callable[[], Any],
     ) -> None:
         super().__init__(client, plan, connect)
@@ -171,7 +171,7 @@ class Geo(Communicator):
 
     def _send(self, share: float | None = None) -> None:
         deltas: Deltas = {}
-        share = np.float32(share or 1.0 / self._num_workers)
+        share = np.float32(share or 1.0 / max(1, self._num_workers()))
         for group in self._plan.dense:
             base = self._dense_base[group.spec.name]
             deltas[group.spec.name] = delta = (group.values() - base) * share

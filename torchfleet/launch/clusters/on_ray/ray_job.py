@@ -36,6 +36,7 @@ class RayPlan:
     num_servers: int = 0
     num_workers: int = 0
     replicas: int = 1
+    min_workers: int = 0  # as many as num_workers, unless the job is elastic
     num_machines: int = 0  # of a collective job
     ranks_per_machine: int = 0
     placement: str = "PACK"  # of workers
@@ -53,6 +54,7 @@ class RayJob:
         self._function = function
         self.is_finished = False  # all processes that were not lost have ended with status 0
         self._first: RayTask | None = None  # worker 0, or rank 0
+        self._lasting: list[RayTask] = []  # workers that are there from the beginning
         self._stack = contextlib.ExitStack()
         self._nodes: dict[tuple[str, int, int], RayNode] = {}  # by role, number and replica
         self._places: dict[tuple[str, int, int], str] = {}
@@ -86,14 +88,16 @@ class RayJob:
             groups.append((self._group("rank", plan.num_ranks, plan.placement), "rank", plan.num_ranks, 1))
         else:
             servers = self._group("server", plan.num_servers * plan.replicas, "SPREAD")
-            workers = self._group("worker", plan.num_workers, plan.placement)
-            groups += [(servers, "server", plan.num_servers, plan.replicas), (workers, "worker", plan.num_workers, 1)]
+            workers = self._group("worker", plan.min_workers, plan.placement)
+            groups += [(servers, "server", plan.num_servers, plan.replicas), (workers, "worker", plan.min_workers, 1)]
         for group, role, num, replicas in groups:
             group.wait(self._report)
             for i in range(num * replicas):
                 key = (role, i % num, i // num)
                 self._nodes[key] = group.actor(i, is_restarted=bool(self._job.max_restart))
         self._places = {key: node.place() for key, node in self._nodes.items()}
+        for i in range(plan.min_workers, plan.num_workers):  # Ray starts these when it has room, and where
+            self._nodes["worker", i, 0] = self._group("worker", 1, plan.placement).actor(0, is_restarted=True)
         told = ", ".join(f"{Task(*key[:2], replica=key[2]).name} on {place}" for key, place in self._places.items())
         self._report(f"[fleetrun] placed by Ray: {told}")
 
@@ -119,7 +123,8 @@ class RayJob:
             SEPARATOR.join(self._places["server", i, replica] for replica in range(plan.replicas))
             for i in range(plan.num_servers)
         )
-        workers = tuple(f"{self._places['worker', i, 0].rpartition(':')[0]}:0" for i in range(plan.num_workers))
+        hosts = [self._places.get(("worker", i, 0), "(no node yet):0") for i in range(plan.num_workers)]
+        workers = tuple(f"{place.rpartition(':')[0]}:0" for place in hosts)
         backups = tuple(range(plan.num_servers)) if plan.replicas > 1 else ()
         return JobLayout(servers, workers, tuple(range(plan.num_servers)), tuple(range(plan.num_workers)), backups)
 
@@ -128,6 +133,8 @@ class RayJob:
         common = {**_passed_on(), **base, **({"FLEET_INSECURE": "1"} if job.insecure else {})}
         made = tasks(layout, len(layout.workers), common)
         for task in made:
+            if self._is_elastic:
+                del task.environment["FLEET_WORKER_ENDPOINTS"]  # not all are known
             if task.role == "worker" and not os.environ.get("OMP_NUM_THREADS"):
                 task.environment["OMP_NUM_THREADS"] = str(max(1, int(job.resources_of("worker").cpus or 1)))
         return made
@@ -162,10 +169,21 @@ class RayJob:
         work = Work(task, self._plan.command, self._plan.script, keys, function=self._function)
         node = self._nodes[task.role, task.index, task.replica]
         output = Output(task, self._run_dir / task.log_name, report, echo, append, self._job.max_log_bytes)
-        started = RayTask(work, node, self._run_dir, output, report, self._has_moved)
+        needed = self._is_needed if self._is_elastic and task.index >= self._plan.min_workers else None
+        started = RayTask(work, node, self._run_dir, output, report, self._has_moved, needed)
         if task.role != "server" and task.index == 0:
             self._first = started
+        if task.role == "worker" and needed is None:
+            self._lasting.append(started)
         return started
+
+    @property
+    def _is_elastic(self) -> bool:
+        return self._plan.min_workers < self._plan.num_workers
+
+    def _is_needed(self) -> bool:
+        """Of an elastic job: whether workers that came later still have something to do."""
+        return any(worker.returncode is None for worker in self._lasting)
 
     def _has_moved(self, task: Task, place: str) -> dict[str, str]:
         """A process starts again at this address. If it is a server, everybody is told; returns all that moved."""

@@ -49,11 +49,23 @@ Moved = Callable[[Task, str], dict[str, str]]  # a server's task has this addres
 
 
 class RayTask:
-    """As RunningTask. Its log is on the driver's machine."""
+    """As RunningTask. Its log is on the driver's machine.
+
+    `needed`: of a worker that comes and goes with nodes, whether the job still needs it. While Ray has no room for it,
+    and when its node is gone, it counts as one that is done.
+    """
 
     def __init__(
-        self, work: Work, node: NodeHandle, log_dir: Path, output: Output, report: Report, moved: Moved
+        self,
+        work: Work,
+        node: NodeHandle,
+        log_dir: Path,
+        output: Output,
+        report: Report,
+        moved: Moved,
+        needed: Callable[[], bool] | None = None,
     ) -> None:
+        self._needed = needed
         self.task, self.log, self.num_restarts = work.task, log_dir / work.task.log_name, 0
         self._work, self._node, self._output, self._report, self._moved = work, node, output, report, moved
         self._status: dict[str, Any] = {}
@@ -62,7 +74,7 @@ class RayTask:
         self._begin()
 
     def _begin(self) -> None:
-        self._returncode, self._status = None, {}
+        self._returncode, self._status = (None if self._needed is None else 0), {}
         self._is_over = threading.Event()  # of this start
         self._thread = threading.Thread(target=self._run, args=(self._is_over, self.num_restarts), daemon=True)
         self._thread.start()
@@ -104,14 +116,32 @@ class RayTask:
     def _run(self, is_over: threading.Event, restart: int) -> None:
         """One start of the task, to its end."""
         try:
-            number = self._start(is_over, restart)
-            self._watch(is_over, number)
+            while not self._is_gone(is_over, restart):
+                pass
         except NodeLost as error:
             self._report(f"[fleetrun] {self.task.name}: {error}")
             self._returncode = LOST
         except Exception as error:  # the actor refused the work: a mistake that every node would make
             self._report(f"[fleetrun] {self.task.name} cannot be started: {error}")
             self._returncode = 1
+
+    def _is_gone(self, is_over: threading.Event, restart: int) -> bool:
+        """Start the task and watch it. False if it comes and goes with nodes, and has lost its own: it waits anew."""
+        try:
+            if self._needed is not None:
+                place = self._again(self._node.place, is_over)
+                if not self._needed():
+                    return True
+                self._report(f"[fleetrun] {self.task.name} joins on {place}")
+                self._returncode = None
+            self._watch(is_over, self._start(is_over, restart))
+        except NodeLost:
+            if self._needed is None or is_over.is_set():
+                raise
+            self._report(f"[fleetrun] {self.task.name} is gone with its node; the others go on")
+            self._returncode, self._status = 0, {}
+            return not self._needed()
+        return True
 
     def _start(self, is_over: threading.Event, restart: int) -> int:
         work = self._work
@@ -132,7 +162,7 @@ class RayTask:
             except NodeLost as error:
                 if is_over.is_set():
                     raise
-                if time.monotonic() > told:
+                if self._needed is None and time.monotonic() > told:
                     self._report(f"[fleetrun] {self.task.name} waits for a node of the cluster: {error}")
                     told = time.monotonic() + 12 * _PATIENCE
             is_over.wait(_PAUSE)
@@ -153,6 +183,10 @@ class RayTask:
             if look.output:
                 self._output.write(look.output)
             self._status = look.status or self._status
+            if self._needed is not None and not look.status.get("steps") and not self._needed():
+                self._node.kill()  # it came when all was done
+                self._returncode = 0
+                return
             if look.returncode is not None:
                 self.result = self._node.result() if self._work.function else b""
                 self._returncode = look.returncode

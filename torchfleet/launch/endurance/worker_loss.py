@@ -1,0 +1,46 @@
+"""What fleetrun does when a worker is lost: the rule that servers and workers are told, and what follows for a job."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+
+from torchfleet.role import GO_ON, LOSS_END, LOSS_RULES, LOSS_WAIT, MIN_WORKERS, ON_LOSS, loss_of
+
+FREE_MODES = ("async", "half_async", "geo")  # no worker waits for another: training goes on without one
+
+
+def add_option(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--on_worker_loss",
+        choices=LOSS_RULES,
+        help="what the loss of a worker means to those who wait for it. end: they fail. wait: they wait until it was "
+        "started again (--max_restart), for sync_timeout at most. go_on: they go on without it (default: "
+        "FLEET_ON_WORKER_LOSS, else end)",
+    )
+
+
+def loss_variables(
+    options: argparse.Namespace, num_workers: int, environment: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The variable by which servers and workers learn of it, if it was given. Raises RoleError."""
+    found = {ON_LOSS: options.on_worker_loss or environment.get(ON_LOSS) or ""}
+    loss_of({**found, MIN_WORKERS: environment.get(MIN_WORKERS) or ""}, num_workers)
+    return {name: value for name, value in found.items() if value}
+
+
+def may_restart(mode: str, variables: Mapping[str, str]) -> bool:
+    """Whether one worker can be started again while the others stay. `variables`: of its process."""
+    return mode in FREE_MODES or (mode == "sync" and _rule(variables) != LOSS_END)
+
+
+def may_be_missed(returncode: int, variables: Mapping[str, str]) -> bool:
+    """Whether the others go on without a worker that has ended so. A script that failed would fail on others too,
+    unless they are to go on in any case."""
+    rule = _rule(variables)
+    return rule == GO_ON or (returncode < 0 and rule != LOSS_WAIT)
+
+
+def _rule(variables: Mapping[str, str]) -> str:
+    return variables.get(ON_LOSS) or (GO_ON if variables.get(MIN_WORKERS) else LOSS_END)
