@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import tempfile
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchfleet.errors import RoleError
 from torchfleet.launch.clusters.on_ray.ray_cluster import PlacementGroup, RayNode
-from torchfleet.launch.clusters.on_ray.ray_node import Work, keys_for
+from torchfleet.launch.clusters.on_ray.ray_node import FUNCTION, Work, keys_for, private_folder
 from torchfleet.launch.clusters.on_ray.ray_task import NodeLost, RayTask
 from torchfleet.launch.job_spec import JobSpec, Report, Task
 from torchfleet.launch.processes import Output
@@ -24,7 +24,7 @@ from torchfleet.net.replica_channels import SEPARATOR
 
 # Of fleetrun's own environment: those that say who is what are made anew, others go to every process.
 _OWN = ("FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_", "FLEET_SERVER_", "FLEET_KEY_DIR", "FLEET_REPLICA",
-        "FLEET_SOCKET_DIR", "FLEET_ADDRESS_BOOK", "FLEET_STATUS_FILE", "FLEET_NUM_WORKERS")  # fmt: skip
+        "FLEET_SOCKET_DIR", "FLEET_ADDRESS_BOOK", "FLEET_STATUS_FILE", "FLEET_NUM_WORKERS", FUNCTION)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,8 @@ class RayJob:
 
     def _with_keys(self) -> JobSpec:
         """The job with keys: those that were given, or a set of its own; and the book of addresses of this machine."""
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="torchfleet-ray-")))
+        folder = private_folder()
+        self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
         book = folder / "addresses"
         write_book(book, {})
         key_dir = self._job.key_dir

@@ -86,8 +86,7 @@ class Node:
     """The actor of one role. Its methods may be called at the same time."""
 
     def __init__(self) -> None:
-        in_memory = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
-        self._folder = Path(tempfile.mkdtemp(prefix="torchfleet-ray-", dir=in_memory))  # mode 0700
+        self._folder = private_folder()
         self._held: socket.socket | None = None
         self._process: _NodeProcess | None = None
         self._start = 0
@@ -176,6 +175,11 @@ class Node:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(data)
         return path
+
+
+def private_folder() -> Path:
+    """A new folder of mode 0700, in memory where there is such a place: keys do not come to a disk."""
+    return Path(tempfile.mkdtemp(prefix="torchfleet-ray-", dir=_IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None))
 
 
 def keys_for(role: str, index: int, folder: str | None) -> dict[str, bytes]:
