@@ -19,10 +19,11 @@ from support.ray_nodes import RayNodes, places, ray_nodes
 from support.scripts.launching import TINY, fleetrun, run_dir
 
 from torchfleet.launch import cli
+from torchfleet.launch.clusters.on_ray.ray_node import private_folder
 from torchfleet.launch.roles import free_ports
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'torchfleet[ray]'")
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
 
 FOREVER = "654321"  # steps; also what tells these processes from those of others
 SHORT = 240.0  # seconds that a job may take on a busy machine
@@ -128,6 +129,18 @@ def status_of(*arguments: str) -> int:
         return cli.main(arguments)
     except SystemExit as left:
         return int(left.code or 0)
+
+
+def test_keys_that_a_killed_process_has_left_are_removed_by_the_next() -> None:
+    made = "from torchfleet.launch.clusters.on_ray.ray_node import private_folder; print(private_folder())"
+    left = Path(subprocess.run([sys.executable, "-c", made], capture_output=True, text=True, check=True).stdout.strip())
+    assert left.stat().st_mode & 0o777 == 0o700
+    own = private_folder()
+    assert not left.exists()
+    assert private_folder() != own
+    assert own.exists(), "this process lives"
+    for folder in own.parent.glob(f"torchfleet-ray-{os.getpid()}-*"):
+        folder.rmdir()
 
 
 class TestWithoutACluster:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -23,6 +24,7 @@ FUNCTION = "FLEET_RAY_FUNCTION"  # the file with the function that a process cal
 RESULT = ".result"
 _MOST_OUTPUT = 16 << 20  # bytes that wait for the driver; what is older is lost
 _IN_MEMORY = "/dev/shm"  # a folder that no disk has
+_PREFIX = "torchfleet-ray-"  # of folders; the number of the process follows
 _LOST = b"\n[fleetrun] output was lost here: more than could be sent\n"
 
 
@@ -178,8 +180,15 @@ class Node:
 
 
 def private_folder() -> Path:
-    """A new folder of mode 0700, in memory where there is such a place: keys do not come to a disk."""
-    return Path(tempfile.mkdtemp(prefix="torchfleet-ray-", dir=_IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None))
+    """A new folder of mode 0700, in memory where there is such a place: keys do not come to a disk. Folders that killed
+    processes of this user have left are removed."""
+    parent = Path(_IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else tempfile.gettempdir())
+    for left in parent.glob(f"{_PREFIX}*-*"):
+        pid = left.name.removeprefix(_PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdigit() and left.stat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
+                shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
 
 
 def keys_for(role: str, index: int, folder: str | None) -> dict[str, bytes]:
