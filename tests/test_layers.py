@@ -307,7 +307,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "guard",
         "errors",
     },
-    "launch/clusters/on_ray": {"launch", "monitor", "net", "errors"},
+    "launch/clusters/on_ray": {"launch", "launch/endurance", "monitor", "net", "errors"},
     "launch/clusters": {
         "launch",
         "launch/endurance",
