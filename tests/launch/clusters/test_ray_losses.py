@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ def test_ray_job_submit_runs_fleetrun_on_the_cluster(tmp_path: Path) -> None:
     with ray_nodes(1, num_cpus=4, include_dashboard=True, dashboard_port=0) as nodes:
         client: Any = JobSubmissionClient(f"http://{nodes.dashboard}")
         number = client.submit_job(
-            entrypoint="python -m torchfleet.launch --cluster ray --worker_num 2 tiny.py --steps 5",
+            entrypoint=f"{sys.executable} -m torchfleet.launch --cluster ray --worker_num 2 tiny.py --steps 5",
             runtime_env={"working_dir": str(tmp_path / "work")},
         )
         wait_until(lambda: client.get_job_status(number).is_terminal(), LONG, "end of the job")
