@@ -19,7 +19,7 @@ from torchfleet.launch.job_spec import JobSpec, Report, Task
 from torchfleet.launch.processes import Output
 from torchfleet.launch.roles import JobLayout, tasks
 from torchfleet.launch.supervisor import JobSupervisor
-from torchfleet.net.address_book import write_book
+from torchfleet.net.addresses import write_book
 from torchfleet.net.keys import is_private, keygen
 from torchfleet.net.replica_channels import SEPARATOR
 

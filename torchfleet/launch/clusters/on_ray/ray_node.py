@@ -18,7 +18,7 @@ from typing import Any
 from torchfleet.errors import RoleError
 from torchfleet.launch.job_spec import Task
 from torchfleet.launch.processes import Process, Sink
-from torchfleet.net.address_book import write_book
+from torchfleet.net.addresses import write_book
 
 FUNCTION = "FLEET_RAY_FUNCTION"  # the file with the function that a process calls; its result goes beside it
 RESULT = ".result"
