@@ -69,6 +69,7 @@ EXCEPTIONS = {
     ("ray/run.py", "importlib.import_module"): "Ray's serialization, for what the user's own call sends and gets",
     ("ray/called.py", "importlib.import_module"): "the same, in a process of that user's job",
     ("launch/clusters/member.py", "subprocess.Popen"): "the user's training script",
+    ("launch/clusters/slurm_launcher.py", "subprocess.run"): "scontrol, with the number of this job",
     ("launch/processes.py", "subprocess.Popen"): "the user's training script",
     ("net/long_messages.py", "ctypes.CDLL"): "libzmq, as pyzmq has loaded it",
     ("server/process.py", "subprocess.Popen"): "a server of our own",

@@ -340,11 +340,16 @@ def _process_settings(found: Mapping[str, str]) -> dict[str, Any]:
         "save_on_stop": found.get("FLEET_SAVE_ON_STOP") or None,
         "debug": found.get("PSERVER_DEBUG", "0") not in ("", "0"),
         "num_threads": int(threads),
-        "start_timeout": _seconds(found, "FLEET_START_TIMEOUT", RoleInfo.start_timeout),
+        "start_timeout": start_timeout_of(found),
         "worker_timeout": _seconds(found, "FLEET_WORKER_TIMEOUT", RoleInfo.worker_timeout),
         "orphan_timeout": _seconds(found, "FLEET_ORPHAN_TIMEOUT", RoleInfo.orphan_timeout, or_never=True),
         **durability_of(found),
     }
+
+
+def start_timeout_of(found: Mapping[str, str]) -> float:
+    """Seconds that a process waits for others that give no sign, as the environment says it. Raises RoleError."""
+    return _seconds(found, "FLEET_START_TIMEOUT", RoleInfo.start_timeout)
 
 
 def loss_of(found: Mapping[str, str], num_workers: int) -> dict[str, Any]:

@@ -22,13 +22,13 @@ from torchfleet.job.waiting_share import WaitingShare
 from torchfleet.job.worker_start import check_loaded, make_tables, patience_with, wait_for_servers, with_known_restart
 from torchfleet.monitor.freshness import ages_by_kind
 from torchfleet.monitor.status import StatusFile
+from torchfleet.monitor.stop_request import end_with_save, stop_request
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.private_jobs import Way
 from torchfleet.net.transport import InProcess
 from torchfleet.net.wire import Role
 from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
-from torchfleet.stop_request import end_with_save, stop_request
 from torchfleet.storage import Storage
 from torchfleet.tables.rows.row_statistics import is_pushed
 from torchfleet.tables.settings.clock import MAX_TIME

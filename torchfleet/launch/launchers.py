@@ -6,6 +6,7 @@ import argparse
 from typing import Protocol
 
 from torchfleet.launch.clusters.ray_launcher import RayLauncher
+from torchfleet.launch.clusters.slurm_launcher import SlurmLauncher
 from torchfleet.launch.job_spec import JobSpec
 from torchfleet.launch.rank_launcher import RankLauncher
 from torchfleet.launch.server_launcher import ServerLauncher
@@ -44,6 +45,7 @@ LAUNCHERS: dict[str, Launcher] = {
     "ranks": RankLauncher(),
     "simulation": SimulationLauncher(),
     "ray": RayLauncher(),
+    "slurm": SlurmLauncher(),
 }
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Protocol
@@ -36,8 +37,14 @@ class Ending:
 
     grace: float = 0.0
     received: int = 0  # the signal that this process was told to end with
+    is_asked: bool = field(default=False, init=False)  # to save and to end
     deadline: float | None = field(default=None, init=False)
     is_told: bool = field(default=False, init=False)  # to end
+
+    def ask(self, child: Running) -> None:
+        """The child is to save, if it is the one that does, and to end."""
+        self.is_asked = True
+        send(child, signal.SIGUSR1)
 
     def look(self, child: Running) -> None:
         """Pass on what has come since the last look."""
@@ -47,7 +54,7 @@ class Ending:
         if self.deadline is None:
             self.deadline = now + self.grace
             if self.grace:
-                send(child, signal.SIGUSR1)
+                self.ask(child)
         if now >= self.deadline and not self.is_told:
             self.is_told = True
             send(child, self.received)
@@ -55,18 +62,19 @@ class Ending:
             send(child, signal.SIGKILL)
 
 
-def run_child(child: Running, ending: Ending) -> int:
+def run_child(child: Running, ending: Ending, meanwhile: Callable[[], None] = lambda: None) -> int:
     """Pass signals on until the child has ended; returns its status, 128 + N if signal N ended it. Its group is gone.
 
-    `asks_blocked` must be on when the child is started.
+    `asks_blocked` must be on when the child is started. `meanwhile` is called ten times a second.
     """
     try:
         with _signals_noted(ending):
             while child.returncode is None:
                 if signal.sigtimedwait({signal.SIGUSR1}, _PAUSE):
-                    send(child, signal.SIGUSR1)
+                    ending.ask(child)
                 ending.look(child)
                 _reap(child.pid)
+                meanwhile()
         code = child.returncode
         return code if code >= 0 else 128 - code
     finally:
@@ -75,12 +83,17 @@ def run_child(child: Running, ending: Ending) -> int:
 
 @contextlib.contextmanager
 def asks_blocked() -> Iterator[None]:
-    """SIGUSR1 waits until it is asked for, in this process and in all that it starts."""
+    """SIGUSR1 waits until it is asked for, in this thread, which is the main one, and in all that it starts."""
+    # Threads that are there already, such as those of a library, do not block it: one hands it on to this thread.
+    own = threading.get_ident()
+    handler = signal.signal(signal.SIGUSR1, lambda number, frame: signal.pthread_kill(own, number))
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
         yield
     finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # drops one that nobody has asked for: it would end this process
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGUSR1, handler)
 
 
 def send(child: Running, number: int) -> None:

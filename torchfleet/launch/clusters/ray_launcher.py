@@ -31,9 +31,9 @@ class RayLauncher:
         group = parser.add_argument_group("jobs on a cluster of Ray")
         group.add_argument(
             "--cluster",
-            metavar="ray[=ADDRESS]",
+            metavar="ray[=ADDRESS]|slurm",
             help="run the job on Ray: the cluster that Ray finds by itself, the one at host:port, or ray=local for one "
-            "on this machine alone",
+            "on this machine alone. slurm: this process is a task of srun, and becomes one role of the job",
         )
         group.add_argument(
             "--placement",
