@@ -131,7 +131,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "background",
         "errors",
     },
-    "worker": {*TABLES, *WORKER, "checkpoint", "storage", "net", "kernels", "adoption", "background", "errors"},
+    "worker": {*TABLES, *WORKER, "checkpoint", "storage", "role", "net", "kernels", "adoption", "background", "errors"},
     "data/samples": {"tables/rows", "kernels", "errors"},
     "data/reading": {"data/samples", "kernels", "errors"},
     "data": {"data/samples", "data/reading", "tables/rows", "monitor", "kernels", "background", "errors"},
