@@ -51,7 +51,8 @@ def connected(address: str, job: JobSpec) -> Iterator[Path]:
         return
     _require_answer(address)
     folder = Path.cwd() if _is_sent_by_job() else job.folder
-    environment = {} if _is_sent_by_job() else {"working_dir": str(folder), "excludes": EXCLUDED}
+    # None, not an empty one: that would take the place of the job's, and its folder would be removed.
+    environment = None if _is_sent_by_job() else {"working_dir": str(folder), "excludes": EXCLUDED}
     try:
         ray.init(address, runtime_env=environment, log_to_driver=False, logging_level="ERROR")
     except Exception as error:
