@@ -146,7 +146,8 @@ def test_ray_job_submit_runs_fleetrun_on_the_cluster(tmp_path: Path) -> None:
 
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "tiny.py").write_bytes(Path(TINY).read_bytes())
-    with ray_nodes(1, num_cpus=4, include_dashboard=True, dashboard_port=0) as nodes:
+    # One node: several on one machine share the folder that Ray unpacks into, and one removes what another uses.
+    with ray_nodes(0, num_cpus=4, include_dashboard=True, dashboard_port=0) as nodes:
         client: Any = JobSubmissionClient(f"http://{nodes.dashboard}")
         number = client.submit_job(
             entrypoint=f"{sys.executable} -m torchfleet.launch --cluster ray --worker_num 2 tiny.py --steps 5",
