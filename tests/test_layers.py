@@ -132,7 +132,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "background",
         "errors",
     },
-    "worker": {*TABLES, *WORKER, "checkpoint", "storage", "net", "kernels", "adoption", "background", "errors"},
+    "worker": {*TABLES, *WORKER, "checkpoint", "storage", "role", "net", "kernels", "adoption", "background", "errors"},
     "data/samples": {"tables/rows", "kernels", "errors"},
     "data/columns": {"data/samples", "kernels", "errors"},
     "data/reading": {"data/samples", "data/columns", "kernels", "errors"},
@@ -314,7 +314,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "guard",
         "errors",
     },
-    "launch/clusters/on_ray": {"launch", "monitor", "net", "errors"},
+    "launch/clusters/on_ray": {"launch", "launch/endurance", "monitor", "net", "errors"},
     "launch/clusters/k8s": {"launch", "net", "guard", "errors"},
     "launch/clusters": {
         "launch",

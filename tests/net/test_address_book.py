@@ -10,7 +10,7 @@ from support.fleets import ServerThread
 
 from torchfleet.errors import SecurityError
 from torchfleet.net import addresses
-from torchfleet.net.address_book import endpoint_in, present_address, write_book
+from torchfleet.net.addresses import endpoint_in, present_address, write_book
 from torchfleet.net.private_jobs import Way
 from torchfleet.server.server import Server
 from torchfleet.tables.settings.spec import TableSpec

@@ -66,7 +66,7 @@ def _start_head(cluster: Any, arguments: dict[str, Any]) -> None:
     """Ray gives a head 30 s, which may be too little on a busy machine: so it is tried again."""
     for is_last in (False, False, True):
         try:
-            cluster.add_node(num_cpus=0, object_store_memory=_MEMORY, _system_config=_SETTINGS, **arguments)
+            cluster.add_node(object_store_memory=_MEMORY, _system_config=_SETTINGS, **arguments)
             return
         except Exception:
             cluster.shutdown()
@@ -85,7 +85,10 @@ def ray_nodes(num: int, num_cpus: int = 4, **head: Any) -> Iterator[RayNodes]:
         Path(folder, "ray").mkdir()
         cluster = Cluster()
         try:
-            _start_head(cluster, {"include_dashboard": False, "temp_dir": f"{folder}/ray", **head})
+            _start_head(
+                cluster,
+                {"num_cpus": 0 if num else num_cpus, "include_dashboard": False, "temp_dir": f"{folder}/ray", **head},
+            )
             made = RayNodes(cluster)
             for _ in range(num):
                 made.add(num_cpus)

@@ -11,7 +11,7 @@ from types import FrameType
 
 from torchfleet.errors import FleetError
 from torchfleet.launch.display import Display
-from torchfleet.launch.endurance.loss import tell_of_loss
+from torchfleet.launch.endurance.loss import leave_for, tell_of_loss
 from torchfleet.launch.endurance.worker_loss import FREE_MODES, may_be_missed, may_restart
 from torchfleet.launch.job_spec import JobSpec, Report, RunningTask, Start, Task
 from torchfleet.launch.processes import Process, end_all
@@ -19,10 +19,7 @@ from torchfleet.launch.roles import JobLayout
 from torchfleet.monitor.freshness import advice, summed
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.replica_channels import SEPARATOR
-from torchfleet.net.wire import Role
 from torchfleet.role import DURABILITY
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Patience
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that end a job
 _PAUSE = 0.1  # seconds between two looks at the processes
@@ -238,14 +235,8 @@ class JobSupervisor:
         return True
 
     def _leave_for(self, worker: int, display: Display) -> bool:
-        """Leave the job in the name of a lost worker, so that the servers end with the last of the others."""
         try:
-            keys = KeyFolder(self._job.key_dir) if self._job.key_dir else None
-            endpoints = [self._job.way.endpoint(address) for address in self._layout.servers]
-            with Client.connect(
-                endpoints, keys, worker=worker, role=Role.LAUNCHER, patience=Patience(5.0, 1)
-            ) as client:
-                client.leave()
+            leave_for(worker, self._job.way, self._layout.servers)
         except FleetError as error:
             display.report(f"[fleetrun] cannot tell the servers: {error}")
             return False

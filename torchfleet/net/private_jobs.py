@@ -22,7 +22,7 @@ from urllib.parse import quote
 
 from torchfleet.errors import SecurityError
 from torchfleet.guard.ownership import check_own, make_own
-from torchfleet.net.address_book import endpoint_in
+from torchfleet.net.addresses import endpoint_in
 from torchfleet.net.keys import keygen
 from torchfleet.net.replica_channels import SEPARATOR
 

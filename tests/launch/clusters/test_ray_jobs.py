@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import subprocess
@@ -18,11 +17,13 @@ from support.paths import ROOT
 from support.ray_nodes import RayNodes, places, ray_nodes
 from support.scripts.launching import TINY, fleetrun, run_dir
 
+from torchfleet.checkpoint.comparison import compare
 from torchfleet.launch import cli
+from torchfleet.launch.clusters.on_ray.ray_node import private_folder
 from torchfleet.launch.roles import free_ports
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'torchfleet[ray]'")
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
 
 FOREVER = "654321"  # steps; also what tells these processes from those of others
 SHORT = 240.0  # seconds that a job may take on a busy machine
@@ -39,12 +40,6 @@ def job(nodes: RayNodes, log_dir: Path, *arguments: str) -> Any:
     return fleetrun(log_dir, "--cluster", f"ray={nodes.address}", *arguments, RAY_TMPDIR=os.environ["RAY_TMPDIR"])
 
 
-def saved_bytes(folder: Path) -> dict[str, str]:
-    """Rows and network of a save, by file: what is in it, but for its manifest, which has times."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and "manifest" not in path.name]
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
 def test_the_ctr_example_unchanged_trains_the_same_bits_as_local_processes(nodes: RayNodes, tmp_path: Path) -> None:
     data = tmp_path / "data"
     prepare = [sys.executable, str(EXAMPLE / "prepare.py"), "--rows", "2000", "--parts", "2", "--out", str(data)]
@@ -59,9 +54,9 @@ def test_the_ctr_example_unchanged_trains_the_same_bits_as_local_processes(nodes
     assert {place.rpartition(":")[0] for place in places(started.output).values()} == {"127.0.0.2", "127.0.0.3"}
     assert "[worker 0] epoch 0:" in started.output
     assert "listening on 127.0.0." in (run_dir(tmp_path / "ray_log") / "serverlog.1").read_text()
-    local = saved_bytes(tmp_path / "local")
-    assert len(local) > 2
-    assert saved_bytes(tmp_path / "ray") == local
+    compared = compare(str(tmp_path / "local"), str(tmp_path / "ray"))
+    assert set(compared.tables) == {"embedding", "dense.1"}
+    assert compared.is_equal, compared
 
 
 def test_a_script_that_fails_ends_the_job_with_its_last_lines(nodes: RayNodes, tmp_path: Path) -> None:
@@ -128,6 +123,18 @@ def status_of(*arguments: str) -> int:
         return cli.main(arguments)
     except SystemExit as left:
         return int(left.code or 0)
+
+
+def test_keys_that_a_killed_process_has_left_are_removed_by_the_next() -> None:
+    made = "from torchfleet.launch.clusters.on_ray.ray_node import private_folder; print(private_folder())"
+    left = Path(subprocess.run([sys.executable, "-c", made], capture_output=True, text=True, check=True).stdout.strip())
+    assert left.stat().st_mode & 0o777 == 0o700
+    own = private_folder()
+    assert not left.exists()
+    assert private_folder() != own
+    assert own.exists(), "this process lives"
+    for folder in own.parent.glob(f"torchfleet-ray-{os.getpid()}-*"):
+        folder.rmdir()
 
 
 class TestWithoutACluster:

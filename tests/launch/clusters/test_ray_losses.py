@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -145,12 +147,23 @@ def test_ray_job_submit_runs_fleetrun_on_the_cluster(tmp_path: Path) -> None:
 
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "tiny.py").write_bytes(Path(TINY).read_bytes())
-    with ray_nodes(1, num_cpus=4, include_dashboard=True, dashboard_port=0) as nodes:
+    # One node: several on one machine share the folder that Ray unpacks into, and one removes what another uses.
+    with ray_nodes(0, num_cpus=4, include_dashboard=True, dashboard_port=0) as nodes:
         client: Any = JobSubmissionClient(f"http://{nodes.dashboard}")
-        number = client.submit_job(
-            entrypoint="python -m torchfleet.launch --cluster ray --worker_num 2 tiny.py --steps 5",
-            runtime_env={"working_dir": str(tmp_path / "work")},
-        )
+        entry = f"{sys.executable} -m torchfleet.launch --cluster ray --worker_num 2 tiny.py --steps 5"
+        number = submitted(client, entry, {"working_dir": str(tmp_path / "work")})
         wait_until(lambda: client.get_job_status(number).is_terminal(), LONG, "end of the job")
         assert client.get_job_status(number) == "SUCCEEDED", client.get_job_logs(number)
         assert "[worker 0] worker 0 of 2 ends with loss" in client.get_job_logs(number)
+
+
+def submitted(client: Any, entry: str, environment: dict[str, str]) -> str:
+    """The number of the job. A head that has just started says that it has no agent yet."""
+    deadline = time.monotonic() + LONG
+    while True:
+        try:
+            return str(client.submit_job(entrypoint=entry, runtime_env=environment))
+        except RuntimeError as error:
+            if "try again later" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)

@@ -1,17 +1,29 @@
-"""Tells a replica that the other one's process has ended: it need not find that out by waiting."""
+"""What servers are told of processes that have ended: they need not find that out by waiting."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 from torchfleet.errors import FleetError
 from torchfleet.net import addresses
 from torchfleet.net.keys import KeyFolder
+from torchfleet.net.private_jobs import Way
 from torchfleet.net.replica_channels import ReplicaChannels
 from torchfleet.net.wire import Command, Role, pack
+from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Connection, Patience
 
 _PATIENCE = Patience(timeout=1.0, retries=1)
+
+
+def leave_for(worker: int, way: Way, servers: Sequence[str]) -> None:
+    """Leave the job in the name of a lost worker, so that the servers end with the last of the others. Raises
+    FleetError if a server does not answer."""
+    keys = KeyFolder(way.key_dir) if way.key_dir else None
+    endpoints = [way.endpoint(address) for address in servers]
+    with Client.connect(endpoints, keys, worker=worker, role=Role.LAUNCHER, patience=Patience(5.0, 1)) as client:
+        client.leave()
 
 
 def tell_of_loss(endpoint: str, keys: KeyFolder | None, shard: int, replica: int, restart: int) -> bool:

@@ -22,6 +22,7 @@ _JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by `ray job submit` for its e
 _CALLS = 4  # of an actor at the same time: one looks, others signal and tell
 _ANSWER = 10.0  # seconds that an actor may take to answer
 _FIRST_ANSWER = 300.0  # and to begin: a node may have to unpack the script's folder
+_PARTING = 3.0  # and to end: one without a node never answers
 _ROOM = 1800.0  # seconds that a job waits for room in the cluster
 _TELL = 5.0  # seconds between two lines about it
 
@@ -50,7 +51,8 @@ def connected(address: str, job: JobSpec) -> Iterator[Path]:
         return
     _require_answer(address)
     folder = Path.cwd() if _is_sent_by_job() else job.folder
-    environment = {} if _is_sent_by_job() else {"working_dir": str(folder), "excludes": EXCLUDED}
+    # None, not an empty one: that would take the place of the job's, and its folder would be removed.
+    environment = None if _is_sent_by_job() else {"working_dir": str(folder), "excludes": EXCLUDED}
     try:
         ray.init(address, runtime_env=environment, log_to_driver=False, logging_level="ERROR")
     except Exception as error:
@@ -134,7 +136,7 @@ class RayNode:
 
     def end(self) -> None:
         with contextlib.suppress(NodeLost):
-            self._answer(self._actor.close.remote(), _ANSWER)
+            self._answer(self._actor.close.remote(), _PARTING)
         self._ray.kill(self._actor)
 
     def _answer(self, asked: Any, timeout: float) -> Any:

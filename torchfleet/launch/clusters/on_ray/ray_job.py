@@ -5,26 +5,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import tempfile
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchfleet.errors import RoleError
+from torchfleet.errors import FleetError, RoleError
 from torchfleet.launch.clusters.on_ray.ray_cluster import PlacementGroup, RayNode
-from torchfleet.launch.clusters.on_ray.ray_node import Work, keys_for
+from torchfleet.launch.clusters.on_ray.ray_node import FUNCTION, Work, keys_for, private_folder
 from torchfleet.launch.clusters.on_ray.ray_task import NodeLost, RayTask
+from torchfleet.launch.endurance.loss import leave_for
 from torchfleet.launch.job_spec import JobSpec, Report, Task
 from torchfleet.launch.processes import Output
 from torchfleet.launch.roles import JobLayout, tasks
 from torchfleet.launch.supervisor import JobSupervisor
-from torchfleet.net.address_book import write_book
+from torchfleet.net.addresses import write_book
 from torchfleet.net.keys import is_private, keygen
 from torchfleet.net.replica_channels import SEPARATOR
 
 # Of fleetrun's own environment: those that say who is what are made anew, others go to every process.
 _OWN = ("FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_", "FLEET_SERVER_", "FLEET_KEY_DIR", "FLEET_REPLICA",
-        "FLEET_SOCKET_DIR", "FLEET_ADDRESS_BOOK", "FLEET_STATUS_FILE", "FLEET_NUM_WORKERS")  # fmt: skip
+        "FLEET_SOCKET_DIR", "FLEET_ADDRESS_BOOK", "FLEET_STATUS_FILE", "FLEET_NUM_WORKERS", FUNCTION)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class RayJob:
                 return 1
             job = self._with_keys()
             layout = self._layout()
+            self._way, self._servers = job.way, layout.servers
             made = self._ranks(base, attempt) if self._plan.num_ranks else self._tasks(job, layout, base)
             supervisor = JobSupervisor(job, layout, made, self._run_dir, attempt, self._start)
             code = supervisor.run()
@@ -108,7 +110,8 @@ class RayJob:
 
     def _with_keys(self) -> JobSpec:
         """The job with keys: those that were given, or a set of its own; and the book of addresses of this machine."""
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="torchfleet-ray-")))
+        folder = private_folder()
+        self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
         book = folder / "addresses"
         write_book(book, {})
         key_dir = self._job.key_dir
@@ -170,12 +173,19 @@ class RayJob:
         node = self._nodes[task.role, task.index, task.replica]
         output = Output(task, self._run_dir / task.log_name, report, echo, append, self._job.max_log_bytes)
         needed = self._is_needed if self._is_elastic and task.index >= self._plan.min_workers else None
-        started = RayTask(work, node, self._run_dir, output, report, self._has_moved, needed)
+        started = RayTask(work, node, self._run_dir, output, report, self._has_moved, needed, self._is_gone)
         if task.role != "server" and task.index == 0:
             self._first = started
         if task.role == "worker" and needed is None:
             self._lasting.append(started)
         return started
+
+    def _is_gone(self, task: Task) -> None:
+        """A worker that comes and goes is gone with its node."""
+        try:
+            leave_for(task.index, self._way, self._servers)
+        except FleetError as error:
+            self._report(f"[fleetrun] cannot tell the servers: {error}")
 
     @property
     def _is_elastic(self) -> bool:

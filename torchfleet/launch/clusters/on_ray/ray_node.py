@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -17,12 +18,13 @@ from typing import Any
 from torchfleet.errors import RoleError
 from torchfleet.launch.job_spec import Task
 from torchfleet.launch.processes import Process, Sink
-from torchfleet.net.address_book import write_book
+from torchfleet.net.addresses import write_book
 
 FUNCTION = "FLEET_RAY_FUNCTION"  # the file with the function that a process calls; its result goes beside it
 RESULT = ".result"
 _MOST_OUTPUT = 16 << 20  # bytes that wait for the driver; what is older is lost
 _IN_MEMORY = "/dev/shm"  # a folder that no disk has
+_PREFIX = "torchfleet-ray-"  # of folders; the number of the process follows
 _LOST = b"\n[fleetrun] output was lost here: more than could be sent\n"
 
 
@@ -86,8 +88,7 @@ class Node:
     """The actor of one role. Its methods may be called at the same time."""
 
     def __init__(self) -> None:
-        in_memory = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
-        self._folder = Path(tempfile.mkdtemp(prefix="torchfleet-ray-", dir=in_memory))  # mode 0700
+        self._folder = private_folder()
         self._held: socket.socket | None = None
         self._process: _NodeProcess | None = None
         self._start = 0
@@ -176,6 +177,18 @@ class Node:
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(data)
         return path
+
+
+def private_folder() -> Path:
+    """A new folder of mode 0700, in memory where there is such a place: keys do not come to a disk. Folders that killed
+    processes of this user have left are removed."""
+    parent = Path(_IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else tempfile.gettempdir())
+    for left in parent.glob(f"{_PREFIX}*-*"):
+        pid = left.name.removeprefix(_PREFIX).partition("-")[0]
+        with contextlib.suppress(OSError):
+            if pid.isdigit() and left.stat().st_uid == os.getuid() and not Path(f"/proc/{pid}").exists():
+                shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent))
 
 
 def keys_for(role: str, index: int, folder: str | None) -> dict[str, bytes]:

@@ -52,7 +52,7 @@ class RayTask:
     """As RunningTask. Its log is on the driver's machine.
 
     `needed`: of a worker that comes and goes with nodes, whether the job still needs it. While Ray has no room for it,
-    and when its node is gone, it counts as one that is done.
+    and when its node is gone, which `gone` is told, it counts as one that is done.
     """
 
     def __init__(
@@ -64,8 +64,9 @@ class RayTask:
         report: Report,
         moved: Moved,
         needed: Callable[[], bool] | None = None,
+        gone: Callable[[Task], None] = lambda task: None,
     ) -> None:
-        self._needed = needed
+        self._needed, self._gone = needed, gone
         self.task, self.log, self.num_restarts = work.task, log_dir / work.task.log_name, 0
         self._work, self._node, self._output, self._report, self._moved = work, node, output, report, moved
         self._status: dict[str, Any] = {}
@@ -139,6 +140,7 @@ class RayTask:
             if self._needed is None or is_over.is_set():
                 raise
             self._report(f"[fleetrun] {self.task.name} is gone with its node; the others go on")
+            self._gone(self.task)
             self._returncode, self._status = 0, {}
             return not self._needed()
         return True
