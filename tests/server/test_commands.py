@@ -64,7 +64,7 @@ def some_arrays(command: Command) -> list[Array]:
 
 class TestRoles:
     FIRST = (Command.CREATE_TABLE, Command.SET, Command.ERASE)
-    REPLICAS = {Command.FOLLOW, Command.APPEND, Command.CONFIRM, Command.LOST}  # served by server/replicas
+    REPLICAS = frozenset({Command.FOLLOW, Command.APPEND, Command.CONFIRM, Command.LOST})  # served by server/replicas
 
     @pytest.mark.parametrize("command", [c for c in Command if c <= Command.STOP], ids=lambda command: command.name)
     @pytest.mark.parametrize("role", Role, ids=lambda role: role.name)
