@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-gpu quick check bench fuzz faults clean
+.PHONY: setup demo test test-gpu test-clusters quick check bench fuzz faults clean
 
 setup: $(VENV)/.done
 
@@ -24,6 +24,12 @@ test: setup
 # On a machine with an NVIDIA GPU; one at a time, because tests look at the GPU's memory.
 test-gpu: setup
 	$(RUN) -m pytest -m gpu -n 0
+
+# On a Debian machine: installs Slurm, which pip cannot, then runs what starts clusters of Ray and of Slurm.
+SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
+test-clusters: setup
+	(command -v slurmctld && command -v munged) >/dev/null || ($(SUDO) apt-get update && $(SUDO) apt-get install --yes slurm-wlm munge)
+	$(RUN) -m pytest -m cluster -n 0
 
 # Without whole fleets and ranks, and without what takes more than ten seconds: four fifths of the tests.
 FLEETS := integration examples launch benchmarks collective ecosystem

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchfleet import data, metrics, nn, online, util
+    from torchfleet import data, metrics, nn, online, ray, util
     from torchfleet.collective.pipeline.stages import device_guard
     from torchfleet.data.reading.criteo import CriteoFormat
     from torchfleet.data.reading.generator import MultiSlotDataGenerator, MultiSlotStringDataGenerator
@@ -125,6 +125,7 @@ __all__ = [
     "online",
     "prefetch",
     "prepare",
+    "ray",
     "replica",
     "report",
     "reset",
@@ -151,7 +152,7 @@ __all__ = [
     "worker_num",
 ]
 
-_MODULES = ("data", "metrics", "nn", "online", "util")
+_MODULES = ("data", "metrics", "nn", "online", "ray", "util")
 _ELSEWHERE = {
     "BuildStrategy": "strategy.execution",
     "CountFilterEntry": "tables.settings.policy",

@@ -29,8 +29,8 @@ from torchfleet.job.protocol import Job
 from torchfleet.job.ps_job import NO_SERVER, NO_WORKER, ParameterServerJob
 from torchfleet.job.worker_role import WorkerRole
 from torchfleet.monitor.status import KNOWN
+from torchfleet.monitor.stop_request import end_with_save
 from torchfleet.role import SERVER, PaddleCloudRoleMaker, RoleInfo
-from torchfleet.stop_request import end_with_save
 from torchfleet.storage import Storage
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.tables.settings.policy import Shrink

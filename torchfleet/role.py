@@ -39,6 +39,7 @@ class RoleInfo:
     key_dir: str | None = None
     insecure: bool = False
     socket_dir: str | None = None  # the servers' sockets are files in it, and their addresses only names
+    address_book: str | None = None  # a file that says where servers are now that moved
     status_file: str | None = None
     restart: int = 0  # how often this role was started before
     asks_restart: bool = False  # nobody here knows that: the servers are asked
@@ -334,15 +335,21 @@ def _process_settings(found: Mapping[str, str]) -> dict[str, Any]:
         raise RoleError(f"CPU_NUM must be a number of threads, found {threads!r}")
     return {
         "socket_dir": found.get("FLEET_SOCKET_DIR"),
+        "address_book": found.get("FLEET_ADDRESS_BOOK"),
         "status_file": found.get("FLEET_STATUS_FILE"),
         "save_on_stop": found.get("FLEET_SAVE_ON_STOP") or None,
         "debug": found.get("PSERVER_DEBUG", "0") not in ("", "0"),
         "num_threads": int(threads),
-        "start_timeout": _seconds(found, "FLEET_START_TIMEOUT", RoleInfo.start_timeout),
+        "start_timeout": start_timeout_of(found),
         "worker_timeout": _seconds(found, "FLEET_WORKER_TIMEOUT", RoleInfo.worker_timeout),
         "orphan_timeout": _seconds(found, "FLEET_ORPHAN_TIMEOUT", RoleInfo.orphan_timeout, or_never=True),
         **durability_of(found),
     }
+
+
+def start_timeout_of(found: Mapping[str, str]) -> float:
+    """Seconds that a process waits for others that give no sign, as the environment says it. Raises RoleError."""
+    return _seconds(found, "FLEET_START_TIMEOUT", RoleInfo.start_timeout)
 
 
 def loss_of(found: Mapping[str, str], num_workers: int) -> dict[str, Any]:

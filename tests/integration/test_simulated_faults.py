@@ -32,6 +32,7 @@ def test_a_seed_gives_the_same_history_bit_for_bit(fleet: str) -> None:
     [
         "sessions: outcomes are not kept",
         "sync: gradients are summed in the order in which they came",
+        "rejoining: servers that are a step apart are taken as they are",
         "log: replies leave before their entries are safe",
         "log: checksums are not looked at",
         "copy: the server is another one to its clients",

@@ -53,10 +53,10 @@ class Fleet:
 
 
 class ServerThread:
-    """A server behind a socket, in a thread of this process."""
+    """A server behind a socket, in a thread of this process; a new one, if none is given."""
 
-    def __init__(self, endpoint: str, keys: KeyFolder | None = None) -> None:
-        self.server = Server(MAX_TABLE_BYTES)
+    def __init__(self, endpoint: str, keys: KeyFolder | None = None, server: Server | None = None) -> None:
+        self.server = server or Server(MAX_TABLE_BYTES)
         self._over = threading.Event()
         self._listener = Listener(endpoint, keys)
         self.endpoint = self._listener.endpoint

@@ -23,8 +23,8 @@ from torchfleet.collective.tensors.local_tensors import is_local
 from torchfleet.collective.world import begun
 from torchfleet.errors import FleetError, ModelError, StrategyError
 from torchfleet.monitor.status import StatusFile
+from torchfleet.monitor.stop_request import stop_request
 from torchfleet.role import RoleInfo
-from torchfleet.stop_request import stop_request
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 if TYPE_CHECKING:

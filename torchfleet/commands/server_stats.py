@@ -74,7 +74,7 @@ def _expect_server(endpoint: str, has_keys: bool) -> None:
 def _print(endpoints: list[str], servers: list[dict[str, Any]]) -> None:
     for endpoint, server in zip(endpoints, servers, strict=True):
         counts = ", ".join(f"{server[name]:,} {name}" for name in ("requests", "errors", "clients"))
-        workers = ", ".join(f"{line['worker']} ({line['place']})" for line in server["workers"]) or "none"
+        workers = ", ".join(map(_worker, server["workers"])) or "none"
         busy = "" if server["busy"] is None else f", computing {server['busy']:.0%} of the time"
         say(f"{endpoint}: up for {server['uptime']:,.0f} s{busy}, {counts}; workers: {workers}")
     if told := _bottleneck(servers):
@@ -86,6 +86,12 @@ def _print(endpoints: list[str], servers: list[dict[str, Any]]) -> None:
     ]
     headings = ["server", "table", "kind", "rows", "elements", "bytes", "updates", "staleness (updates: pushes)"]
     print_table(headings, lines, ("server", "table", "kind", headings[-1]))
+
+
+def _worker(line: dict[str, Any]) -> str:
+    """A member, since when it is there, and whether it is still heard of."""
+    lost = f", lost: silent for {line['silent']:.0f} s" if line["is_lost"] else ""
+    return f"{line['worker']} ({line['place']}, joined {line['age']:,.0f} s ago{lost})"
 
 
 def _bottleneck(servers: list[dict[str, Any]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchfleet.errors import RoleError
+from torchfleet.monitor.notices import tell
 from torchfleet.role import LOSS_END, RoleInfo
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.requests import Joined
@@ -37,6 +38,6 @@ def catch_up(client: Client, told: Sequence[Joined], num_optimizers: int, timeou
     first = -(-max(steps) // num_optimizers) * num_optimizers
     for step in range(min(steps), first):
         behind = [server for server, own in enumerate(steps) if own <= step]
-        print(f"step {step} is made without this worker's part on {len(behind)} of {len(told)} servers", flush=True)
+        tell(f"step {step} is made without this worker's part on {len(behind)} of {len(told)} servers")
         client.skip_step(behind, timeout)
     return first // num_optimizers

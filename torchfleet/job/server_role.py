@@ -42,7 +42,7 @@ class ServerRole:
 
     def __init__(self, setup: JobSetup) -> None:
         self._info, self._layouts = setup.info, setup.plan.layouts
-        self._way = Way(setup.info.key_dir, setup.info.socket_dir)
+        self._way = Way(setup.info.key_dir, setup.info.socket_dir, setup.info.address_book)
         info = setup.info
         self._server = Server(
             num_workers=info.num_workers,

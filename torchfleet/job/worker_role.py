@@ -23,13 +23,13 @@ from torchfleet.job.waiting_share import WaitingShare
 from torchfleet.job.worker_start import check_loaded, make_tables, patience_with, wait_for_servers, with_known_restart
 from torchfleet.monitor.freshness import ages_by_kind
 from torchfleet.monitor.status import StatusFile
+from torchfleet.monitor.stop_request import end_with_save, stop_request
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.private_jobs import Way
 from torchfleet.net.transport import InProcess
 from torchfleet.net.wire import Role
 from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
-from torchfleet.stop_request import end_with_save, stop_request
 from torchfleet.storage import Storage
 from torchfleet.tables.rows.row_statistics import is_pushed
 from torchfleet.tables.settings.clock import MAX_TIME
@@ -66,7 +66,7 @@ class WorkerRole:
         self._ends = contextlib.ExitStack()  # what `abandon` does, the latest first
         self._local = self._local_server(dirname, var_names) if self.info.is_local else None
         self._keys = KeyFolder(self.info.key_dir) if self.info.key_dir else None
-        self._way = Way(self.info.key_dir, self.info.socket_dir)
+        self._way = Way(self.info.key_dir, self.info.socket_dir, self.info.address_book)
         self._way.check()
         self._started = time.monotonic()
         self._reported: dict[str, float] = {}

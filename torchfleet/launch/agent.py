@@ -19,6 +19,7 @@ from torchfleet.launch.display import Display
 from torchfleet.launch.job_spec import JobSpec, Task
 from torchfleet.launch.machines.rendezvous import Rendezvous
 from torchfleet.launch.processes import Process, end_all
+from torchfleet.monitor.stop_request import REQUEUE
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Run before the script itself. If the launcher is killed, the kernel ends its ranks (PR_SET_PDEATHSIG). Output is
@@ -124,6 +125,7 @@ class Agent(LocalElasticAgent):
         self._ranks: list[Rank] = []
         self._tail: Tail | None = None
         self.failure = ""  # why the job ended
+        self.wants_requeue = False  # a rank has saved because the job was asked to end
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         started: dict[int, Any] = super()._start_workers(worker_group)
@@ -155,7 +157,7 @@ class Agent(LocalElasticAgent):
         if self._remaining_restarts:
             report(f"[fleetrun] {what}; starting all ranks again ({most - self._remaining_restarts + 1} of {most})")
             return
-        self.failure = what
+        self.failure, self.wants_requeue = what, rank.returncode == REQUEUE
         report(f"[fleetrun] {what}; the job ends. Last lines of {rank.log}:")
         for line in rank.last_lines():
             report(f"    {line}")

@@ -22,7 +22,7 @@ from torchfleet.launch.clusters.job_options import (
 from torchfleet.launch.launchers import LAUNCHERS, launcher_of
 from torchfleet.net.keys import KeyFolder, keygen
 
-_NOT_YET = ("heter_worker_num", "cluster")
+_NOT_YET = ("heter_worker_num",)
 
 # The first argument → the function that takes the others and returns the exit status. Imported when it is asked for.
 SUBCOMMANDS = {
@@ -106,7 +106,7 @@ def _run(options: argparse.Namespace) -> int:
             print(path)
         return 0
     launcher = launcher_of(options)
-    _check(options)
+    check(options)
     job = job_spec_of(options)
     if options.dry_run:
         print("\n".join(launcher.describe(job, options)))
@@ -120,7 +120,8 @@ def _subcommand(name: str) -> Callable[[Sequence[str]], int]:
     return found
 
 
-def _check(options: argparse.Namespace) -> None:
+def check(options: argparse.Namespace) -> None:
+    """Raise RoleError for a command line that no launcher can carry out."""
     for name in _NOT_YET:
         if getattr(options, name) is not None:
             raise RoleError(
@@ -129,6 +130,10 @@ def _check(options: argparse.Namespace) -> None:
     asked = [f"--{name}" for name in RESOURCES if getattr(options, name) is not None]
     if asked and options.cluster is None:
         raise RoleError(f"{', '.join(asked)}: a cluster is asked for resources, and this job runs on this machine")
+    if isinstance(options.worker_num, tuple) and not (options.cluster or "").startswith("ray"):
+        raise RoleError(
+            "--worker_num MIN:MAX: workers come and go with nodes of Ray. Add --cluster ray, or give a number."
+        )
     check_script(options)
     for name in ("max_restart", "max_job_restart"):
         if getattr(options, name) < 0:

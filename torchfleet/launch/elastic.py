@@ -18,6 +18,7 @@ from torchfleet.launch.job_spec import JobSpec
 from torchfleet.launch.machines.rendezvous import ElasticRendezvous, FixedRendezvous, Rendezvous
 from torchfleet.launch.machines.stores import Report, StoreAddress
 from torchfleet.launch.rank_plan import RankPlan
+from torchfleet.monitor.stop_request import REQUEUE
 
 # The launcher may itself run as a process of a job. Its ranks must not inherit that role.
 _ROLES = ("PADDLE_", "FLEET_ROLE", "FLEET_RESTART", "FLEET_NUM_", "FLEET_SERVER_", "FLEET_WORKER_", "FLEET_STATUS_")
@@ -60,7 +61,7 @@ def _run(job: JobSpec, plan: RankPlan, log_dir: Path, display: Display) -> int:
         display.report(f"[fleetrun] the job has finished with {plan.max_machines} other machines")
     elif result.is_failed():
         rendezvous.end(_on_this_machine(plan, agent.failure))
-        return 1
+        return REQUEUE if agent.wants_requeue else 1
     rendezvous.shutdown()
     display.report(f"[fleetrun] finished; logs in {log_dir}")
     return 0

@@ -30,13 +30,15 @@ class JobSpec:
     command: tuple[str, ...]  # the same for every process; the environment gives each its role
     log_dir: Path  # as the user gave it; every run has a folder of its own below it: `make_run_dir`
     num_servers: int | Literal["auto"] | None = None  # None: the user gave no number
-    num_workers: int | None = None
+    num_workers: int | None = None  # of an elastic job: the most
+    min_workers: int | None = None  # with so many an elastic job begins; None: not elastic
     resources: Mapping[str, Resources] = field(default_factory=dict)  # by role, of those that are given
     folder: Path = field(default_factory=Path.cwd)  # of the script; of a module: where it is looked for
     max_restart: int = 0  # restarts of a failed worker; in a collective job, of all ranks together
     max_job_restart: int = 0  # restarts of the whole job
     key_dir: str | None = None
     socket_dir: str | None = None  # of the servers, if all processes are on this machine
+    address_book: str | None = None  # of servers that a cluster may start again elsewhere
     insecure: bool = False
     max_log_bytes: int = DEFAULT_BYTES  # of one file; there are at most two of a process
 
@@ -55,7 +57,7 @@ class JobSpec:
     @property
     def way(self) -> Way:
         """How this job's servers are reached."""
-        return Way(self.key_dir, self.socket_dir)
+        return Way(self.key_dir, self.socket_dir, self.address_book)
 
     @property
     def latest(self) -> Path:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Protocol
 
+from torchfleet.launch.clusters.ray_launcher import RayLauncher
+from torchfleet.launch.clusters.slurm_launcher import SlurmLauncher
 from torchfleet.launch.job_spec import JobSpec
 from torchfleet.launch.rank_launcher import RankLauncher
 from torchfleet.launch.server_launcher import ServerLauncher
@@ -42,6 +44,8 @@ LAUNCHERS: dict[str, Launcher] = {
     "servers": ServerLauncher(),
     "ranks": RankLauncher(),
     "simulation": SimulationLauncher(),
+    "ray": RayLauncher(),
+    "slurm": SlurmLauncher(),
 }
 
 

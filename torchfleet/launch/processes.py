@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torchfleet.launch.job_spec import Report, RunningTask, Task
 from torchfleet.monitor.log_file import DEFAULT_BYTES, LogFile, last_bytes
@@ -25,9 +25,44 @@ TIE_TO_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.exec
 # The launcher may itself run as a process of a job. Its processes must not inherit that role.
 ROLES = {
     "FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_INDEX", "FLEET_SERVER_INDEX", "FLEET_WORKER_ENDPOINTS",
-    "FLEET_REPLICA", "FLEET_SOCKET_DIR", "TRAINING_ROLE", "PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_TRAINERS_NUM",
-    "PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS",
+    "FLEET_REPLICA", "FLEET_SOCKET_DIR", "FLEET_ADDRESS_BOOK", "TRAINING_ROLE",
+    "PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS",
 }  # fmt: skip
+
+
+class Sink(Protocol):
+    """Where the output of a process goes. Used by one thread."""
+
+    def write(self, data: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Output:
+    """The output of a task: into its log, and with `echo` to the user, by lines."""
+
+    def __init__(
+        self, task: Task, log: Path, report: Report, echo: bool, append: bool, max_log_bytes: int = DEFAULT_BYTES
+    ) -> None:
+        self._task, self._report, self._echo, self._rest = task, report, echo, b""
+        self._file = LogFile(log, append, max_log_bytes, lambda text: report(f"[fleetrun] {text}"))
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        if self._echo:
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            if len(self._rest) > _LINE:  # one that never ends is shown in pieces
+                lines, self._rest = [*lines, self._rest], b""
+            self._show(lines)
+
+    def close(self) -> None:
+        self._show([self._rest] if self._rest else [])
+        self._rest = b""
+        self._file.close()
+
+    def _show(self, lines: Sequence[bytes]) -> None:
+        for line in lines:
+            self._report(f"[{self._task.name}] {line.decode(errors='replace')}")
 
 
 class Process:
@@ -56,7 +91,7 @@ class Process:
         environment = {**around, **self.task.environment, "FLEET_STATUS_FILE": str(self.status_file)}
         if self.num_restarts:
             environment["FLEET_RESTART"] = str(self.num_restarts)
-        sink = LogFile(self.log, append, self._max_log_bytes, lambda text: self._report(f"[fleetrun] {text}"))
+        output = self._open_output(append)
         self._process = subprocess.Popen(
             [sys.executable, "-c", TIE_TO_PARENT, *self._command],
             env=environment,
@@ -66,7 +101,7 @@ class Process:
             start_new_session=True,
         )
         self._reader: threading.Thread | None = threading.Thread(
-            target=self._copy_output, args=(self._process, sink), daemon=True
+            target=self._copy_output, args=(self._process, output), daemon=True
         )
         self._reader.start()
 
@@ -115,22 +150,15 @@ class Process:
         self.kill()
         self.status_file.unlink(missing_ok=True)
 
-    def _copy_output(self, process: subprocess.Popen[bytes], sink: LogFile) -> None:
-        assert process.stdout
-        with process.stdout as output, contextlib.closing(sink):
-            rest = b""
-            while data := os.read(output.fileno(), _LINE):
-                sink.write(data)
-                if self._echo:
-                    *lines, rest = (rest + data).split(b"\n")
-                    if len(rest) > _LINE:  # one that never ends is shown in pieces
-                        lines, rest = [*lines, rest], b""
-                    self._show(lines)
-            self._show([rest] if rest else [])
+    def _open_output(self, append: bool) -> Sink:
+        return Output(self.task, self.log, self._report, self._echo, append, self._max_log_bytes)
 
-    def _show(self, lines: Sequence[bytes]) -> None:
-        for line in lines:
-            self._report(f"[{self.task.name}] {line.decode(errors='replace')}")
+    @staticmethod
+    def _copy_output(process: subprocess.Popen[bytes], output: Sink) -> None:
+        assert process.stdout
+        with process.stdout as stream, contextlib.closing(output):
+            while data := os.read(stream.fileno(), _LINE):
+                output.write(data)
 
 
 def end_all(processes: Sequence[RunningTask]) -> None:

@@ -74,7 +74,7 @@ class JobSupervisor:
         self._signal = number
 
     def _run(self, display: Display) -> int:
-        first = next((task for task in self._tasks if task.role == "worker"), None)
+        first = next((task for task in self._tasks if task.role != "server"), None)
         for task in self._tasks:
             append = self._attempt > 0  # the logs of all attempts are kept
             self._processes.append(self._start(task, display.report, task is first, append))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torchfleet.errors import FleetError
+from torchfleet.net.address_book import SCHEME, BookTransport, without_book
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.replica_channels import SEPARATOR, ReplicaChannels
 from torchfleet.net.sockets import ZeroMQ
@@ -12,6 +13,7 @@ from torchfleet.net.wire import Role
 TRANSPORTS: dict[str, Transport] = {
     "tcp": ZeroMQ(),
     "ipc": ZeroMQ(),
+    SCHEME: BookTransport(),
 }
 
 
@@ -36,6 +38,11 @@ def connect(endpoint: str, keys: KeyFolder | None = None, role: Role = Role.WORK
             f"not an address to connect to: {endpoint!r} (it does not begin with {_known()}); expected tcp://host:port"
         )
     return transport.connect(endpoint, keys, role)
+
+
+def shown(endpoint: str) -> str:
+    """The address of a server, or of its replicas, in a text for users."""
+    return SEPARATOR.join(map(without_book, endpoint.split(SEPARATOR)))
 
 
 def _transport(endpoint: str) -> Transport | None:

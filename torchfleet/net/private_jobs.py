@@ -22,6 +22,7 @@ from urllib.parse import quote
 
 from torchfleet.errors import SecurityError
 from torchfleet.guard.ownership import check_own, make_own
+from torchfleet.net.address_book import endpoint_in
 from torchfleet.net.keys import keygen
 from torchfleet.net.replica_channels import SEPARATOR
 
@@ -32,16 +33,20 @@ _LONGEST = 107  # bytes of a socket's path, as the kernel allows
 
 @dataclass(frozen=True)
 class Way:
-    """How a job's servers are reached: keys in a folder, or sockets in one; neither: plainly."""
+    """How a job's servers are reached: keys in a folder, or sockets in one; neither: plainly. Servers that may move are
+    looked up in an address book."""
 
     key_dir: str | None = None
     socket_dir: str | None = None
+    address_book: str | None = None
 
     def endpoint(self, place: str) -> str:
         """The address to listen on or to connect to, for a server that is known as host:port; for one with replicas the
         addresses of all of them."""
         if SEPARATOR in place:
             return SEPARATOR.join(map(self.endpoint, place.split(SEPARATOR)))
+        if self.address_book:
+            return endpoint_in(self.address_book, place)
         return f"ipc://{_socket(self.socket_dir, place)}" if self.socket_dir else f"tcp://{place}"
 
     def check(self) -> None:

@@ -20,6 +20,7 @@ from torchfleet.server.state.claims import MAX_CLAIMS, Claims
 from torchfleet.server.state.handshake import agree, check_claims
 from torchfleet.server.state.state import Answer, State
 from torchfleet.server.waiting import open_meetings
+from torchfleet.tables.sparse_table import SparseTable
 
 MAX_BARRIER_SECONDS = 7 * 24 * 3600.0
 _PER_FILE = 150  # bytes of a list beside the name
@@ -53,7 +54,8 @@ def join(state: State, request: Request) -> Answer:
     if claims is not None and not state.is_following:  # who was let in where the entry was made is let in here
         check_claims(state, worker, body.num_workers, claims, request.arrived)
     before = state.presence.incarnation(worker)
-    replaces = state.presence.join(worker, incarnation, body, request.arrived)
+    is_given_up = before is not None and members.is_out(worker, before)
+    replaces = state.presence.join(worker, incarnation, body, request.arrived, is_given_up)
     if body.again:
         if before == incarnation and not body.ended and members.come(worker):
             state.say(f"worker {worker} is back, from {body.host}, pid {body.pid}")
@@ -64,12 +66,20 @@ def join(state: State, request: Request) -> Answer:
     if claims is not None:
         agree(state, worker, body.num_workers, claims, request.arrived)
     if before != incarnation:  # a new process, perhaps in the place of one that was killed
-        state.barriers.forget(worker)
-        state.gatherings.forget(worker)
+        _begin_anew(state, worker)
     if replaces:
         _drop_step(state, worker)
     _forget(state, worker)
     return _told(state, worker)
+
+
+def _begin_anew(state: State, worker: int) -> None:
+    """What the worker's process of before waited for, or had looked up in the step under way, is void."""
+    state.barriers.forget(worker)
+    state.gatherings.forget(worker)
+    for table in state.tables.values():
+        if isinstance(table, SparseTable):
+            table.forget_waiting(worker)
 
 
 def _check_rules(state: State, body: JoinBody) -> None:

@@ -98,7 +98,12 @@ class Server:
 
     def answer(self, request: Request) -> None:
         """Run the command of a request; what it answers is among `state.finished`, now or later."""
-        result = self._run(request)
+        try:
+            handler = self._handler(request)
+        except FleetError as error:  # of a late copy it says nothing about what became of the change
+            self.state.finished.append((request, _plain(error)))
+            return
+        result = self._guarded(request, lambda: self._checked(handler, request))
         if result is not None:
             self.state.finish(request, result)
 
@@ -150,7 +155,8 @@ class Server:
     def _look_for_workers(self, now: float) -> None:
         state = self.state
         for text in state.presence.news(now):
-            tell(f"torchfleet server: {text}")
+            if text not in state.members.lost.values():  # that was said when it was decided
+                tell(f"torchfleet server: {text}")
         if state.num_workers and self._is_deserted(now):
             lost = "; ".join(state.presence.lost(now).values())
             if state.members.go_on and state.members.left:
@@ -197,11 +203,7 @@ class Server:
         if result is not None:
             self.state.finish(request, result)
 
-    def _run(self, request: Request) -> Answer | FleetError | None:
-        return self._guarded(request, lambda: self._checked(request))
-
-    def _checked(self, request: Request) -> Answer | FleetError | None:
-        handler = self._handler(request)
+    def _checked(self, handler: CommandHandler, request: Request) -> Answer | FleetError | None:
         if self.loading:
             return self._answer_while_loading(request.message)
         if self.state.long_pulls.is_under_way(request.peer):

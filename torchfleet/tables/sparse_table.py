@@ -101,6 +101,10 @@ class SparseTable(RowStore):
             for keys in pulls:
                 self.appear(keys)
 
+    def forget_waiting(self, worker: int) -> None:
+        """The worker's process of before was killed in the step under way: its successor pulls again."""
+        self.num_waiting -= sum(len(keys) for keys in self._waiting.pop(worker, []))
+
     def export_waiting(self) -> dict[int, list[bytes]]:
         """The appearances of the step under way, by worker, as plain values."""
         return {worker: [keys.tobytes() for keys in pulls] for worker, pulls in self._waiting.items()}

@@ -14,6 +14,7 @@ from support.faults.logged_fleet import LoggedFleet
 from support.faults.replica_fleet import ReplicaFleet
 from support.faults.setting import Fleet, Setting
 from support.faults.workloads.geo_rounds import GeoRounds
+from support.faults.workloads.lost_workers import LostWorkers
 from support.faults.workloads.meetings import Meetings
 from support.faults.workloads.policies import Policies
 from support.faults.workloads.sync_steps import SyncSteps
@@ -28,6 +29,7 @@ HORIZON = 12.0  # seconds in which faults happen
 Script = Any
 SCRIPTS: dict[str, Callable[[Setting, int], Script]] = {
     "geo": GeoRounds,
+    "lost workers": LostWorkers,
     "meetings": Meetings,
     "policies": Policies,
     "sync": SyncSteps,
@@ -73,6 +75,7 @@ class Outcome:
 def run(plan: Plan) -> Outcome:
     """Raises what was found wrong: a Violation, Stuck, or the error of a client."""
     setting = Setting.make(plan.seed, plan.faults, plan.num_shards, plan.num_workers)
+    setting.on_loss = getattr(SCRIPTS[plan.script], "on_loss", setting.on_loss)
     # What a machine has left of its memory, and what it prints, is no part of a schedule.
     with setting.world.in_charge(), _without_memory_limits(), contextlib.redirect_stderr(io.StringIO()), setting.stack:
         fleet = FLEETS[plan.fleet](setting)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from support.faults.bugs import planted_copies, planted_logs, planted_meetings, planted_replicas
+from support.faults.bugs import planted_copies, planted_logs, planted_meetings, planted_members, planted_replicas
 from support.faults.planted import BUGS, planted
 from support.faults.schedules import Plan, run
 
-PLANTED = (planted_copies, planted_logs, planted_meetings, planted_replicas)  # importing them has filled BUGS
+# Importing them has filled BUGS.
+PLANTED = (planted_copies, planted_logs, planted_meetings, planted_members, planted_replicas)
 MISTAKES = (TypeError, AttributeError, NameError)
 
 

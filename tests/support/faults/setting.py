@@ -35,6 +35,7 @@ class Setting:
     history: History
     shards: list[str]
     num_workers: int
+    on_loss: str = "end"  # what the loss of a worker means to the others
     has_faults: bool = True  # until the script is done
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # closed at the end
 
@@ -45,9 +46,10 @@ class Setting:
         shards = [f"shard{i}" for i in range(num_shards)]
         return cls(world, network, Doors(network), History(world), shards, num_workers)
 
-    def client(self, name: str, worker: int, window: int = 4) -> Client:
+    def client(self, name: str, worker: int, window: int = 4, process: int = 0) -> Client:
+        """`process`: the number of the worker's process, if it has several."""
         channels = [self.connect(name, i) for i in range(len(self.shards))]
-        return Client(channels, worker=worker, patience=PATIENT, window=window, process=1000 + worker)
+        return Client(channels, worker=worker, patience=PATIENT, window=window, process=process or 1000 + worker)
 
     def connect(self, name: str, shard: int) -> Channel:
         """A client's way to a server; fleets with replicas put another in its place."""
@@ -74,7 +76,8 @@ class Fleet:
         return Node(self.setting.doors, shard, self.make_server, skew=1000.0 * (index + 1))
 
     def make_server(self) -> Server:
-        return Server(MAX_TABLE_BYTES, num_workers=self.setting.num_workers, orphan_timeout=0.0)
+        num_workers, on_loss = self.setting.num_workers, self.setting.on_loss
+        return Server(MAX_TABLE_BYTES, num_workers=num_workers, orphan_timeout=0.0, on_worker_loss=on_loss)
 
     def heal(self) -> None:
         """No more faults: everybody is there, and can be reached."""

@@ -46,6 +46,8 @@ def main() -> None:
     dice = torch.Generator().manual_seed(fleet.worker_index())
     for step in range(options.steps):
         ids = torch.randperm(NUM_IDS, generator=dice)[:BATCH]
+        if step < fleet.first_step():  # this worker was started again: its batch has been trained
+            continue
         loss = model.rows(ids).sum() if is_counting else (model(ids) - ids % 2).square().mean()
         loss.backward()
         optimizer.step()

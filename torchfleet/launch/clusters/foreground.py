@@ -10,7 +10,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Protocol
@@ -36,8 +36,14 @@ class Ending:
 
     grace: float = 0.0
     received: int = 0  # the signal that this process was told to end with
+    is_asked: bool = field(default=False, init=False)  # to save and to end
     deadline: float | None = field(default=None, init=False)
     is_told: bool = field(default=False, init=False)  # to end
+
+    def ask(self, child: Running) -> None:
+        """The child is to save, if it is the one that does, and to end."""
+        self.is_asked = True
+        send(child, signal.SIGUSR1)
 
     def look(self, child: Running) -> None:
         """Pass on what has come since the last look."""
@@ -47,7 +53,7 @@ class Ending:
         if self.deadline is None:
             self.deadline = now + self.grace
             if self.grace:
-                send(child, signal.SIGUSR1)
+                self.ask(child)
         if now >= self.deadline and not self.is_told:
             self.is_told = True
             send(child, self.received)
@@ -55,18 +61,19 @@ class Ending:
             send(child, signal.SIGKILL)
 
 
-def run_child(child: Running, ending: Ending) -> int:
+def run_child(child: Running, ending: Ending, meanwhile: Callable[[], None] = lambda: None) -> int:
     """Pass signals on until the child has ended; returns its status, 128 + N if signal N ended it. Its group is gone.
 
-    `asks_blocked` must be on when the child is started.
+    `asks_blocked` must be on when the child is started. `meanwhile` is called ten times a second.
     """
     try:
         with _signals_noted(ending):
             while child.returncode is None:
                 if signal.sigtimedwait({signal.SIGUSR1}, _PAUSE):
-                    send(child, signal.SIGUSR1)
+                    ending.ask(child)
                 ending.look(child)
                 _reap(child.pid)
+                meanwhile()
         code = child.returncode
         return code if code >= 0 else 128 - code
     finally:
@@ -80,6 +87,8 @@ def asks_blocked() -> Iterator[None]:
     try:
         yield
     finally:
+        while signal.sigtimedwait({signal.SIGUSR1}, 0):
+            pass  # one that nobody has asked for would end this process now
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

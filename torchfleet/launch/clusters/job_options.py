@@ -25,7 +25,12 @@ def add_counts(parser: argparse.ArgumentParser) -> None:
         metavar="N|auto",
         help="servers (default: 1); auto: one for each core of this machine that the workers leave",
     )
-    parser.add_argument("--worker_num", type=int, help="workers (default: 1)")
+    parser.add_argument(
+        "--worker_num",
+        type=_count_or_range,
+        metavar="N|MIN:MAX",
+        help="workers (default: 1); on Ray also MIN:MAX of them, which come and go with nodes of the cluster",
+    )
 
 
 def add_resources(parser: argparse.ArgumentParser) -> None:
@@ -59,11 +64,14 @@ def check_script(options: argparse.Namespace) -> None:
 def job_spec_of(options: argparse.Namespace) -> JobSpec:
     """The job that these options describe. Raises RoleError for resources that make no sense."""
     command = module_command if options.module else script_command
+    is_elastic = isinstance(options.worker_num, tuple)
+    least, most = options.worker_num if is_elastic else (None, options.worker_num)
     return JobSpec(
         command=tuple(command(options.script, options.arguments)),
         log_dir=Path(options.log_dir),
         num_servers=options.server_num,
-        num_workers=options.worker_num,
+        num_workers=most,
+        min_workers=least,
         resources=_resources(options),
         folder=Path.cwd() if options.module else Path(options.script).absolute().parent,
         max_restart=options.max_restart,
@@ -91,6 +99,17 @@ def _count_or_auto(text: str) -> int | str:
         return text if text == "auto" else int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a number, or auto; found {text!r}") from None
+
+
+def _count_or_range(text: str) -> int | tuple[int, int]:
+    least, colon, most = text.partition(":")
+    try:
+        found = (int(least), int(most)) if colon else int(least)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, or MIN:MAX; found {text!r}") from None
+    if isinstance(found, tuple) and not 1 <= found[0] <= found[1]:
+        raise argparse.ArgumentTypeError(f"expected MIN:MAX with 1 <= MIN <= MAX; found {text!r}")
+    return found
 
 
 def _check_module(name: str) -> None:

@@ -87,14 +87,17 @@ class Members:
         """Whether this very process has left: what still comes of it is a late copy."""
         return bool(incarnation) and self.left.get(worker) == incarnation
 
+    def is_out(self, worker: int, incarnation: int) -> bool:
+        """Whether the others have made a step without this process."""
+        return worker in self._out and self._out[worker][0] == incarnation
+
     def check(self, worker: int, incarnation: int) -> None:
         """Raise CountedOut if the others have made a step without this process."""
-        out = self._out.get(worker)
-        if out is not None and out[0] == incarnation:
+        if self.is_out(worker, incarnation):
             raise CountedOut(
-                f"worker {worker} was counted out at step {out[1]}: nothing was heard of it for longer than "
-                "FLEET_WORKER_TIMEOUT, and the others went on without it (on_worker_loss=go_on). What this process "
-                "still sends is not taken: end it, and start the worker again."
+                f"worker {worker} was counted out at step {self._out[worker][1]}: nothing was heard of it for longer "
+                "than FLEET_WORKER_TIMEOUT, and the others went on without it (on_worker_loss=go_on). What this "
+                "process still sends is not taken: end it, and start the worker again."
             )
 
     def is_over(self, num_workers: int) -> bool:

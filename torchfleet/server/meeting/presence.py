@@ -59,8 +59,10 @@ class Presence:
         self._looked = 0.0
         self.heard: float | None = None  # when a worker was last heard of; None: none has ever joined
 
-    def join(self, worker: int, incarnation: int, body: JoinBody, now: float) -> bool:
+    def join(self, worker: int, incarnation: int, body: JoinBody, now: float, is_given_up: bool = False) -> bool:
         """Take in a worker, or a sign of life of it; returns whether it takes the place of another process.
+
+        `is_given_up`: that of before has no part in the job any more, whatever is heard of it.
 
         Raises NumberTaken if that has its number, ServerBusy if that is to be seen in a moment.
         """
@@ -68,7 +70,8 @@ class Presence:
             raise WireError("a worker that joins says which process it is (incarnation), found 0")
         known = self._members.get(worker)
         is_other = known is not None and known.incarnation != incarnation
-        if known is not None and is_other and not self._may_replace(known, body, now):
+        may_replace = known is None or (is_given_up and not body.again) or self._may_replace(known, body, now)
+        if known is not None and is_other and not may_replace:
             if not body.again and body.restart > known.body.restart:
                 raise ServerBusy(
                     f"worker {worker} was started again, and its process of before ({known.place}) was heard of "

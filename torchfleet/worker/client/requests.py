@@ -65,7 +65,7 @@ class Requests:
     def connect(cls: type[Own], endpoints: Sequence[str], keys: KeyFolder | None = None, **options: Any) -> Own:
         """A client of servers at addresses that net/addresses.py knows: tcp:// or ipc://."""
         role = options.get("role", Role.FIRST_WORKER)
-        names = [f"server {i} ({endpoint})" for i, endpoint in enumerate(endpoints)]
+        names = [f"server {i} ({addresses.shown(endpoint)})" for i, endpoint in enumerate(endpoints)]
         channels = [addresses.connect(endpoint, keys, role, shard) for shard, endpoint in enumerate(endpoints)]
         return cls(channels, names=names, **options)
 

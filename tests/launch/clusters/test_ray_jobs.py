@@ -1,0 +1,183 @@
+"""Jobs on a real cluster of Ray: two nodes, each a raylet of its own. What kills nodes is in test_ray_losses.py."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from support.paths import ROOT
+from support.ray_nodes import RayNodes, places, ray_nodes
+from support.scripts.launching import TINY, fleetrun, run_dir
+
+from torchfleet.launch import cli
+from torchfleet.launch.roles import free_ports
+
+ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'torchfleet[ray]'")
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(300)]
+
+FOREVER = "654321"  # steps; also what tells these processes from those of others
+SHORT = 240.0  # seconds that a job may take on a busy machine
+EXAMPLE = ROOT / "examples" / "ctr_dnn"
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    with ray_nodes(2) as made:
+        yield made
+
+
+def job(nodes: RayNodes, log_dir: Path, *arguments: str) -> Any:
+    return fleetrun(log_dir, "--cluster", f"ray={nodes.address}", *arguments, RAY_TMPDIR=os.environ["RAY_TMPDIR"])
+
+
+def saved_bytes(folder: Path) -> dict[str, str]:
+    """Rows and network of a save, by file: what is in it, but for its manifest, which has times."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and "manifest" not in path.name]
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_the_ctr_example_unchanged_trains_the_same_bits_as_local_processes(nodes: RayNodes, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    prepare = [sys.executable, str(EXAMPLE / "prepare.py"), "--rows", "2000", "--parts", "2", "--out", str(data)]
+    subprocess.run(prepare, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
+    counts = ("--server_num", "2", "--worker_num", "2")
+    options = ("--mode", "sync", "--epochs", "1", "--batch_size", "360", "--data", str(data), "--save")
+    train = str(EXAMPLE / "train.py")
+    with fleetrun(tmp_path / "log", *counts, train, *options, str(tmp_path / "local")) as started:
+        assert started.wait(SHORT) == 0, started.output
+    with job(nodes, tmp_path / "ray_log", *counts, train, *options, str(tmp_path / "ray")) as started:
+        assert started.wait(SHORT) == 0, started.output
+    assert {place.rpartition(":")[0] for place in places(started.output).values()} == {"127.0.0.2", "127.0.0.3"}
+    assert "[worker 0] epoch 0:" in started.output
+    assert "listening on 127.0.0." in (run_dir(tmp_path / "ray_log") / "serverlog.1").read_text()
+    local = saved_bytes(tmp_path / "local")
+    assert len(local) > 2
+    assert saved_bytes(tmp_path / "ray") == local
+
+
+def test_a_script_that_fails_ends_the_job_with_its_last_lines(nodes: RayNodes, tmp_path: Path) -> None:
+    with job(nodes, tmp_path, "--worker_num", "2", TINY, "--fail_worker", "1") as started:
+        assert started.wait(SHORT) == 1
+    assert "worker 1 ended with exit status 1; the job ends. Last lines of" in started.output
+    assert "RuntimeError: this worker was told to fail" in started.output
+
+
+def test_ctrl_c_ends_all_processes_on_all_nodes(nodes: RayNodes, tmp_path: Path) -> None:
+    with job(nodes, tmp_path, TINY, "--steps", FOREVER, "--pause", "0.1") as started:
+        started.wait_for("worker 0 is training", SHORT)
+        assert num_scripts() == 2
+        started.process.send_signal(signal.SIGINT)
+        assert started.wait(SHORT) == 130
+    assert num_scripts() == 0
+
+
+def num_scripts() -> int:
+    """Processes of tiny.py, wherever they hang in the tree of processes."""
+    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return sum("tiny.py" in line and FOREVER in line for line in lines)
+
+
+def counted(start: int) -> dict[str, Any]:
+    """Called in every process of a job; sent as it is."""
+    import torch
+
+    import torchfleet as fleet
+
+    model = torch.nn.Sequential(torch.nn.EmbeddingBag(50, 4, mode="sum", sparse=True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = fleet.prepare(model, optimizer, strategy=fleet.DistributedStrategy(a_sync=True))
+    for step in range(3):
+        model(torch.arange(4).view(1, 4) + start + step).sum().backward()
+        optimizer.step()
+    return {"worker": fleet.worker_index(), "workers": fleet.worker_num(), "start": start}
+
+
+def test_a_function_runs_from_a_thread_as_in_a_notebook_and_returns(
+    nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torchfleet as fleet
+
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setattr(counted, "__module__", "__main__")  # as a notebook has it: it goes by value
+    returned: list[Any] = []
+
+    def call() -> None:
+        returned.append(
+            fleet.ray.run(counted, 7, server_num=1, worker_num=2, address=nodes.address, log_dir=str(tmp_path / "log"))
+        )
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(SHORT)
+    assert returned == [{"worker": 0, "workers": 2, "start": 7}]
+
+
+def status_of(*arguments: str) -> int:
+    """What fleetrun returns, in this process. argparse leaves by SystemExit."""
+    try:
+        return cli.main(arguments)
+    except SystemExit as left:
+        return int(left.code or 0)
+
+
+class TestWithoutACluster:
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (("--cluster", "dask"), "--cluster expects ray, ray=ADDRESS"),
+            (("--cluster", "ray="), "--cluster expects ray, ray=ADDRESS"),
+            (("--cluster", "ray", "--servers", "a:1"), "--servers: on Ray the cluster places all processes"),
+            (("--cluster", "ray", "--server_num", "auto"), "on Ray, give a number"),
+            (("--cluster", "ray", "--worker_num", "0"), "must be at least 1, found 1 and 0"),
+            (("--cluster", "ray", "--nproc_per_node", "2", "--worker_num", "2"), "use one kind"),
+            (("--cluster", "ray", "--nnodes", "1:2"), "--nnodes and --nproc_per_node must be numbers"),
+            (("--cluster", "ray", "--durability", "log"), "needs --log_store DIR, a folder that all nodes share"),
+            (("--cluster", "ray", "--replicas", "2"), "give --coordinator etcd://"),
+            (("--cluster", "ray", "--worker_cpus", "0"), "--worker_cpus must be a number above 0, found 0"),
+            (("--cluster", "ray", "--worker_num", "3:2"), "expected MIN:MAX with 1 <= MIN <= MAX"),
+            (("--worker_num", "2:3"), "Add --cluster ray, or give a number"),
+            (("--placement", "pack"), "add --cluster ray"),
+            (("--worker_cpus", "2"), "--worker_cpus: a cluster is asked for resources"),
+        ],
+    )
+    def test_a_wrong_option_is_refused_with_status_2(
+        self, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+    ) -> None:
+        assert status_of(*arguments, "--dry_run", TINY) == 2
+        assert message in capsys.readouterr().err
+
+    def test_a_dry_run_shows_actors_and_starts_nothing(self, capsys: pytest.CaptureFixture[str]) -> None:
+        line = ["--dry_run", "--cluster", "ray", "--server_num", "2", "--worker_cpus", "2", "--worker_memory", "1GB"]
+        assert cli.main([*line, TINY]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        assert [text for text in shown if text.startswith(("server", "worker"))] == [
+            "server 0: python tiny.py   (actor with CPU 1; log: log/latest/serverlog.0)",
+            "server 1: python tiny.py   (actor with CPU 1; log: log/latest/serverlog.1)",
+            "worker 0: python tiny.py   (actor with CPU 2, memory 1.07374e+09; log: log/latest/workerlog.0)",
+        ]
+
+    def test_ray_that_is_not_installed_is_named_with_its_extra(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setitem(sys.modules, "ray", None)  # as Python itself marks what cannot be imported
+        assert cli.main(["--cluster", "ray", TINY]) == 2
+        assert "pip install 'torchfleet[ray]'" in capsys.readouterr().err
+
+    def test_a_cluster_that_is_not_there_is_named_at_once(
+        self, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        place = f"127.0.0.1:{free_ports(1)[0]}"
+        assert cli.main(["--log_dir", str(tmp_path / "log"), "--cluster", f"ray={place}", TINY]) == 2
+        told = capsys.readouterr().err
+        assert f"--cluster ray={place}: no cluster of Ray is there" in told
+        assert "ray=local" in told

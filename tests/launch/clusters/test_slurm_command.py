@@ -1,0 +1,69 @@
+"""The files that `fleetrun slurm` writes. tests/integration/test_slurm.py submits such files."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from torchfleet.launch.cli import main
+
+
+def written(tmp_path: Path, *options: str) -> str:
+    (tmp_path / "train.py").touch()
+    path = tmp_path / "job.sbatch"
+    assert main(["slurm", *options, "-o", str(path), str(tmp_path / "train.py"), "--epochs", "3"]) == 0
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    return path.read_text()
+
+
+def test_a_job_with_a_limit_is_asked_to_save_before_it(tmp_path: Path) -> None:
+    text = written(tmp_path, "--server_num", "2", "--worker_num", "4", "--nodes", "3", "--time", "4:00:00",
+                   "--requeue", "--save_on_stop", "model", "--resume", "--init_model model")  # fmt: skip
+    for line in ("--ntasks=6", "--nodes=3", "--time=4:00:00", "--signal=USR1@120", "--requeue", "--open-mode=append"):
+        assert f"#SBATCH {line}\n" in text
+    assert "[ -e model/manifest.json ] && resume=(--init_model model)" in text
+    assert text.endswith('--epochs 3 "${resume[@]}"\n')
+    assert "--cluster slurm --server_num 2 --worker_num 4 --save_on_stop model --requeue" in text
+
+
+def test_two_components_have_their_own_resources(tmp_path: Path) -> None:
+    text = written(tmp_path, "--server_num", "2", "--worker_num", "4", "--het", "--server_memory", "2GB",
+                   "--worker_cpus", "8", "--worker_gpus", "1", "--partition", "long")  # fmt: skip
+    servers, workers = text.split("#SBATCH hetjob\n")
+    assert "--ntasks=2\n" in servers
+    assert "--mem-per-cpu=2048M\n" in servers
+    assert "gpus" not in servers
+    assert "--ntasks=4\n#SBATCH --cpus-per-task=8\n#SBATCH --gpus-per-task=1\n" in workers
+    assert text.count("--partition=long") == 2
+    assert "srun --kill-on-bad-exit=1 --het-group=0,1" in text
+
+
+def test_a_collective_job_has_one_task_a_node(tmp_path: Path) -> None:
+    text = written(tmp_path, "--nproc_per_node", "8", "--nodes", "4", "--worker_gpus", "8", "--insecure")
+    assert "#SBATCH --ntasks-per-node=1\n#SBATCH --ntasks=4\n#SBATCH --nodes=4\n#SBATCH --gpus-per-task=8\n" in text
+    assert "--cluster slurm --nproc_per_node 8 --insecure" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--server_num", "auto"], "give a number"),
+        (["--worker_num", "2:4"], "give one number"),
+        (["--worker_num", "0"], "--worker_num must be at least 1"),
+        (["--time", "soon"], "--time expects"),
+        (["--resume", "--init model"], "--resume needs --save_on_stop"),
+        (["--server_cpus", "2", "--worker_cpus", "8"], "add --het"),
+        (["--worker_gpus", "1"], "Add --het"),
+        (["--het", "--worker_cpus", "1.5"], "whole cores"),
+        (["--partition", "a\n#SBATCH --uid=0"], "one line"),
+        (["--nproc_per_node", "2", "--worker_num", "3"], "use one kind"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], told: str
+) -> None:
+    (tmp_path / "train.py").touch()
+    assert main(["slurm", *options, str(tmp_path / "train.py")]) == 2
+    assert told in capsys.readouterr().err

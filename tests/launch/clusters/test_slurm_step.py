@@ -1,0 +1,104 @@
+"""What Slurm tells a task, as srun of Slurm 22.05 sets it, and the roles that follow from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchfleet.errors import RoleError, SecurityError
+from torchfleet.launch.cli import main, parser
+from torchfleet.launch.clusters.slurm_meeting import SlurmMeeting
+from torchfleet.launch.clusters.slurm_step import read_step
+from torchfleet.launch.launchers import launcher_of
+
+TASK = {
+    "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NODELIST": "n[0-2]", "SLURMD_NODENAME": "n1", "SLURM_CPUS_PER_TASK": "4",
+}  # fmt: skip
+HET = {"SLURM_HET_SIZE": "2", "SLURM_NTASKS_HET_GROUP_0": "2", "SLURM_NTASKS_HET_GROUP_1": "3",
+       "SLURM_JOB_ID_HET_GROUP_0": "17", "SLURM_JOB_ID": "18"}  # fmt: skip
+
+
+def described(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *options: str, **task: str) -> str:
+    for name, value in {**TASK, **task}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    status = main(["--cluster", "slurm", "--dry_run", *options, __file__])
+    told = capsys.readouterr()
+    return told.out if status == 0 else told.err
+
+
+def test_servers_have_the_first_ranks_and_workers_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = ("--server_num", "2", "--worker_num", "3")
+    assert described(capsys, monkeypatch, *counts, SLURM_PROCID="1").startswith("server 1: ")
+    told = described(capsys, monkeypatch, *counts)
+    assert told.startswith("worker 0: ")
+    assert "OMP_NUM_THREADS=4" in told
+    assert "FLEET_NUM_WORKERS=3" in told
+
+
+def test_the_first_of_two_components_are_the_servers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = described(capsys, monkeypatch, **HET)
+    assert "slurm-17.0/workerlog.0" in told
+    assert "FLEET_NUM_WORKERS=3" in told
+    told = described(capsys, monkeypatch, "--server_num", "1", **HET)
+    assert "first component of the job has 2 tasks, and there are 1 servers" in told
+
+
+def test_other_numbers_than_those_of_the_step_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = described(capsys, monkeypatch, "--server_num", "2", "--worker_num", "2")
+    assert "the step has 5 tasks, and there are 2 servers and 2 workers" in told
+    assert "srun places and counts" in described(capsys, monkeypatch, "--max_restart", "2")
+
+
+def test_a_process_that_srun_did_not_start_is_told_so() -> None:
+    with pytest.raises(RoleError, match="Start it with srun"):
+        read_step({"SLURM_JOB_ID": "17", "SLURM_PROCID": "0"})  # as in the shell of an sbatch file
+
+
+def test_inside_an_allocation_a_job_without_the_flag_is_a_local_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TASK.items():
+        monkeypatch.setenv(name, value)
+    options = parser().parse_args(["--server_num", "1", "--worker_num", "4", "train.py"])
+    assert type(launcher_of(options)).__name__ == "ServerLauncher"
+
+
+def test_a_requeued_job_meets_elsewhere_and_jobs_try_different_ports(tmp_path: Path) -> None:
+    alone = {"SLURM_STEP_NODELIST": "n1"}
+    steps = [
+        read_step({**TASK, **alone, **more}) for more in ({}, {"SLURM_RESTART_COUNT": "1"}, {"SLURM_JOB_ID": "18"})
+    ]
+    meetings = [SlurmMeeting(tmp_path, step, 5.0) for step in steps]
+    assert [meeting.folder.name for meeting in meetings] == ["slurm-17.0", "slurm-17.0-1", "slurm-18.0"]
+    assert all(meeting.folder.stat().st_mode & 0o777 == 0o700 for meeting in meetings)
+    places = [meeting.publish("server.0", 0) for meeting in meetings]
+    assert len(set(places)) == 3
+    assert meetings[0].places(["server.0"]) == places[:1]
+    assert meetings[0].publish("server.0", 0) == places[0]  # derived, not drawn
+
+
+def test_keys_are_made_once_by_rank_0_and_removed_by_it(tmp_path: Path) -> None:
+    first, other = (read_step({**TASK, "SLURM_PROCID": rank}) for rank in ("0", "1"))
+    with pytest.raises(RoleError, match=r"after 0.3 s .* there is no keys"):
+        SlurmMeeting(tmp_path, other, 0.3).keys()
+    folder = SlurmMeeting(tmp_path, first, 5.0).keys()
+    assert SlurmMeeting(tmp_path, other, 5.0).keys() == folder
+    SlurmMeeting(tmp_path, other, 5.0).remove_keys()
+    assert (Path(folder) / "server.key_secret").stat().st_mode & 0o077 == 0
+    SlurmMeeting(tmp_path, first, 5.0).remove_keys()
+    assert not Path(folder).exists()
+
+
+def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
+    step = read_step(TASK)
+    (tmp_path / step.name).mkdir()
+    (tmp_path / step.name).chmod(0o777)
+    with pytest.raises(SecurityError, match="can be written to by others"):
+        SlurmMeeting(tmp_path, step, 5.0)

@@ -1,0 +1,38 @@
+"""Trains for a number of steps, and says how it ended up; asked to end (SIGUSR1), it saves, and goes on when started
+again."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+
+import torchfleet as fleet
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder")
+parser.add_argument("--steps", type=int, default=40)
+parser.add_argument("--pause", type=float, default=0.0, help="seconds after every step")
+options = parser.parse_args()
+
+torch.manual_seed(0)
+fleet.init()
+embedding = fleet.nn.SparseEmbedding(2, name="words")
+model = fleet.distributed_model(torch.nn.Sequential(embedding, torch.nn.Linear(2, 1)))
+optimizer = fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+saved = fleet.saved_extra(options.folder)
+fleet.init_server(options.folder if saved else None)
+fleet.init_worker(options.folder if saved else None)
+first = saved["step"] if saved else 0
+for step in range(first, options.steps):
+    loss = (model(torch.arange(8) + step % 5) - step).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == first:
+        print(f"training from step {step}", flush=True)
+    fleet.stop_if_asked(options.folder, extra={"step": step + 1})
+    time.sleep(options.pause)
+print(f"loss {loss.item().hex()}")
+fleet.stop_worker()

@@ -1,0 +1,1 @@
+"""Processes of a job as children of actors of Ray."""

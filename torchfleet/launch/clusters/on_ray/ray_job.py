@@ -1,0 +1,204 @@
+"""One attempt to run a job on Ray: actors placed, their addresses handed out, then a supervisor as on one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchfleet.errors import RoleError
+from torchfleet.launch.clusters.on_ray.ray_cluster import PlacementGroup, RayNode
+from torchfleet.launch.clusters.on_ray.ray_node import Work, keys_for
+from torchfleet.launch.clusters.on_ray.ray_task import NodeLost, RayTask
+from torchfleet.launch.job_spec import JobSpec, Report, Task
+from torchfleet.launch.processes import Output
+from torchfleet.launch.roles import JobLayout, tasks
+from torchfleet.launch.supervisor import JobSupervisor
+from torchfleet.net.address_book import write_book
+from torchfleet.net.keys import is_private, keygen
+from torchfleet.net.replica_channels import SEPARATOR
+
+# Of fleetrun's own environment: those that say who is what are made anew, others go to every process.
+_OWN = ("FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_", "FLEET_SERVER_", "FLEET_KEY_DIR", "FLEET_REPLICA",
+        "FLEET_SOCKET_DIR", "FLEET_ADDRESS_BOOK", "FLEET_STATUS_FILE", "FLEET_NUM_WORKERS")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RayPlan:
+    """What a job asks of the cluster. `command` and `script`: as its nodes see them."""
+
+    command: tuple[str, ...]
+    script: str
+    num_servers: int = 0
+    num_workers: int = 0
+    replicas: int = 1
+    min_workers: int = 0  # as many as num_workers, unless the job is elastic
+    num_machines: int = 0  # of a collective job
+    ranks_per_machine: int = 0
+    placement: str = "PACK"  # of workers
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_machines * self.ranks_per_machine
+
+
+class RayJob:
+    """The actors of a job, and the supervisor over them. `function`: what fleet.ray has packed for every process."""
+
+    def __init__(self, job: JobSpec, plan: RayPlan, run_dir: Path, report: Report, function: bytes = b"") -> None:
+        self._job, self._plan, self._run_dir, self._report = job, plan, run_dir, report
+        self._function = function
+        self.is_finished = False  # all processes that were not lost have ended with status 0
+        self._first: RayTask | None = None  # worker 0, or rank 0
+        self._lasting: list[RayTask] = []  # workers that are there from the beginning
+        self._stack = contextlib.ExitStack()
+        self._nodes: dict[tuple[str, int, int], RayNode] = {}  # by role, number and replica
+        self._places: dict[tuple[str, int, int], str] = {}
+        self._moved: dict[str, str] = {}  # a server's first address → where it is now
+
+    @property
+    def result(self) -> bytes:
+        """What the function returned on worker 0, packed."""
+        return self._first.result if self._first else b""
+
+    def run(self, base: Mapping[str, str], attempt: int) -> int:
+        """The exit status. `base`: variables of every process. No actor is left when this returns."""
+        with self._stack:
+            try:
+                self._reserve()
+            except NodeLost as error:
+                self._report(f"[fleetrun] Ray cannot start the actors; is torchfleet installed on all nodes? {error}")
+                return 1
+            job = self._with_keys()
+            layout = self._layout()
+            made = self._ranks(base, attempt) if self._plan.num_ranks else self._tasks(job, layout, base)
+            supervisor = JobSupervisor(job, layout, made, self._run_dir, attempt, self._start)
+            code = supervisor.run()
+            self.is_finished = supervisor.is_finished
+            return code
+
+    def _reserve(self) -> None:
+        """Room in the cluster, an actor for every process, and the address of each."""
+        plan, groups = self._plan, []
+        if plan.num_ranks:
+            groups.append((self._group("rank", plan.num_ranks, plan.placement), "rank", plan.num_ranks, 1))
+        else:
+            servers = self._group("server", plan.num_servers * plan.replicas, "SPREAD")
+            workers = self._group("worker", plan.min_workers, plan.placement)
+            groups += [(servers, "server", plan.num_servers, plan.replicas), (workers, "worker", plan.min_workers, 1)]
+        for group, role, num, replicas in groups:
+            group.wait(self._report)
+            for i in range(num * replicas):
+                key = (role, i % num, i // num)
+                self._nodes[key] = group.actor(i, is_restarted=bool(self._job.max_restart))
+        self._places = {key: node.place() for key, node in self._nodes.items()}
+        for i in range(plan.min_workers, plan.num_workers):  # Ray starts these when it has room, and where
+            self._nodes["worker", i, 0] = self._group("worker", 1, plan.placement).actor(0, is_restarted=True)
+        told = ", ".join(f"{Task(*key[:2], replica=key[2]).name} on {place}" for key, place in self._places.items())
+        self._report(f"[fleetrun] placed by Ray: {told}")
+
+    def _group(self, role: str, num: int, strategy: str) -> PlacementGroup:
+        group = PlacementGroup(num, self._job.resources_of(role), strategy, f"{num} {role}s")
+        self._stack.callback(group.close)
+        return group
+
+    def _with_keys(self) -> JobSpec:
+        """The job with keys: those that were given, or a set of its own; and the book of addresses of this machine."""
+        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="torchfleet-ray-")))
+        book = folder / "addresses"
+        write_book(book, {})
+        key_dir = self._job.key_dir
+        if key_dir is None and not self._job.insecure and not self._plan.num_ranks:
+            keygen(folder / "keys")
+            key_dir = str(folder / "keys")
+        return dataclasses.replace(self._job, key_dir=key_dir, address_book=str(book))
+
+    def _layout(self) -> JobLayout:
+        plan = self._plan
+        servers = tuple(
+            SEPARATOR.join(self._places["server", i, replica] for replica in range(plan.replicas))
+            for i in range(plan.num_servers)
+        )
+        hosts = [self._places.get(("worker", i, 0), "(no node yet):0") for i in range(plan.num_workers)]
+        workers = tuple(f"{place.rpartition(':')[0]}:0" for place in hosts)
+        backups = tuple(range(plan.num_servers)) if plan.replicas > 1 else ()
+        return JobLayout(servers, workers, tuple(range(plan.num_servers)), tuple(range(plan.num_workers)), backups)
+
+    def _tasks(self, job: JobSpec, layout: JobLayout, base: Mapping[str, str]) -> list[Task]:
+        self._key_dir, self._book = job.key_dir, Path(str(job.address_book))
+        common = {**_passed_on(), **base, **({"FLEET_INSECURE": "1"} if job.insecure else {})}
+        made = tasks(layout, len(layout.workers), common)
+        for task in made:
+            if self._is_elastic:
+                del task.environment["FLEET_WORKER_ENDPOINTS"]  # not all are known
+            if task.role == "worker" and not os.environ.get("OMP_NUM_THREADS"):
+                task.environment["OMP_NUM_THREADS"] = str(max(1, int(job.resources_of("worker").cpus or 1)))
+        return made
+
+    def _ranks(self, base: Mapping[str, str], attempt: int) -> list[Task]:
+        self._key_dir, plan = None, self._plan
+        host, _, port = self._places["rank", 0, 0].rpartition(":")
+        if not self._job.insecure and not is_private(f"tcp://{host}:{port}"):
+            raise RoleError(
+                f"the ranks would meet at {host}:{port}, which other machines can reach, and torch.distributed neither "
+                "encrypts nor authenticates: everyone on that network could read and change the training, and run "
+                "code. Say --insecure if nobody else is on it."
+            )
+        common = {
+            **_passed_on(), **base, "WORLD_SIZE": str(plan.num_ranks), "MASTER_ADDR": host.strip("[]"),
+            "MASTER_PORT": port, "PYTHONUNBUFFERED": "1", "TORCHELASTIC_RESTART_COUNT": str(attempt),
+            "LOCAL_WORLD_SIZE": str(plan.ranks_per_machine),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, int(self._cpus))),
+        }  # fmt: skip
+        # Ray shows an actor its own GPUs only: the first of those is a rank's.
+        is_alone = bool(self._job.resources_of("rank").gpus)
+        local = [0 if is_alone else i % plan.ranks_per_machine for i in range(plan.num_ranks)]
+        return [Task("rank", i, {**common, "RANK": str(i), "LOCAL_RANK": str(n)}) for i, n in enumerate(local)]
+
+    @property
+    def _cpus(self) -> float:
+        return self._job.resources_of("rank").cpus or 1.0
+
+    def _start(self, task: Task, report: Report, echo: bool, append: bool) -> RayTask:
+        """As Start."""
+        keys = keys_for(task.role, task.index, self._key_dir)
+        work = Work(task, self._plan.command, self._plan.script, keys, function=self._function)
+        node = self._nodes[task.role, task.index, task.replica]
+        output = Output(task, self._run_dir / task.log_name, report, echo, append, self._job.max_log_bytes)
+        needed = self._is_needed if self._is_elastic and task.index >= self._plan.min_workers else None
+        started = RayTask(work, node, self._run_dir, output, report, self._has_moved, needed)
+        if task.role != "server" and task.index == 0:
+            self._first = started
+        if task.role == "worker" and needed is None:
+            self._lasting.append(started)
+        return started
+
+    @property
+    def _is_elastic(self) -> bool:
+        return self._plan.min_workers < self._plan.num_workers
+
+    def _is_needed(self) -> bool:
+        """Of an elastic job: whether workers that came later still have something to do."""
+        return any(worker.returncode is None for worker in self._lasting)
+
+    def _has_moved(self, task: Task, place: str) -> dict[str, str]:
+        """A process starts again at this address. If it is a server, everybody is told; returns all that moved."""
+        name = self._places[task.role, task.index, task.replica]
+        if task.role == "server" and self._moved.get(name, name) != place:
+            self._moved = {**self._moved, name: place}
+            write_book(self._book, self._moved)
+            self._report(f"[fleetrun] {task.name} is at {place} now")
+            for node in self._nodes.values():
+                node.move(self._moved)
+        return self._moved
+
+
+def _passed_on() -> dict[str, str]:
+    """Variables of this process that are torchfleet's settings, not its role."""
+    return {
+        name: value for name, value in os.environ.items() if name.startswith("FLEET_") and not name.startswith(_OWN)
+    }

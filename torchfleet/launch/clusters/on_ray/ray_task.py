@@ -1,0 +1,193 @@
+"""A task that runs in an actor of Ray, as a supervisor sees it. A thread asks the actor how it is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchfleet.launch.clusters.on_ray.ray_node import Look, Work
+from torchfleet.launch.job_spec import Report, Task
+from torchfleet.launch.processes import Output
+from torchfleet.monitor.log_file import last_bytes
+
+LOST = -9  # the exit status of a process whose node is gone: as if killed
+_LOOK = 0.5  # seconds that an actor waits for output before it answers
+_PATIENCE = 5.0  # seconds without an answer after which an actor's process counts as lost
+_PAUSE = 0.2  # seconds between two questions to an actor that does not answer
+
+
+class NodeHandle(Protocol):
+    """An actor of Ray, with calls that wait. They raise NodeLost if it does not answer, whether it is gone or not."""
+
+    def place(self) -> str: ...
+
+    def start(self, work: Work) -> int: ...
+
+    def look(self, timeout: float) -> Look: ...
+
+    def signal(self, number: int) -> None:
+        """Does not wait."""
+
+    def kill(self) -> None: ...
+
+    def result(self) -> bytes: ...
+
+    def end(self) -> None:
+        """The actor, its process and its keys are gone when this returns, or soon after."""
+
+
+class NodeLost(Exception):
+    """An actor does not answer: it has ended, its node is gone, or the way to it."""
+
+
+Moved = Callable[[Task, str], dict[str, str]]  # a server's task has this address now → all that moved
+
+
+class RayTask:
+    """As RunningTask. Its log is on the driver's machine.
+
+    `needed`: of a worker that comes and goes with nodes, whether the job still needs it. While Ray has no room for it,
+    and when its node is gone, it counts as one that is done.
+    """
+
+    def __init__(
+        self,
+        work: Work,
+        node: NodeHandle,
+        log_dir: Path,
+        output: Output,
+        report: Report,
+        moved: Moved,
+        needed: Callable[[], bool] | None = None,
+    ) -> None:
+        self._needed = needed
+        self.task, self.log, self.num_restarts = work.task, log_dir / work.task.log_name, 0
+        self._work, self._node, self._output, self._report, self._moved = work, node, output, report, moved
+        self._status: dict[str, Any] = {}
+        self.result = b""  # what its function returned, once it has ended
+        self._returncode: int | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        self._returncode, self._status = (None if self._needed is None else 0), {}
+        self._is_over = threading.Event()  # of this start
+        self._thread = threading.Thread(target=self._run, args=(self._is_over, self.num_restarts), daemon=True)
+        self._thread.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._returncode
+
+    def status(self) -> dict[str, Any]:
+        return self._status
+
+    def last_lines(self, num: int = 20) -> list[str]:
+        return last_bytes(self.log, 16384).decode(errors="replace").splitlines()[-num:]
+
+    def signal(self, number: int) -> None:
+        self._node.signal(number)
+
+    def restart(self) -> None:
+        """On the node where Ray has the actor now, which is another one if its own is gone."""
+        self._end_thread()
+        self.num_restarts += 1
+        self._begin()
+
+    def kill(self) -> None:
+        with contextlib.suppress(NodeLost):
+            self._node.kill()
+        self._end_thread()
+        self._returncode = LOST if self._returncode is None else self._returncode
+
+    def close(self) -> None:
+        self._end_thread()
+        self._node.end()
+        self._output.close()
+
+    def _end_thread(self) -> None:
+        self._is_over.set()
+        self._thread.join(timeout=2 * _LOOK)
+
+    def _run(self, is_over: threading.Event, restart: int) -> None:
+        """One start of the task, to its end."""
+        try:
+            while not self._is_gone(is_over, restart):
+                pass
+        except NodeLost as error:
+            self._report(f"[fleetrun] {self.task.name}: {error}")
+            self._returncode = LOST
+        except Exception as error:  # the actor refused the work: a mistake that every node would make
+            self._report(f"[fleetrun] {self.task.name} cannot be started: {error}")
+            self._returncode = 1
+
+    def _is_gone(self, is_over: threading.Event, restart: int) -> bool:
+        """Start the task and watch it. False if it comes and goes with nodes, and has lost its own: it waits anew."""
+        try:
+            if self._needed is not None:
+                place = self._again(self._node.place, is_over)
+                if not self._needed():
+                    return True
+                self._report(f"[fleetrun] {self.task.name} joins on {place}")
+                self._returncode = None
+            self._watch(is_over, self._start(is_over, restart))
+        except NodeLost:
+            if self._needed is None or is_over.is_set():
+                raise
+            self._report(f"[fleetrun] {self.task.name} is gone with its node; the others go on")
+            self._returncode, self._status = 0, {}
+            return not self._needed()
+        return True
+
+    def _start(self, is_over: threading.Event, restart: int) -> int:
+        work = self._work
+        if restart:
+            environment = {**work.task.environment, "FLEET_RESTART": str(restart)}
+            place = self._again(self._node.place, is_over)
+            task = dataclasses.replace(work.task, environment=environment)
+            work = dataclasses.replace(work, task=task, moved=self._moved(work.task, place))
+        number: int = self._again(lambda: self._node.start(work), is_over)
+        return number
+
+    def _again(self, call: Callable[[], Any], is_over: threading.Event) -> Any:
+        """The answer of an actor that Ray may still have to start somewhere."""
+        told = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                return call()
+            except NodeLost as error:
+                if is_over.is_set():
+                    raise
+                if self._needed is None and time.monotonic() > told:
+                    self._report(f"[fleetrun] {self.task.name} waits for a node of the cluster: {error}")
+                    told = time.monotonic() + 12 * _PATIENCE
+            is_over.wait(_PAUSE)
+
+    def _watch(self, is_over: threading.Event, number: int) -> None:
+        heard = time.monotonic()
+        while not is_over.is_set():
+            try:
+                look = self._node.look(_LOOK)
+            except NodeLost:
+                if time.monotonic() - heard > _PATIENCE:
+                    raise
+                is_over.wait(_PAUSE)
+                continue
+            heard = time.monotonic()
+            if look.start != number:
+                raise NodeLost("its node was lost, and Ray has started another actor in its place")
+            if look.output:
+                self._output.write(look.output)
+            self._status = look.status or self._status
+            if self._needed is not None and not look.status.get("steps") and not self._needed():
+                self._node.kill()  # it came when all was done
+                self._returncode = 0
+                return
+            if look.returncode is not None:
+                self.result = self._node.result() if self._work.function else b""
+                self._returncode = look.returncode
+                return

@@ -1,0 +1,192 @@
+"""The launcher of jobs on Ray: every process in an actor of its own."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+from pathlib import Path
+
+from torchfleet.errors import RoleError
+from torchfleet.launch.clusters.on_ray.ray_cluster import bundle_of, connected, relative, require_ray
+from torchfleet.launch.clusters.on_ray.ray_job import RayJob, RayPlan
+from torchfleet.launch.endurance.durability import durability_variables, log_store
+from torchfleet.launch.endurance.placement import coordination, coordinator_url, num_replicas
+from torchfleet.launch.endurance.worker_loss import loss_variables
+from torchfleet.launch.job_spec import JobSpec, Task, describe_task
+from torchfleet.launch.server_launcher import limits, roots
+from torchfleet.role import DURABILITY, LOG_STORE, MIN_WORKERS
+from torchfleet.tables.settings.table_size import parse_bytes
+
+_NAME = "ray"
+_RANKS = ("nproc_per_node", "nnodes")
+_ELSEWHERE = ("servers", "workers", "gpus", "master", "rank", "ips", "private", "simulate", "plain")
+
+
+class RayLauncher:
+    """Takes a job with --cluster ray. The contracts of its methods: launchers.py."""
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        group = parser.add_argument_group("jobs on a cluster of Ray")
+        group.add_argument(
+            "--cluster",
+            metavar="ray[=ADDRESS]|slurm",
+            help="run the job on Ray: the cluster that Ray finds by itself, the one at host:port, or ray=local for one "
+            "on this machine alone. slurm: this process is a task of srun, and becomes one role of the job",
+        )
+        group.add_argument(
+            "--placement",
+            choices=("pack", "spread"),
+            help="workers on as few nodes as possible, or on many (default: pack); servers are spread",
+        )
+
+    def takes(self, options: argparse.Namespace) -> bool:
+        if options.cluster is None:
+            if options.placement is not None:
+                raise RoleError(f"--placement {options.placement} is about nodes of Ray: add --cluster ray")
+            return False
+        name, is_given, address = options.cluster.partition("=")
+        if name != _NAME or (is_given and not address):
+            raise RoleError(
+                f"--cluster expects ray, ray=ADDRESS, or slurm inside a job of Slurm; found {options.cluster!r}. "
+                "Kubernetes has a command of its own: fleetrun k8s."
+            )
+        wrong = [f"--{name}" for name in _ELSEWHERE if getattr(options, name)]
+        if wrong:
+            raise RoleError(f"{', '.join(wrong)}: on Ray the cluster places all processes. Leave it out.")
+        self._check_kinds(options)
+        return True
+
+    @staticmethod
+    def _check_kinds(options: argparse.Namespace) -> None:
+        ranks = [f"--{name}" for name in _RANKS if getattr(options, name) is not None]
+        others = [f"--{name}" for name in ("server_num", "worker_num") if getattr(options, name) is not None]
+        if ranks and others:
+            raise RoleError(
+                f"{', '.join(ranks)} start a collective job, {', '.join(others)} one with parameter servers: use one "
+                "kind"
+            )
+        if options.server_num == "auto":
+            raise RoleError("--server_num auto counts cores of this machine: on Ray, give a number")
+
+    def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
+        plan = _plan(job, options, job.folder)
+        base = _variables(job, options)
+        lines = [
+            f"cluster: {options.cluster}; the folder {job.folder} is sent to its nodes; keys are made for this job"
+        ]
+        for task in _described(plan, base):
+            bundle = ", ".join(f"{name} {value:g}" for name, value in bundle_of(job.resources_of(task.role)).items())
+            log = f"log: {job.latest / task.log_name}"
+            lines += describe_task(task, ("python", *plan.command), f"actor with {bundle}; {log}")
+        return lines
+
+    def run(self, job: JobSpec, options: argparse.Namespace) -> int:
+        require_ray()
+        if options.log_max_bytes is not None:
+            job = dataclasses.replace(job, max_log_bytes=parse_bytes(options.log_max_bytes, "--log_max_bytes"))
+        _plan(job, options, job.folder)
+        _variables(job, options)  # mistakes are found before anything is started
+        return run(job, options)[0]
+
+
+def run(job: JobSpec, options: argparse.Namespace, function: bytes = b"") -> tuple[int, bytes]:
+    """Run the job on Ray and return its exit status, and what `function`, packed by fleet.ray, returned on worker 0."""
+    address = options.cluster.partition("=")[2] or "auto"
+    url = coordinator_url(options.coordinator, num_replicas(options.replicas), is_all_here=False)
+    attempts = 1 + (job.max_restart if _is_collective(options) else job.max_job_restart)
+    code, result = 1, b""
+    try:
+        with connected(address, job) as folder:
+            plan, run_dir = _plan(job, options, folder), job.make_run_dir()
+            _say(f"[fleetrun] logs in {run_dir}")
+            for attempt in range(attempts):
+                with contextlib.ExitStack() as stack:
+                    kept = stack.enter_context(log_store(durability_variables(options), run_dir))
+                    asked = stack.enter_context(coordination(url, plan.replicas, attempt))
+                    base = {**_limits(job, options), **kept, **asked}
+                    attempted = RayJob(job, plan, run_dir, _say, function)
+                    code, result = attempted.run(base, attempt), attempted.result
+                if code != 1 or attempted.is_finished:
+                    break
+                if attempt + 1 < attempts:
+                    _say(f"[fleetrun] starting the job again ({attempt + 1} of {attempts - 1})")
+    except KeyboardInterrupt:  # before, or after, the time in which a supervisor takes signals
+        return 130, b""
+    return code, result
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _is_collective(options: argparse.Namespace) -> bool:
+    return any(getattr(options, name) is not None for name in _RANKS)
+
+
+def _plan(job: JobSpec, options: argparse.Namespace, folder: Path) -> RayPlan:
+    """What is asked of the cluster. Raises RoleError for what cannot work."""
+    script = None if options.module else Path(options.script).absolute()
+    command, name = relative(job.command, script, folder)
+    placement = (options.placement or "pack").upper()
+    if _is_collective(options):
+        machines = options.nnodes or "1"
+        if not machines.isdigit() or int(machines) < 1 or (options.nproc_per_node or 1) < 1:
+            raise RoleError(
+                f"on Ray --nnodes and --nproc_per_node must be numbers above 0; found {machines} and "
+                f"{options.nproc_per_node or 1}"
+            )
+        spread = placement if options.placement else "SPREAD" if int(machines) > 1 else "PACK"
+        ranks = options.nproc_per_node or 1
+        return RayPlan(command, name, num_machines=int(machines), ranks_per_machine=ranks, placement=spread)
+    num_servers = 1 if job.num_servers is None else job.num_servers
+    num_workers = 1 if job.num_workers is None else job.num_workers
+    assert num_servers != "auto"
+    if num_servers < 1 or num_workers < 1:
+        raise RoleError(f"--server_num and --worker_num must be at least 1, found {num_servers} and {num_workers}")
+    replicas, least = num_replicas(options.replicas), job.min_workers or num_workers
+    return RayPlan(command, name, num_servers, num_workers, replicas, least, placement=placement)
+
+
+def _variables(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
+    """Variables of servers and workers about logs, limits, lost workers and places of saves. Raises RoleError."""
+    kept = durability_variables(options)
+    if kept.get(DURABILITY, "none") == "log":
+        if LOG_STORE not in kept and not os.environ.get(LOG_STORE):
+            raise RoleError(
+                "--durability log on Ray needs --log_store DIR, a folder that all nodes share: a server of a lost node "
+                "starts on another one, and the log on the lost node's own disk is gone"
+            )
+        if num_replicas(options.replicas) > 1:
+            raise RoleError(
+                "--durability log brings a killed server back from its disk, --replicas 2 has a backup in its place: "
+                "use one of them"
+            )
+    coordinator_url(options.coordinator, num_replicas(options.replicas), is_all_here=False)
+    return {**_limits(job, options), **kept}
+
+
+def _limits(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
+    elastic = {MIN_WORKERS: str(job.min_workers)} if job.min_workers else {}
+    rules = loss_variables(options, job.num_workers or 1, {**os.environ, **elastic})
+    return {**limits(options.max_table_bytes, options.orphan_timeout), **roots(options.save_root), **rules, **elastic}
+
+
+def _described(plan: RayPlan, base: dict[str, str]) -> list[Task]:
+    """The processes of `--dry_run`: addresses are known when Ray has placed them."""
+    if plan.num_ranks:
+        common = {**base, "WORLD_SIZE": str(plan.num_ranks), "MASTER_ADDR": "(node of rank 0)"}
+        return [Task("rank", i, {**common, "RANK": str(i)}) for i in range(plan.num_ranks)]
+    common = {**base, "FLEET_SERVER_ENDPOINTS": "(as Ray places them)", "FLEET_NUM_WORKERS": str(plan.num_workers)}
+    common["FLEET_KEY_DIR"] = "(a private folder on each node)"
+    servers = [
+        Task("server", i, {**common, "FLEET_ROLE": "SERVER", "FLEET_SERVER_INDEX": str(i)}, replica)
+        for replica in range(plan.replicas)
+        for i in range(plan.num_servers)
+    ]
+    workers = [
+        Task("worker", i, {**common, "FLEET_ROLE": "WORKER", "FLEET_WORKER_INDEX": str(i)})
+        for i in range(plan.num_workers)
+    ]
+    return servers + workers

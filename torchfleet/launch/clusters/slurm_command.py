@@ -1,0 +1,193 @@
+"""`fleetrun slurm`: writes a file for sbatch that a person can read, and change."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from torchfleet.errors import RoleError
+from torchfleet.launch.clusters.job_options import add_counts, add_resources, add_script, check_script, job_spec_of
+from torchfleet.launch.job_spec import JobSpec, Resources
+
+_TIME = re.compile(r"[0-9]{1,6}([:-][0-9]{1,3}){0,3}|UNLIMITED")
+_EXAMPLES = """examples:
+  fleetrun slurm --server_num 2 --worker_num 4 --nodes 3 --time 4:00:00 -o job.sbatch train.py --epochs 3
+  fleetrun slurm --server_num 2 --worker_num 4 --het --server_memory 64GB --worker_cpus 8 -o job.sbatch train.py
+  fleetrun slurm --server_num 2 --worker_num 4 --time 4:00:00 --requeue --save_on_stop model \\
+      --resume '--init_model model' -o job.sbatch train.py --save model
+  fleetrun slurm --nproc_per_node 8 --nodes 4 --worker_gpus 8 --insecure -o job.sbatch train.py      collective
+  sbatch job.sbatch"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Write the file, or print it without -o. Raises RoleError for options that cannot work."""
+    options = _parser().parse_args(arguments)
+    check_script(options)
+    text = sbatch_file(job_spec_of(options), options, arguments)
+    if options.output is None:
+        print(text, end="")
+        return 0
+    try:
+        Path(options.output).write_text(text)
+    except OSError as error:
+        raise RoleError(f"cannot write {options.output}: {error}") from None
+    print(f"{options.output} is written; to submit it: sbatch {shlex.quote(options.output)}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fleetrun slurm",
+        description="Write a file for sbatch: a job whose tasks are servers and workers, or machines of a collective "
+        "job.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add_counts(parser)
+    parser.add_argument("--nproc_per_node", type=int, help="a collective job: ranks of each node; one task a node")
+    add_resources(parser)
+    add = parser.add_argument_group("the job").add_argument
+    add("-o", "--output", metavar="FILE", help="the file to write (default: it is printed)")
+    add("--job_name", help="(default: the name of the script)")
+    add("--nodes", type=int, help="nodes of the job (default: as Slurm decides)")
+    add("--time", metavar="TIME", help="limit, as sbatch takes it: minutes, H:M:S or D-H:M:S")
+    add("--partition", help="as sbatch takes it")
+    add("--account", help="as sbatch takes it")
+    add("--het", action="store_true", help="servers and workers as two components, each with its own resources")
+    add("--sbatch", action="append", default=[], metavar="OPTION", help="another option of sbatch; several times")
+    add("--requeue", action="store_true", help="a job that has saved ahead of its limit is queued again")
+    add(
+        "--signal_seconds", type=int, default=120, metavar="N",
+        help="how long before the limit the job is asked to save (default: 120)",
+    )  # fmt: skip
+    add("--save_on_stop", metavar="DIR", help="where worker 0 then saves; without it the script does: stop_if_asked")
+    add("--resume", metavar="ARGUMENTS", help="what the script gets in addition, when there is a save in that folder")
+    add("--log_dir", default="log", help="a folder that all nodes see (default: log)")
+    add("--key_dir", help="folder of keys (default: keys are made for every job)")
+    add("--insecure", action="store_true", help="talk to other nodes without keys")
+    parser.set_defaults(max_restart=0, max_job_restart=0)
+    add_script(parser)
+    return parser
+
+
+def sbatch_file(job: JobSpec, options: argparse.Namespace, arguments: Sequence[str]) -> str:
+    """The whole file. Raises RoleError for options that cannot work."""
+    _check(job, options)
+    lines = ["#!/bin/bash", *_header(job, options), "", f"# made by: fleetrun slurm {shlex.join(arguments)}", ""]
+    more = ""
+    if options.resume:
+        manifest = shlex.quote(f"{options.save_on_stop.rstrip('/')}/manifest.json")
+        lines += ["resume=()", f"[ -e {manifest} ] && resume=({options.resume})", ""]
+        more = ' "${resume[@]}"'
+    srun = ["srun", "--kill-on-bad-exit=1"]
+    srun += ["--het-group=0,1"] if options.het else []
+    # Servers have the first ranks: so they are spread over the nodes.
+    srun += [] if options.nproc_per_node else ["--distribution=cyclic"]
+    command = [srun, [sys.executable, "-m", "torchfleet.launch", *_fleetrun(job, options)], _script(options)]
+    lines.append(" \\\n    ".join(map(shlex.join, command)) + more)
+    return "\n".join(lines) + "\n"
+
+
+def _header(job: JobSpec, options: argparse.Namespace) -> Iterator[str]:
+    yield f"#SBATCH --job-name={options.job_name or Path(options.script).stem}"
+    yield "#SBATCH --open-mode=append"  # what a requeued job prints stands behind what it printed before
+    if options.requeue:
+        yield "#SBATCH --requeue"
+    if options.het:
+        yield from _component(job.num_servers, job.resources_of("server"), options, None)
+        yield "#SBATCH hetjob"
+        yield from _component(job.num_workers, job.resources_of("worker"), options, options.nodes)
+    elif options.nproc_per_node:
+        yield "#SBATCH --ntasks-per-node=1"
+        yield from _component(options.nodes or 1, job.resources_of("rank"), options, options.nodes or 1)
+    else:
+        num_tasks = int(job.num_servers or 1) + (job.num_workers or 1)
+        both = job.resources_of("worker")
+        yield from _component(num_tasks, Resources(both.cpus, both.memory), options, options.nodes)
+
+
+def _component(num: int | str | None, each: Resources, options: argparse.Namespace, nodes: int | None) -> Iterator[str]:
+    """The lines of tasks that are alike."""
+    yield f"#SBATCH --ntasks={num or 1}"
+    given = {
+        "nodes": nodes,
+        "cpus-per-task": None if each.cpus is None else int(each.cpus),
+        "mem-per-cpu": None if each.memory is None else f"{max(1, each.memory // int(each.cpus or 1) >> 20)}M",
+        "gpus-per-task": None if each.gpus is None else int(each.gpus),
+        "time": options.time,
+        "partition": options.partition,
+        "account": options.account,
+    }
+    yield from (f"#SBATCH --{name}={value}" for name, value in given.items() if value is not None)
+    if options.time and (options.save_on_stop or options.requeue):
+        yield f"#SBATCH --signal=USR1@{options.signal_seconds}"
+    yield from (f"#SBATCH {option if option.startswith('-') else f'--{option}'}" for option in options.sbatch)
+
+
+def _fleetrun(job: JobSpec, options: argparse.Namespace) -> list[str]:
+    found = ["--cluster", "slurm"]
+    if options.nproc_per_node:
+        found += ["--nproc_per_node", str(options.nproc_per_node)]
+    else:
+        found += ["--server_num", str(job.num_servers or 1), "--worker_num", str(job.num_workers or 1)]
+    for name in ("save_on_stop", "key_dir"):
+        found += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
+    found += ["--log_dir", options.log_dir] if options.log_dir != "log" else []
+    found += [f"--{name}" for name in ("requeue", "insecure") if getattr(options, name)]
+    return found
+
+
+def _script(options: argparse.Namespace) -> list[str]:
+    return [*(["-m"] if options.module else []), options.script, *options.arguments]
+
+
+def _check(job: JobSpec, options: argparse.Namespace) -> None:
+    if job.num_servers == "auto":
+        raise RoleError("--server_num auto counts cores of this machine: give a number")
+    if job.min_workers is not None:
+        raise RoleError(
+            "--worker_num MIN:MAX: a job of Slurm has as many tasks from its begin to its end: give one number"
+        )
+    counts = {name: getattr(options, name) for name in ("server_num", "worker_num", "nodes", "nproc_per_node")}
+    for name, value in (*counts.items(), ("signal_seconds", options.signal_seconds)):
+        if value is not None and value < 1:
+            raise RoleError(f"--{name} must be at least 1, found {value}")
+    if options.time is not None and not _TIME.fullmatch(options.time):
+        raise RoleError(f"--time expects minutes, H:M:S or D-H:M:S; found {options.time!r}")
+    if options.resume and not options.save_on_stop:
+        raise RoleError("--resume needs --save_on_stop DIR, the folder in which it looks for a save")
+    wrong = [option for option in (*options.sbatch, *_texts(options)) if "\n" in option]
+    if wrong:
+        raise RoleError(f"an option of sbatch is one line, found {wrong[0]!r}")
+    _check_kinds(job, options)
+
+
+def _check_kinds(job: JobSpec, options: argparse.Namespace) -> None:
+    server, worker = job.resources_of("server"), job.resources_of("worker")
+    if options.nproc_per_node:
+        names = ("server_num", "worker_num", "server_cpus", "server_memory", "het", "save_on_stop", "key_dir")
+        wrong = [f"--{name}" for name in names if getattr(options, name)]
+        if wrong:
+            raise RoleError(
+                f"--nproc_per_node makes a collective job, {', '.join(wrong)} one with servers: use one kind"
+            )
+        return
+    if not options.het and server != Resources() and (server.cpus, server.memory) != (worker.cpus, worker.memory):
+        raise RoleError(
+            "--server_cpus and --server_memory differ from those of workers, and tasks of one component are alike: add "
+            "--het, or give both the same"
+        )
+    if not options.het and worker.gpus:
+        raise RoleError("--worker_gpus: without --het the servers would hold GPUs, too. Add --het.")
+    fractions = [value for each in (server, worker) for value in (each.cpus, each.gpus) if value and value % 1]
+    if fractions:
+        raise RoleError(f"Slurm gives whole cores and GPUs to a task, found {fractions[0]:g}")
+
+
+def _texts(options: argparse.Namespace) -> list[str]:
+    return [text for name in ("job_name", "partition", "account", "resume") if (text := getattr(options, name))]

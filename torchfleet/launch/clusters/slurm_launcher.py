@@ -1,0 +1,245 @@
+"""The launcher for tasks of Slurm: every task that srun starts becomes one role, or one machine of a collective job."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from torchfleet.errors import RoleError
+from torchfleet.launch.clusters.foreground import Ending, asks_blocked, run_child
+from torchfleet.launch.clusters.member import read_role
+from torchfleet.launch.clusters.slurm_meeting import SlurmMeeting
+from torchfleet.launch.clusters.slurm_step import SlurmStep, read_step
+from torchfleet.launch.display import Display
+from torchfleet.launch.endurance.durability import durability_variables
+from torchfleet.launch.endurance.worker_loss import loss_variables
+from torchfleet.launch.job_spec import JobSpec, Task, describe_task
+from torchfleet.launch.processes import Process
+from torchfleet.launch.rank_launcher import RankLauncher
+from torchfleet.launch.server_launcher import limits, roots
+from torchfleet.monitor.stop_request import REQUEUE
+from torchfleet.role import LOG_RUN, LOG_STORE, start_timeout_of
+from torchfleet.tables.settings.table_size import parse_bytes
+
+SAVE = "FLEET_SAVE_ON_STOP"
+_COLLECTIVE = ("nproc_per_node", "gpus")
+# What the step of Slurm decides, or what has no meaning in it.
+_OTHERS = (
+    "servers", "workers", "private", "plain", "replicas", "coordinator", "max_restart", "max_job_restart", "nnodes",
+    "master", "rank", "ips", "server_cpus", "server_memory", "worker_cpus", "worker_memory", "worker_gpus",
+    "placement", "simulate",
+)  # fmt: skip
+
+
+class SlurmLauncher:
+    """Takes a job with --cluster slurm. The contracts of its methods: launchers.py."""
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        group = parser.add_argument_group("jobs under Slurm: every task of a step is one server or worker")
+        group.add_argument(
+            "--save_on_stop",
+            metavar="DIR",
+            help="when Slurm asks the job to end (SIGUSR1), worker 0 saves there after its step, and ends with status "
+            f"{REQUEUE}",
+        )
+        group.add_argument(
+            "--requeue", action="store_true", help=f"a job that ends with status {REQUEUE} is requeued by scontrol"
+        )
+
+    def takes(self, options: argparse.Namespace) -> bool:
+        is_slurm = options.cluster == "slurm"
+        own = [f"--{name}" for name in ("save_on_stop", "requeue") if getattr(options, name)]
+        if own and not is_slurm:
+            raise RoleError(f"{', '.join(own)}: for tasks of Slurm. Add --cluster slurm, or leave it out.")
+        if not is_slurm:
+            return False
+        wrong = [f"--{name}" for name in _OTHERS if getattr(options, name, None)]
+        if wrong:
+            raise RoleError(
+                f"{', '.join(wrong)}: srun places and counts the tasks, and Slurm starts a job again (--requeue). Give "
+                "srun the like of it, and leave it out here."
+            )
+        if _is_collective(options) and options.save_on_stop:
+            raise RoleError("--save_on_stop: the ranks of a collective job save together, by fleet.stop_if_asked")
+        return True
+
+    def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
+        """What this task would start, with places in the stead of addresses that are not known yet."""
+        step = read_step(os.environ)
+        if _is_collective(options):
+            return RankLauncher().describe(job, _as_machine(step, options, "node0:PORT"))
+        num_servers, num_workers = _counts(job, step)
+        places = [f"(the node of task {number}):(a port of job {step.job})" for number in range(num_servers)]
+        task = _task(job, options, step, places, num_workers)
+        return describe_task(task, job.command, f"log: {job.log_dir / step.name / task.log_name}")
+
+    def run(self, job: JobSpec, options: argparse.Namespace) -> int:
+        step = read_step(os.environ)
+        timeout = start_timeout_of(os.environ)
+        if options.log_max_bytes is not None:
+            job = dataclasses.replace(job, max_log_bytes=parse_bytes(options.log_max_bytes, "--log_max_bytes"))
+        meeting = SlurmMeeting(job.log_dir, step, timeout)
+        with asks_blocked():
+            status = (_run_ranks if _is_collective(options) else _run_role)(job, options, step, meeting)
+        num_servers = 0 if _is_collective(options) else _counts(job, step)[0]
+        if status == REQUEUE and options.requeue and step.rank == num_servers:  # worker 0, or machine 0
+            _requeue(step)
+        return status
+
+
+def _is_collective(options: argparse.Namespace) -> bool:
+    return any(getattr(options, name) is not None for name in _COLLECTIVE)
+
+
+def _run_ranks(job: JobSpec, options: argparse.Namespace, step: SlurmStep, meeting: SlurmMeeting) -> int:
+    """This task is a machine of a collective job."""
+    if step.rank == 0:
+        meeting.publish("machine.0", 0)
+    return RankLauncher().run(job, _as_machine(step, options, meeting.places(["machine.0"])[0]))
+
+
+def _run_role(job: JobSpec, options: argparse.Namespace, step: SlurmStep, meeting: SlurmMeeting) -> int:
+    """This task is a server or a worker."""
+    num_servers, num_workers = _counts(job, step)
+    if step.rank == 0:
+        print(f"[fleetrun] {num_servers} servers, {num_workers} workers; logs in {meeting.folder}", flush=True)
+    if step.rank < num_servers:
+        meeting.publish(f"server.{step.rank}", step.rank)
+    keys = {} if job.insecure or job.key_dir else {"FLEET_KEY_DIR": meeting.keys()}
+    places = meeting.places([f"server.{number}" for number in range(num_servers)])
+    task = _task(job, options, step, places, num_workers)
+    task.environment |= keys
+    read_role(task.environment)
+    is_shown = step.rank == num_servers  # worker 0
+    try:
+        child = Process(task, job.command, meeting.folder, print, is_shown, max_log_bytes=job.max_log_bytes)
+        ending = Ending()
+        with _display(step, meeting.folder, num_servers, num_workers) as show:
+            status = run_child(child, ending, show)
+    finally:
+        meeting.remove_keys()
+    if status:
+        _tell(task, child, status, ending)
+    child.close()
+    return status
+
+
+class _Role(Process):
+    """A role of any task, as its status file shows it in the folder that all tasks see."""
+
+    def __init__(self, role: str, index: int, folder: Path) -> None:
+        self.task = Task(role, index)
+        self.log, self.status_file = folder / self.task.log_name, folder / f".status.{role}.{index}"
+        self._was_there = False
+
+    @property
+    def returncode(self) -> int | None:
+        """A task that has ended removes its status; how it ended, its own task says."""
+        is_there = self.status_file.exists()
+        self._was_there |= is_there
+        return 0 if self._was_there and not is_there else None
+
+
+@contextlib.contextmanager
+def _display(step: SlurmStep, folder: Path, num_servers: int, num_workers: int) -> Iterator[Callable[[], None]]:
+    """What shows the table of all roles; nothing but in a first task that has a terminal (srun --pty)."""
+    if step.rank or not sys.stdout.isatty():
+        yield lambda: None
+        return
+    counts = (("server", num_servers), ("worker", num_workers))
+    roles = [_Role(role, index, folder) for role, num in counts for index in range(num)]
+    display = Display()
+    try:
+        yield lambda: display.show(roles)
+    finally:
+        display.close()
+
+
+def _counts(job: JobSpec, step: SlurmStep) -> tuple[int, int]:
+    """Servers and workers: as the options say, or else by the components, or one server and the rest."""
+    if job.num_servers == "auto":
+        raise RoleError("--server_num auto counts cores of this machine: give a number, as srun's --ntasks has one")
+    if job.min_workers is not None:
+        raise RoleError(
+            "--worker_num MIN:MAX: a step of Slurm has as many tasks from its begin to its end: give one number"
+        )
+    first = step.components[0] if len(step.components) == 2 else 1
+    num_servers = first if job.num_servers is None else job.num_servers
+    num_workers = step.num_tasks - num_servers if job.num_workers is None else job.num_workers
+    if num_servers < 1 or num_workers < 1 or num_servers + num_workers != step.num_tasks:
+        raise RoleError(
+            f"the step has {step.num_tasks} tasks, and there are {num_servers} servers and {num_workers} workers: one "
+            f"task is one of them. Say srun --ntasks {max(1, num_servers) + max(1, num_workers)}, or other numbers "
+            "with --server_num and --worker_num."
+        )
+    if step.components and step.components[0] != num_servers:
+        raise RoleError(
+            f"the first component of the job has {step.components[0]} tasks, and there are {num_servers} servers: they "
+            "are the first component"
+        )
+    return num_servers, num_workers
+
+
+def _task(job: JobSpec, options: argparse.Namespace, step: SlurmStep, places: list[str], num_workers: int) -> Task:
+    is_server = step.rank < len(places)
+    role, index = ("server", step.rank) if is_server else ("worker", step.rank - len(places))
+    environment = {
+        **job.environment,
+        **limits(options.max_table_bytes, options.orphan_timeout),
+        **roots(options.save_root),
+        **_durability(options, step),
+        **loss_variables(options, num_workers),
+        "FLEET_SERVER_ENDPOINTS": ",".join(places),
+        "FLEET_NUM_WORKERS": str(num_workers),
+        "PYTHONUNBUFFERED": "1",
+        "FLEET_ROLE": role.upper(),
+        f"FLEET_{role.upper()}_INDEX": str(index),
+        "OMP_NUM_THREADS": "1" if is_server else os.environ.get("OMP_NUM_THREADS") or str(step.cores),
+    }
+    if options.save_on_stop:
+        environment[SAVE] = (
+            os.path.abspath(options.save_on_stop) if "://" not in options.save_on_stop else options.save_on_stop
+        )
+    return Task(role, index, environment)
+
+
+def _durability(options: argparse.Namespace, step: SlurmStep) -> Mapping[str, str]:
+    found = durability_variables(options)
+    if not found:
+        return {}
+    if LOG_STORE not in found and LOG_STORE not in os.environ:
+        raise RoleError("--durability log needs --log_store DIR here: a folder that a requeued job finds again")
+    return {**found, LOG_RUN: step.name}
+
+
+def _as_machine(step: SlurmStep, options: argparse.Namespace, place: str) -> argparse.Namespace:
+    """The options of this task as machine `rank` of a collective job."""
+    one = step.num_tasks == 1
+    given = {} if one else {"nnodes": str(step.num_tasks), "rank": step.rank, "master": place}
+    return argparse.Namespace(**{**vars(options), **given})
+
+
+def _tell(task: Task, child: Process, status: int, ending: Ending) -> None:
+    if ending.received or ending.is_asked:  # another task is the cause, and says so
+        why = "it was told to end" if ending.received else "the job was asked to end"
+        print(f"[fleetrun] {task.name} ended with status {status}; {why}", flush=True)
+        return
+    print(f"[fleetrun] {task.name} ended with status {status}. Last lines of {child.log}:", flush=True)
+    for line in child.last_lines():
+        print(f"    {line}", flush=True)
+
+
+def _requeue(step: SlurmStep) -> None:
+    """Slurm ends the whole job, and starts it again."""
+    told = subprocess.run(
+        ["scontrol", "requeue", str(step.job)], capture_output=True, text=True, timeout=60, check=False
+    )
+    text = told.stderr.strip() or told.stdout.strip()
+    done = f"job {step.job} is requeued" if not told.returncode else f"job {step.job} cannot be requeued: {text}"
+    print(f"[fleetrun] {done}", flush=True)
