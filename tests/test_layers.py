@@ -131,7 +131,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "background",
         "errors",
     },
-    "worker": {*TABLES, *WORKER, "checkpoint", "storage", "net", "kernels", "adoption", "background", "errors"},
+    "worker": {*TABLES, *WORKER, "checkpoint", "storage", "net", "role", "kernels", "adoption", "background", "errors"},
     "data/samples": {"tables/rows", "kernels", "errors"},
     "data/columns": {"data/samples", "kernels", "errors"},
     "data/reading": {"data/samples", "data/columns", "kernels", "errors"},
