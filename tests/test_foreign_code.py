@@ -58,6 +58,7 @@ EXCEPTIONS = {
     ("online/kafka.py", "importlib.import_module"): "the Kafka client, by its name in the code",
     ("collective/checkpoint/tensor_files.py", "fsspec.open"): "a save that the script names",
     ("data/reading/streams.py", "fsspec.open"): "data files that the script names",
+    ("datasets.py", "fsspec.core.url_to_fs"): "a folder of Parquet files that the script names",
     ("online/listing.py", "fsspec.core.url_to_fs"): "a folder of data that the script names",
     ("storage.py", "fsspec.core.url_to_fs"): "a folder of saves: what arrives by message is checked before",
     ("data/reading/pipe.py", "subprocess.Popen"): "with a shell: the pipe command is the user's own",

@@ -104,9 +104,11 @@ class _Column:
             offsets = np.arange(len(self._array) + 1) * size
         elif types.is_list(kind) or types.is_large_list(kind):
             values, offsets = self._lists()
+        elif dim == 1:
+            return self._values(self._array).view(-1, 1)
         else:
             values, offsets = self._values(self._array), np.arange(len(self._array) + 1)
-            if dim is not None and dim != 1:
+            if dim is not None:
                 raise self._error(f"expected lists of {dim} values for slot '{self.slot.name}'")
         if dim is None:
             return Lists(values, offsets)
