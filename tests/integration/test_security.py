@@ -138,6 +138,10 @@ class TestRoles:
         self, server: ServerThread, folder: Path, role: Role, claims: Role
     ) -> None:
         with closing(connect(server, folder, role, claims)) as client:
+            if role is Role.SERVER:  # may speak to its backup, or its primary, and to nobody else
+                with pytest.raises(PermissionRefused, match=r"PING is for .*; this is a server"):
+                    client.ping()
+                return
             client.ping()
             if role is Role.WORKER:
                 with pytest.raises(PermissionRefused, match=r"CREATE_TABLE is for .*; this is a worker"):
@@ -194,12 +198,18 @@ class TestStrangers:
         shutil.copy(folder / "server.key", tmp_path / "own" / "server.key")  # it even knows the server's public key
         self.stays_outside(connect(server, tmp_path / "own", Role.LAUNCHER), server, insider)
 
-    def test_one_with_the_servers_own_key_gets_no_answer(
+    def test_one_with_the_servers_own_key_is_refused_all_that_clients_ask(
         self, server: ServerThread, insider: Client, folder: Path, tmp_path: Path
     ) -> None:
+        """It is another replica of the server, whatever it claims to be."""
         copy = Path(shutil.copytree(folder, tmp_path / "copy"))
         shutil.copy(copy / "server.key_secret", copy / "launcher.key_secret")
-        self.stays_outside(connect(server, copy, Role.LAUNCHER), server, insider)
+        with closing(connect(server, copy, Role.LAUNCHER)) as client:
+            with pytest.raises(PermissionRefused, match="STOP is for launcher; this is a server"):
+                client.stop_servers()
+            with pytest.raises(PermissionRefused, match=r"PING is for .*; this is a server"):
+                client.ping()
+        insider.ping()
 
     def test_one_with_a_public_key_but_not_its_secret_gets_no_answer(
         self, server: ServerThread, insider: Client, folder: Path
