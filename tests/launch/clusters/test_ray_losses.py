@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -146,7 +147,8 @@ def test_ray_job_submit_runs_fleetrun_on_the_cluster(tmp_path: Path) -> None:
     from ray.job_submission import JobSubmissionClient
 
     (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "tiny.py").write_bytes(Path(TINY).read_bytes())
+    for name in ("tiny.py", "without_compiler.py"):
+        shutil.copy(Path(TINY).with_name(name), tmp_path / "work")
     # One node: several on one machine share the folder that Ray unpacks into, and one removes what another uses.
     with ray_nodes(0, num_cpus=4, include_dashboard=True, dashboard_port=0) as nodes:
         client: Any = JobSubmissionClient(f"http://{nodes.dashboard}")
