@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmarks.chaos.fleets import ChaosError, Fleet, Member
+from benchmarks.chaos.machines import Machines
 from torchfleet.server.replicas.between import replica_of
 
 _STEPS = 5  # of every worker, by which a fault is over
@@ -119,22 +120,18 @@ def _stop(seconds: float) -> Fault:
     return stop
 
 
-def _link(fleet: Fleet, dice: random.Random) -> Event:
-    assert fleet.machines is not None
-    machine, network = 1 + dice.randrange(fleet.chosen.servers), fleet.machines
-    event = Event(f"link down {_LINK:g} s", f"machine {machine}", time.monotonic())
-    network.pull_cable(machine)
-    _last(fleet, event, _LINK, lambda: network.plug_in(machine))
-    return event
+def _cut(what: str, begin: Callable[[Machines, int], None], end: Callable[[Machines, int], None]) -> Fault:
+    """Of a machine with a server, for a while."""
 
+    def cut(fleet: Fleet, dice: random.Random) -> Event:
+        assert fleet.machines is not None
+        machine, network = 1 + dice.randrange(fleet.chosen.servers), fleet.machines
+        event = Event(f"{what} {_LINK:g} s", f"machine {machine}", time.monotonic())
+        begin(network, machine)
+        _last(fleet, event, _LINK, lambda: end(network, machine))
+        return event
 
-def _one_way(fleet: Fleet, dice: random.Random) -> Event:
-    assert fleet.machines is not None
-    machine, network = 1 + dice.randrange(fleet.chosen.servers), fleet.machines
-    event = Event(f"one way lost {_LINK:g} s", f"machine {machine}", time.monotonic())
-    network.mute(machine)
-    _last(fleet, event, _LINK, lambda: network.unmute(machine))
-    return event
+    return cut
 
 
 def _disk(fleet: Fleet, dice: random.Random) -> Event:
@@ -158,8 +155,8 @@ FAULTS: dict[str, Fault] = {
     "kill": _kill,
     "stop5": _stop(5.0),
     "stop40": _stop(40.0),
-    "link": _link,
-    "oneway": _one_way,
+    "link": _cut("link down", Machines.pull_cable, Machines.plug_in),
+    "oneway": _cut("one way lost", Machines.mute, Machines.unmute),
     "disk": _disk,
 }
 ON_LINKS = ("link", "oneway")

@@ -58,6 +58,13 @@ class Setting:
     def actor(self, name: str, work: Callable[[], None]) -> Actor:
         return self.world.spawn(name, work)
 
+    def start_workers(self, live: Callable[[int, Client], None]) -> None:
+        """An actor for each worker, with a client of its own."""
+        for worker in range(self.num_workers):
+            name = f"worker{worker}"
+            client = self.client(name, worker)
+            self.actor(name, lambda w=worker, c=client: live(w, c))
+
     @property
     def are_done(self) -> bool:
         return all(actor.has_ended for actor in self.world.actors)

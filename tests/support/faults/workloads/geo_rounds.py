@@ -30,10 +30,7 @@ class GeoRounds:
     _is_ready: bool = False
 
     def begin(self) -> None:
-        for worker in range(self.setting.num_workers):
-            name = f"worker{worker}"
-            client = self.setting.client(name, worker)
-            self.setting.actor(name, lambda w=worker, c=client: self._live(w, c))
+        self.setting.start_workers(self._live)
 
     def _live(self, worker: int, client: Client) -> None:
         world, dice = self.setting.world, random.Random(f"geo {self.seed} {worker}")

@@ -30,10 +30,7 @@ class Meetings:
     received: dict[int, list[tuple[int, int]]] = field(default_factory=dict)  # by worker: (sender, number)
 
     def begin(self) -> None:
-        for worker in range(self.setting.num_workers):
-            name = f"worker{worker}"
-            client = self.setting.client(name, worker)
-            self.setting.actor(name, lambda w=worker, c=client: self._live(w, c))
+        self.setting.start_workers(self._live)
 
     def _live(self, worker: int, client: Client) -> None:
         dice = random.Random(f"meetings {self.seed} {worker}")

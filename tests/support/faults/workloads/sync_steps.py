@@ -36,10 +36,7 @@ class SyncSteps:
     seen: dict[int, list[bytes]] = field(default_factory=dict)  # by worker: dense values after every step
 
     def begin(self) -> None:
-        for worker in range(self.setting.num_workers):
-            name = f"worker{worker}"
-            client = self.setting.client(name, worker)
-            self.setting.actor(name, lambda w=worker, c=client: self._live(w, c))
+        self.setting.start_workers(self._live)
 
     def _live(self, worker: int, client: Client) -> None:
         world, dice = self.setting.world, random.Random(f"sync {self.seed} {worker}")
