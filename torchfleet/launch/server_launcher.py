@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from torchfleet.cgroups import usable_cores
 from torchfleet.errors import RoleError
 from torchfleet.launch.endurance.durability import add_options as add_durability_options
-from torchfleet.launch.endurance.durability import durability_variables, log_store
+from torchfleet.launch.endurance.durability import durability_variables, log_store, refuse_both
 from torchfleet.launch.endurance.placement import (
     add_options,
     coordination,
@@ -28,7 +28,6 @@ from torchfleet.launch.roles import JobLayout, given_threads, one_machine, sever
 from torchfleet.launch.supervisor import JobSupervisor
 from torchfleet.net.keys import is_private
 from torchfleet.net.replica_channels import SEPARATOR
-from torchfleet.role import DURABILITY
 from torchfleet.tables.settings.table_size import VARIABLE, parse_bytes
 
 ROOTS = "FLEET_SAVE_ROOTS"  # read by server/saving/save_roots.py
@@ -97,8 +96,6 @@ class ServerLauncher:
 
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
         job, reasons = _with_servers(job)
-        if options.log_max_bytes is not None:
-            job = dataclasses.replace(job, max_log_bytes=parse_bytes(options.log_max_bytes, "--log_max_bytes"))
         layout, num_workers, url = _layout(job, options)
         _tasks(job, options, layout, num_workers)  # mistakes are found before a folder is made
         kind = kind_of(job, layout, options.private, options.plain)
@@ -141,12 +138,15 @@ def _tasks(
     server. `kept`: variables about the servers' logs and coordinator, if these are known."""
     if not job.insecure and not job.key_dir:
         _refuse_open_servers(layout)
-    bounds = limits(options.max_table_bytes, options.orphan_timeout)
     kept = durability_variables(options) if kept is None else kept
-    rules = loss_variables(options, num_workers)
-    base = {**job.environment, **bounds, **roots(options.save_root), **rules, **kept}
+    base = {**job.environment, **server_bounds(options), **loss_variables(options, num_workers), **kept}
     num_local = len(layout.local_servers) + len(layout.local_backups)
     return tasks(layout, num_workers, base, num_local if options.server_num == "auto" else 0)
+
+
+def server_bounds(options: argparse.Namespace) -> dict[str, str]:
+    """The variables by which servers learn what they may hold, wait for and write to. Raises RoleError."""
+    return {**limits(options.max_table_bytes, options.orphan_timeout), **roots(options.save_root)}
 
 
 def limits(max_table_bytes: str | None, orphan_timeout: float | None) -> dict[str, str]:
@@ -178,11 +178,7 @@ def _layout(job: JobSpec, options: argparse.Namespace) -> tuple[JobLayout, int, 
     """The layout, the number of workers of the whole job, and the coordinator of servers with replicas if one is
     given."""
     replicas = num_replicas(options.replicas)
-    if replicas > 1 and durability_variables(options).get(DURABILITY, "none") != "none":
-        raise RoleError(
-            "--durability log brings a killed server back from its disk, --replicas 2 has a backup in its place: use "
-            "one of them"
-        )
+    refuse_both(durability_variables(options), replicas)
     layout, num_workers = _places(job, options.servers, options.workers, replicas)
     return layout, num_workers, coordinator_url(options.coordinator, replicas, layout.is_all_here)
 

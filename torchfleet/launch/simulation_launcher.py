@@ -11,7 +11,7 @@ from torchfleet.errors import RoleError
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.processes import ROLES
 from torchfleet.launch.roles import JobLayout, tasks
-from torchfleet.launch.server_launcher import limits, roots
+from torchfleet.launch.server_launcher import server_bounds
 from torchfleet.simulate.conditions import Conditions, Job, Part, parse_straggler
 from torchfleet.simulate.network.links import Link, parse_link
 
@@ -138,5 +138,4 @@ def _plan(job: JobSpec, options: argparse.Namespace) -> tuple[JobLayout, list[Ta
         raise RoleError(f"--server_num and --worker_num must be at least 1, found {num_servers} and {num_workers}")
     servers = tuple(f"127.0.0.1:{_FIRST_PORT + i}" for i in range(num_servers))
     layout = JobLayout(servers, ("127.0.0.1:0",) * num_workers, tuple(range(num_servers)), tuple(range(num_workers)))
-    bounds = limits(options.max_table_bytes, options.orphan_timeout)
-    return layout, tasks(layout, num_workers, {**bounds, **roots(options.save_root)})
+    return layout, tasks(layout, num_workers, server_bounds(options))

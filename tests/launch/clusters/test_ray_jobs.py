@@ -18,9 +18,11 @@ from support.ray_nodes import RayNodes, places, ray_nodes
 from support.scripts.launching import TINY, fleetrun, run_dir
 
 from torchfleet.checkpoint.comparison import compare
+from torchfleet.errors import FleetError
 from torchfleet.launch import cli
 from torchfleet.launch.clusters.on_ray.ray_node import private_folder
 from torchfleet.launch.roles import free_ports
+from torchfleet.ray.run import run
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'torchfleet[ray]'")
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
@@ -179,6 +181,17 @@ class TestWithoutACluster:
         monkeypatch.setitem(sys.modules, "ray", None)  # as Python itself marks what cannot be imported
         assert cli.main(["--cluster", "ray", TINY]) == 2
         assert "pip install 'torchfleet[ray]'" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"durability": "log"}, "needs --log_store DIR, a folder that all nodes share"),
+            ({"log_max_bytes": "many"}, "--log_max_bytes must be a number of bytes"),
+        ],
+    )
+    def test_options_from_python_are_checked_as_those_of_fleetrun(self, options: dict[str, str], message: str) -> None:
+        with pytest.raises(FleetError, match=message):
+            run(TINY, address=f"127.0.0.1:{free_ports(1)[0]}", **options)
 
     def test_a_cluster_that_is_not_there_is_named_at_once(
         self, capsys: pytest.CaptureFixture[str], tmp_path: Path

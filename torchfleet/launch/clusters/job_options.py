@@ -12,6 +12,7 @@ from pathlib import Path
 from torchfleet.errors import RoleError
 from torchfleet.launch.job_spec import JobSpec, Resources
 from torchfleet.launch.processes import module_command, script_command
+from torchfleet.monitor.log_file import DEFAULT_BYTES
 from torchfleet.tables.settings.table_size import parse_bytes
 
 RESOURCES = ("server_cpus", "server_memory", "worker_cpus", "worker_memory", "worker_gpus")
@@ -62,10 +63,11 @@ def check_script(options: argparse.Namespace) -> None:
 
 
 def job_spec_of(options: argparse.Namespace) -> JobSpec:
-    """The job that these options describe. Raises RoleError for resources that make no sense."""
+    """The job that these options describe. Raises FleetError for sizes and resources that make no sense."""
     command = module_command if options.module else script_command
     is_elastic = isinstance(options.worker_num, tuple)
     least, most = options.worker_num if is_elastic else (None, options.worker_num)
+    size = getattr(options, "log_max_bytes", None)  # fleetrun slurm leaves it to the tasks
     return JobSpec(
         command=tuple(command(options.script, options.arguments)),
         log_dir=Path(options.log_dir),
@@ -78,6 +80,7 @@ def job_spec_of(options: argparse.Namespace) -> JobSpec:
         max_job_restart=options.max_job_restart,
         key_dir=options.key_dir,
         insecure=options.insecure,
+        max_log_bytes=DEFAULT_BYTES if size is None else parse_bytes(size, "--log_max_bytes"),
     )
 
 

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import os
 from pathlib import Path
 
 from torchfleet.errors import RoleError
 from torchfleet.launch.clusters.on_ray.ray_cluster import bundle_of, connected, relative, require_ray
 from torchfleet.launch.clusters.on_ray.ray_job import RayJob, RayPlan
-from torchfleet.launch.endurance.durability import durability_variables, log_store
+from torchfleet.launch.endurance.durability import durability_variables, log_store, refuse_both
 from torchfleet.launch.endurance.placement import coordination, coordinator_url, num_replicas
 from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
-from torchfleet.launch.server_launcher import limits, roots
+from torchfleet.launch.server_launcher import server_bounds
 from torchfleet.role import DURABILITY, LOG_STORE, MIN_WORKERS
-from torchfleet.tables.settings.table_size import parse_bytes
 
 _NAME = "ray"
 _RANKS = ("nproc_per_node", "nnodes")
@@ -83,16 +81,17 @@ class RayLauncher:
         return lines
 
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
-        require_ray()
-        if options.log_max_bytes is not None:
-            job = dataclasses.replace(job, max_log_bytes=parse_bytes(options.log_max_bytes, "--log_max_bytes"))
-        _plan(job, options, job.folder)
-        _variables(job, options)  # mistakes are found before anything is started
         return run(job, options)[0]
 
 
 def run(job: JobSpec, options: argparse.Namespace, function: bytes = b"") -> tuple[int, bytes]:
-    """Run the job on Ray and return its exit status, and what `function`, packed by fleet.ray, returned on worker 0."""
+    """Run the job on Ray and return its exit status, and what `function`, packed by fleet.ray, returned on worker 0.
+
+    Raises RoleError for what cannot work, before anything is started.
+    """
+    require_ray()
+    _plan(job, options, job.folder)
+    _variables(job, options)
     address = options.cluster.partition("=")[2] or "auto"
     url = coordinator_url(options.coordinator, num_replicas(options.replicas), is_all_here=False)
     attempts = 1 + (job.max_restart if _is_collective(options) else job.max_job_restart)
@@ -152,17 +151,12 @@ def _plan(job: JobSpec, options: argparse.Namespace, folder: Path) -> RayPlan:
 def _variables(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
     """Variables of servers and workers about logs, limits, lost workers and places of saves. Raises RoleError."""
     kept = durability_variables(options)
-    if kept.get(DURABILITY, "none") == "log":
-        if LOG_STORE not in kept and not os.environ.get(LOG_STORE):
-            raise RoleError(
-                "--durability log on Ray needs --log_store DIR, a folder that all nodes share: a server of a lost node "
-                "starts on another one, and the log on the lost node's own disk is gone"
-            )
-        if num_replicas(options.replicas) > 1:
-            raise RoleError(
-                "--durability log brings a killed server back from its disk, --replicas 2 has a backup in its place: "
-                "use one of them"
-            )
+    if kept.get(DURABILITY, "none") == "log" and LOG_STORE not in kept and not os.environ.get(LOG_STORE):
+        raise RoleError(
+            "--durability log on Ray needs --log_store DIR, a folder that all nodes share: a server of a lost node "
+            "starts on another one, and the log on the lost node's own disk is gone"
+        )
+    refuse_both(kept, num_replicas(options.replicas))
     coordinator_url(options.coordinator, num_replicas(options.replicas), is_all_here=False)
     return {**_limits(job, options), **kept}
 
@@ -170,7 +164,7 @@ def _variables(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
 def _limits(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
     elastic = {MIN_WORKERS: str(job.min_workers)} if job.min_workers else {}
     rules = loss_variables(options, job.num_workers or 1, {**os.environ, **elastic})
-    return {**limits(options.max_table_bytes, options.orphan_timeout), **roots(options.save_root), **rules, **elastic}
+    return {**server_bounds(options), **rules, **elastic}
 
 
 def _described(plan: RayPlan, base: dict[str, str]) -> list[Task]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import subprocess
 import sys
@@ -22,10 +21,9 @@ from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.processes import Process
 from torchfleet.launch.rank_launcher import RankLauncher
-from torchfleet.launch.server_launcher import limits, roots
+from torchfleet.launch.server_launcher import server_bounds
 from torchfleet.monitor.stop_request import REQUEUE
 from torchfleet.role import LOG_RUN, LOG_STORE, start_timeout_of
-from torchfleet.tables.settings.table_size import parse_bytes
 
 SAVE = "FLEET_SAVE_ON_STOP"
 _COLLECTIVE = ("nproc_per_node", "gpus")
@@ -82,8 +80,6 @@ class SlurmLauncher:
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
         step = read_step(os.environ)
         timeout = start_timeout_of(os.environ)
-        if options.log_max_bytes is not None:
-            job = dataclasses.replace(job, max_log_bytes=parse_bytes(options.log_max_bytes, "--log_max_bytes"))
         meeting = SlurmMeeting(job.log_dir, step, timeout)
         with asks_blocked():
             status = (_run_ranks if _is_collective(options) else _run_role)(job, options, step, meeting)
@@ -191,8 +187,7 @@ def _task(job: JobSpec, options: argparse.Namespace, step: SlurmStep, places: li
     role, index = ("server", step.rank) if is_server else ("worker", step.rank - len(places))
     environment = {
         **job.environment,
-        **limits(options.max_table_bytes, options.orphan_timeout),
-        **roots(options.save_root),
+        **server_bounds(options),
         **_durability(options, step),
         **loss_variables(options, num_workers),
         "FLEET_SERVER_ENDPOINTS": ",".join(places),

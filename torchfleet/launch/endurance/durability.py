@@ -53,6 +53,15 @@ def durability_variables(options: argparse.Namespace, environment: Mapping[str, 
     return found
 
 
+def refuse_both(variables: Mapping[str, str], replicas: int) -> None:
+    """Raise RoleError if servers would have a log and backups. `variables`: of durability_variables."""
+    if replicas > 1 and variables.get(DURABILITY, "none") != "none":
+        raise RoleError(
+            "--durability log brings a killed server back from its disk, --replicas 2 has a backup in its place: use "
+            "one of them"
+        )
+
+
 @contextlib.contextmanager
 def log_store(variables: Mapping[str, str], run_dir: Path) -> Iterator[dict[str, str]]:
     """The variables with a folder for the logs of this run: a new one, removed at the end, if none was given."""
