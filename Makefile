@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-gpu test-clusters quick check bench fuzz faults chaos clean
+.PHONY: setup demo test test-gpu test-clusters quick check docs wheel bench fuzz faults chaos clean
 
 setup: $(VENV)/.done
 
@@ -42,6 +42,23 @@ check: setup
 	$(VENV)/bin/mypy
 	$(RUN) -m pytest -n 2 --dist loadgroup
 
+# The site of docs/, into site/; a broken link fails. Its packages are the extra `docs`, which `make setup` leaves out.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
+$(VENV)/.docs: $(VENV)/.done
+	$(VENV)/bin/pip install --quiet --editable '.[docs]'
+	@touch $@
+
+# The wheel and the source archive, into dist/, with what is in the wheel checked. Needs no `make setup`.
+wheel:
+	$(PYTHON) -m venv $(VENV)-build
+	$(VENV)-build/bin/pip install --quiet build twine
+	rm -rf build dist
+	$(VENV)-build/bin/python -m build --outdir dist
+	$(VENV)-build/bin/python tests/support/wheel_contents.py dist/*.whl
+	$(VENV)-build/bin/twine check --strict dist/*
+
 bench: setup
 	$(RUN) -m benchmarks.ps --json
 
@@ -63,4 +80,4 @@ chaos: setup
 	$(RUN) -m benchmarks.chaos --durability log --minutes $(MINUTES) --json
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VENV)-build build dist site *.egg-info

@@ -19,6 +19,8 @@ PAGES = sorted(
     for page in (
         ROOT / "README.md",
         ROOT / "CONTRIBUTING.md",
+        ROOT / "SECURITY.md",
+        ROOT / "CODE_OF_CONDUCT.md",
         ROOT / "CHANGELOG.md",
         ROOT / "tests" / "README.md",
         ROOT / "benchmarks" / "README.md",

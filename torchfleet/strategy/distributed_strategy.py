@@ -64,13 +64,14 @@ class DistributedStrategy(ServerFields, CollectiveFields):
     default. It is read by `strategy.amp_configs.incr_ratio` or `strategy.amp_configs["incr_ratio"]`.
 
     Of a parameter-server job:
-    a_sync            False: sync. True: async; geo, half_async and hybrid by a_sync_configs.
-    a_sync_configs    a dictionary; docs/modes/README.md explains each key.
-    rpc_retry_times   how often a request without an answer is sent again (3)
-    rpc_timeout       seconds until a server without an answer is given up and named (30)
-    sync_timeout      seconds that a worker waits for the others in sync mode and at barriers (1800)
-    sync_mean         where updates are means (sync mode, gather): gradients count by the "samples" of each worker, or
-                      all "workers" alike ("samples")
+
+    - `a_sync`: False: sync. True: async; geo, half_async and hybrid by a_sync_configs.
+    - `a_sync_configs`: a dictionary; docs/modes/README.md explains each key.
+    - `rpc_retry_times`: how often a request without an answer is sent again (3)
+    - `rpc_timeout`: seconds until a server without an answer is given up and named (30)
+    - `sync_timeout`: seconds that a worker waits for the others in sync mode and at barriers (1800)
+    - `sync_mean`: where updates are means (sync mode, gather): gradients count by the "samples" of each worker, or
+      all "workers" alike ("samples")
 
     Of a collective job (fleet.init(is_collective=True)), and of the network in hybrid mode: a switch for each strategy
     (amp, recompute, gradient_merge, lars, lamb, dgc, localsgd, adaptive_localsgd, sharding, pipeline, tensor_parallel,

@@ -1,0 +1,163 @@
+"""Workflows, forms and records of the repository agree with the Makefile and pyproject.toml; the wheel is complete."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support.paths import ROOT
+from support.wheel_contents import package_files, problems
+
+import torchfleet
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+FORMS = sorted(path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.name != "config.yml")
+PROJECT = (ROOT / "pyproject.toml").read_text()  # Python 3.10 has no parser of TOML
+MAKEFILE = (ROOT / "Makefile").read_text()
+
+
+def name_of(path: Path) -> str:
+    return path.name
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text())
+
+
+def jobs(workflow: Path) -> dict[str, Any]:
+    found: dict[str, Any] = read(workflow)["jobs"]
+    return found
+
+
+def steps(workflow: Path) -> Iterator[dict[str, Any]]:
+    for job in jobs(workflow).values():
+        yield from job["steps"]
+
+
+def targets() -> set[str]:
+    """Of the Makefile."""
+    return set(re.findall(r"^([a-z][\w-]*):(?!=)", MAKEFILE, re.MULTILINE))
+
+
+def extra(name: str) -> str:
+    """The requirements of an extra, as text."""
+    found = re.search(rf"^{name} = \[(.*?)\](?:  #.*)?$", PROJECT, re.MULTILINE | re.DOTALL)
+    assert found is not None, name
+    return found[1]
+
+
+def test_there_are_workflows_for_tests_wheels_documents_and_long_searches() -> None:
+    commands = {workflow.stem: " ".join(step.get("run", "") for step in steps(workflow)) for workflow in WORKFLOWS}
+    asked = {"test": ["check"], "wheels": ["wheel"], "docs": ["docs"], "weekly": ["fuzz", "faults"]}
+    assert set(commands) == set(asked)
+    for workflow, wanted in asked.items():
+        assert [target for target in wanted if f"make {target}" not in commands[workflow]] == [], workflow
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=name_of)
+def test_every_make_in_a_workflow_is_a_target(workflow: Path) -> None:
+    named = [word for step in steps(workflow) for word in re.findall(r"\bmake ([\w-]+)", step.get("run", ""))]
+    assert named
+    assert set(named) <= targets()
+
+
+def test_the_versions_of_python_are_those_of_the_classifiers() -> None:
+    classified = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
+    matrix = jobs(ROOT / ".github" / "workflows" / "test.yml")["check"]["strategy"]["matrix"]
+    assert matrix["python"] == classified
+    assert f'requires-python = ">={classified[0]}"' in PROJECT
+    assert {machine["name"] for machine in matrix["machine"]} == {"x86-64", "aarch64"}
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=name_of)
+def test_a_workflow_may_only_read_and_ends_in_time(workflow: Path) -> None:
+    content = read(workflow)
+    assert content["permissions"] == {"contents": "read"}
+    assert "group" in content["concurrency"]
+    for job in jobs(workflow).values():
+        assert "permissions" not in job
+        assert job["timeout-minutes"] <= 360
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=name_of)
+def test_actions_of_others_are_pinned_to_a_commit(workflow: Path) -> None:
+    """A tag can be moved. Nor do they keep the token, or read what a stranger wrote as part of a command."""
+    uses = re.findall(r"uses: (\S+)( # v[\d.]+)?", workflow.read_text())
+    assert uses
+    assert [action for action, comment in uses if not comment or not re.search(r"@[0-9a-f]{40}$", action)] == []
+    for step in steps(workflow):
+        if "checkout" in step.get("uses", ""):
+            assert step["with"]["persist-credentials"] is False
+        assert "${{" not in step.get("run", "")
+
+
+@pytest.mark.parametrize("form", FORMS, ids=name_of)
+def test_a_form_is_one_that_github_shows(form: Path) -> None:
+    content = read(form)
+    assert {"name", "description", "body"} <= set(content)
+    kinds = [part["type"] for part in content["body"]]
+    assert set(kinds) <= {"markdown", "textarea", "input", "dropdown", "checkboxes"}
+    ids = [part["id"] for part in content["body"] if part["type"] != "markdown"]
+    assert len(set(ids)) == len(ids) > 0
+    assert all(part["attributes"].get("label") for part in content["body"] if part["type"] != "markdown")
+    assert any(part.get("validations", {}).get("required") for part in content["body"])
+
+
+def test_there_are_forms_for_bugs_features_and_questions() -> None:
+    assert {form.stem for form in FORMS} == {"bug", "feature", "question"}
+    assert read(ROOT / ".github" / "ISSUE_TEMPLATE" / "config.yml") == {"blank_issues_enabled": False}
+
+
+def test_before_a_commit_runs_what_make_check_runs() -> None:
+    hooks = {hook["id"]: hook for repo in read(ROOT / ".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]}
+    assert set(hooks) == {"ruff-check", "ruff-format", "mypy"}
+    for hook in hooks.values():
+        tool = " ".join(hook["entry"].split()[:2]).removeprefix(".venv/bin/")
+        assert f"$(VENV)/bin/{tool}" in MAKEFILE
+
+
+def test_one_version_everywhere() -> None:
+    citation = read(ROOT / "CITATION.cff")
+    assert str(citation["version"]) == torchfleet.__version__
+    assert f'\nversion = "{torchfleet.__version__}"' in PROJECT
+    assert f'\nlicense = "{citation["license"]}"' in PROJECT
+
+
+def test_setup_leaves_out_what_only_the_site_needs() -> None:
+    assert "mkdocs-material" in extra("docs")
+    assert "mkdocs" not in extra("dev")
+    assert "docs" not in re.findall(r"torchfleet\[([\w,]+)\]", extra("dev"))[0].split(",")
+
+
+@pytest.mark.slow
+def test_the_wheel_has_the_package_and_no_tests(tmp_path: Path) -> None:
+    """Built without a network, of a copy: nothing is left in the repository."""
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "torchfleet", source / "torchfleet", ignore=shutil.ignore_patterns("__pycache__"))
+    (source / "tests").mkdir()
+    (source / "tests" / "__init__.py").touch()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir"]
+    done = subprocess.run([*command, tmp_path, source], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert problems(wheel, package_files()) == []
+
+
+def test_what_a_wheel_lacks_is_seen(tmp_path: Path) -> None:
+    wheel = tmp_path / "torchfleet-1-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("torchfleet/__init__.py", "")
+        archive.writestr("tests/test_wire.py", "")
+    found = "\n".join(problems(wheel, {"torchfleet/__init__.py", "torchfleet/page.html"}))
+    for part in ("lacks torchfleet/page.html", "has tests/test_wire.py", "no command 'fleetrun", "LICENSE", "py.typed"):
+        assert part in found
