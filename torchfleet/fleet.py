@@ -270,6 +270,17 @@ def prefetch(loader: Iterable[Item]) -> Iterator[Item]:
     return job.prefetch(loader)
 
 
+def epochs(num: int, start: int = 0) -> Iterator[int]:
+    """`start` to num - 1, for the loop over epochs: whoever watches the job then knows when all of them will be over.
+
+    An epoch is a pass over `prefetch(loader)`, or a call of train_from_dataset. `start`: where a job goes on.
+    """
+    if type(num) is not int or type(start) is not int or not 0 <= start <= num:
+        raise FleetError(f"fleet.epochs: expected a number of epochs and a start of at most that, found {num}, {start}")
+    _any_job(NO_WORKER).plan_epochs(num, start)
+    return iter(range(start, num))
+
+
 def train_from_dataset(
     model: Callable[[Batch], Any],
     dataset: Dataset,

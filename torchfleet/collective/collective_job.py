@@ -22,9 +22,9 @@ from torchfleet.collective.tensors.local_tensors import is_local
 from torchfleet.collective.world import begun
 from torchfleet.errors import FleetError, ModelError, StrategyError
 from torchfleet.monitor.epochs import Epochs, length
-from torchfleet.monitor.pace import TrainingPace
 from torchfleet.monitor.status import StatusFile
 from torchfleet.monitor.stop_request import stop_request
+from torchfleet.monitor.training_pace import TrainingPace
 from torchfleet.role import RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
@@ -213,6 +213,9 @@ class CollectiveJob(JobSettings):
             for item in self._meetings.batches(loader, self.world):
                 yield item
                 epoch.done += 1
+
+    def plan_epochs(self, num: int, start: int) -> None:
+        self.epochs.plan(num, start)
 
     def report(self, metrics: dict[str, float]) -> None:
         self._reported.update(metrics)

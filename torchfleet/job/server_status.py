@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torchfleet.monitor.freshness import ages_by_kind
-from torchfleet.monitor.pace import RecentRates
 from torchfleet.monitor.status import StatusFile
+from torchfleet.monitor.training_pace import RecentRates
 from torchfleet.server.replicas.replica import Replica
 from torchfleet.server.state.state import State
 

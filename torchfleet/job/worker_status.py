@@ -10,8 +10,8 @@ from typing import Any, Protocol, TypeVar
 from torchfleet.fetch import numbers
 from torchfleet.job.waiting_share import WaitingShare
 from torchfleet.monitor.epochs import Epoch, Epochs, length
-from torchfleet.monitor.pace import TrainingPace
 from torchfleet.monitor.status import StatusFile
+from torchfleet.monitor.training_pace import TrainingPace
 from torchfleet.worker.lookup.engine import Engine
 from torchfleet.worker.modes.communicator import Communicator
 
