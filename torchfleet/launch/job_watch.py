@@ -12,14 +12,17 @@ from torchfleet.watch.display import Display
 from torchfleet.watch.history import HistoryWriter
 from torchfleet.watch.watchers import Watcher
 
-_PERIOD = 0.25  # seconds between two looks at the statuses
+_PERIOD = 0.5  # seconds between two looks at the statuses
 
 
 class JobWatch:
     """Until it is closed. Lines given to `report` are shown at once, also from other threads."""
 
-    def __init__(self, job: JobSpec, run_dir: Path, attempt: int = 0) -> None:
-        self._watchers: list[Watcher] = [Display(), HistoryWriter(run_dir, job.command, attempt)]
+    def __init__(self, job: JobSpec, run_dir: Path, attempt: int = 0, shows: bool = True) -> None:
+        """`shows`: False to record the job, and to show nothing of it."""
+        self._watchers: list[Watcher] = [HistoryWriter(run_dir, job.command, attempt)]
+        if shows:
+            self._watchers.insert(0, Display(run_dir, job.watching.verbose))
         self._next = 0.0
 
     def report(self, line: str) -> None:

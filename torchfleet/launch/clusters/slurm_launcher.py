@@ -146,13 +146,13 @@ class _Role(Process):
 def _display(
     job: JobSpec, step: SlurmStep, folder: Path, num_servers: int, num_workers: int
 ) -> Iterator[Callable[[], None]]:
-    """What shows the table of all roles; nothing but in a first task that has a terminal (srun --pty)."""
-    if step.rank or not sys.stdout.isatty():
+    """What looks at all roles: the first task records them, and shows them if it has a terminal (srun --pty)."""
+    if step.rank:
         yield lambda: None
         return
     counts = (("server", num_servers), ("worker", num_workers))
     roles = [_Role(role, index, folder) for role, num in counts for index in range(num)]
-    watch = JobWatch(job, folder)
+    watch = JobWatch(job, folder, shows=sys.stdout.isatty())
     try:
         yield lambda: watch.show(roles)
     finally:
