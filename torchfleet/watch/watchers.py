@@ -29,13 +29,13 @@ class Watcher(Protocol):
 class Watching:
     """How the user wants to watch the job, from the options of the command line."""
 
-    verbose: bool = False  # show every table of every server
+    verbose: bool = False  # show every table of every server, and every setting
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options about watching, which all launchers share."""
     group = parser.add_argument_group("watching")
-    group.add_argument("--verbose", action="store_true", help="show every table of every server")
+    group.add_argument("--verbose", action="store_true", help="show every table of every server, and every setting")
 
 
 def watching_of(options: argparse.Namespace) -> Watching:
