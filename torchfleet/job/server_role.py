@@ -54,7 +54,7 @@ class ServerRole:
         self._replica: Replica | None = None
         for spec in setup.plan.specs:
             self._server.state.add_table(spec.for_shard(setup.info.server_index, setup.info.num_servers))
-        self._say = self._server.state.say = speaker(f"server {setup.info.server_index}")
+        self._say = self._server.state.say = speaker(setup.info.server_index)
         self._strategy = setup.strategy or DistributedStrategy()
         self._listener: ServerSocket | None = None
         self._durable: DurableServer | None = None

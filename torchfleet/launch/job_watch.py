@@ -10,6 +10,8 @@ from torchfleet.launch.job_spec import JobSpec, RunningTask
 from torchfleet.monitor.snapshot import JobSnapshot, RoleSnapshot
 from torchfleet.watch.display import Display
 from torchfleet.watch.history import HistoryWriter
+from torchfleet.watch.json_display import JsonDisplay
+from torchfleet.watch.tensorboard_events import TensorBoardEvents
 from torchfleet.watch.watchers import Watcher
 
 _PERIOD = 0.25  # seconds between two looks at the statuses
@@ -19,7 +21,11 @@ class JobWatch:
     """Until it is closed. Lines given to `report` are shown at once, also from other threads."""
 
     def __init__(self, job: JobSpec, run_dir: Path, attempt: int = 0) -> None:
-        self._watchers: list[Watcher] = [Display(), HistoryWriter(run_dir, job.command, attempt)]
+        watching = job.watching
+        shown: Watcher = JsonDisplay() if watching.is_json else Display()
+        self._watchers: list[Watcher] = [shown, HistoryWriter(run_dir, job.command, attempt)]
+        if watching.tensorboard is not None:
+            self._watchers.append(TensorBoardEvents(Path(watching.tensorboard) / run_dir.name, job.command))
         self._next = 0.0
 
     def report(self, line: str) -> None:

@@ -1,6 +1,6 @@
 """Logs as JSON lines, on demand: one object for each line of output.
 
-    {"time": "2026-11-16T15:04:05.123+00:00", "role": "worker", "index": 0, "level": "info", "text": "step 100 ..."}
+{"time": "2026-11-16T15:04:05.123+00:00", "role": "worker", "index": 0, "level": "info", "text": "step 100 ..."}
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ VARIABLE = "FLEET_LOG_FORMAT"
 FORMATS = ("text", "json")
 MOST = 1 << 16  # bytes of a line; a longer one is cut into several objects
 _LEVELS = ("debug", "info", "warning", "error", "critical")
+_COMMANDS = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}  # JSON need not escape them; terminals obey them
 # What Python's logging puts first, in its own format or behind a time; warnings; what a traceback begins and ends with.
 _NAMED = re.compile(r"^(?:[\[\]\d\s:.,TZ+/-]*)(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b")
 _WARNING = re.compile(r"(?:^|\s)\w*Warning: ")
@@ -37,7 +38,7 @@ def json_line(text: str, role: str, index: int, replica: int = 0, level: str | N
     found |= {"role": role, "index": index, "level": level or level_of(text)}
     if replica:
         found["replica"] = replica
-    return json.dumps({**found, "text": text}, ensure_ascii=False)
+    return json.dumps({**found, "text": text}, ensure_ascii=False).translate(_COMMANDS)
 
 
 def level_of(text: str) -> str:
@@ -60,6 +61,15 @@ def readable(line: str) -> str:
         if isinstance(found, dict) and found.get("level") in _LEVELS and isinstance(found.get("text"), str):
             return str(found["text"])
     return line
+
+
+def last_lines(end: bytes, num: int) -> list[str]:
+    """The last lines of a log, of which `end` is the end, for people."""
+    lines = end.decode(errors="replace").split("\n")
+    is_json = any(readable(line) != line for line in lines)
+    if is_json:  # what is cut off at the begin is no object any more
+        lines = [line for line in lines if readable(line) != line]
+    return [readable(line) for line in lines if line or not is_json][-num:]
 
 
 class LineSplitter:
@@ -106,4 +116,4 @@ class JsonLog:
 
 
 def _text(line: bytes) -> str:
-    return line.decode(errors="replace").removesuffix("\r")
+    return line.decode(errors="replace")

@@ -15,7 +15,8 @@ from torchfleet.monitor.prometheus.step_times import BOUNDS, StepTimes
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-_AGES = (0, 1, 2, 3, 4, 5, 7, 9, 12, 15, 31, 63, 127, 255, 511, 1023)  # updates: ends of buckets, which the counts of a server keep apart
+# Updates: ends of buckets. Servers count ages one by one below 16, then by powers of two.
+_AGES = (0, 1, 2, 3, 4, 5, 7, 9, 12, 15, 31, 63, 127, 255, 511, 1023)
 _KINDS = ("dense", "sparse")
 
 

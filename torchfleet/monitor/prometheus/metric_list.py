@@ -25,6 +25,14 @@ class Listed:
     label: str = ""
 
 
+def _counter(name: str, text: str, of: Callable[[Status], Found], label: str = "") -> Listed:
+    return Listed(name, "counter", text, of, label)
+
+
+def _gauge(name: str, text: str, of: Callable[[Status], Found], label: str = "") -> Listed:
+    return Listed(name, "gauge", text, of, label)
+
+
 def _field(name: str) -> Callable[[Status], Found]:
     def found(status: Status) -> Found:
         value = status.get(name)
@@ -54,6 +62,10 @@ def _commands(status: Status) -> Found:
     return dict(status.get("commands", {}))
 
 
+def _metrics(status: Status) -> Found:
+    return dict(status.get("metrics", {}))
+
+
 def _epoch_share(status: Status) -> Found:
     progress = status.get("progress", {})
     done, total = progress.get("done"), progress.get("total")
@@ -62,53 +74,46 @@ def _epoch_share(status: Status) -> Found:
 
 LISTED = (
     # workers and ranks
-    Listed("torchfleet_steps", "counter", "Steps that the optimizer has made.", _field("steps")),
-    Listed("torchfleet_samples", "counter", "Samples trained on, without evaluation.", _field("samples")),
-    Listed(
-        "torchfleet_pull_wait_seconds", "counter", "Time in which the model waited for rows.", _field("pull_waited_s")
-    ),
-    Listed(
+    _counter("torchfleet_steps", "Steps that the optimizer has made.", _field("steps")),
+    _counter("torchfleet_samples", "Samples trained on, without evaluation.", _field("samples")),
+    _counter("torchfleet_pull_wait_seconds", "Time in which the model waited for rows.", _field("pull_waited_s")),
+    _counter(
         "torchfleet_push_wait_seconds",
-        "counter",
         "Time in which optimizer.step() waited for the servers.",
         _field("push_waited_s"),
     ),
-    Listed("torchfleet_waiting_ratio", "gauge", "Share of the last second spent waiting.", _field("waiting")),
-    Listed("torchfleet_queue_steps", "gauge", "Steps whose gradients wait to be sent.", _field("queue")),
-    Listed("torchfleet_queue_size_steps", "gauge", "Most steps that may wait to be sent.", _field("queue_size")),
-    Listed("torchfleet_request_retries", "counter", "Requests that were sent again.", _field("retries")),
-    Listed("torchfleet_metric", "gauge", "What the script reported last.", lambda s: dict(s.get("metrics", {})), "name"),
-    Listed("torchfleet_epoch", "gauge", "The epoch under way, from 0.", _within("progress", "epoch")),
-    Listed("torchfleet_epoch_done_ratio", "gauge", "Share of the epoch that is done.", _epoch_share),
-    Listed("torchfleet_remaining_seconds", "gauge", "Time to the end, by the speed of late.", _within("progress", "eta_s")),
+    _gauge("torchfleet_waiting_ratio", "Share of the last second spent waiting.", _field("waiting")),
+    _gauge("torchfleet_queue_steps", "Steps whose gradients wait to be sent.", _field("queue")),
+    _gauge("torchfleet_queue_size_steps", "Most steps that may wait to be sent.", _field("queue_size")),
+    _counter("torchfleet_request_retries", "Requests that were sent again.", _field("retries")),
+    _gauge("torchfleet_metric", "What the script reported last.", _metrics, "name"),
+    _gauge("torchfleet_epoch", "The epoch under way, from 0.", _within("progress", "epoch")),
+    _gauge("torchfleet_epoch_done_ratio", "Share of the epoch that is done.", _epoch_share),
+    _gauge("torchfleet_remaining_seconds", "Time to the end, by the speed of late.", _within("progress", "eta_s")),
     # servers
-    Listed("torchfleet_server_requests", "counter", "Requests, by command.", _commands, "command"),
-    Listed("torchfleet_server_errors", "counter", "Requests that were answered with an error.", _field("errors")),
-    Listed(
-        "torchfleet_server_dropped_pushes",
-        "counter",
-        "Pushes whose gradients of the network were too old.",
-        _field("dropped"),
+    _counter("torchfleet_server_requests", "Requests, by command.", _commands, "command"),
+    _counter("torchfleet_server_errors", "Requests that were answered with an error.", _field("errors")),
+    _counter(
+        "torchfleet_server_dropped_pushes", "Pushes whose gradients of the network were too old.", _field("dropped")
     ),
-    Listed("torchfleet_server_busy_ratio", "gauge", "Share of the last second in which the loop computed.", _field("busy")),
-    Listed("torchfleet_server_is_backup", "gauge", "1 on a replica that follows, 0 on one that answers.", _field("backup")),
-    Listed("torchfleet_table_rows", "gauge", "Rows of a table on this server.", _of_tables("rows"), "table"),
-    Listed("torchfleet_table_bytes", "gauge", "Memory of a table on this server.", _of_tables("bytes"), "table"),
-    Listed("torchfleet_rows_created", "counter", "Rows that were made.", _of_tables("created"), "table"),
-    Listed("torchfleet_rows_evicted", "counter", "Rows that were dropped.", _of_tables("evicted"), "table"),
-    Listed("torchfleet_server_received_bytes", "counter", "Bytes of requests.", _field("bytes_in")),
-    Listed("torchfleet_server_sent_bytes", "counter", "Bytes of replies.", _field("bytes_out")),
-    Listed("torchfleet_workers_joined", "counter", "Workers that have joined this server.", _field("workers_joined")),
-    Listed("torchfleet_workers_lost", "counter", "Workers that were given up.", _field("workers_lost")),
-    Listed("torchfleet_saves", "counter", "Saves that this server has written.", _within("saves", "num")),
-    Listed(
+    _gauge("torchfleet_server_busy_ratio", "Share of the last second in which the loop computed.", _field("busy")),
+    _gauge("torchfleet_server_is_backup", "1 on a replica that follows, 0 on one that answers.", _field("backup")),
+    _gauge("torchfleet_table_rows", "Rows of a table on this server.", _of_tables("rows"), "table"),
+    _gauge("torchfleet_table_bytes", "Memory of a table on this server.", _of_tables("bytes"), "table"),
+    _counter("torchfleet_rows_created", "Rows that were made.", _of_tables("created"), "table"),
+    _counter("torchfleet_rows_evicted", "Rows that were dropped.", _of_tables("evicted"), "table"),
+    _counter("torchfleet_server_received_bytes", "Bytes of requests.", _field("bytes_in")),
+    _counter("torchfleet_server_sent_bytes", "Bytes of replies.", _field("bytes_out")),
+    _counter("torchfleet_workers_joined", "Workers that have joined this server.", _field("workers_joined")),
+    _counter("torchfleet_workers_lost", "Workers that were given up.", _field("workers_lost")),
+    _counter("torchfleet_saves", "Saves that this server has written.", _within("saves", "num")),
+    _gauge(
         "torchfleet_last_save_timestamp_seconds",
-        "gauge",
         "When the last save was done, in seconds since 1970.",
         _within("saves", "last_time"),
     ),
-    Listed("torchfleet_last_save_seconds", "gauge", "How long the last save took.", _within("saves", "last_seconds")),
-    Listed("torchfleet_last_save_bytes", "gauge", "Size of the last save.", _within("saves", "last_bytes")),
+    _gauge("torchfleet_last_save_seconds", "How long the last save took.", _within("saves", "last_seconds")),
+    _gauge("torchfleet_last_save_bytes", "Size of the last save.", _within("saves", "last_bytes")),
     # all
-    Listed("torchfleet_resident_memory_bytes", "gauge", "Resident memory of the process.", _field("memory")),
+    _gauge("torchfleet_resident_memory_bytes", "Resident memory of the process.", _field("memory")),
 )

@@ -25,7 +25,7 @@ _MOST_HEAD = 8192  # bytes of a request
 
 
 class MetricsPort:
-    """Serves from a daemon thread until it is closed. `publish` and `step_made` are called by the thread that trains."""
+    """Serves from a daemon thread until it is closed. The thread that trains calls `publish` and `step_made`."""
 
     def __init__(self, host: str, port: int, labels: Mapping[str, str]) -> None:
         self._steps = StepTimes()
@@ -76,7 +76,7 @@ def _registry(exposition: Exposition) -> CollectorRegistry:
             "metrics for Prometheus need the package prometheus_client: pip install 'torchfleet[prometheus]'"
         ) from None
     registry = CollectorRegistry()
-    registry.register(exposition)  # type: ignore[arg-type]  # a collector by its method
+    registry.register(exposition)
     ProcessCollector(registry=registry)
     return registry
 
@@ -108,7 +108,7 @@ def _handler(registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:
         def setup(self) -> None:
             """The head of the request is read under one deadline: a slow client keeps the others waiting no longer."""
             super().setup()
-            self.rfile = io.BufferedReader(io.BytesIO(_head(self.connection)))  # type: ignore[arg-type]
+            self.rfile = io.BufferedReader(io.BytesIO(_head(self.connection)))
             self.connection.settimeout(_PATIENCE)  # for all of the reply
 
         def do_GET(self) -> None:
@@ -132,7 +132,7 @@ def _handler(registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:
 
 
 def _head(connection: socket.socket) -> bytes:
-    """What a client sends up to the empty line. Raises TimeoutError if it takes too long, and stops where it is long."""
+    """What a client sends up to the empty line, or as much as is taken. Raises TimeoutError if it takes too long."""
     deadline, head = time.monotonic() + _PATIENCE, b""
     while b"\r\n\r\n" not in head and len(head) < _MOST_HEAD:
         left = deadline - time.monotonic()
