@@ -147,7 +147,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "background",
         "errors",
     },
-    "training": {"data", "data/samples", "worker", "worker/lookup", "fetch", "background", "errors"},
+    "training": {"data", "data/samples", "worker", "worker/lookup", "fetch", "monitor", "background", "errors"},
     # collective training
     "collective/world": {"role", "strategy", "errors"},
     "collective/tensors": {"errors"},
@@ -222,6 +222,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "strategy",
         "monitor",
         "monitor/prometheus",
+        "fetch",
         "role",
         "net",
         "adoption",

@@ -270,6 +270,17 @@ def prefetch(loader: Iterable[Item]) -> Iterator[Item]:
     return job.prefetch(loader)
 
 
+def epochs(num: int, start: int = 0) -> Iterator[int]:
+    """`start` to num - 1, for the loop over epochs: whoever watches the job then knows when all of them will be over.
+
+    An epoch is a pass over `prefetch(loader)`, or a call of train_from_dataset. `start`: where a job goes on.
+    """
+    if type(num) is not int or type(start) is not int or not 0 <= start <= num:
+        raise FleetError(f"fleet.epochs: expected a number of epochs and a start of at most that, found {num}, {start}")
+    _any_job(NO_WORKER).plan_epochs(num, start)
+    return iter(range(start, num))
+
+
 def train_from_dataset(
     model: Callable[[Batch], Any],
     dataset: Dataset,
@@ -289,8 +300,9 @@ def train_from_dataset(
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not optimizers or not all(isinstance(one, DistributedOptimizer) for one in optimizers):
         raise FleetError("train_from_dataset: give the optimizer that fleet.distributed_optimizer returned")
-    report = Report("train", fetch_list, print_period, fetch_handler)
-    return train(as_step(model, loss_fn), dataset, optimizers, worker.engine, thread, report)
+    report, step = Report("train", fetch_list, print_period, fetch_handler), as_step(model, loss_fn)
+    with worker.status.follow_samples(dataset) as report.epoch:
+        return train(step, dataset, optimizers, worker.engine, thread, report)
 
 
 def infer_from_dataset(

@@ -57,6 +57,10 @@ class Job(Protocol):
         """The loader's batches."""
         ...
 
+    def plan_epochs(self, num: int, start: int) -> None:
+        """The script is going to make so many passes over its data in all, from number `start` on."""
+        ...
+
     def gather(self, name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
         """What everyone in `comm_world` brought, in their order: worker, server, or all (workers first)."""
         ...

@@ -166,6 +166,9 @@ class ParameterServerJob(JobSetup):
     def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
         return self.worker.prefetch(loader)
 
+    def plan_epochs(self, num: int, start: int) -> None:
+        self.worker.status.epochs.plan(num, start)
+
     def gather(self, name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
         """What everyone in `comm_world` brought, in their order; in one local process also before init_worker."""
         if self.info.is_local and (self._worker is None or comm_world != "worker"):

@@ -1,9 +1,13 @@
-"""The status file, by which a process reports to its launcher: small JSON, replaced in one step."""
+"""The status file, by which a process reports to its launcher: small JSON, replaced in one step.
+
+docs/watching.md has all fields. A field that does not apply to a process is left out.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +16,7 @@ from typing import Any, Protocol
 from torchfleet.monitor.notices import tell
 
 _PERIOD = 0.5  # seconds between two writes
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class Port(Protocol):
@@ -31,6 +36,7 @@ class StatusFile:
     def __init__(self, path: str | None, make: Callable[[], dict[str, Any]], port: Port | None = None) -> None:
         self._path, self._make, self._port = path, make, port
         self._next, self._has_told = 0.0, False
+        self._host = socket.gethostname()
 
     def step_made(self) -> None:
         """A training step has ended."""
@@ -46,7 +52,7 @@ class StatusFile:
         if (self._path is None and self._port is None) or (not now and time.monotonic() < self._next):
             return
         self._next = time.monotonic() + _PERIOD
-        status = self._make()
+        status = {**self._make(), **self._process()}
         if self._port is not None:
             self._port.publish(status)
         if self._path is not None:
@@ -67,3 +73,13 @@ class StatusFile:
             if not self._has_told:
                 self._has_told = True
                 tell(f"the status file {path} cannot be written: {error}. This process goes on without it.")
+
+    def _process(self) -> dict[str, Any]:
+        """What every process tells. The pid is asked for each time: a process may have been forked."""
+        return {"host": self._host, "pid": os.getpid(), "memory": resident_bytes()}
+
+
+def resident_bytes() -> int:
+    """Memory that this process has in use."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * _PAGE
