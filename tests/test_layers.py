@@ -205,6 +205,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "background",
         "errors",
     },
+    "callbacks": {"monitor", "errors"},
     "options": {"strategy"},
     "nn": {"worker/lookup", "collective/layers", "errors"},
     "job": {
@@ -231,6 +232,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "fleet": {
         *WORKER,
+        "callbacks",
         "tables/settings",
         "checkpoint",
         "storage",

@@ -229,7 +229,16 @@ class CollectiveJob(JobSettings):
         for strategy in self.strategies:
             strategy.note_loss(loss)
 
-    def stop(self) -> None:
+    @property
+    def num_steps(self) -> int:
+        return self.optimizer.num_steps if self.optimizer else 0
+
+    @property
+    def changed_settings(self) -> dict[str, Any]:
+        return self.settings.differences()
+
+    def stop(self) -> dict[str, Any]:
+        final = {"worker": {"steps": self.num_steps, "samples": self.model.num_samples if self.model else 0}}
         self._status.write(now=True)
         self._status.close()
         self._finish_save()
@@ -238,6 +247,7 @@ class CollectiveJob(JobSettings):
         begun.info = None
         if self._world is not None:
             self._world.close()
+        return {"mode": self.mode, **final}
 
     @property
     def is_under_way(self) -> bool:

@@ -30,9 +30,7 @@ class Counted(Protocol):
 class WorkerStatus:
     """Gathers what is known of a worker's training, and writes it to its status file."""
 
-    def __init__(
-        self, info: RoleInfo, mode: str, communicator: Callable[[], Communicator], engine: Engine
-    ) -> None:
+    def __init__(self, info: RoleInfo, mode: str, communicator: Callable[[], Communicator], engine: Engine) -> None:
         self._mode, self._communicator, self._engine = mode, communicator, engine
         self._file = StatusFile(info.status_file, self._make, open_metrics_port("worker", info.worker_index))
         self._pace = TrainingPace()
