@@ -65,11 +65,12 @@ def readable(line: str) -> str:
 
 def last_lines(end: bytes, num: int) -> list[str]:
     """The last lines of a log, of which `end` is the end, for people."""
-    lines = end.decode(errors="replace").split("\n")
-    is_json = any(readable(line) != line for line in lines)
-    if is_json:  # what is cut off at the begin is no object any more
-        lines = [line for line in lines if readable(line) != line]
-    return [readable(line) for line in lines if line or not is_json][-num:]
+    text = end.decode(errors="replace")
+    objects = text.rstrip("\n").split("\n")  # not splitlines(): JSON leaves other ends of lines as they are
+    if readable(objects[-1]) == objects[-1]:
+        return text.splitlines()[-num:]
+    whole = objects if readable(objects[0]) != objects[0] else objects[1:]  # the first may be cut off
+    return [readable(line) for line in whole][-num:]
 
 
 class LineSplitter:
