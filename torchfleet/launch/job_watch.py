@@ -14,16 +14,18 @@ from torchfleet.watch.json_display import JsonDisplay
 from torchfleet.watch.tensorboard_events import TensorBoardEvents
 from torchfleet.watch.watchers import Watcher
 
-_PERIOD = 0.25  # seconds between two looks at the statuses
+_PERIOD = 0.5  # seconds between two looks at the statuses
 
 
 class JobWatch:
     """Until it is closed. Lines given to `report` are shown at once, also from other threads."""
 
-    def __init__(self, job: JobSpec, run_dir: Path, attempt: int = 0) -> None:
+    def __init__(self, job: JobSpec, run_dir: Path, attempt: int = 0, shows: bool = True) -> None:
+        """`shows`: False to record the job, and to show nothing of it."""
         watching = job.watching
-        shown: Watcher = JsonDisplay() if watching.is_json else Display()
-        self._watchers: list[Watcher] = [shown, HistoryWriter(run_dir, job.command, attempt)]
+        self._watchers: list[Watcher] = [HistoryWriter(run_dir, job.command, attempt)]
+        if shows:
+            self._watchers.insert(0, JsonDisplay() if watching.is_json else Display(run_dir, watching.verbose))
         if watching.tensorboard is not None:
             self._watchers.append(TensorBoardEvents(Path(watching.tensorboard) / run_dir.name, job.command))
         self._next = 0.0

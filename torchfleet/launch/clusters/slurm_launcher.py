@@ -65,11 +65,6 @@ class SlurmLauncher:
                 f"{', '.join(wrong)}: srun places and counts the tasks, and Slurm starts a job again (--requeue). Give "
                 "srun the like of it, and leave it out here."
             )
-        if options.tensorboard and not _is_collective(options):
-            raise RoleError(
-                "--tensorboard: a step of Slurm has no process that watches all roles. Add a callback to the script: "
-                "fleet.add_callback(fleet.callbacks.TensorBoardCallback(DIR))"
-            )
         if _is_collective(options) and options.save_on_stop:
             raise RoleError("--save_on_stop: the ranks of a collective job save together, by fleet.stop_if_asked")
         return True
@@ -156,13 +151,13 @@ class _Role(Process):
 def _display(
     job: JobSpec, step: SlurmStep, folder: Path, num_servers: int, num_workers: int
 ) -> Iterator[Callable[[], None]]:
-    """What shows the table of all roles; nothing but in a first task that has a terminal (srun --pty)."""
-    if step.rank or not sys.stdout.isatty():
+    """What looks at all roles: the first task records them, and shows them if it has a terminal (srun --pty)."""
+    if step.rank:
         yield lambda: None
         return
     counts = (("server", num_servers), ("worker", num_workers))
     roles = [_Role(role, index, folder) for role, num in counts for index in range(num)]
-    watch = JobWatch(job, folder)
+    watch = JobWatch(job, folder, shows=sys.stdout.isatty())
     try:
         yield lambda: watch.show(roles)
     finally:
