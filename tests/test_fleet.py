@@ -171,6 +171,7 @@ BEFORE_INIT_WORKER: dict[str, Callable[[], Any]] = {
     "stop_worker": fleet.stop_worker,
     "barrier_worker": fleet.barrier_worker,
     "prefetch": lambda: fleet.prefetch([]),
+    "epochs": lambda: fleet.epochs(3),
     "flush": fleet.flush,
     "report": lambda: fleet.report(loss=1.0),
     "stats": fleet.stats,
