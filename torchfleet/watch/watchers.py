@@ -34,7 +34,7 @@ class Watcher(Protocol):
 class Watching:
     """How the user wants to watch the job, from the options of the command line."""
 
-    verbose: bool = False  # show every table of every server
+    verbose: bool = False  # show every table of every server, and every setting
     metrics_port: int | None = None  # of the first process of this machine; the next ones have the next ports
     metrics_host: str = LOOPBACK  # the address on which they serve
     tensorboard: str | None = None  # the folder of event files
@@ -48,7 +48,7 @@ class Watching:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options about watching, which all launchers share."""
     group = parser.add_argument_group("watching")
-    group.add_argument("--verbose", action="store_true", help="show every table of every server")
+    group.add_argument("--verbose", action="store_true", help="show every table of every server, and every setting")
     add_exports(group)
     group.add_argument(
         "--tensorboard", metavar="DIR", help="write event files for TensorBoard, in a folder of this run below DIR"
