@@ -273,7 +273,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "classify": {"collective/layers", "fleet", "strategy", "errors"},
     # command lines
+    "watch": {"monitor", "cgroups", "guard", "errors"},
+    "watch/dashboard": {"watch", "monitor", "guard", "errors"},
     "commands": {
+        "watch/dashboard",
         *TABLES,
         "worker/client",
         "collective/checkpoint",
@@ -298,11 +301,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "net",
         "errors",
     },
-    "watch": {"monitor", "cgroups", "guard", "errors"},
     "launch/machines": {"net", "errors"},
     "launch/endurance": {"role", "coordination", "worker/client", "net", "errors"},
     "launch": {
         "watch",
+        "watch/dashboard",
         "launch/machines",
         "launch/endurance",
         "role",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torchfleet.launch.job_spec import JobSpec, RunningTask
 from torchfleet.monitor.snapshot import JobSnapshot, RoleSnapshot
+from torchfleet.watch.dashboard.dashboard_watcher import DashboardWatcher
 from torchfleet.watch.display import Display
 from torchfleet.watch.history import HistoryWriter
 from torchfleet.watch.watchers import Watcher
@@ -20,6 +21,8 @@ class JobWatch:
 
     def __init__(self, job: JobSpec, run_dir: Path, attempt: int = 0) -> None:
         self._watchers: list[Watcher] = [Display(), HistoryWriter(run_dir, job.command, attempt)]
+        if job.watching.dashboard is not None:  # behind the record, which it sends to the end
+            self._watchers.append(DashboardWatcher(run_dir, job.watching.dashboard, attempt, self.report))
         self._next = 0.0
 
     def report(self, line: str) -> None:
