@@ -146,7 +146,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "background",
         "errors",
     },
-    "training": {"data", "data/samples", "worker", "worker/lookup", "fetch", "background", "errors"},
+    "training": {"data", "data/samples", "worker", "worker/lookup", "fetch", "monitor", "background", "errors"},
     # collective training
     "collective/world": {"role", "strategy", "errors"},
     "collective/tensors": {"errors"},
@@ -219,6 +219,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "storage",
         "strategy",
         "monitor",
+        "fetch",
         "role",
         "net",
         "adoption",

@@ -289,8 +289,9 @@ def train_from_dataset(
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not optimizers or not all(isinstance(one, DistributedOptimizer) for one in optimizers):
         raise FleetError("train_from_dataset: give the optimizer that fleet.distributed_optimizer returned")
-    report = Report("train", fetch_list, print_period, fetch_handler)
-    return train(as_step(model, loss_fn), dataset, optimizers, worker.engine, thread, report)
+    report, step = Report("train", fetch_list, print_period, fetch_handler), as_step(model, loss_fn)
+    with worker.status.follow_samples(dataset) as report.epoch:
+        return train(step, dataset, optimizers, worker.engine, thread, report)
 
 
 def infer_from_dataset(

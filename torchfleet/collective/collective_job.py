@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,8 @@ from torchfleet.collective.strategy import Forward, JobView, Runner, Strategy
 from torchfleet.collective.tensors.local_tensors import is_local
 from torchfleet.collective.world import begun
 from torchfleet.errors import FleetError, ModelError, StrategyError
+from torchfleet.monitor.epochs import Epochs, length
+from torchfleet.monitor.pace import TrainingPace
 from torchfleet.monitor.status import StatusFile
 from torchfleet.monitor.stop_request import stop_request
 from torchfleet.role import RoleInfo
@@ -51,7 +52,7 @@ class CollectiveJob(JobSettings):
         self.strategies: list[Strategy] = []
         self._reported: dict[str, float] = {}
         self._status = StatusFile(info.status_file, self._status_now)
-        self._started = time.monotonic()
+        self._pace, self.epochs = TrainingPace(), Epochs(lambda: self.optimizer.num_steps if self.optimizer else 0)
         if settings is not None:
             self.use(settings, "fleet.init")
             self._begin()
@@ -208,7 +209,10 @@ class CollectiveJob(JobSettings):
         return "\n".join(lines)
 
     def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
-        return self._meetings.batches(loader, self.world)
+        with self.epochs.begin(partial(length, loader), "batches") as epoch:
+            for item in self._meetings.batches(loader, self.world):
+                yield item
+                epoch.done += 1
 
     def report(self, metrics: dict[str, float]) -> None:
         self._reported.update(metrics)
@@ -244,15 +248,14 @@ class CollectiveJob(JobSettings):
             self._world.close(alone=True)
 
     def _status_now(self) -> dict[str, Any]:
-        seconds = max(1e-9, time.monotonic() - self._started)
         steps = self.optimizer.num_steps if self.optimizer else 0
         samples = self.model.num_samples if self.model else 0
+        progress = self.epochs.status()
         return {
             "role": "worker",
-            "mode": "collective",
-            "steps": steps,
-            "steps_per_s": steps / seconds,
-            "samples_per_s": samples / seconds,
+            "mode": self.mode,
+            **self._pace.status(steps, samples),
+            **({"progress": progress} if progress else {}),
             "metrics": dict(self._reported),
         }
 

@@ -11,6 +11,7 @@ from torchfleet.errors import FleetError, PermissionRefused, ServerBusy, ServerL
 from torchfleet.monitor.notices import tell
 from torchfleet.net.request import Request
 from torchfleet.net.transport import Peer
+from torchfleet.net.unread import size_of
 from torchfleet.net.wire import (
     ERROR,
     OK,
@@ -78,6 +79,7 @@ class Server:
     def handle(self, peer: Peer, frames: Sequence[Frame], role: Role | None) -> list[tuple[Peer, list[Frame]]]:
         """Take one request; returns all replies that are ready now, among them those of earlier requests."""
         self.state.num_requests += 1
+        self.state.bytes_in += size_of(frames)
         try:
             message = decode(frames)
             self._check_place(message)
@@ -273,7 +275,9 @@ class Server:
 
     def _replies(self) -> list[tuple[Peer, list[Frame]]]:
         finished, self.state.finished = self.state.finished, []
-        return [(request.peer, self._reply(request, result)) for request, result in finished]
+        replies = [(request.peer, self._reply(request, result)) for request, result in finished]
+        self.state.bytes_out += sum(size_of(frames) for _, frames in replies)
+        return replies
 
     def _reply(self, request: Request, result: Answer | FleetError) -> list[Frame]:
         message = request.message

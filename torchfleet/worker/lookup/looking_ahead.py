@@ -143,6 +143,10 @@ class LookingAhead:
             hold(self)
 
     def _count_samples(self, inputs: Any) -> None:
+        """Those that are trained on: evaluation has no gradients, or has put the model into eval mode."""
+        of_tables = itertools.chain.from_iterable(self._embeddings.values())
+        if not torch.is_grad_enabled() or (self._embeddings and not any(one.training for one in of_tables)):
+            return
         num = num_samples(inputs)
         with self._count:  # several threads count
             self.num_samples += num
