@@ -70,8 +70,8 @@ class MadeJob:
             "push_wait_ms": 0.7, "memory": int(610e6 + 1.2e6 * second),
             "metrics": {"loss": loss, "auc": 0.5 + 0.29 * (1 - math.exp(-second / 25))},
             "progress": {
-                "epoch": min(2, samples * 3 // total), "epochs": 3, "done": done, "total": total // 3, "unit": "samples",
-                "eta_s": max(0.0, self.seconds - second),
+                "epoch": min(2, samples * 3 // total), "epochs": 3, "done": done, "total": total // 3,
+                "unit": "samples", "eta_s": max(0.0, self.seconds - second),
             },
         }  # fmt: skip
 
@@ -96,7 +96,7 @@ class MadeJob:
             "tables": tables, "memory": int(180e6 + 2.1e6 * second), "saves": saves,
             "staleness_dense": {str(age): int(9000 * math.exp(-((age - 3) ** 2) / 6)) for age in range(9)},
             "staleness_sparse": {str(age): int(20000 * math.exp(-age / 1.5)) for age in range(7)},
-            "hot_keys": {name: [[(1 << 60) + 7 * i, 900 // (i + 1)] for i in range(8)] for name in self.tables},
+            "hot_keys": {name: [[str((1 << 60) + 7 * i + index), 900 // (i + 1)] for i in range(8)] for name in self.tables},
             "bytes_in": 9_000_000 * second, "bytes_out": 14_000_000 * second, "workers_joined": self.num_workers,
             "workers_lost": 0,
         }  # fmt: skip

@@ -23,8 +23,8 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "folders",
         nargs="+",
         metavar="LOG_DIR",
-        help="the folder of a run, such as log/latest; or the --log_dir of fleetrun, to choose among its runs; or several "
-        "folders, which are the machines of one job",
+        help="the folder of a run, such as log/latest; or the --log_dir of fleetrun, to choose among its runs; or "
+        "several folders, which are the machines of one job",
     )
     parser.add_argument("--port", type=_port, help=f"default: {DEFAULT_PORT}, or the next that is free; 0: any")
     parser.add_argument(

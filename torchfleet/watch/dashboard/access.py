@@ -8,7 +8,7 @@ import ipaddress
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from email.message import Message
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 
@@ -35,14 +35,14 @@ class Access:
         name = _host_of(header or "")
         return name in self._names or _is_address(name)
 
-    def is_own_page(self, headers: Mapping[str, str]) -> bool:
-        """Whether a browser says that the request comes from this page, or from the user; other programs say nothing."""
+    def is_own_page(self, headers: Message) -> bool:
+        """Whether a browser says that this page, or the user, sends the request; other programs say nothing."""
         return headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
 
     def is_token(self, given: str) -> bool:
         return self.token is None or _same(given, self.token)
 
-    def may_read(self, headers: Mapping[str, str], cookie_name: str) -> bool:
+    def may_read(self, headers: Message, cookie_name: str) -> bool:
         """Whether a request has the cookie of a login, or the token itself: `Authorization: Bearer TOKEN`."""
         if self.token is None:
             return True
@@ -85,8 +85,8 @@ def token_of(path: str | None, host: str) -> str | None:
         raise FleetError(f"the token cannot be read from {file}: {error}") from None
     if not (_SHORTEST <= len(token) <= _LONGEST and token.isascii() and token.isprintable() and " " not in token):
         raise FleetError(
-            f"expected a token of {_SHORTEST} to {_LONGEST} letters and digits in {file}, found {len(token)} characters; "
-            "remove the file, and one is made"
+            f"expected a token of {_SHORTEST} to {_LONGEST} letters and digits in {file}, found {len(token)} characters"
+            ": remove the file, and one is made"
         )
     return token
 

@@ -44,13 +44,12 @@ class Columns:
             for column in self.values.values():
                 column.append(None)
         for name, value in row.items():
-            column = self.values.get(name)
-            if column is None:
+            if name not in self.values:
                 if len(self.values) >= most_names:
                     continue
-                column = self.values[name] = [None] * len(self.points)
+                self.values[name] = [None] * len(self.points)
             if value is not None:
-                column[-1] = value
+                self.values[name][-1] = value
 
     def last(self) -> dict[str, Value]:
         """The numbers at the last point."""

@@ -128,6 +128,7 @@ class _Request(BoundedHandler):
         if not self._is_welcome():
             return
         parts = urlsplit(self.path)
+        query = _query(parts.query)
         file = page_files().get(parts.path)
         if file is not None:
             self.send(200, file.content_type, file.body)
@@ -137,24 +138,22 @@ class _Request(BoundedHandler):
             self.refuse(
                 401, "a token is needed: open the address that was printed at the start, with #token= at its end"
             )
+        elif query is None:
+            self.refuse(400, "too many fields")
         else:
-            try:
-                query = {name: values[0] for name, values in parse_qs(parts.query, max_num_fields=10).items()}
-            except ValueError:
-                return self.refuse(400, "too many fields")
             self.dashboard.answer(self, parts.path, query)
-        return None
 
     def do_POST(self) -> None:
         if not self._is_welcome():
             return
         length = self.headers.get("Content-Length", "")
         if self.path != "/login" or not (length.isascii() and length.isdigit() and int(length) <= _LONGEST_LOGIN):
-            return self.refuse(400, "expected POST /login with the token as its body")
-        if not self.dashboard.access.is_token(self.rfile.read(int(length)).decode("utf-8", "replace").strip()):
-            return self.refuse(403, "this is not the token that was printed at the start")
-        cookie = f"{self._cookie_name()}={self.dashboard.access.cookie()}; Path=/; HttpOnly; SameSite=Strict"
-        return self.send(200, "application/json", b"{}", {"Set-Cookie": cookie})
+            self.refuse(400, "expected POST /login with the token as its body")
+        elif not self.dashboard.access.is_token(self.rfile.read(int(length)).decode("utf-8", "replace").strip()):
+            self.refuse(403, "this is not the token that was printed at the start")
+        else:
+            cookie = f"{self._cookie_name()}={self.dashboard.access.cookie()}; Path=/; HttpOnly; SameSite=Strict"
+            self.send(200, "application/json", b"{}", {"Set-Cookie": cookie})
 
     def send_json(self, found: Any) -> None:
         self.send(200, "application/json", json.dumps(found, allow_nan=False).encode())
@@ -188,6 +187,14 @@ class _Request(BoundedHandler):
 
 def _handler(dashboard: Dashboard) -> type[_Request]:
     return type("Request", (_Request,), {"dashboard": dashboard})
+
+
+def _query(text: str) -> dict[str, str] | None:
+    """The fields of a query; None if there are too many."""
+    try:
+        return {name: values[0] for name, values in parse_qs(text, max_num_fields=10).items()}
+    except ValueError:
+        return None
 
 
 def _log_answer(feed: Feed, path: str, query: dict[str, str]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import socket
 import threading
@@ -37,10 +38,8 @@ class BoundedServer(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
             request.settimeout(0.1)
-            try:
+            with contextlib.suppress(OSError):  # it is gone, or does not read
                 request.sendall(_REFUSAL)
-            except OSError:
-                pass  # it is gone, or does not read
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)

@@ -41,10 +41,13 @@ class JobEvents:
         if before.get("num_restarts", 0) != after.get("num_restarts", 0):
             status_before = {}  # counted from zero again
         for field, (kind, text) in _COUNTED.items():
+            if status.get(field) == status_before.get(field):
+                continue
             grown = (number(status.get(field)) or 0) - (number(status_before.get(field)) or 0)
             if grown > 0 and field in status_before:  # a worker may ask before its server is there: no event
                 self.add(time, kind, f"{key}: " + text.format(grown), key)
-        self._compare_saves(time, key, mapping(status.get("saves")), mapping(status_before.get("saves")))
+        if status.get("saves") != status_before.get("saves"):
+            self._compare_saves(time, key, mapping(status.get("saves")), mapping(status_before.get("saves")))
 
     def take_new(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Events and saves since the last call."""

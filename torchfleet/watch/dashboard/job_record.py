@@ -93,10 +93,8 @@ class JobRecord:
         if attempt:
             self._events.add(time, "restart", f"the job was started again ({attempt})")
         self._open.add(source)
-        command = plain(record.get("command"))
-        self._head |= {
-            "state": "running", "ended": None, "attempt": attempt, "command": command, "version": plain(record.get("version")),
-        }  # fmt: skip
+        about = {name: plain(record.get(name)) for name in ("command", "version")}
+        self._head |= {"state": "running", "ended": None, "attempt": attempt, **about}
 
     def _end(self, time: float, is_finished: bool, source: str) -> None:
         self._open.discard(source)

@@ -12,28 +12,24 @@ _MOST_DEPTH = 5
 
 def plain(value: Any, depth: int = 0) -> Any:
     """The value with long texts cut, large collections cut, and numbers that are not finite as texts: "nan", "inf"."""
-    if isinstance(value, bool) or value is None:
-        return value
-    if isinstance(value, int):
-        return value if abs(value) < 1 << 53 else str(value)  # a key of 64 bits: JavaScript would round it
+    if isinstance(value, (dict, list)):
+        if depth >= _MOST_DEPTH:
+            return None
+        if isinstance(value, list):
+            return [plain(found, depth + 1) for found in value[:_MOST_ENTRIES]]
+        entries = list(value.items())[:_MOST_ENTRIES]
+        return {str(name)[:_MOST_TEXT]: plain(found, depth + 1) for name, found in entries}
     if isinstance(value, float):
         return _short(value) if math.isfinite(value) else str(value)
-    if isinstance(value, str):
-        return value[:_MOST_TEXT]
-    if depth >= _MOST_DEPTH:
-        return None
-    if isinstance(value, dict):
-        return {str(name)[:_MOST_TEXT]: plain(found, depth + 1) for name, found in list(value.items())[:_MOST_ENTRIES]}
-    if isinstance(value, (list, tuple)):
-        return [plain(found, depth + 1) for found in value[:_MOST_ENTRIES]]
-    return None
+    is_wide = isinstance(value, int) and abs(value) >= 1 << 53  # JavaScript would round it
+    return str(value)[:_MOST_TEXT] if is_wide or isinstance(value, str) else value
 
 
 def number(value: Any) -> float | int | None:
     """The value if it is a finite number, with seven digits or more; else None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return value if isinstance(value, int) else _short(value)
+    if type(value) is float:  # not isinstance: this is called for every number of a record
+        return _short(value) if math.isfinite(value) else None
+    return value if type(value) is int else None
 
 
 def mapping(value: Any) -> dict[str, Any]:
@@ -42,4 +38,4 @@ def mapping(value: Any) -> dict[str, Any]:
 
 
 def _short(value: float) -> float:
-    return round(value, 3) if abs(value) >= 1e6 else float(f"{value:.7g}")  # times keep their milliseconds
+    return round(value, 4) if abs(value) >= 100 else float(f"{value:.7g}")

@@ -59,6 +59,6 @@ def _runs_below(folder: Path) -> dict[str, Path]:
 def _nothing_in(folder: Path) -> str:
     what = f"no {NAME} in it or in the folders below it" if folder.is_dir() else "no such folder"
     return (
-        f"{folder}: {what}. Expected the folder of a run, such as log/latest, or the --log_dir of fleetrun, which holds "
-        "them."
+        f"{folder}: {what}. Expected the folder of a run, such as log/latest, or the --log_dir of fleetrun, which "
+        "holds them."
     )

@@ -9,8 +9,8 @@ export function showBars(store) {
   const dense = merged(store.servers.map((role) => role.status.staleness_dense));
   const sparse = merged(store.servers.map((role) => role.status.staleness_sparse));
   const cards = [
-    histogram("staleness_dense", "Age of the network", "updates between a pull and its push: pushes", dense),
-    histogram("staleness_sparse", "Age of rows", "updates between a pull and its push: pushes", sparse),
+    histogram("staleness_dense", "Age of the network", "updates since the pull, of pushes", dense),
+    histogram("staleness_sparse", "Age of rows", "updates since the pull, of pushes", sparse),
     hotKeys(store.servers),
   ].filter(Boolean);
   byId("staleness").hidden = !cards.length;
@@ -50,9 +50,10 @@ function hotKeys(servers) {
   if (!tables.size) return null;
   const parts = [...tables].slice(0, MOST_TABLES).flatMap(([table, keys]) => {
     const top = keys.sort((a, b) => b[1] - a[1]).slice(0, MOST_KEYS), most = top[0]?.[1] ?? 1;
-    return [element("h4", "", table), element("ol", "", ...top.map(([key, num]) => bar(String(key), num, most, number(num))))];
+    const list = element("ol", "", ...top.map(([key, num]) => bar(String(key), num, most, number(num))));
+    return [element("div", "", element("h4", "", table), list)];
   });
-  return card("hot_keys", "Hot keys", "sampled pulls per key", "", ...parts);
+  return card("hot_keys", "Hot keys", "samples in which a key was seen", "", element("div", "columns", ...parts));
 }
 
 function bar(label, num, most, text) {

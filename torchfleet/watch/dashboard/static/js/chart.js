@@ -120,7 +120,7 @@ export class Chart {
     return {
       width: this._plotArea.clientWidth || 400,
       height: HEIGHT,
-      padding: [8, 8, 0, 0],
+      padding: [8, 18, 0, 0],
       legend: { show: false },
       scales: { x: { time: false }, y: { range: (u, min, max) => this._range(min, max) } },
       axes: [
@@ -164,6 +164,7 @@ export class Chart {
   _drawMarks(plot) {
     const { ctx, bbox } = plot, { min, max } = plot.scales.x;
     ctx.save();
+    ctx.globalAlpha = 0.6;
     ctx.lineWidth = devicePixelRatio;
     ctx.setLineDash([4 * devicePixelRatio, 3 * devicePixelRatio]);
     for (const { time, kind } of this._board.marks) {

@@ -88,7 +88,7 @@ export function showTiles(store) {
 function* training(store) {
   const running = store.workers.filter((role) => role.state === "running");
   const speeds = known(running, "samples_per_s"), means = known(store.workers, "samples_per_s_mean");
-  const mean = means.length ? `on average ${number(sum(means))}` : "";
+  const mean = means.length ? `mean ${number(sum(means))}` : "";
   if (store.isOver && means.length) yield { id: "samples_per_s", name: "samples/s, mean", value: sum(means), text: number(sum(means)) };
   else if (speeds.length) yield { id: "samples_per_s", name: "samples/s now", value: sum(speeds), text: number(sum(speeds)), note: mean };
   const samples = known(store.workers, "samples"), steps = known(store.workers, "steps");
@@ -101,7 +101,7 @@ function* metrics(store) {
     const found = store.workers.map((role) => role.status.metrics?.[name]).filter((value) => value !== undefined);
     const numbers = found.filter((value) => typeof value === "number");
     const value = numbers.length < found.length ? "nan" : sum(numbers) / numbers.length;
-    const note = found.length > 1 ? `mean of ${found.length} workers` : "";
+    const note = found.length > 1 ? `mean of ${found.length}` : "";
     yield { id: `metric.${name}`, name, value, text: metric(value), note, level: value === "nan" ? "bad" : "" };
   }
 }
@@ -110,16 +110,16 @@ function* servers(store) {
   const memory = known(store.servers, "memory");
   const rows = store.servers.flatMap((role) => Object.values(role.status.rows ?? {}));
   if (rows.length) yield { id: "rows", name: "rows", value: sum(rows), text: number(sum(rows)), note: "all tables" };
-  if (memory.length) yield { id: "memory", name: "memory of servers", value: sum(memory), text: bytes(sum(memory)), note: `largest ${bytes(Math.max(...memory))}` };
+  if (memory.length) yield { id: "memory", name: "server memory", value: sum(memory), text: bytes(sum(memory)), note: `largest ${bytes(Math.max(...memory))}` };
   const ages = store.servers.flatMap((role) => Object.entries(role.status.staleness_dense ?? {}));
   const pushes = sum(ages.map(([, num]) => num));
   if (pushes) {
     const age = sum(ages.map(([years, num]) => years * num)) / pushes;
-    yield { id: "staleness", name: "age of the network", value: age, text: number(age), note: "updates, mean" };
+    yield { id: "staleness", name: "network age", value: age, text: number(age), note: "updates, mean" };
   }
   if (store.saves.length) {
-    const last = store.saves.at(-1);
-    yield { id: "saves", name: "saves", value: store.saves.length, text: String(store.saves.length), note: `last at ${clock(last.time)}` };
+    const last = store.saves.at(-1), num = Math.max(...store.servers.map((role) => role.status.saves?.num ?? 0));
+    yield { id: "saves", name: "saves", value: num, text: String(num), note: `last at ${clock(last.time)}` };
   }
 }
 
@@ -128,5 +128,5 @@ function* troubles(store) {
   const faults = count("fault", "restart"), warnings = count("warning");
   const level = faults ? "bad" : warnings ? "warn" : "";
   const note = warnings ? `${warnings} warnings` : "no warnings";
-  yield { id: "faults", name: "faults and restarts", value: faults, text: String(faults), note, level };
+  yield { id: "faults", name: "faults", value: faults, text: String(faults), note, level };
 }
