@@ -96,7 +96,7 @@ class MadeJob:
             "tables": tables, "memory": int(180e6 + 2.1e6 * second), "saves": saves,
             "staleness_dense": {str(age): int(9000 * math.exp(-((age - 3) ** 2) / 6)) for age in range(9)},
             "staleness_sparse": {str(age): int(20000 * math.exp(-age / 1.5)) for age in range(7)},
-            "hot_keys": {name: [[str((1 << 60) + 7 * i + index), 900 // (i + 1)] for i in range(8)] for name in self.tables},
+            "hot_keys": {name: [[str((1 << 60) + 7 * i + index), 900 // (i + 1)] for i in range(8)] for name in tables},
             "bytes_in": 9_000_000 * second, "bytes_out": 14_000_000 * second, "workers_joined": self.num_workers,
             "workers_lost": 0,
         }  # fmt: skip

@@ -29,7 +29,7 @@ def read_piece(folder: Path, name: str, file_id: int = 0, start: int | None = No
     A log that is full is put aside, and another begun. `file_id` says which of the two files is meant, as an earlier
     answer named it; if that one is gone, or none is named, it is the present one. Returns None if there is no log.
     """
-    for path in (folder / name, before(folder / name)):
+    for is_aside, path in enumerate((folder / name, before(folder / name))):
         opened = _open(path, name)
         if opened is None:
             continue
@@ -38,7 +38,9 @@ def read_piece(folder: Path, name: str, file_id: int = 0, start: int | None = No
             if file_id in (0, about.st_ino):
                 if file_id == 0:
                     start = end = None
-                return _piece(file, about, start, end) | {"has_earlier_file": _earlier(folder, name, about.st_ino)}
+                has_earlier = not is_aside and before(folder / name).is_file()
+                found = _piece(file, about, start, end)
+                return {**found, "has_earlier_file": has_earlier, "is_aside": bool(is_aside)}
     return read_piece(folder, name) if file_id else None
 
 
@@ -48,7 +50,7 @@ def read_before(folder: Path, name: str) -> Any:
     if opened is None:
         return None
     with opened as file:
-        return _piece(file, os.fstat(file.fileno()), None, None) | {"has_earlier_file": False}
+        return {**_piece(file, os.fstat(file.fileno()), None, None), "has_earlier_file": False, "is_aside": True}
 
 
 def find_lines(folder: Path, name: str, text: str) -> Any:
@@ -90,13 +92,6 @@ def _piece(file: IO[bytes], about: os.stat_result, start: int | None, end: int |
     data = file.read(min(PIECE, (size if end is None else end) - start))
     text = "\n".join(map(_shown, data.decode("utf-8", "replace").split("\n")))
     return {"file": str(about.st_ino), "start": start, "end": start + len(data), "size": size, "text": text}
-
-
-def _earlier(folder: Path, name: str, present: int) -> bool:
-    try:
-        return before(folder / name).stat().st_ino != present
-    except OSError:
-        return False
 
 
 def _shown(line: str) -> str:

@@ -25,6 +25,7 @@ const stream = new Stream({
   delta: (body) => { store.delta(body); draw(); },
   state: showLink,
 });
+globalThis.dashboard = { store }; // for the console of a browser
 let run = "", link = "", isDrawn = true;
 
 function draw() {

@@ -47,8 +47,11 @@ export class LogView {
   }
 
   _clear() {
-    this._file = "";
-    this._start = this._end = 0;
+    this._file = ""; // the one that is followed, up to _end
+    this._end = 0;
+    this._firstFile = ""; // the one of the first line that is shown, from _start on
+    this._start = 0;
+    this._size = 0;
     this._hasEarlierFile = false;
     this._text = "";
   }
@@ -65,9 +68,11 @@ export class LogView {
     if (byId("log-search").value) return this._search();
     const piece = await this._ask("/api/log", {});
     if (!piece) return this._show("", "no log, or it cannot be read");
-    this._take(piece);
-    this._hasEarlierFile = piece.has_earlier_file;
-    return this._show(piece.text, this._about(piece.size), true);
+    this._file = piece.file;
+    this._end = piece.end;
+    this._size = piece.size;
+    this._takeFirst(piece);
+    return this._show(piece.text, this._about(), true);
   }
 
   /** What was written since. A log that was put aside ends, and the present one is begun. */
@@ -81,18 +86,20 @@ export class LogView {
     if (piece.file !== this._file) return void this._open();
     if (piece.end > this._end) {
       this._end = piece.end;
-      this._show((this._text + piece.text).slice(-MOST), this._about(piece.size), true);
-    } else if (piece.has_earlier_file && !this._hasEarlierFile) {
+      this._size = piece.size;
+      this._show((this._text + piece.text).slice(-MOST), this._about(), true);
+    } else if (piece.is_aside) {
       this._open();
     }
   }
 
   async _earlier() {
     if (!this._file || byId("log-search").value) return;
-    const piece = this._start > 0 ? await this._ask("/api/log", { file: this._file, end: this._start }) : null;
-    if (!piece || piece.file !== this._file) return;
-    this._start = piece.start;
-    this._show((piece.text + this._text).slice(0, MOST), this._about(piece.size), false);
+    const more = this._start > 0 ? { file: this._firstFile, end: this._start } : { before_file: 1 };
+    const piece = await this._ask("/api/log", more);
+    if (!piece || (this._start > 0 && piece.file !== this._firstFile)) return;
+    this._takeFirst(piece);
+    this._show((piece.text + this._text).slice(0, MOST), this._about(), false);
   }
 
   async _search() {
@@ -105,14 +112,16 @@ export class LogView {
     return this._show(found.lines.join("\n"), `${shown}${found.num} lines in ${where}`, true);
   }
 
-  _take(piece) {
-    this._file = piece.file;
+  _takeFirst(piece) {
+    this._firstFile = piece.file;
     this._start = piece.start;
-    this._end = piece.end;
+    this._hasEarlierFile = piece.has_earlier_file;
   }
 
-  _about(size) {
-    return `${bytes(this._end - this._start)} of ${bytes(size)}${this._hasEarlierFile ? ", and an earlier file" : ""}`;
+  _about() {
+    const before = this._firstFile !== this._file ? " and the file before it" : this._hasEarlierFile ? ", and a file before it" : "";
+    const shown = this._firstFile === this._file ? this._end - this._start : this._end;
+    return `${bytes(shown)} of ${bytes(this._size)}${before}`;
   }
 
   _show(text, about, isAtEnd) {
@@ -121,7 +130,7 @@ export class LogView {
     this._text = text;
     setText(place, text);
     setText(byId("log-about"), about);
-    byId("log-earlier").disabled = this._start === 0;
+    byId("log-earlier").disabled = this._start === 0 && !this._hasEarlierFile;
     if (isAtEnd && (wasAtEnd || byId("log-follow").checked)) place.scrollTop = place.scrollHeight;
     else if (!isAtEnd) place.scrollTop += place.scrollHeight - before;
   }
