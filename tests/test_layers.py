@@ -279,7 +279,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "classify": {"collective/layers", "fleet", "strategy", "errors"},
     # command lines
+    "watch": {"monitor", "monitor/prometheus", "cgroups", "guard", "errors"},
+    "watch/dashboard": {"watch", "monitor", "guard", "errors"},
     "commands": {
+        "watch/dashboard",
         *TABLES,
         "worker/client",
         "collective/checkpoint",
@@ -304,11 +307,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "net",
         "errors",
     },
-    "watch": {"monitor", "monitor/prometheus", "cgroups", "guard", "errors"},
     "launch/machines": {"net", "errors"},
     "launch/endurance": {"role", "coordination", "worker/client", "net", "errors"},
     "launch": {
         "watch",
+        "watch/dashboard",
         "launch/machines",
         "launch/endurance",
         "role",

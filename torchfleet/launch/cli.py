@@ -22,6 +22,7 @@ from torchfleet.launch.clusters.job_options import (
 from torchfleet.launch.launchers import LAUNCHERS, launcher_of
 from torchfleet.net.keys import KeyFolder, keygen
 from torchfleet.watch.watchers import add_options as add_watching
+from torchfleet.watch.watchers import parse_with_ports
 
 _NOT_YET = ("heter_worker_num",)
 
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given and given[0] in SUBCOMMANDS:
             return _subcommand(given[0])(given[1:])
-        return _run(parser().parse_args(given))
+        return _run(parse_with_ports(parser(), given))
     except FleetError as error:
         say(f"fleetrun: {error}", file=sys.stderr)
         return 2
