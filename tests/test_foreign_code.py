@@ -61,6 +61,7 @@ EXCEPTIONS = {
     ("datasets.py", "fsspec.core.url_to_fs"): "a folder of Parquet files that the script names",
     ("online/listing.py", "fsspec.core.url_to_fs"): "a folder of data that the script names",
     ("storage.py", "fsspec.core.url_to_fs"): "a folder of saves: what arrives by message is checked before",
+    ("commands/profile/profile_command.py", "subprocess.Popen"): "fleetrun, with the user's own arguments",
     ("data/reading/pipe.py", "subprocess.Popen"): "with a shell: the pipe command is the user's own",
     ("data/reading/watchdog.py", "subprocess.run"): "a watchdog of our own",
     ("launch/cli.py", "importlib.import_module"): "sub-commands, in a table",

@@ -285,8 +285,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "classify": {"collective/layers", "fleet", "strategy", "errors"},
     # command lines
+    "commands/profile": {"tracing", "guard", "errors"},
     "commands": {
         *TABLES,
+        "commands/profile",
         "worker/client",
         "collective/checkpoint",
         "checkpoint",
