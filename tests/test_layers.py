@@ -285,10 +285,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "classify": {"collective/layers", "fleet", "strategy", "errors"},
     # command lines
+    "doctor": {"tables", "tables/settings", "net", "cgroups", "errors"},
     "commands/profile": {"tracing", "guard", "errors"},
     "commands": {
         *TABLES,
         "commands/profile",
+        "doctor",
         "worker/client",
         "collective/checkpoint",
         "checkpoint",
