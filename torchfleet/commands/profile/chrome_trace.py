@@ -54,18 +54,21 @@ class ChromeTrace:
         path.write_bytes(gzip.compress(data, 6) if path.suffix == ".gz" else data)
 
     def _events(self) -> Iterator[Event]:
-        handled = {(span.client, span.call) for part in self._parts for span in part.spans if span.kind == HANDLE}
+        linked = self._calls(REQUEST) & self._calls(HANDLE)  # a reply may come after the last step
         for part in self._parts:
             number = _number(part)
             yield _meta(number, "process_name", name=f"{part.name} ({part.host}, pid {part.pid})")
             yield _meta(number, "process_sort_index", sort_index=number)
-            yield from self._own_events(part, number, handled)
+            yield from self._own_events(part, number, linked)
             if part.name in self._torch:
                 shift = self.clocks[part.machine].ahead
                 first, last = min(s.start for s in part.spans), max(s.end for s in part.spans)
                 yield from self._torch[part.name].events(number, part.name, self.base + shift, first, last)
 
-    def _own_events(self, part: Part, number: int, handled: set[tuple[int, int]]) -> Iterator[Event]:
+    def _calls(self, kind: str) -> set[tuple[int, int]]:
+        return {(span.client, span.call) for part in self._parts for span in part.spans if span.kind == kind}
+
+    def _own_events(self, part: Part, number: int, linked: set[tuple[int, int]]) -> Iterator[Event]:
         seen: set[tuple[int, int]] = set()
         threads = _lanes(part.spans)
         for thread, name, order in sorted({(found[0], found[1], found[2]) for found in threads.values()}):
@@ -79,7 +82,7 @@ class ChromeTrace:
                 "dur": max(0.0, end - start), "args": {"step": span.trace, **span.more},
             }  # fmt: skip
             call = span.client, span.call
-            if call in handled and span.kind in (REQUEST, HANDLE) and call not in seen:
+            if call in linked and span.kind in (REQUEST, HANDLE) and call not in seen:
                 seen.add(call)  # a request that was sent again is handled again: one arrow
                 yield _arrow(span, number, thread, start)
 
