@@ -13,6 +13,13 @@ TUTORIALS = ROOT / "docs" / "tutorials"
 # What a page's commands print, and how large it has to be at least, each time that they print it.
 FIGURES = {
     "ten_minutes": (r"AUC (0\.\d+)", 0.80),
+    "criteo": (r"(?:test |^)AUC (0\.\d+)", 0.65),
+    "word_vectors": (r"total +([\d.]+) %", 95),
+    "streaming": (r"(?:07|08|09|10) \| auc (0\.\d+)", 0.6),
+    "collective": (r"accuracy (\d\.\d+)", 0.5),
+    "cluster": (r"job-clicks-(?:server|worker)\.yaml()", 0),
+    "gpus": (r"accuracy (\d\.\d+)", 0.9),
+    "serving": (r": \[(0\.\d+)", 0.7),
 }
 PAGES = sorted(page for page in TUTORIALS.glob("*.md") if page.stem != "README")
 
@@ -27,6 +34,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_can_be_followed(page: Path, folder: Path) -> None:
     printed = pages.follow(page, folder)
+    print(printed)
     pattern, least = FIGURES[page.stem]
     found = [float(figure) for figure in re.findall(pattern, printed)]
     assert found, printed

@@ -27,7 +27,7 @@ from support.scripts.launching import Forked, clean_environment
 from torchfleet.commands import command as fleet_command
 
 _BLOCK = re.compile(
-    r'^(?:<!-- (?P<how>not run|only): (?P<what>.+) -->\n)?```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$',
+    r'^(?:<!-- (?P<how>not run|only): (?P<what>[^\n]+) -->\n)?```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$',
     re.MULTILINE | re.DOTALL,
 )
 _NUMBER = re.compile(r"\d(?:[\d,.]*\d)?")
