@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import zmq
-from support.fleets import WAIT, Talk, assert_ok, keys_of, push_arrays, refusal, values_of
+from support.fleets import WAIT, ForkedServer, Talk, assert_ok, keys_of, push_arrays, refusal, values_of
 
 from torchfleet.errors import WireError
 from torchfleet.net.wire import (
@@ -344,7 +344,7 @@ def test_lies_about_sizes_cost_no_memory() -> None:
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[ServerProcess]:
-    with ServerProcess("tcp://127.0.0.1:0", "--max_table_bytes", str(1 << 22)) as process:
+    with ForkedServer("tcp://127.0.0.1:0", "--max_table_bytes", str(1 << 22)) as process:
         yield process
 
 

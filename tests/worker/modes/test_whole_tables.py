@@ -23,7 +23,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import jobs
-from support.fleets import Fleet, Talk, assert_ok, eighths, in_process, keys_of, refusal
+from support.fleets import Fleet, ForkedServer, Talk, assert_ok, eighths, in_process, keys_of, refusal
 from support.jobs import Part, Servers, one_worker, wait_until
 from support.lossy import Faults, Network
 
@@ -664,7 +664,7 @@ def test_every_thread_that_flushes_finds_its_changes_on_the_servers() -> None:
 def real_servers(num: int) -> Iterator[tuple[list[ServerProcess], Part, WholeTables]]:
     """Servers in processes, given up after two seconds without an answer, and a worker with a copy."""
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(ServerProcess()) for _ in range(num)]
+        processes = [stack.enter_context(ForkedServer()) for _ in range(num)]
         for process in processes:
             stack.callback(continue_again, process)
         places = tuple(process.endpoint.removeprefix("tcp://") for process in processes)
