@@ -194,7 +194,6 @@ def test_a_job_with_servers_goes_on_from_there(folder: str, tmp_path: Path) -> N
     trained(str(tmp_path / "whole"), 6)
     roles, places = ["--server_num", "2", "--worker_num", "1"], ["--load", f"{folder}/half", "--save", f"{folder}/full"]
     script = [str(SCRIPTS / "resuming.py"), "--first", "3", "--last", "6"]
-    # Real interpreters: fsspec reads where S3 is from the environment when it is imported.
     with forked_fleetrun(tmp_path / "log", *roles, *script, *places) as job:
         assert job.wait() == 0, job.output
     found, expected = (rows_of(place, f"{folder}/rows") for place in (f"{folder}/full", str(tmp_path / "whole")))

@@ -151,9 +151,11 @@ def _forget_signals() -> None:
 
 def _run(command: Sequence[str], paths: Sequence[str]) -> int:
     """The exit status of this command, and of those that it replaces itself by; in this process."""
+    import fsspec.config
     import numpy as np
 
     np.random.seed()
+    fsspec.config.set_conf_env(fsspec.config.conf)  # what it has read when it was imported was of another environment
     _stay_in_the_nursery()
     while True:
         try:

@@ -26,6 +26,7 @@ from support import jobs
 from support.fleets import Fleet, ForkedServer, Talk, assert_ok, eighths, in_process, keys_of, refusal
 from support.jobs import Part, Servers, one_worker, wait_until
 from support.lossy import Faults, Network
+from support.searches import examples
 
 import torchfleet as fleet
 from torchfleet.errors import FleetError, ModelError, ServerUnreachable, StrategyError, TableError
@@ -1137,7 +1138,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(ACTIONS)
 def test_changes_keep_their_account(actions: list[Any]) -> None:
     """Against sets: what a worker is owed is what others changed since the last reply that arrived and had it. Every
@@ -1177,7 +1178,7 @@ def test_changes_keep_their_account(actions: list[Any]) -> None:
         assert not any(owed[worker].values())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(ACTIONS, st.lists(st.integers(0, 3), min_size=60, max_size=60))
 def test_late_copies_of_requests_lose_nothing(actions: list[Any], copies: list[int]) -> None:
     """A copy of an old request may come at any time; its reply goes nowhere."""
