@@ -12,11 +12,6 @@ from typing import Any
 from torchfleet.monitor.notices import tell
 
 _PERIOD = 0.5  # seconds between two writes
-# Fields that torchfleet itself reports. Every other field of a worker's status is a metric of the script.
-KNOWN = (
-    *("role", "mode", "steps", "steps_per_s", "samples_per_s", "queue", "waiting", "requests", "errors", "busy"),
-    *("rows", "left", "staleness_dense", "staleness_sparse", "dropped", "backup", "deposed"),
-)
 
 
 class StatusFile:
