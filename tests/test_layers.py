@@ -298,9 +298,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "net",
         "errors",
     },
+    "watch": {"monitor", "cgroups", "guard", "errors"},
     "launch/machines": {"net", "errors"},
     "launch/endurance": {"role", "coordination", "worker/client", "net", "errors"},
     "launch": {
+        "watch",
         "launch/machines",
         "launch/endurance",
         "role",
@@ -317,6 +319,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch/clusters/on_ray": {"launch", "launch/endurance", "monitor", "net", "errors"},
     "launch/clusters/k8s": {"launch", "net", "guard", "errors"},
     "launch/clusters": {
+        "watch",
         "launch",
         "launch/machines",
         "launch/endurance",
@@ -332,7 +335,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
     },
     "launch/launchers": {"launch", "launch/clusters"},
-    "launch/cli": {"launch", "launch/launchers", "launch/clusters", "net", "guard", "errors"},
+    "launch/cli": {"watch", "launch", "launch/launchers", "launch/clusters", "net", "guard", "errors"},
     "launch/__main__": {"launch/cli"},
     "ray": {"launch/cli", "launch/launchers", "launch/clusters", "launch/clusters/on_ray", "errors"},
     "__init__": set(),  # loads its names when they are first used

@@ -56,7 +56,12 @@ def extra(name: str) -> str:
 
 def test_there_are_workflows_for_tests_wheels_documents_and_long_searches() -> None:
     commands = {workflow.stem: " ".join(step.get("run", "") for step in steps(workflow)) for workflow in WORKFLOWS}
-    asked = {"test": ["check"], "wheels": ["wheel"], "docs": ["docs"], "weekly": ["fuzz", "faults"]}
+    asked = {
+        "test": ["check"],
+        "wheels": ["wheel"],
+        "docs": ["docs"],
+        "weekly": ["fuzz", "faults", "test-long", "test-clusters"],
+    }
     assert set(commands) == set(asked)
     for workflow, wanted in asked.items():
         assert [target for target in wanted if f"make {target}" not in commands[workflow]] == [], workflow

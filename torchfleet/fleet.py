@@ -28,7 +28,6 @@ from torchfleet.job.arguments import (
 from torchfleet.job.protocol import Job
 from torchfleet.job.ps_job import NO_SERVER, NO_WORKER, ParameterServerJob
 from torchfleet.job.worker_role import WorkerRole
-from torchfleet.monitor.status import KNOWN
 from torchfleet.monitor.stop_request import end_with_save
 from torchfleet.role import SERVER, PaddleCloudRoleMaker, RoleInfo
 from torchfleet.storage import Storage
@@ -365,9 +364,6 @@ def flush() -> None:
 
 def report(**metrics: float) -> None:
     """Numbers (loss, auc, ...) for the launcher's display."""
-    taken = sorted(set(metrics) & set(KNOWN))
-    if taken:
-        raise FleetError(f"fleet.report: {', '.join(taken)} is what torchfleet itself reports; choose another name")
     _any_job(NO_WORKER).report({name: metric(name, value) for name, value in metrics.items()})
 
 

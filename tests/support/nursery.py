@@ -151,9 +151,11 @@ def _forget_signals() -> None:
 
 def _run(command: Sequence[str], paths: Sequence[str]) -> int:
     """The exit status of this command, and of those that it replaces itself by; in this process."""
+    import fsspec.config
     import numpy as np
 
     np.random.seed()
+    fsspec.config.set_conf_env(fsspec.config.conf)  # what it has read when it was imported was of another environment
     _stay_in_the_nursery()
     while True:
         try:
@@ -255,6 +257,22 @@ def _import() -> None:
 
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports more than one would think
     torch.set_num_threads(1)
+    _load_kernels()
+
+
+def _load_kernels() -> None:
+    """The first kernel of a process makes numba import half a second's worth of modules; the others are loaded, too."""
+    import numpy as np
+    from support.fleets import Talk
+
+    from torchfleet.server.server import Server
+    from torchfleet.tables.settings.spec import Rule, TableSpec
+
+    talk, keys = Talk(Server(1 << 22)), np.arange(8, dtype=np.uint64)
+    for rule in ("sgd", "adagrad", "adam"):
+        spec = TableSpec(rule, dim=2, rule=Rule(rule))
+        talk.create(spec)
+        talk.push(spec, keys, talk.pull(spec, keys))
 
 
 def _serve(fd: int) -> None:

@@ -253,7 +253,7 @@ class CollectiveJob(JobSettings):
             "steps": steps,
             "steps_per_s": steps / seconds,
             "samples_per_s": samples / seconds,
-            **self._reported,
+            "metrics": dict(self._reported),
         }
 
     def save(self, dirname: str, extra: Mapping[str, Any] | None, asynchronous: bool = False) -> int:

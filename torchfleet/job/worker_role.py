@@ -341,5 +341,5 @@ class WorkerRole:
             "queue": stats["queue"],
             "waiting": self._waiting_share(),
             "left": self._left,
-            **self._reported,
+            "metrics": dict(self._reported),
         }

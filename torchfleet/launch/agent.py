@@ -15,8 +15,8 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
 
-from torchfleet.launch.display import Display
 from torchfleet.launch.job_spec import JobSpec, Task
+from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.machines.rendezvous import Rendezvous
 from torchfleet.launch.processes import Process, end_all
 from torchfleet.monitor.stop_request import REQUEUE
@@ -113,7 +113,7 @@ class Tail:
 class Agent(LocalElasticAgent):
     """Starts the ranks, watches them and restarts them, as torch's agent does, and shows what happens."""
 
-    def __init__(self, job: JobSpec, num_ranks: int, logs: RankLogs, rendezvous: Rendezvous, display: Display) -> None:
+    def __init__(self, job: JobSpec, num_ranks: int, logs: RankLogs, rendezvous: Rendezvous, watch: JobWatch) -> None:
         command = ("-c", _BEFORE_THE_SCRIPT, *job.command)
         arguments = tuple(argument.replace("$", "$$") for argument in command)  # torch expands macros after a $
         spec = WorkerSpec(
@@ -121,7 +121,7 @@ class Agent(LocalElasticAgent):
             max_restarts=job.max_restart, monitor_interval=0.1,
         )  # fmt: skip
         super().__init__(spec, logs)
-        self._rendezvous_handler, self._display, self._logs = rendezvous, display, logs
+        self._rendezvous_handler, self._watch, self._logs = rendezvous, watch, logs
         self._ranks: list[Rank] = []
         self._tail: Tail | None = None
         self.failure = ""  # why the job ended
@@ -143,16 +143,16 @@ class Agent(LocalElasticAgent):
             # Other ranks fail with errors of their own when one is killed: the killed one is the cause.
             self._fail(next((rank for rank in failed if (rank.returncode or 0) < 0), failed[0]))
         self._echo()
-        self._display.show(self._ranks)
+        self._watch.show(self._ranks)
         result = cast(RunResult, super()._monitor_workers(worker_group))
         if result.state == WorkerState.SUCCEEDED:
             self._echo(is_last=True)
-            self._display.show_end(self._ranks)
+            self._watch.show_end(self._ranks)
         return result
 
     def _fail(self, rank: Rank) -> None:
         self._end_ranks()
-        report, most = self._display.report, self._worker_group.spec.max_restarts
+        report, most = self._watch.report, self._worker_group.spec.max_restarts
         what = f"{rank.task.name} {rank.ending}"
         if self._remaining_restarts:
             report(f"[fleetrun] {what}; starting all ranks again ({most - self._remaining_restarts + 1} of {most})")
@@ -165,7 +165,7 @@ class Agent(LocalElasticAgent):
     def _echo(self, is_last: bool = False) -> None:
         """Show the new output of the first rank of this machine."""
         for line in self._tail.lines(is_last) if self._tail else ():
-            self._display.report(f"[{self._ranks[0].task.name}] {line}")
+            self._watch.report(f"[{self._ranks[0].task.name}] {line}")
 
     def _end_ranks(self) -> None:
         """End the ranks and their children within seconds. Signals that arrive meanwhile wait."""

@@ -21,6 +21,7 @@ from torchfleet.launch.clusters.job_options import (
 )
 from torchfleet.launch.launchers import LAUNCHERS, launcher_of
 from torchfleet.net.keys import KeyFolder, keygen
+from torchfleet.watch.watchers import add_options as add_watching
 
 _NOT_YET = ("heter_worker_num",)
 
@@ -56,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     add_counts(made)
     for launcher in LAUNCHERS.values():
         launcher.add_options(made)
+    add_watching(made)
     made.add_argument(
         "--log_dir",
         default="log",
@@ -98,6 +100,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FleetError as error:
         say(f"fleetrun: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `fleetrun --dry_run ... | head`: Python would fail again when it flushes stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -109,7 +114,7 @@ def _run(options: argparse.Namespace) -> int:
     check(options)
     job = job_spec_of(options)
     if options.dry_run:
-        print("\n".join(launcher.describe(job, options)))
+        print("\n".join(launcher.describe(job, options)), flush=True)
         return 0
     return launcher.run(job, options)
 

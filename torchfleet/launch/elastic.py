@@ -13,8 +13,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from torchfleet.launch import roles
 from torchfleet.launch.agent import SIGNALS, Agent, RankLogs
-from torchfleet.launch.display import Display
 from torchfleet.launch.job_spec import JobSpec
+from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.machines.rendezvous import ElasticRendezvous, FixedRendezvous, Rendezvous
 from torchfleet.launch.machines.stores import Report, StoreAddress
 from torchfleet.launch.rank_plan import RankPlan
@@ -34,23 +34,23 @@ def run(job: JobSpec, plan: RankPlan, log_dir: Path) -> int:
     _quiet_torch()
     for name in [name for name in os.environ if name in _ROLE_NAMES or name.startswith(_ROLES)]:
         del os.environ[name]
-    display = Display()
+    watch = JobWatch(job, log_dir)
     try:
-        return _run(job, plan, log_dir, display)
+        return _run(job, plan, log_dir, watch)
     except RendezvousError as error:
-        display.report(f"[fleetrun] the job ends: {error}")
+        watch.report(f"[fleetrun] the job ends: {error}")
         return 1
     except SignalException as stopped:
-        display.report(f"[fleetrun] {stopped.sigval.name}: ended all ranks; logs in {log_dir}")
+        watch.report(f"[fleetrun] {stopped.sigval.name}: ended all ranks; logs in {log_dir}")
         return 128 + int(stopped.sigval)
     finally:
-        display.close()
+        watch.close()
 
 
-def _run(job: JobSpec, plan: RankPlan, log_dir: Path, display: Display) -> int:
-    rendezvous = _rendezvous(plan, display.report)
+def _run(job: JobSpec, plan: RankPlan, log_dir: Path, watch: JobWatch) -> int:
+    rendezvous = _rendezvous(plan, watch.report)
     logs = RankLogs(log_dir, plan.environment, rendezvous)
-    agent = Agent(job, plan.num_ranks, logs, rendezvous, display)
+    agent = Agent(job, plan.num_ranks, logs, rendezvous, watch)
     try:
         result = agent.run()
     except SignalException as stopped:
@@ -58,12 +58,12 @@ def _run(job: JobSpec, plan: RankPlan, log_dir: Path, display: Display) -> int:
             rendezvous.end(_on_this_machine(plan, f"stopped by {stopped.sigval.name}"))
         raise
     if result is None:  # torch returns None on a machine that came when there were enough
-        display.report(f"[fleetrun] the job has finished with {plan.max_machines} other machines")
+        watch.report(f"[fleetrun] the job has finished with {plan.max_machines} other machines")
     elif result.is_failed():
         rendezvous.end(_on_this_machine(plan, agent.failure))
         return REQUEUE if agent.wants_requeue else 1
     rendezvous.shutdown()
-    display.report(f"[fleetrun] finished; logs in {log_dir}")
+    watch.report(f"[fleetrun] finished; logs in {log_dir}")
     return 0
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol
 from torchfleet.errors import RoleError
 from torchfleet.monitor.log_file import DEFAULT_BYTES
 from torchfleet.net.private_jobs import Way
+from torchfleet.watch.watchers import Watching
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class JobSpec:
     address_book: str | None = None  # of servers that a cluster may start again elsewhere
     insecure: bool = False
     max_log_bytes: int = DEFAULT_BYTES  # of one file; there are at most two of a process
+    watching: Watching = field(default_factory=Watching)
 
     @property
     def environment(self) -> dict[str, str]:

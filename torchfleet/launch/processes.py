@@ -68,6 +68,8 @@ class Output:
 class Process:
     """A task that was started, its log and its status file."""
 
+    num_restarts = 0
+
     def __init__(
         self,
         task: Task,
@@ -82,7 +84,6 @@ class Process:
         self.task, self._command, self._report, self._echo = task, list(command), report, echo
         self.log, self._max_log_bytes = log_dir / task.log_name, max_log_bytes
         self.status_file = log_dir / f".status.{task.role}.{task.file_name}"
-        self.num_restarts = 0
         self._start(append)
 
     def _start(self, append: bool) -> None:

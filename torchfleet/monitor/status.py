@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,6 @@ from typing import Any
 from torchfleet.monitor.notices import tell
 
 _PERIOD = 0.5  # seconds between two writes
-# Fields that torchfleet itself reports. Every other field of a worker's status is a metric of the script.
-KNOWN = (
-    *("role", "mode", "steps", "steps_per_s", "samples_per_s", "queue", "waiting", "requests", "errors", "busy"),
-    *("rows", "left", "staleness_dense", "staleness_sparse", "dropped", "backup", "deposed"),
-)
 
 
 class StatusFile:
@@ -25,20 +21,26 @@ class StatusFile:
     def __init__(self, path: str | None, make: Callable[[], dict[str, Any]]) -> None:
         self._path, self._make = path, make
         self._next, self._has_told = 0.0, False
+        self._one = threading.Lock()  # the training thread writes it, and others beside it
 
     def write(self, now: bool = False) -> None:
         """Write the status if a period has passed since the last time, or at once. A reader never sees half of it.
 
         A status that cannot be written, as on a full disk, is told once on stderr: training goes on without.
         """
-        if self._path is None or (not now and time.monotonic() < self._next):
+        if self._path is None:
             return
-        self._next = time.monotonic() + _PERIOD
-        unfinished = f"{self._path}.part"
+        with self._one:
+            if now or time.monotonic() >= self._next:
+                self._next = time.monotonic() + _PERIOD
+                self._replace(self._path)
+
+    def _replace(self, path: str) -> None:
+        unfinished = f"{path}.part"
         try:
             Path(unfinished).write_text(json.dumps(self._make()))
-            os.replace(unfinished, self._path)
+            os.replace(unfinished, path)
         except OSError as error:
             if not self._has_told:
                 self._has_told = True
-                tell(f"the status file {self._path} cannot be written: {error}. This process goes on without it.")
+                tell(f"the status file {path} cannot be written: {error}. This process goes on without it.")

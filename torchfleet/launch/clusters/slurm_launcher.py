@@ -15,10 +15,10 @@ from torchfleet.launch.clusters.foreground import Ending, asks_blocked, run_chil
 from torchfleet.launch.clusters.member import read_role
 from torchfleet.launch.clusters.slurm_meeting import SlurmMeeting
 from torchfleet.launch.clusters.slurm_step import SlurmStep, read_step
-from torchfleet.launch.display import Display
 from torchfleet.launch.endurance.durability import durability_variables
 from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
+from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.processes import Process
 from torchfleet.launch.rank_launcher import RankLauncher
 from torchfleet.launch.server_launcher import server_bounds
@@ -116,7 +116,7 @@ def _run_role(job: JobSpec, options: argparse.Namespace, step: SlurmStep, meetin
     try:
         child = Process(task, job.command, meeting.folder, print, is_shown, max_log_bytes=job.max_log_bytes)
         ending = Ending()
-        with _display(step, meeting.folder, num_servers, num_workers) as show:
+        with _display(job, step, meeting.folder, num_servers, num_workers) as show:
             status = run_child(child, ending, show)
     finally:
         meeting.remove_keys()
@@ -143,18 +143,20 @@ class _Role(Process):
 
 
 @contextlib.contextmanager
-def _display(step: SlurmStep, folder: Path, num_servers: int, num_workers: int) -> Iterator[Callable[[], None]]:
+def _display(
+    job: JobSpec, step: SlurmStep, folder: Path, num_servers: int, num_workers: int
+) -> Iterator[Callable[[], None]]:
     """What shows the table of all roles; nothing but in a first task that has a terminal (srun --pty)."""
     if step.rank or not sys.stdout.isatty():
         yield lambda: None
         return
     counts = (("server", num_servers), ("worker", num_workers))
     roles = [_Role(role, index, folder) for role, num in counts for index in range(num)]
-    display = Display()
+    watch = JobWatch(job, folder)
     try:
-        yield lambda: display.show(roles)
+        yield lambda: watch.show(roles)
     finally:
-        display.close()
+        watch.close()
 
 
 def _counts(job: JobSpec, step: SlurmStep) -> tuple[int, int]:
