@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-gpu test-clusters test-long quick check docs wheel bench fuzz faults chaos clean
+.PHONY: setup demo test test-gpu test-clusters test-long test-install quick check docs wheel bench fuzz faults chaos clean
 
 setup: $(VENV)/.done
 
@@ -34,6 +34,10 @@ test-clusters: setup
 # What takes most of a minute or more each; a workflow runs them every week.
 test-long: setup
 	$(RUN) -m pytest -m long -n 2 --dist loadgroup
+
+# The first tutorial in an empty virtual environment, outside the repository: pip fetches torch.
+test-install: setup
+	$(RUN) -m pytest -m install -n 0
 
 # Without whole fleets and ranks, and without what takes more than ten seconds: four fifths of the tests.
 FLEETS := integration examples launch benchmarks collective ecosystem
