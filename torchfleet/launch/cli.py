@@ -107,6 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FleetError as error:
         say(f"fleetrun: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `fleetrun --dry_run ... | head`: Python would fail again when it flushes stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -118,7 +121,7 @@ def _run(options: argparse.Namespace) -> int:
     check(options)
     job = job_spec_of(options)
     if options.dry_run:
-        print("\n".join(launcher.describe(job, options)))
+        print("\n".join(launcher.describe(job, options)), flush=True)
         return 0
     return launcher.run(job, options)
 
