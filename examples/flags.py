@@ -12,16 +12,19 @@ from torchfleet.options import HelpFormatter
 MODES = ["sync", "half_async", "async", "geo", "hybrid"]
 
 
-def parser_of(doc: str | None, epochs: int, batch_size: int, lr: float, geo_lr: float) -> argparse.ArgumentParser:
-    """The flags of training; an example adds those of its data and its model."""
+def parser_of(
+    doc: str | None, epochs: int, batch_size: int, lr: float, geo_lr: float | None
+) -> argparse.ArgumentParser:
+    """The flags of training; an example adds those of its data and model. Without a `geo_lr` there is no geo mode."""
+    modes = [mode for mode in MODES if mode != "geo" or geo_lr is not None]
+    rates = f"{lr:g}" if geo_lr is None else f"{lr:g} for Adagrad, {geo_lr:g} for geo's SGD"
     parser = argparse.ArgumentParser(description=doc, formatter_class=HelpFormatter)
-    parser.add_argument("--mode", default="async", choices=MODES, help="when gradients travel")
-    parser.add_argument("--k_steps", type=int, default=20, help="steps between two exchanges in geo mode")
+    parser.add_argument("--mode", default="async", choices=modes, help="when gradients travel")
+    if geo_lr is not None:
+        parser.add_argument("--k_steps", type=int, default=20, help="steps between two exchanges in geo mode")
     parser.add_argument("--epochs", type=int, default=epochs, help="passes over the data")
     parser.add_argument("--batch_size", type=int, default=batch_size, help="samples of a step, of each worker")
-    parser.add_argument(
-        "--lr", type=float, help=f"learning rate (default: {lr:g} for Adagrad, {geo_lr:g} for geo's SGD)"
-    )
+    parser.add_argument("--lr", type=float, help=f"learning rate (default: {rates})")
     parser.add_argument("--save", help="a folder to save the model to")
     parser.add_argument("--seed", type=int, default=0, help="of the data, of first values and of the order of samples")
     parser.set_defaults(rates=(lr, geo_lr))

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of(__doc__, epochs=2, batch_size=256, lr=0.05, geo_lr=0.5)
+    parser = parser_of(__doc__, epochs=1, batch_size=256, lr=0.05, geo_lr=None)
     parser.add_argument("--dim", type=int, default=8, help="numbers in a vector")
     add_options(parser)
     return parsed(parser)

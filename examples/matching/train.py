@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of(__doc__, epochs=2, batch_size=128, lr=0.1, geo_lr=1.0)
+    parser = parser_of(__doc__, epochs=2, batch_size=128, lr=0.1, geo_lr=5.0)
     parser.add_argument("--dim", type=int, default=16, help="numbers in a vector")
     parser.add_argument("--margin", type=float, default=0.3, help="by how much the right title must be nearer")
     parser.add_argument("--data", help="a file of pairs, in place of made-up ones")
