@@ -21,6 +21,7 @@ from torchfleet.launch.clusters.job_options import (
 )
 from torchfleet.launch.launchers import LAUNCHERS, launcher_of
 from torchfleet.net.keys import KeyFolder, keygen
+from torchfleet.watch.watchers import add_options as add_watching
 
 _NOT_YET = ("heter_worker_num",)
 
@@ -56,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     add_counts(made)
     for launcher in LAUNCHERS.values():
         launcher.add_options(made)
+    add_watching(made)
     made.add_argument(
         "--log_dir",
         default="log",
