@@ -23,19 +23,26 @@ def split(columns: Columns, held_out: float = 0.1) -> tuple[Columns, Columns]:
     return first, {name: column[cut:] for name, column in columns.items()}
 
 
-def batches(columns: Columns, batch_size: int, worker: int, num_workers: int, seed: int) -> Iterator[Columns]:
+class Batches:
     """A worker's share, in an order of its own; all workers get as many batches, as sync mode needs."""
-    num = num_samples(columns) // num_workers // batch_size
-    if not num:
-        raise SystemExit(
-            f"{num_samples(columns)} samples are not a batch of {batch_size} for each of {num_workers} workers: "
-            "give more samples or a smaller --batch_size"
-        )
-    own = np.arange(worker, num_samples(columns), num_workers)
-    order = np.random.default_rng([seed, worker]).permutation(own)
-    for start in range(0, num * batch_size, batch_size):
-        at = torch.from_numpy(order[start : start + batch_size])
-        yield {name: column[at] for name, column in columns.items()}
+
+    def __init__(self, columns: Columns, batch_size: int, worker: int, num_workers: int, seed: int) -> None:
+        num = num_samples(columns) // num_workers // batch_size
+        if not num:
+            raise SystemExit(
+                f"{num_samples(columns)} samples are not a batch of {batch_size} for each of {num_workers} workers: "
+                "give more samples or a smaller --batch_size"
+            )
+        own = np.arange(worker, num_samples(columns), num_workers)
+        order = np.random.default_rng([seed, worker]).permutation(own)[: num * batch_size]
+        self._columns, self._places = columns, torch.from_numpy(order).split(batch_size)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Columns]:
+        for places in self._places:
+            yield {name: column[places] for name, column in self._columns.items()}
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import torchfleet as fleet
-from examples.columns import Columns, batches
+from examples.columns import Batches, Columns
 
 
 def train(
@@ -21,8 +21,8 @@ def train(
     When it returns, the updates of all workers are with the servers, and the network is here as they have left it.
     """
     losses: list[float] = []
-    for epoch in range(options.epochs):
-        own = batches(columns, options.batch_size, fleet.worker_index(), fleet.worker_num(), options.seed + epoch)
+    for epoch in fleet.epochs(options.epochs):
+        own = Batches(columns, options.batch_size, fleet.worker_index(), fleet.worker_num(), options.seed + epoch)
         for step, batch in enumerate(
             fleet.prefetch(own)
         ):  # asks for the rows of the next batch while this one computes

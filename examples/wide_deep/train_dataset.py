@@ -60,7 +60,7 @@ def train(model: torch.nn.Module, optimizer: Any, own: Path, options: argparse.N
     def step(batch: Any) -> dict[str, torch.Tensor]:
         return {"loss": F.binary_cross_entropy_with_logits(model(batch), batch["label"].view(-1).float())}
 
-    for epoch in range(options.epochs):
+    for epoch in fleet.epochs(options.epochs):
         if options.dataset == "memory":
             data.global_shuffle(options.seed + epoch)  # among all workers
         result = fleet.train_from_dataset(step, data, optimizer, print_period=50)

@@ -17,7 +17,7 @@ from support.paths import ROOT
 from support.scripts.launching import forked_fleetrun
 from torch.nn import functional as F
 
-from examples.columns import Columns, batches
+from examples.columns import Batches, Columns
 from torchfleet.tables.sparse_table import SparseTable
 from torchfleet.worker.lookup.embedding import SparseEmbedding
 
@@ -89,7 +89,7 @@ def train_plain(
     seed: int = 0,
 ) -> None:
     """One pass in one process: a step is made with the mean of the workers' losses."""
-    own = [batches(columns, batch_size, worker, WORKERS, seed) for worker in range(WORKERS)]
+    own = [Batches(columns, batch_size, worker, WORKERS, seed) for worker in range(WORKERS)]
     for together in zip(*own, strict=True):
         optimizer.zero_grad()
         torch.stack([loss_of(model, batch) for batch in together]).mean().backward()
@@ -111,7 +111,7 @@ def assert_trained_as_by_torch(
     """
 
     def work(part: jobs.Part) -> None:
-        for batch in batches(columns, batch_size, part.index, WORKERS, seed=0):
+        for batch in Batches(columns, batch_size, part.index, WORKERS, seed=0):
             loss_of(part.model, batch).backward()
             part.optimizer.step()
             part.optimizer.zero_grad()
