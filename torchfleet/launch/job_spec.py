@@ -46,10 +46,13 @@ class JobSpec:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables by which servers and workers find keys or sockets, or learn that they go without."""
+        """The variables by which servers and workers find keys or sockets, or learn that they go without, and how much
+        they are to tell."""
         variables = {"FLEET_KEY_DIR": str(Path(self.key_dir).absolute())} if self.key_dir else {}
         if self.socket_dir:
             variables["FLEET_SOCKET_DIR"] = self.socket_dir
+        if self.watching.verbose:
+            variables["FLEET_VERBOSE"] = "1"
         return {**variables, "FLEET_INSECURE": "1"} if self.insecure else variables
 
     def resources_of(self, role: str) -> Resources:

@@ -109,7 +109,7 @@ def _with_log(server: Server, options: argparse.Namespace) -> DurableServer | Se
     if not options.log_store:
         raise FleetError("--durability log needs a folder for the log: give --log_store DIR, or FLEET_LOG_STORE")
     durability = Durability(Path(options.log_store), options.fsync_ms)
-    return go_on(server, durability, speaker("server")) or begin_log(server, durability)
+    return go_on(server, durability, speaker()) or begin_log(server, durability)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -133,7 +133,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"torchfleet server: {error}", file=sys.stderr)
         return 2
     print(f"listening on {listener.endpoint}", flush=True)
-    server.state.say = speaker("server")
+    server.state.say = speaker()
 
     def is_over() -> bool:
         server.state.load.look()

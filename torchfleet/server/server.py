@@ -11,6 +11,7 @@ from torchfleet.errors import FleetError, PermissionRefused, ServerBusy, ServerL
 from torchfleet.monitor.notices import tell
 from torchfleet.net.request import Request
 from torchfleet.net.transport import Peer
+from torchfleet.net.unread import size_of
 from torchfleet.net.wire import (
     ERROR,
     OK,
@@ -39,6 +40,7 @@ from torchfleet.tables.rows import memory
 
 MAX_TEXT = 2000
 ORPHAN_TIMEOUT = 1800.0
+_KNOWN = frozenset(Command)
 
 
 class Server:
@@ -78,6 +80,7 @@ class Server:
     def handle(self, peer: Peer, frames: Sequence[Frame], role: Role | None) -> list[tuple[Peer, list[Frame]]]:
         """Take one request; returns all replies that are ready now, among them those of earlier requests."""
         self.state.num_requests += 1
+        self.state.bytes_in += size_of(frames)
         try:
             message = decode(frames)
             self._check_place(message)
@@ -85,6 +88,7 @@ class Server:
             broken = Request(Message(Command.PING, call=call_of(frames)), peer, version=version_of(frames))
             self.state.finish(broken, error)
             return self._replies()
+        self.state.num_by_command[message.command if message.command in _KNOWN else 0] += 1
         proved = message.role if role is None else role
         self.answer(Request(message, peer, self.state.now(), proved, frames=frames))
         return self._replies()
@@ -273,7 +277,9 @@ class Server:
 
     def _replies(self) -> list[tuple[Peer, list[Frame]]]:
         finished, self.state.finished = self.state.finished, []
-        return [(request.peer, self._reply(request, result)) for request, result in finished]
+        replies = [(request.peer, self._reply(request, result)) for request, result in finished]
+        self.state.bytes_out += sum(size_of(frames) for _, frames in replies)
+        return replies
 
     def _reply(self, request: Request, result: Answer | FleetError) -> list[Frame]:
         message = request.message

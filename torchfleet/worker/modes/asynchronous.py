@@ -130,7 +130,8 @@ class Async(Communicator):
             self._threads.join(timeout=10)
 
     def stats(self) -> dict[str, Any]:
-        return {**super().stats(), "queue": self._queue.qsize(), "pushes": self._num_sent, "merged": self._num_merged}
+        sent = {"pushes": self._num_sent, "merged": self._num_merged}
+        return {**super().stats(), "queue": self._queue.qsize(), "queue_size": self._queue.maxsize, **sent}
 
     def _send_loop(self, client: Client) -> None:
         while not self._ending.is_set():
