@@ -54,21 +54,21 @@ class StatusFile:
         if (self._path is None and self._port is None) or (not now and time.monotonic() < self._next):
             return
         with self._one:
-            if now or time.monotonic() >= self._next:
+            if now or time.monotonic() >= self._next:  # another thread may have written it meanwhile
                 self._next = time.monotonic() + _PERIOD
-                self._make_known({**self._make(), **self._process()})
+                self._tell({**self._make(), **self._process()})
+
+    def _tell(self, status: dict[str, Any]) -> None:
+        if self._port is not None:
+            self._port.publish(status)
+        if self._path is not None:
+            self._write_file(self._path, status)
 
     def close(self) -> None:
         """The port is given back; the file stays for its reader."""
         port, self._port = self._port, None
         if port is not None:
             port.close()
-
-    def _make_known(self, status: dict[str, Any]) -> None:
-        if self._port is not None:
-            self._port.publish(status)
-        if self._path is not None:
-            self._write_file(self._path, status)
 
     def _write_file(self, path: str, status: dict[str, Any]) -> None:
         unfinished = f"{path}.part"
