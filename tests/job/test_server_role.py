@@ -105,6 +105,6 @@ def test_a_server_that_never_comes_is_waited_for_aloud_and_named_in_the_end(
 
 
 def test_the_rows_that_the_launcher_shows_are_those_of_sparse_tables(role: ServerRole) -> None:
-    status = ServerStatus(None, role._server.state, None)._make()
+    status = ServerStatus(RoleInfo(), role._server.state, None)._make()
     assert status["rows"] == dict.fromkeys(jobs.TABLES, 0)
     assert {name for name, table in status["tables"].items() if table["kind"] != "dense"} == set(jobs.TABLES)

@@ -81,8 +81,18 @@ class Job(Protocol):
         """Whether this process is to save and to end, because a scheduler has asked the job to."""
         ...
 
-    def stop(self) -> None:
-        """This process has done its part."""
+    @property
+    def num_steps(self) -> int:
+        """Steps that this worker, or rank, has made."""
+        ...
+
+    @property
+    def changed_settings(self) -> dict[str, Any]:
+        """The settings of the strategy that are not the default."""
+        ...
+
+    def stop(self) -> dict[str, Any]:
+        """This process has done its part. Returns its last statistics, with a field `worker`."""
         ...
 
     @property
