@@ -8,7 +8,9 @@ import os
 import resource
 import socket
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,24 @@ class TestStatusFile:
             file.write(now=True)
             assert path.stat().st_ino != Path(f"/proc/self/fd/{opened_before.fileno()}").stat().st_ino
             assert len(json.load(opened_before)["text"]) == 100_000
+        assert [found.name for found in tmp_path.iterdir()] == ["status"]
+
+    def test_threads_that_write_at_the_same_time_write_one_after_the_other(self, tmp_path: Path) -> None:
+        inside, most = [0], [0]
+
+        def make() -> dict[str, Any]:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            time.sleep(0.002)
+            inside[0] -= 1
+            return {"text": "x" * 1000}
+
+        file = StatusFile(str(tmp_path / "status"), make)
+        with ThreadPoolExecutor(4) as pool:
+            for written in [pool.submit(file.write, now=True) for _ in range(20)]:
+                written.result(10)
+        assert most == [1]
+        assert not file._has_told, "a write failed: another thread had taken its unfinished file away"
         assert [found.name for found in tmp_path.iterdir()] == ["status"]
 
     def test_one_that_fails_while_it_is_made_leaves_the_old_one(self, tmp_path: Path) -> None:

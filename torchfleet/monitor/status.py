@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,7 @@ class StatusFile:
     def __init__(self, path: str | None, make: Callable[[], dict[str, Any]], port: Port | None = None) -> None:
         self._path, self._make, self._port = path, make, port
         self._next, self._has_told = 0.0, False
+        self._one = threading.Lock()  # the training thread writes it, and others beside it
         self._host = socket.gethostname()
 
     def step_made(self) -> None:
@@ -51,8 +53,12 @@ class StatusFile:
         """
         if (self._path is None and self._port is None) or (not now and time.monotonic() < self._next):
             return
-        self._next = time.monotonic() + _PERIOD
-        status = {**self._make(), **self._process()}
+        with self._one:
+            if now or time.monotonic() >= self._next:  # another thread may have written it meanwhile
+                self._next = time.monotonic() + _PERIOD
+                self._tell({**self._make(), **self._process()})
+
+    def _tell(self, status: dict[str, Any]) -> None:
         if self._port is not None:
             self._port.publish(status)
         if self._path is not None:

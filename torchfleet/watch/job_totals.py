@@ -131,6 +131,7 @@ def _progress(statuses: Sequence[dict[str, Any]]) -> Progress | None:
         is_through = found["epoch"] > epoch or status.get("left")
         done += of_all if is_through and of_all else found["done"]
         total = -1 if of_all is None or total < 0 else total + of_all
-    etas = [found["eta_s"] for found in open_ if "eta_s" in found]
+    counted = [found for found in open_ if found["epoch"] == epoch or "epochs" in found]
+    etas = [found["eta_s"] for found in counted if "eta_s" in found]
     share = min(1.0, done / total) if total > 0 else None
     return Progress(epoch, last.get("epochs"), share, done, last["unit"], max(etas, default=None))

@@ -48,6 +48,8 @@ class PlainLines:
 def job_line(snapshot: JobSnapshot) -> str:
     """The job as it is now; empty while there is nothing to tell."""
     totals, parts = totals_of(snapshot), []
+    if not (totals.samples or totals.metrics or totals.rows):
+        return ""
     if totals.progress is not None:
         parts.append(totals.progress.text)
     if totals.samples:
