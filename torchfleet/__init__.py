@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchfleet import data, metrics, nn, online, ray, util
+    from torchfleet import data, lightning, metrics, nn, notebook, online, ray, transformers, util
     from torchfleet.collective.pipeline.stages import device_guard
     from torchfleet.data.reading.criteo import CriteoFormat
     from torchfleet.data.reading.generator import MultiSlotDataGenerator, MultiSlotStringDataGenerator
@@ -118,10 +118,12 @@ __all__ = [
     "is_first_worker",
     "is_server",
     "is_worker",
+    "lightning",
     "load",
     "load_inference_model",
     "metrics",
     "nn",
+    "notebook",
     "online",
     "prefetch",
     "prepare",
@@ -145,6 +147,7 @@ __all__ = [
     "stop_worker",
     "to_plain",
     "train_from_dataset",
+    "transformers",
     "util",
     "whole_tables",
     "worker_endpoints",
@@ -152,7 +155,7 @@ __all__ = [
     "worker_num",
 ]
 
-_MODULES = ("data", "metrics", "nn", "online", "ray", "util")
+_MODULES = ("data", "lightning", "metrics", "nn", "notebook", "online", "ray", "transformers", "util")
 _ELSEWHERE = {
     "BuildStrategy": "strategy.execution",
     "CountFilterEntry": "tables.settings.policy",

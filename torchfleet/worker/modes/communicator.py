@@ -219,7 +219,8 @@ class Communicator(ABC):
     def _write(self, values: Dense) -> None:
         if self.has_threads and _is_older(values.versions, self._versions):
             return  # another thread's reply came in before this one
-        self._versions = {**self._versions, **values.versions}
+        others = {name: known for name, known in self._versions.items() if name not in values}
+        self._versions = {**others, **values.versions}  # of a value that came without one, none is known any more
         for group in self._plan.dense:
             if group.spec.name in values:
                 group.write(values[group.spec.name], unnoticed=self.has_threads)
