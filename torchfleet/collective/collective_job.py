@@ -174,7 +174,7 @@ class CollectiveJob(JobSettings):
         for strategy in self.strategies:
             inner = strategy.optimizer(inner, self.names)
         self.optimizer = CollectiveOptimizer(optimizer, inner, self.strategies, parameters, self.world)
-        self.optimizer.after_step = self._status.write
+        self.optimizer.after_step, self.model.clear = self._status.write, self.optimizer.zero_grad
         self._attend(self.model, self.optimizer)
         if self.info.worker_index == 0:
             print(self.describe(), flush=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from torchfleet import fleet
+from torchfleet.collective.tensors.whole_state import whole_state
 from torchfleet.errors import FleetError
 from torchfleet.worker.row_state.embedding_state import EmbeddingState
 
@@ -45,8 +46,11 @@ class CheckpointFolders:
         return self._folder
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """On the first worker; the others need not fetch all rows for a file that they do not write."""
-        if not self.is_global_zero and not self._is_collective:
+        """On the first worker; the others need not fetch all rows for a file that they do not write. Ranks call it
+        together, and have all of it."""
+        if self._is_collective:
+            return whole_state(self.lightning_module)
+        if not self.is_global_zero:
             return {}
         with _without_any_ids(self.lightning_module):
             return dict(self.lightning_module.state_dict())

@@ -78,7 +78,7 @@ def prepare(
     made = fleet.distributed_model(model, strategy, sparse)
     prepared: dict[int, Any] = {id(model): made}
     for optimizer in optimizers:
-        _follow(optimizer, before, dict(made.named_parameters(remove_duplicate=False)))
+        follow(optimizer, before, dict(made.named_parameters(remove_duplicate=False)))
         prepared[id(optimizer)] = fleet.distributed_optimizer(optimizer)
     start(dirname)
     device = next((parameter.device for parameter in made.parameters()), torch.device("cpu"))
@@ -143,7 +143,7 @@ def start(dirname: str | None) -> None:
     atexit.register(stop_at_exit)
 
 
-def _follow(
+def follow(
     optimizer: torch.optim.Optimizer, before: dict[str, torch.nn.Parameter], after: dict[str, torch.nn.Parameter]
 ) -> None:
     """Put the parameters that the model has now in the place of those of the same name that it had."""

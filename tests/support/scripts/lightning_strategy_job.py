@@ -1,7 +1,7 @@
 """A process of a fleet in which FleetStrategy trains the module of lightning_job: `lightning_strategy_job.py OUT KIND`.
 
-The first worker leaves in OUT what the trained module rates, and what it was told of the others. KIND: a mode of servers,
-or "ranks".
+The first worker leaves in OUT what the trained module rates, and what it was told of the others. KIND: a mode of
+servers, or "ranks".
 """
 
 from __future__ import annotations
