@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adoption": set(),
     "guard": {"errors"},
     "background": {"errors"},
+    "values": {"errors"},
     "kernels": {"guard", "errors"},
     "monitor": {"errors"},
     "role": {"errors"},
@@ -259,6 +260,27 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plain": {"worker/lookup", "worker/row_state", "fleet", "errors"},
     "preparation": {"fleet", "collective/tensors", "role", "strategy", "errors"},
+    "lightning": {
+        "fleet",
+        "preparation",
+        "values",
+        "worker/row_state",
+        "collective/tensors",
+        "strategy",
+        "monitor",
+        "role",
+        "errors",
+    },
+    "transformers": {
+        "fleet",
+        "preparation",
+        "collective",
+        "collective/tensors",
+        "strategy",
+        "monitor",
+        "role",
+        "errors",
+    },
     "online": {"data", "storage", "fleet", "metrics", "errors"},
     "word2vec": {
         "worker/lookup",
@@ -335,6 +357,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch/cli": {"launch", "launch/launchers", "launch/clusters", "net", "guard", "errors"},
     "launch/__main__": {"launch/cli"},
     "ray": {"launch/cli", "launch/launchers", "launch/clusters", "launch/clusters/on_ray", "errors"},
+    "notebook": {"launch/cli", "launch/launchers", "launch/clusters", "fleet", "values", "errors"},
     "__init__": set(),  # loads its names when they are first used
 }
 WITHOUT_TORCH = {

@@ -11,7 +11,7 @@ import torch
 from support import jobs
 from support.paths import ROOT
 from support.scripts.launching import forked_fleetrun
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import torchfleet as fleet
 from torchfleet import fleet as facade
@@ -45,9 +45,14 @@ def loader(job: Any, **options: int) -> Any:
 
 
 def plain(job: Any, folder: Path, **options: Any) -> tuple[torch.Tensor, Any]:
-    """What the module rates after plain Lightning has trained it on dense tables, and the Trainer."""
+    """What the module rates after plain Lightning has trained it on dense tables, and the Trainer.
+
+    With `shuffled` in the order of Lightning's sampler for several workers, of which each takes every n-th sample.
+    """
+    samples = job.ratings()
+    sampler = DistributedSampler(samples, num_replicas=1, rank=0) if options.pop("shuffled", False) else None
     module, trainer = job.Ratings(sparse=False), job.trainer(folder / "plain", **options)
-    trainer.fit(module, loader(job), loader(job, seed=1, num=160))
+    trainer.fit(module, DataLoader(samples, job.BATCH, sampler=sampler), loader(job, seed=1, num=160))
     return job.rated(module), trainer
 
 
@@ -154,7 +159,7 @@ def test_two_processes_train_to_the_result_of_lightning(
     out = tmp_path / "told.pt"
     with forked_fleetrun(tmp_path / "log", *processes, str(SCRIPT), str(out), kind) as started:
         assert started.wait(PATIENCE) == 0, started.output
-    expected, one = plain(job, tmp_path, **options)
+    expected, one = plain(job, tmp_path, shuffled=True, **options)
     told = torch.load(out, weights_only=True)
     torch.testing.assert_close(told["rated"], expected, rtol=0, atol=1e-5)
     assert told["world_size"] == 2

@@ -136,8 +136,17 @@ class FleetStrategy(CheckpointFolders, WorkerExchange, LoggedMetrics, ParallelSt
                 "FleetStrategy: a job is under way with another module: call fleet.stop_worker() at its end, or "
                 "fleet.reset() to give it up"
             )
-        if not fleet.is_set_up():
+        is_own = not fleet.is_set_up()
+        if is_own:
             fleet.init(is_collective=self._is_collective, strategy=self._settings)
+        try:
+            self._distribute(trainer, module)
+        except Exception:
+            if is_own:
+                fleet.reset()  # so that a cell of a notebook can be run again
+            raise
+
+    def _distribute(self, trainer: Trainer, module: LightningModule) -> None:
         module = self.precision_plugin.convert_module(module)  # type: ignore[assignment]
         self.model = module
         self.model_to_device()

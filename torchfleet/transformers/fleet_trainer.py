@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME
+from transformers.utils import can_return_loss, find_labels
 
 from torchfleet import fleet
 from torchfleet.collective.collective_model import CollectiveModel
@@ -42,6 +43,7 @@ class FleetTrainerMixin:
             optimizer, schedule = options.pop("optimizers", (None, None))
             wrapped, optimizer = self._distributed(model, optimizer, args)
             super().__init__(wrapped, args, *more, optimizers=(optimizer, schedule), **options)  # type: ignore[call-arg]
+            self._read_class(type(model), args)
         except BaseException:
             fleet.reset()  # a cell of a notebook can be run again
             raise
@@ -56,6 +58,12 @@ class FleetTrainerMixin:
             return wrapped, None
         follow(optimizer, before, dict(wrapped.named_parameters(remove_duplicate=False)))
         return wrapped, self._distribute(optimizer)
+
+    def _read_class(self, kind: type[torch.nn.Module], args: TrainingArguments) -> None:
+        """What the Trainer reads off a model's class, and found to be ours."""
+        if args.label_names is None:
+            self.label_names = find_labels(kind)
+        self.can_return_loss = can_return_loss(kind)
 
     def _distribute(self, optimizer: torch.optim.Optimizer) -> CollectiveOptimizer:
         made: Any = fleet.distributed_optimizer(optimizer)

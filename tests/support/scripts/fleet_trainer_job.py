@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,13 @@ def trainer(folder: Path | str, name: str, batch: int, model: Any = None, **more
     strategy = fleet.DistributedStrategy(**STRATEGIES[name])
     model = job.make_model() if model is None else model
     args = arguments(folder, size, **{**OPTIONS.get(name, {}), **more})
-    return fleet.transformers.FleetTrainer(model, args, strategy=strategy, train_dataset=job.Sentences())
+    adam = torch.optim.Adam(model.parameters(), lr=0.01) if name == "lamb" else None  # the Trainer itself has AdamW
+    given = {"strategy": strategy, "train_dataset": job.Sentences(), "optimizers": (adam, None)}
+    return fleet.transformers.FleetTrainer(model, args, **given)
 
 
 def main() -> None:
+    warnings.filterwarnings("ignore")  # of bfloat16, which is slow on most CPUs
     out = Path(sys.argv[1])
     torch.distributed.init_process_group("gloo")  # one for all jobs, which begin one after another
     num, found = torch.distributed.get_world_size(), {}
