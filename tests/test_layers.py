@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adoption": set(),
     "guard": {"errors"},
     "background": {"errors"},
-    "values": {"errors"},
+    "exchange": {"errors"},
     "kernels": {"guard", "errors"},
     "monitor": {"errors"},
     "role": {"errors"},
@@ -263,7 +263,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lightning": {
         "fleet",
         "preparation",
-        "values",
+        "exchange",
         "worker/row_state",
         "collective/tensors",
         "strategy",
@@ -357,7 +357,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch/cli": {"launch", "launch/launchers", "launch/clusters", "net", "guard", "errors"},
     "launch/__main__": {"launch/cli"},
     "ray": {"launch/cli", "launch/launchers", "launch/clusters", "launch/clusters/on_ray", "errors"},
-    "notebook": {"launch/cli", "launch/launchers", "launch/clusters", "fleet", "values", "errors"},
+    "notebook": {"launch/cli", "launch/launchers", "launch/clusters", "fleet", "exchange", "errors"},
     "__init__": set(),  # loads its names when they are first used
 }
 WITHOUT_TORCH = {

@@ -8,7 +8,7 @@ import torch
 
 from torchfleet import fleet
 from torchfleet.errors import FleetError
-from torchfleet.values import pack, unpack
+from torchfleet.exchange.plain_values import pack, unpack
 
 _REDUCTIONS = {
     "mean": lambda stacked: stacked.mean(0),

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from torchfleet.errors import FleetError
-from torchfleet.values import pack, unpack
+from torchfleet.exchange.plain_values import pack, unpack
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _VALUE, _FAILURE = b"v", b"f"  # first bytes of an outcome
