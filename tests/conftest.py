@@ -18,14 +18,15 @@ from torchfleet.server.server import Server
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests come first: a slow test that began last would leave the other cores idle.
 
-    Tests marked `gpu` are skipped where there is none; those marked `cluster` run if `-m` names them, or one of them is
-    asked for by its name.
+    Tests marked `gpu` are skipped where there is none; those marked `cluster`, `long` or `install` run if `-m` names
+    their mark, or one of them is asked for by its name.
     """
-    is_named = "cluster" in config.getoption("-m") or any("::" in argument for argument in config.args)
-    if not is_named:
-        on_cluster = [item for item in items if item.get_closest_marker("cluster")]
-        config.hook.pytest_deselected(items=on_cluster)
-        items[:] = [item for item in items if item not in on_cluster]
+    asked = config.getoption("-m")
+    left_out = [mark for mark in ("cluster", "long", "install") if mark not in asked]
+    if not any("::" in argument for argument in config.args):
+        others = {item for item in items if any(item.get_closest_marker(mark) for mark in left_out)}
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not has_gpu():
         for item in on_gpu:

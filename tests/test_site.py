@@ -17,7 +17,7 @@ import yaml
 from support.paths import ROOT
 
 import torchfleet
-from torchfleet import data, lightning, metrics, nn, notebook, online, ray, transformers, util
+from torchfleet import data, lightning, nn, notebook, online, ray, transformers
 
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"

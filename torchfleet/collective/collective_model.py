@@ -58,7 +58,8 @@ class CollectiveModel(torch.nn.Module):
         if not torch.is_grad_enabled():
             return self._called(*args, **kwargs)
         self._begin()
-        self._count(args, kwargs)
+        if self.training:  # evaluation is not counted
+            self._count(args, kwargs)
         outputs = self._trained(*args, **kwargs)
         if self.on_loss is not None:
             for tensor in tensors(outputs):

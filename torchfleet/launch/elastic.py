@@ -13,18 +13,19 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from torchfleet.launch import roles
 from torchfleet.launch.agent import SIGNALS, Agent, RankLogs
-from torchfleet.launch.display import Display
 from torchfleet.launch.job_spec import JobSpec
+from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.machines.rendezvous import ElasticRendezvous, FixedRendezvous, Rendezvous
 from torchfleet.launch.machines.stores import Report, StoreAddress
 from torchfleet.launch.rank_plan import RankPlan
+from torchfleet.monitor.json_lines import VARIABLE as LOG_FORMAT
 from torchfleet.monitor.stop_request import REQUEUE
 
 # The launcher may itself run as a process of a job. Its ranks must not inherit that role.
 _ROLES = ("PADDLE_", "FLEET_ROLE", "FLEET_RESTART", "FLEET_NUM_", "FLEET_SERVER_", "FLEET_WORKER_", "FLEET_STATUS_")
 _ROLE_NAMES = (
     "TRAINING_ROLE", "FLAGS_selected_gpus", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
-    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", LOG_FORMAT,
 )  # fmt: skip
 
 
@@ -34,23 +35,23 @@ def run(job: JobSpec, plan: RankPlan, log_dir: Path) -> int:
     _quiet_torch()
     for name in [name for name in os.environ if name in _ROLE_NAMES or name.startswith(_ROLES)]:
         del os.environ[name]
-    display = Display()
+    watch = JobWatch(job, log_dir)
     try:
-        return _run(job, plan, log_dir, display)
+        return _run(job, plan, log_dir, watch)
     except RendezvousError as error:
-        display.report(f"[fleetrun] the job ends: {error}")
+        watch.report(f"[fleetrun] the job ends: {error}")
         return 1
     except SignalException as stopped:
-        display.report(f"[fleetrun] {stopped.sigval.name}: ended all ranks; logs in {log_dir}")
+        watch.report(f"[fleetrun] {stopped.sigval.name}: ended all ranks; logs in {log_dir}")
         return 128 + int(stopped.sigval)
     finally:
-        display.close()
+        watch.close()
 
 
-def _run(job: JobSpec, plan: RankPlan, log_dir: Path, display: Display) -> int:
-    rendezvous = _rendezvous(plan, display.report)
-    logs = RankLogs(log_dir, plan.environment, rendezvous)
-    agent = Agent(job, plan.num_ranks, logs, rendezvous, display)
+def _run(job: JobSpec, plan: RankPlan, log_dir: Path, watch: JobWatch) -> int:
+    rendezvous = _rendezvous(plan, watch.report)
+    logs = RankLogs(log_dir, plan.environment, rendezvous, job.watching)
+    agent = Agent(job, plan.num_ranks, logs, rendezvous, watch)
     try:
         result = agent.run()
     except SignalException as stopped:
@@ -58,12 +59,12 @@ def _run(job: JobSpec, plan: RankPlan, log_dir: Path, display: Display) -> int:
             rendezvous.end(_on_this_machine(plan, f"stopped by {stopped.sigval.name}"))
         raise
     if result is None:  # torch returns None on a machine that came when there were enough
-        display.report(f"[fleetrun] the job has finished with {plan.max_machines} other machines")
+        watch.report(f"[fleetrun] the job has finished with {plan.max_machines} other machines")
     elif result.is_failed():
         rendezvous.end(_on_this_machine(plan, agent.failure))
         return REQUEUE if agent.wants_requeue else 1
     rendezvous.shutdown()
-    display.report(f"[fleetrun] finished; logs in {log_dir}")
+    watch.report(f"[fleetrun] finished; logs in {log_dir}")
     return 0
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import FrameType
 
 from torchfleet.errors import FleetError
-from torchfleet.launch.display import Display
 from torchfleet.launch.endurance.loss import leave_for, tell_of_loss
 from torchfleet.launch.endurance.worker_loss import FREE_MODES, may_be_missed, may_restart
 from torchfleet.launch.job_spec import JobSpec, Report, RunningTask, Start, Task
+from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.processes import Process, end_all
 from torchfleet.launch.roles import JobLayout
 from torchfleet.monitor.freshness import advice, summed
@@ -58,43 +58,44 @@ class JobSupervisor:
         """
         is_main = threading.current_thread() is threading.main_thread()
         before = {number: signal.signal(number, self._stop) for number in _SIGNALS} if is_main else {}
-        display = Display()
+        watch = JobWatch(self._job, self._log_dir, self._attempt)
         try:
-            return self._run(display)
+            return self._run(watch)
         finally:
             end_all(self._processes)
-            display.close()
+            watch.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
 
-    def _run(self, display: Display) -> int:
+    def _run(self, watch: JobWatch) -> int:
         first = next((task for task in self._tasks if task.role != "server"), None)
         for task in self._tasks:
             append = self._attempt > 0  # the logs of all attempts are kept
-            self._processes.append(self._start(task, display.report, task is first, append))
+            self._processes.append(self._start(task, watch.report, task is first, append))
         pause = _QUICK if self._layout.local_backups or len(self._layout.places) > len(self._layout.servers) else _PAUSE
         while not self._signal:
             self._end_followers()
             failed = self._failed()
-            if failed is not None and not self._go_on_without(failed, display):
-                self._report_failure(failed, display)
+            if failed is not None and not self._go_on_without(failed, watch):
+                self._report_failure(failed, watch)
                 return 1
-            odd = self._odd_end(display)
+            odd = self._odd_end(watch)
             if odd is not None:
                 return odd
             if self._is_over():
-                return self._conclude(display)
-            display.show(self._processes)
+                return self._conclude(watch)
+            watch.show(self._processes)
             time.sleep(pause)
-        display.report(f"[fleetrun] {signal.Signals(self._signal).name}: ending {len(self._processes)} processes")
+        watch.report(f"[fleetrun] {signal.Signals(self._signal).name}: ending {len(self._processes)} processes")
         return 128 + self._signal
 
     def _start_here(self, task: Task, report: Report, echo: bool, append: bool) -> Process:
         job = self._job
-        return Process(task, job.command, self._log_dir, report, echo, append, job.max_log_bytes, job.descriptors)
+        options = (job.max_log_bytes, job.watching.is_json, job.descriptors)
+        return Process(task, job.command, self._log_dir, report, echo, append, *options)
 
     def _failed(self) -> RunningTask | None:
         """One that has failed. First one that was killed: others that needed it have failed because of it."""
@@ -104,7 +105,7 @@ class JobSupervisor:
             ended = [p for p in ended if not self._has_finished(self._partner(p))]
         return min(ended, key=lambda process: process.returncode or 0, default=None)
 
-    def _odd_end(self, display: Display) -> int | None:
+    def _odd_end(self, watch: JobWatch) -> int | None:
         """The exit status, if a server has ended that workers need, or servers are left that no worker will stop."""
         early = [p for p in self._of("server") if p.returncode == 0] if self._needing() else []
         idle = [p for p in self._of("server") if p.returncode is None] if self._all_workers_ended_here() else []
@@ -115,10 +116,10 @@ class JobSupervisor:
         if time.monotonic() - self._odd_since < _TOO_LONG:
             return None
         if early:
-            self._report_failure(early[0], display)
+            self._report_failure(early[0], watch)
             return 1
         names = ", ".join(process.task.name for process in idle)
-        display.report(f"[fleetrun] all workers have ended, but {names} not: does the script call fleet.stop_worker()?")
+        watch.report(f"[fleetrun] all workers have ended, but {names} not: does the script call fleet.stop_worker()?")
         return 1
 
     def _needing(self) -> list[RunningTask]:
@@ -157,33 +158,33 @@ class JobSupervisor:
         no_worker_is_left = bool(workers) and len(self._lost) == len(workers)  # to stop the servers
         return no_worker_is_left or all(process.returncode is not None for process in self._processes)
 
-    def _conclude(self, display: Display) -> int:
+    def _conclude(self, watch: JobWatch) -> int:
         """Report how the job ended, and return its exit status."""
         if self._lost and len(self._lost) == len(self._of("worker")):
-            display.report(f"[fleetrun] no worker is left; the job ends. Logs in {self._log_dir}")
+            watch.report(f"[fleetrun] no worker is left; the job ends. Logs in {self._log_dir}")
             return 1
         self.is_finished = True
-        display.show_end(self._processes)
+        watch.show_end(self._processes)
         for name in self._lost:
-            display.report(f"[fleetrun] {name} was lost on the way; the others finished without it")
+            watch.report(f"[fleetrun] {name} was lost on the way; the others finished without it")
         old = advice(summed(process.status().get("staleness_dense", {}) for process in self._of("server")))
         if old:
-            display.report(f"[fleetrun] {old}")
-        display.report(f"[fleetrun] finished; logs in {self._log_dir}")
+            watch.report(f"[fleetrun] {old}")
+        watch.report(f"[fleetrun] finished; logs in {self._log_dir}")
         return 1 if self._lost else 0
 
-    def _go_on_without(self, process: RunningTask, display: Display) -> bool:
+    def _go_on_without(self, process: RunningTask, watch: JobWatch) -> bool:
         """Whether the job goes on: a worker is restarted (--max_restart), or given up if the others can do without."""
         if process.task.role == "server":
-            return self._restart_server(process, display) or self._replace_server(process, display)
+            return self._restart_server(process, watch) or self._replace_server(process, watch)
         mode = process.status().get("mode", "")
         if mode == _TOGETHER and not self._job.max_job_restart:
-            return self._restart_workers(process, display)
+            return self._restart_workers(process, watch)
         if not may_restart(mode, process.task.environment) or self._job.max_job_restart:
             return False
         code = process.returncode or 0
         if process.num_restarts < self._job.max_restart:
-            display.report(f"[fleetrun] {process.task.name} ended with {code}; starting it again")
+            watch.report(f"[fleetrun] {process.task.name} ended with {code}; starting it again")
             process.restart()
             return True
         if not may_be_missed(code, process.task.environment):
@@ -191,10 +192,10 @@ class JobSupervisor:
         self._lost.append(process.task.name)
         rest = any(p.returncode is None for p in self._of("worker"))
         then = f"; {mode} training goes on without it" if rest else ""
-        display.report(f"[fleetrun] {process.task.name} {_how(process)}{then}")
-        return self._leave_for(process.task.index, display)
+        watch.report(f"[fleetrun] {process.task.name} {_how(process)}{then}")
+        return self._leave_for(process.task.index, watch)
 
-    def _replace_server(self, process: RunningTask, display: Display) -> bool:
+    def _replace_server(self, process: RunningTask, watch: JobWatch) -> bool:
         """A server with a backup was killed, or deposed: the other replica goes on, and this one begins as its backup.
 
         False if it has none that runs, or its script failed: that would fail again.
@@ -207,51 +208,51 @@ class JobSupervisor:
         keys = KeyFolder(self._job.key_dir) if self._job.key_dir else None
         other = self._job.way.endpoint(places[1 - task.replica])
         tell_of_loss(other, keys, task.index, task.replica, process.num_restarts)
-        display.report(f"[fleetrun] {task.name} {_how(process)}; the other replica goes on, and a new backup starts")
+        watch.report(f"[fleetrun] {task.name} {_how(process)}; the other replica goes on, and a new backup starts")
         process.restart()
         return True
 
-    def _restart_server(self, process: RunningTask, display: Display) -> bool:
+    def _restart_server(self, process: RunningTask, watch: JobWatch) -> bool:
         """A server that keeps a log starts again, with all that it has promised; workers wait for it."""
         if not _keeps_log(process) or process.num_restarts >= self._job.max_restart or self._job.max_job_restart:
             return False
         number = f"{process.num_restarts + 1} of {self._job.max_restart}"
-        display.report(
+        watch.report(
             f"[fleetrun] {process.task.name} {_how(process)}; starting it again from its log ({number}). Workers wait."
         )
         process.restart()
         return True
 
-    def _restart_workers(self, failed: RunningTask, display: Display) -> bool:
+    def _restart_workers(self, failed: RunningTask, watch: JobWatch) -> bool:
         """All workers start again, while the servers keep their rows. False if they may not, or one has left."""
         workers = self._of("worker")
         elsewhere = len(self._layout.workers) > len(workers)
         if elsewhere or any(p.num_restarts >= self._job.max_restart or p.status().get("left") for p in workers):
             return False
-        display.report(f"[fleetrun] {failed.task.name} {_how(failed)}; starting all workers again")
+        watch.report(f"[fleetrun] {failed.task.name} {_how(failed)}; starting all workers again")
         for worker in workers:  # all end before one begins: none may talk to one of before
             worker.kill()
         for worker in workers:
             worker.restart()
         return True
 
-    def _leave_for(self, worker: int, display: Display) -> bool:
+    def _leave_for(self, worker: int, watch: JobWatch) -> bool:
         try:
             leave_for(worker, self._job.way, self._layout.servers)
         except FleetError as error:
-            display.report(f"[fleetrun] cannot tell the servers: {error}")
+            watch.report(f"[fleetrun] cannot tell the servers: {error}")
             return False
         return True
 
-    def _report_failure(self, process: RunningTask, display: Display) -> None:
+    def _report_failure(self, process: RunningTask, watch: JobWatch) -> None:
         address = ""
         if process.task.role == "server":
             address = f" ({self._layout.servers[process.task.index]})"
-        display.report(
+        watch.report(
             f"[fleetrun] {process.task.name}{address} {_how(process)}; the job ends. Last lines of {process.log}:"
         )
         if _keeps_log(process) and not self._job.max_job_restart:
-            display.report(
+            watch.report(
                 f"[fleetrun] a server that keeps a log is started again as often as --max_restart says: "
                 f"{self._job.max_restart} times"
             )
@@ -260,9 +261,9 @@ class JobSupervisor:
             text = f"acts in {', '.join(FREE_MODES)}, {_TOGETHER}, and sync with --on_worker_loss; this is {mode}"
             if mode == _TOGETHER:
                 text = f"acts in {mode} mode on one machine, and as long as no worker has left"
-            display.report(f"[fleetrun] --max_restart {text}")
+            watch.report(f"[fleetrun] --max_restart {text}")
         for line in process.last_lines():
-            display.report(f"    {line}")
+            watch.report(f"    {line}")
 
 
 def _keeps_log(process: RunningTask) -> bool:

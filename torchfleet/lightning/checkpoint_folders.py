@@ -30,7 +30,6 @@ class CheckpointFolders:
     lightning_module: Any
     model: Any
     optimizers: list[Any]
-    root_device: torch.device
     _folder: str | None = None  # beside the checkpoint that was loaded last
     _is_collective: bool
 

@@ -30,7 +30,7 @@ _MODES: dict[str, dict[str, Any]] = {
 }
 
 
-class FleetStrategy(CheckpointFolders, WorkerExchange, LoggedMetrics, ParallelStrategy):
+class FleetStrategy(CheckpointFolders, WorkerExchange, LoggedMetrics, ParallelStrategy):  # type: ignore[misc]
     """A LightningModule in a job: alone, under `fleetrun --server_num S --worker_num W`, or as ranks.
 
     `settings`: "sync", "half_async", "async", "geo" or "hybrid", or a DistributedStrategy, whose collective fields act
@@ -49,7 +49,7 @@ class FleetStrategy(CheckpointFolders, WorkerExchange, LoggedMetrics, ParallelSt
         self._is_collective = is_collective_job()
         self._info = PaddleCloudRoleMaker(self._is_collective).read()
         self._begun: LightningModule | None = None  # the module of the job that is under way
-        self._kept: tuple[list[Any], list[Any]] = ([], [])  # its optimizers and schedulers
+        self._kept: tuple[Any, list[Any], list[Any]] = (None, [], [])  # its model, optimizers and schedulers
         self.set_world_ranks()
 
     # Who this process is
@@ -110,7 +110,7 @@ class FleetStrategy(CheckpointFolders, WorkerExchange, LoggedMetrics, ParallelSt
         """One worker would prepare, and the others would not wait: they meet when the job has begun, after it."""
         module = self.lightning_module
         assert module is not None
-        data = module.trainer.datamodule  # type: ignore[attr-defined]
+        data = module.trainer.datamodule
         if is_overridden("prepare_data", module) or (data is not None and is_overridden("prepare_data", data)):
             raise ModelError(
                 "FleetStrategy: prepare_data would be called by one worker while the others go on without waiting: "
@@ -124,7 +124,7 @@ class FleetStrategy(CheckpointFolders, WorkerExchange, LoggedMetrics, ParallelSt
         assert module is not None
         self._refuse_twice(trainer)
         if fleet.is_under_way() and module is self._begun:
-            self.model, (self.optimizers, self.lr_scheduler_configs) = self._wrapped, self._kept
+            self.model, self.optimizers, self.lr_scheduler_configs = self._kept
         else:
             self._begin(trainer, module)
         self.setup_precision_plugin()
@@ -147,14 +147,14 @@ class FleetStrategy(CheckpointFolders, WorkerExchange, LoggedMetrics, ParallelSt
             raise
 
     def _distribute(self, trainer: Trainer, module: LightningModule) -> None:
-        module = self.precision_plugin.convert_module(module)  # type: ignore[assignment]
+        module = self.precision_plugin.convert_module(module)
         self.model = module
         self.model_to_device()
         self.model = fleet.distributed_model(module, self._settings, None if self._is_collective else self._sparse)
         self.setup_optimizers(trainer)
         start(self.folder_to_load())
-        self._begun, self._wrapped = module, self.model
-        self._kept = self.optimizers, self.lr_scheduler_configs
+        self._begun = module
+        self._kept = self.model, self.optimizers, self.lr_scheduler_configs
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -194,7 +194,7 @@ class FleetStrategy(CheckpointFolders, WorkerExchange, LoggedMetrics, ParallelSt
         self.model.to(self.root_device)
 
 
-class _RankPrecision(Precision):
+class _RankPrecision(Precision):  # type: ignore[misc]
     """Clips where the strategies of a collective job have the gradients of all batches and ranks together."""
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = None) -> None:

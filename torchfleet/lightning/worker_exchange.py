@@ -26,8 +26,9 @@ class WorkerExchange:
     Before the job has begun, and in one process, there is nobody to exchange with.
     """
 
-    root_device: torch.device
-    world_size: int
+    @property
+    def world_size(self) -> int:
+        raise NotImplementedError
 
     def _all(self, value: Any, what: str) -> list[Any]:
         if self.world_size == 1 or not fleet.is_under_way():
@@ -68,7 +69,7 @@ class WorkerExchange:
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         found = self._all(bool(decision), "decision")
-        return min(found) if all else max(found)
+        return bool(min(found) if all else max(found))
 
 
 def _name_of(reduce_op: Any) -> str:

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from torchfleet.errors import FleetError, RoleError
 from torchfleet.launch.cli import check, options_from
@@ -20,7 +20,7 @@ _PROCESS = "torchfleet.notebook.cell_process"  # the module that calls a functio
 
 def run(
     function: Callable[..., Any],
-    server_num: int = 1,
+    server_num: int | Literal["auto"] = 1,
     worker_num: int = 1,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,

@@ -28,7 +28,7 @@ class PreparedLoader:
         self.loader, self._device = loader, device
 
     def __iter__(self) -> Iterator[Any]:
-        return fleet.prefetch(self.loader if self._device.type == "cpu" else self._moved())
+        return fleet.prefetch(self.loader if self._device.type == "cpu" else _Moved(self.loader, self._device))
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -42,9 +42,19 @@ class PreparedLoader:
         """Of one worker."""
         return self.loader.batch_size
 
-    def _moved(self) -> Iterator[Any]:
-        for batch in self.loader:
+
+class _Moved:
+    """A loader's batches on a device."""
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
+        self._loader, self._device = loader, device
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
             yield map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
+
+    def __len__(self) -> int:
+        return len(self._loader)
 
 
 def prepare(

@@ -27,6 +27,18 @@ _FOLDER = "fleet"  # of a checkpoint: what fleet.save leaves
 class FleetTrainerMixin:
     """In front of a class of Trainers: `class Mine(FleetTrainerMixin, Seq2SeqTrainer)`. As FleetTrainer."""
 
+    # Of the Trainer behind it.
+    args: TrainingArguments
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+    _save: Any
+    push_to_hub: Any
+    label_names: list[str]
+    can_return_loss: bool
+    _stepped: CollectiveOptimizer
+
     def __init__(
         self,
         model: torch.nn.Module | None = None,
@@ -67,7 +79,7 @@ class FleetTrainerMixin:
 
     def _distribute(self, optimizer: torch.optim.Optimizer) -> CollectiveOptimizer:
         made: Any = fleet.distributed_optimizer(optimizer)
-        self._stepped: CollectiveOptimizer = made
+        self._stepped = made
         start(None)
         return self._stepped
 
@@ -76,8 +88,9 @@ class FleetTrainerMixin:
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
             super().create_optimizer(model)  # type: ignore[misc]
-            self.optimizer: Any = self._distribute(self.optimizer)
-        return self.optimizer
+            self.optimizer = self._distribute(self.optimizer)
+        found: torch.optim.Optimizer = self.optimizer
+        return found
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """By the names of the user's own model."""
@@ -109,7 +122,7 @@ class FleetTrainerMixin:
         wrapped = self.model
         self._stepped_or_refused("save_model")
         state = whole_state(wrapped.module)
-        self.model: Any = wrapped.module
+        self.model = wrapped.module
         try:
             if self.args.should_save:
                 self._save(output_dir, state_dict=state)
@@ -145,7 +158,7 @@ class FleetTrainerMixin:
         fleet.load(_folder_of(self.state.best_model_checkpoint))
 
 
-class FleetTrainer(FleetTrainerMixin, Trainer):
+class FleetTrainer(FleetTrainerMixin, Trainer):  # type: ignore[misc]
     """transformers.Trainer as a rank of a collective job: alone, or under `fleetrun --nproc_per_node N`.
 
     `strategy`: a DistributedStrategy: amp, recompute, gradient_merge, sharding, localsgd, lamb, lars, dgc and others.

@@ -14,6 +14,7 @@ from torchfleet.launch.job_spec import JobSpec, Resources
 from torchfleet.launch.processes import module_command, script_command
 from torchfleet.monitor.log_file import DEFAULT_BYTES
 from torchfleet.tables.settings.table_size import parse_bytes
+from torchfleet.watch.watchers import watching_of
 
 RESOURCES = ("server_cpus", "server_memory", "worker_cpus", "worker_memory", "worker_gpus")
 
@@ -80,7 +81,9 @@ def job_spec_of(options: argparse.Namespace) -> JobSpec:
         max_job_restart=options.max_job_restart,
         key_dir=options.key_dir,
         insecure=options.insecure,
+        trace_every=getattr(options, "trace_every", None) or 0,
         max_log_bytes=DEFAULT_BYTES if size is None else parse_bytes(size, "--log_max_bytes"),
+        watching=watching_of(options),
     )
 
 

@@ -1,0 +1,70 @@
+"""Hands what happens in a job to everything that watches it: the display, the record of the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchfleet.launch.job_spec import JobSpec, RunningTask
+from torchfleet.monitor.snapshot import JobSnapshot, RoleSnapshot
+from torchfleet.watch.dashboard.dashboard_watcher import DashboardWatcher
+from torchfleet.watch.display import Display
+from torchfleet.watch.history import HistoryWriter
+from torchfleet.watch.json_display import JsonDisplay
+from torchfleet.watch.tensorboard_events import TensorBoardEvents
+from torchfleet.watch.watchers import Watcher
+
+_PERIOD = 0.5  # seconds between two looks at the statuses
+
+
+class JobWatch:
+    """Until it is closed. Lines given to `report` are shown at once, also from other threads."""
+
+    def __init__(self, job: JobSpec, run_dir: Path, attempt: int = 0, shows: bool = True) -> None:
+        """`shows`: False to record the job, and to show nothing of it."""
+        watching = job.watching
+        self._watchers: list[Watcher] = [HistoryWriter(run_dir, job.command, attempt)]
+        if shows:
+            self._watchers.insert(0, JsonDisplay() if watching.is_json else Display(run_dir, watching.verbose))
+        if watching.tensorboard is not None:
+            self._watchers.append(TensorBoardEvents(Path(watching.tensorboard) / run_dir.name, job.command))
+        if watching.dashboard is not None:  # behind the record, which it sends to the end
+            self._watchers.append(DashboardWatcher(run_dir, watching.dashboard, attempt, self.report))
+        self._next = 0.0
+
+    def report(self, line: str) -> None:
+        """Show a line, which may come from a process."""
+        for watcher in self._watchers:
+            watcher.note(line, line.startswith("[fleetrun]"))
+
+    def show(self, processes: Sequence[RunningTask]) -> None:
+        """Several times a second. Statuses are read less often than processes are looked at."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + _PERIOD
+        snapshot = snapshot_of(processes)
+        for watcher in self._watchers:
+            watcher.look(snapshot)
+
+    def show_end(self, processes: Sequence[RunningTask]) -> None:
+        """The job has finished."""
+        snapshot = snapshot_of(processes)
+        for watcher in self._watchers:
+            watcher.end(snapshot)
+
+    def close(self) -> None:
+        for watcher in self._watchers:
+            watcher.close()
+
+
+def snapshot_of(processes: Sequence[RunningTask]) -> JobSnapshot:
+    return JobSnapshot(time.time(), [_role(process) for process in processes])
+
+
+def _role(process: RunningTask) -> RoleSnapshot:
+    task, code, status = process.task, process.returncode, process.status()
+    state = ("running" if status else "starting") if code is None else ("failed" if code else "done")
+    return RoleSnapshot(
+        task.role, task.index, state, status, task.replica, code, process.num_restarts, process.log.name
+    )

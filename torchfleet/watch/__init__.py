@@ -1,0 +1,1 @@
+"""Shows and records a running job: all that a launcher, or `fleet`, tells people of it."""
