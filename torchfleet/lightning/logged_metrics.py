@@ -7,7 +7,6 @@ import time
 from typing import Any
 
 from torchfleet import fleet
-from torchfleet.monitor.status import KNOWN
 
 _PERIOD = 0.5  # seconds: the display takes no more
 
@@ -33,6 +32,4 @@ class LoggedMetrics:
         if not fleet.is_under_way() or self.lightning_module is None:
             return
         found = {name: float(value) for name, value in self.lightning_module.trainer.callback_metrics.items()}
-        # A name that the display uses itself is told apart by its origin.
-        shown = {f"logged {name}" if name in KNOWN else name: value for name, value in found.items()}
-        fleet.report(**{name: value for name, value in shown.items() if math.isfinite(value)})
+        fleet.report(**{name: value for name, value in found.items() if math.isfinite(value)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ class WorkerExchange:
     """
 
     @property
-    def world_size(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def world_size(self) -> int: ...
 
     def _all(self, value: Any, what: str) -> list[Any]:
         if self.world_size == 1 or not fleet.is_under_way():

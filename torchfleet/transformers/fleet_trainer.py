@@ -15,7 +15,6 @@ from torchfleet.collective.collective_model import CollectiveModel
 from torchfleet.collective.collective_optimizer import CollectiveOptimizer
 from torchfleet.collective.tensors.whole_state import whole_state
 from torchfleet.errors import FleetError, ModelError
-from torchfleet.monitor.status import KNOWN
 from torchfleet.preparation.prepare_job import follow, start
 from torchfleet.role import is_collective_job
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
@@ -111,7 +110,7 @@ class FleetTrainerMixin:
 
     def log(self, logs: dict[str, float], *more: Any) -> None:
         super().log(logs, *more)  # type: ignore[misc]
-        numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float)) and name not in KNOWN}
+        numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
         if fleet.is_under_way():
             fleet.report(**numbers)
 
