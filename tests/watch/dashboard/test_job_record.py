@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from support.made_history import BEGIN, MadeJob
 
-from torchfleet.watch.dashboard.columns import Columns, Grid
 from torchfleet.watch.dashboard.job_record import MOST_POINTS, JobRecord
+from torchfleet.watch.dashboard.thinned_series import Columns, Grid
 
 
 def taken(records: list[dict[str, Any]]) -> JobRecord:
