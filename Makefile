@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-gpu test-clusters test-browser quick check docs wheel bench fuzz faults chaos clean
+.PHONY: setup demo test test-gpu test-clusters test-browser test-long test-install quick check docs wheel bench fuzz faults chaos clean
 
 setup: $(VENV)/.done
 
@@ -35,6 +35,14 @@ test-clusters: setup
 test-browser: setup
 	command -v chromium >/dev/null || ($(SUDO) apt-get update && $(SUDO) apt-get install --yes chromium)
 	$(RUN) -m pytest -m browser -n 0
+
+# What takes most of a minute or more each; a workflow runs them every week.
+test-long: setup
+	$(RUN) -m pytest -m long -n 2 --dist loadgroup
+
+# The first tutorial in an empty virtual environment, outside the repository: pip fetches torch.
+test-install: setup
+	$(RUN) -m pytest -m install -n 0
 
 # Without whole fleets and ranks, and without what takes more than ten seconds: four fifths of the tests.
 FLEETS := integration examples launch benchmarks collective ecosystem
@@ -67,11 +75,13 @@ wheel:
 bench: setup
 	$(RUN) -m benchmarks.ps --json
 
-# Longer searches than those in `make test`: of all decoders by coverage, then twenty million mutated messages.
+# Longer searches than those in `make test`: of all decoders by coverage, then twenty million mutated messages, then
+# the tests that draw their cases by support/searches.py.
 FUZZ ?= 10000000
 fuzz: setup
 	PYTHONPATH=.:tests $(RUN) -m support.fuzz --executions $(FUZZ)
 	FLEET_FUZZ_FRAMES=$$((2 * $(FUZZ))) $(RUN) -m pytest tests/net/test_fuzz.py -q --timeout 7200
+	FLEET_SEARCH_DEPTH=20 $(RUN) -m pytest -n 2 --dist loadgroup -q --timeout 1800 $$(grep -rl support.searches tests --include 'test_*.py')
 
 # Whole fleets in virtual time under faults, more of them than in `make test`; then all planted bugs.
 FAULTS ?= 10000

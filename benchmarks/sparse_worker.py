@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--zipf", type=float, default=1.15)
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--mode", default="async")
+    parser.add_argument("--report_every", type=int, default=0, help="give the loss to fleet.report every N steps")
     options = parser.parse_args()
     torch.manual_seed(0)
     fleet.init()
@@ -82,6 +83,8 @@ def main() -> None:
             optimizer.zero_grad()
             losses.append(loss.detach())
             steps += 1
+            if options.report_every and steps % options.report_every == 0:
+                fleet.report(loss=float(loss))
             if time.perf_counter() > until:
                 break
         return steps
@@ -89,10 +92,10 @@ def main() -> None:
     train(islice(cycle(data), len(data)), float("inf"))  # every row exists, everything is compiled
     fleet.barrier_worker()
     before = fleet.stats()["worker"]
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     steps = train(cycle(data), start + options.seconds)
     fleet.flush()
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     stats = fleet.stats()
     after = stats["worker"]
     busy = [server["busy"] for server in stats["servers"] if server["busy"] is not None]
@@ -102,6 +105,7 @@ def main() -> None:
     }
     unique = float(np.mean([len(np.unique(ids.numpy())) for ids, _, _ in data[:8]]))
     speed = {"samples_per_s": steps * options.batch / seconds, "step_ms": 1000 * seconds / steps}
+    speed["cpu_ms"] = 1000 * cpu / steps
     loss = float(torch.stack(list(losses)).mean())
     result = {**speed, **waited, "unique": unique, "loss": loss}
     if busy:

@@ -18,14 +18,15 @@ from torchfleet.server.server import Server
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests come first: a slow test that began last would leave the other cores idle.
 
-    Tests marked `gpu` are skipped where there is none; those marked `cluster` or `browser` run if `-m` names them, or
-    one of them is asked for by its name.
+    Tests marked `gpu` are skipped where there is none; those marked `cluster`, `browser`, `long` or `install` run if `-m`
+    names their mark, or one of them is asked for by its name.
     """
+    asked = config.getoption("-m")
+    left_out = [mark for mark in ("cluster", "browser", "long", "install") if mark not in asked]
     if not any("::" in argument for argument in config.args):
-        unasked = [marker for marker in ("cluster", "browser") if marker not in config.getoption("-m")]
-        left = [item for item in items if any(item.get_closest_marker(marker) for marker in unasked)]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if item not in left]
+        others = {item for item in items if any(item.get_closest_marker(mark) for mark in left_out)}
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not has_gpu():
         for item in on_gpu:

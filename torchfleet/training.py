@@ -44,6 +44,7 @@ class Report:
     """Counts steps, prints a line now and then, and passes the latest values on to the handler."""
 
     epoch: Epoch | None = None  # what the launcher learns of this pass
+    on_print: Callable[[dict[str, float]], None] | None = None  # gets the numbers of every line that is printed
 
     def __init__(self, what: str, fetch_list: Sequence[str] | None, print_period: int, handler: Any) -> None:
         if type(print_period) is not int or print_period < 0:
@@ -77,6 +78,8 @@ class Report:
             self._watch.note(values)
         if self._period and number % self._period == 0:
             self._print(number, values)
+            if self.on_print is not None:
+                self.on_print(numbers(values))
 
     def end(self) -> Result:
         self.result.last = numbers(self._latest)

@@ -20,6 +20,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import jobs
 from support.fleets import Fleet, in_process, in_threads
+from support.searches import examples
 
 import torchfleet as fleet
 from torchfleet.data import feed as feed_module
@@ -304,7 +305,7 @@ def test_the_old_store_is_empty_afterwards() -> None:
 # Dealing
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(numbers=st.lists(st.integers(0, 10**7), min_size=1, max_size=20), seed=st.integers(0, 1000))
 def test_what_is_dealt_adds_up(numbers: list[int], seed: int) -> None:
     flows = deal(np.array(numbers), np.random.default_rng(seed))
@@ -462,7 +463,7 @@ WORDS = st.integers(0, 6) | st.sampled_from([1 << 31, (1 << 32) - 1, (1 << 31) -
 STARTS = st.integers(-3, 12) | st.sampled_from([1 << 62, (1 << 63) - 1, -(1 << 63), 1 << 32, -(1 << 32)])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(data=st.data(), slots=st.sampled_from(LAYOUTS), num=st.integers(0, 5))
 def test_corrupted_rows_are_refused_exactly_when_they_are_not_whole(
     data: st.DataObject, slots: list[Slot], num: int

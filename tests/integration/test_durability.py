@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.fleets import ForkedServer
 from support.scripts.launching import forked_fleetrun, run_dir
 
 from torchfleet.net.sockets import SocketChannel
 from torchfleet.net.wire import Role
-from torchfleet.server.process import ServerProcess
 from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
@@ -64,7 +64,7 @@ def test_a_server_that_is_killed_under_load_goes_on_under_its_identity(tmp_path:
     """Two clients count up rows while it is killed twice: every answer that they got stands, and no more."""
     options = ("--durability", "log", "--log_store", str(tmp_path))
     spec = TableSpec("rows", dim=2, rule=Rule(lr=1.0), initializer=Initializer("constant", 0.0))
-    server = ServerProcess("tcp://127.0.0.1:0", *options)
+    server = ForkedServer("tcp://127.0.0.1:0", *options)
     endpoint, num_pushes, keys = server.endpoint, [0, 0], np.arange(50, dtype=np.uint64)
     is_over = threading.Event()
 
@@ -84,7 +84,7 @@ def test_a_server_that_is_killed_under_load_goes_on_under_its_identity(tmp_path:
             _wait_for(num_pushes, sum(num_pushes) + 30)
             server.kill()
             server.close()
-            server = ServerProcess(endpoint, *options)
+            server = ForkedServer(endpoint, *options)
             _wait_for(num_pushes, sum(num_pushes) + 30 * (kill + 1))
         is_over.set()
         for thread in threads:

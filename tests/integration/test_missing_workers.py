@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from support.scripts.launching import START, TINY, Started, seconds, soon, wait_until
+from support.scripts.launching import START, TINY, Forked, Started, seconds, soon, wait_until
 
 from torchfleet.launch.roles import free_ports
 
@@ -29,9 +29,8 @@ class Job:
         self.place = f"127.0.0.1:{free_ports(1)[0]}"
 
     def server(self, num_workers: int | None = None) -> Started:
-        """Without torch, which workers need, it is there soon."""
         place = ("--endpoint", f"tcp://{self.place}", "--num_workers", str(num_workers or self._num_workers))
-        server = self._stack.enter_context(Started([sys.executable, "-m", "torchfleet.server", *place]))
+        server = self._stack.enter_context(Forked([sys.executable, "-m", "torchfleet.server", *place]))
         self._stack.callback(server.process.wait, 20)
         self._stack.callback(server.process.terminate)
         return server
@@ -39,7 +38,7 @@ class Job:
     def worker(self, index: int, *arguments: str, **more: str) -> Started:
         own = {"FLEET_ROLE": "WORKER", "FLEET_WORKER_INDEX": str(index), "FLEET_NUM_WORKERS": str(self._num_workers)}
         settings = {"FLEET_SERVER_ENDPOINTS": self.place, "FLEET_WORKER_TIMEOUT": str(TIMEOUT)}
-        return self._stack.enter_context(Started([sys.executable, TINY, *arguments], **own, **settings, **more))
+        return self._stack.enter_context(Forked([sys.executable, TINY, *arguments], **own, **settings, **more))
 
 
 @pytest.fixture

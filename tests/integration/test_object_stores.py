@@ -21,7 +21,7 @@ from support.cut_proxy import SECONDS, CutProxy, cut_proxy
 from support.one_number import NUM_IDS, Model, held, set_all
 from support.paths import ROOT, SCRIPTS
 from support.scripts import killed_saves, resuming
-from support.scripts.launching import fleetrun
+from support.scripts.launching import forked_fleetrun
 from support.sharded_models import Net
 
 from torchfleet import fleet as facade
@@ -194,8 +194,7 @@ def test_a_job_with_servers_goes_on_from_there(folder: str, tmp_path: Path) -> N
     trained(str(tmp_path / "whole"), 6)
     roles, places = ["--server_num", "2", "--worker_num", "1"], ["--load", f"{folder}/half", "--save", f"{folder}/full"]
     script = [str(SCRIPTS / "resuming.py"), "--first", "3", "--last", "6"]
-    # Real interpreters: fsspec reads where S3 is from the environment when it is imported.
-    with fleetrun(tmp_path / "log", *roles, *script, *places) as job:
+    with forked_fleetrun(tmp_path / "log", *roles, *script, *places) as job:
         assert job.wait() == 0, job.output
     found, expected = (rows_of(place, f"{folder}/rows") for place in (f"{folder}/full", str(tmp_path / "whole")))
     assert found.keys() == expected.keys()

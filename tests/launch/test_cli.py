@@ -19,7 +19,7 @@ import psutil
 import pytest
 from rich.console import Console
 from support.paths import ROOT
-from support.scripts.launching import STAND_IN, TINY, clean_environment, fleetrun, run_dir
+from support.scripts.launching import STAND_IN, TINY, clean_environment, fleetrun, forked_fleetrun, run_dir
 
 import torchfleet
 from torchfleet.commands.command import main as fleet_command
@@ -530,7 +530,7 @@ def test_a_job_given_by_addresses_trains_with_keys(tmp_path: Path) -> None:
     assert status_of("--keygen", str(tmp_path / "keys")) == 0
     servers = ",".join(f"127.0.0.1:{port}" for port in free_ports(2))
     arguments = ("--servers", servers, "--workers", "127.0.0.1:0", "--key_dir", str(tmp_path / "keys"))
-    with fleetrun(tmp_path / "log", *arguments, TINY, "--mode", "async") as job:
+    with forked_fleetrun(tmp_path / "log", *arguments, TINY, "--mode", "async") as job:
         assert job.wait(150) == 0
     assert "2 servers, 1 workers (keys)" in job.output
     assert "[worker 0] worker 0 of 1 ends with loss" in job.output

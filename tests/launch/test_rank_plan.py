@@ -17,7 +17,17 @@ import psutil
 import pytest
 import torch
 from support.paths import SCRIPTS
-from support.scripts.launching import START, Started, fleetrun, in_log, run_dir, seconds, soon, wait_until
+from support.scripts.launching import (
+    START,
+    Started,
+    fleetrun,
+    forked_fleetrun,
+    in_log,
+    run_dir,
+    seconds,
+    soon,
+    wait_until,
+)
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
 from torchfleet.errors import RoleError
@@ -309,7 +319,7 @@ class TestOneMachine:
         around = {"TRAINING_ROLE": "PSERVER", "PADDLE_TRAINER_ID": "5", "FLEET_ROLE": "SERVER", "RANK": "9",
                   "FLEET_SERVER_ENDPOINTS": "127.0.0.1:1", "WORLD_SIZE": "10"}  # fmt: skip
         actions = ("environment", "sum", "status", "a $$ sign", "1@line")
-        with fleetrun(tmp_path, *TWO, PLAY, *actions, **around) as job:
+        with forked_fleetrun(tmp_path, *TWO, PLAY, *actions, **around) as job:
             assert job.wait() == 0
         found = environments(tmp_path, 2)
         assert [(env["RANK"], env["LOCAL_RANK"]) for env in found] == [("0", "0"), ("1", "1")]
@@ -349,7 +359,7 @@ class TestOneMachine:
 
     def test_a_killed_rank_makes_all_start_again_and_go_on_from_what_they_saved(self, tmp_path: Path) -> None:
         (tmp_path / "die").touch()
-        with fleetrun(tmp_path / "log", *TWO, "--max_restart", "3", PLAY, f"count:{tmp_path}") as job:
+        with forked_fleetrun(tmp_path / "log", *TWO, "--max_restart", "3", PLAY, f"count:{tmp_path}") as job:
             assert job.wait() == 0
         assert "[fleetrun] rank 1 was killed by SIGKILL; starting all ranks again (1 of 3)" in job.output
         assert "starting all ranks again (2 of 3)" not in job.output
@@ -359,7 +369,7 @@ class TestOneMachine:
             assert "ends with 40 after 20 steps" in log  # as without any failure: two a step
 
     def test_restarts_are_counted_and_the_log_keeps_every_run(self, tmp_path: Path) -> None:
-        with fleetrun(tmp_path, *TWO, "--max_restart", "2", PLAY, "environment", "1@signal:40", "sleep") as job:
+        with forked_fleetrun(tmp_path, *TWO, "--max_restart", "2", PLAY, "environment", "1@signal:40", "sleep") as job:
             assert job.wait() == 1
         for number in (1, 2):
             assert f"rank 1 was killed by signal 40; starting all ranks again ({number} of 2)" in job.output
@@ -394,7 +404,7 @@ class TestOneMachine:
 
 def machine(log_dir: Path, number: int, port: int, *arguments: str) -> Started:
     options = ("--nproc_per_node", "1", "--nnodes", "2", "--master", f"127.0.0.1:{port}", "--rank", str(number))
-    return fleetrun(log_dir / str(number), *options, *arguments)
+    return forked_fleetrun(log_dir / str(number), *options, *arguments)
 
 
 @pytest.mark.timeout(150)
@@ -439,9 +449,9 @@ def test_machines_may_come_and_go_between_the_bounds(tmp_path: Path) -> None:
     (tmp_path / "more").touch()
     place = f"127.0.0.1:{free_ports(1)[0]}"
     options = ("--nproc_per_node", "1", "--nnodes", "1:2", "--master", place, "--max_restart", "1")
-    with fleetrun(tmp_path / "0", *options, PLAY, f"count:{tmp_path}") as stays:
+    with forked_fleetrun(tmp_path / "0", *options, PLAY, f"count:{tmp_path}") as stays:
         stays.wait_for("begins at step 0 with 1 ranks")
-        with fleetrun(tmp_path / "1", *options, PLAY, f"count:{tmp_path}") as goes:
+        with forked_fleetrun(tmp_path / "1", *options, PLAY, f"count:{tmp_path}") as goes:
             stays.wait_for("with 2 ranks")
             goes.wait_for("with 2 ranks")
             os.kill(goes.process.pid, signal.SIGKILL)

@@ -1,4 +1,8 @@
-"""What fleetrun does when processes fail, are killed or never end. Where training does not matter, stand-ins play."""
+"""What fleetrun does when processes fail, are killed or never end. Where training does not matter, stand-ins play.
+
+What the system itself ends (children, and the processes of a killed launcher) is tried with interpreters of their own:
+processes that the nursery forks are ended by the nursery.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from support.scripts.launching import (
     TINY,
     Started,
     fleetrun,
+    forked_fleetrun,
     in_log,
     run_dir,
     seconds,
@@ -43,7 +48,7 @@ def first_losses(log: Path) -> list[float]:
 @pytest.mark.timeout(180)
 class TestTraining:
     def test_a_worker_that_raises_ends_a_sync_job_at_once_and_is_quoted(self, tmp_path: Path) -> None:
-        with fleetrun(tmp_path, "--worker_num", "2", TINY, *ENDLESS, "--fail_worker", "1") as job:
+        with forked_fleetrun(tmp_path, "--worker_num", "2", TINY, *ENDLESS, "--fail_worker", "1") as job:
             assert job.wait() == 1
             ended = time.time()
             assert job.left(grace=0) == []
@@ -56,7 +61,7 @@ class TestTraining:
         assert "    RuntimeError: this worker was told to fail" in job.output
 
     def test_a_killed_server_ends_the_job_and_is_named_with_its_address(self, tmp_path: Path) -> None:
-        with fleetrun(tmp_path, TINY, *ENDLESS, "--mode", "async") as job:
+        with forked_fleetrun(tmp_path, TINY, *ENDLESS, "--mode", "async") as job:
             wait_for_training(job, tmp_path, 1)
             os.kill(job.pid("SERVER", 0), signal.SIGKILL)
             with seconds() as taken:
@@ -68,7 +73,7 @@ class TestTraining:
     def test_an_async_job_goes_on_without_a_killed_worker_but_does_not_count_as_a_success(self, tmp_path: Path) -> None:
         done = tmp_path / "done"
         arguments = ("--private", "keys", "--worker_num", "2", TINY, *ENDLESS, "--mode", "async", "--until", str(done))
-        with fleetrun(tmp_path, *arguments) as job:
+        with forked_fleetrun(tmp_path, *arguments) as job:
             wait_for_training(job, tmp_path, 2)
             os.kill(job.pid("WORKER", 1), signal.SIGKILL)
             job.wait_for("worker 1 was killed by SIGKILL; async training goes on without it", 20)
@@ -80,7 +85,7 @@ class TestTraining:
         assert "worker 1 of 2 ends" not in (tmp_path / "latest" / "workerlog.1").read_text()
 
     def test_a_sync_job_ends_with_a_killed_worker(self, tmp_path: Path) -> None:
-        with fleetrun(tmp_path, "--worker_num", "2", TINY, *ENDLESS) as job:
+        with forked_fleetrun(tmp_path, "--worker_num", "2", TINY, *ENDLESS) as job:
             wait_for_training(job, tmp_path, 2)
             os.kill(job.pid("WORKER", 1), signal.SIGKILL)
             with seconds() as taken:
@@ -92,7 +97,7 @@ class TestTraining:
     def test_a_killed_worker_is_started_again_and_goes_on_from_what_servers_hold(self, tmp_path: Path) -> None:
         done = tmp_path / "done"
         arguments = ("--max_restart", "1", TINY, *ENDLESS, "--mode", "async", "--until", str(done))
-        with fleetrun(tmp_path, *arguments) as job:
+        with forked_fleetrun(tmp_path, *arguments) as job:
             wait_for_training(job, tmp_path, 1)
             job.wait_for("samples/s", 20)  # a line of the display: some steps were made
             os.kill(job.pid("WORKER", 0), signal.SIGKILL)
@@ -106,7 +111,7 @@ class TestTraining:
         assert "lost" not in job.output
 
     def test_ctrl_c_ends_everything(self, tmp_path: Path) -> None:
-        with fleetrun(tmp_path, "--worker_num", "2", TINY, *ENDLESS) as job:
+        with forked_fleetrun(tmp_path, "--worker_num", "2", TINY, *ENDLESS) as job:
             wait_for_training(job, tmp_path, 2)
             line = r"\[fleetrun\] server 0: running, \d+ rows; .*worker 1: running, step \d+, \d+ samples/s, loss \d"
             wait_until(lambda: re.search(line, job.output) is not None, 20, "line of the display")
@@ -123,7 +128,7 @@ class TestTraining:
             taken.bind(("127.0.0.1", 0))
             taken.listen()
             place = f"127.0.0.1:{taken.getsockname()[1]}"
-            with fleetrun(tmp_path, "--plain", "--servers", place, "--workers", "127.0.0.1:0", TINY) as job:
+            with forked_fleetrun(tmp_path, "--plain", "--servers", place, "--workers", "127.0.0.1:0", TINY) as job:
                 assert job.wait() == 1
                 assert job.left(grace=0) == []
         assert f"server 0 ({place}) ended with exit status 1; the job ends" in job.output
@@ -134,14 +139,14 @@ class TestTraining:
 class TestStandIns:
     def test_the_exit_status_and_the_last_lines_of_a_failed_worker_are_shown(self, tmp_path: Path) -> None:
         actions = ",".join(f"line:{i}" for i in range(30))
-        with fleetrun(tmp_path, "--worker_num", "2", STAND_IN, "sleep", f"{actions},exit:7") as job:
+        with forked_fleetrun(tmp_path, "--worker_num", "2", STAND_IN, "sleep", f"{actions},exit:7") as job:
             assert job.wait(20) == 1
         assert re.search(r"worker [01] ended with exit status 7; the job ends", job.output)
         quoted = [line.strip() for line in job.output.splitlines() if line.startswith("    ")]
         assert quoted == [*(f"line {i}" for i in range(11, 30)), "exit 7"]
 
     def test_a_killed_server_is_named_by_its_own_index_and_address(self, tmp_path: Path) -> None:
-        with fleetrun(tmp_path, "--server_num", "2", STAND_IN, "sleep", "sleep") as job:
+        with forked_fleetrun(tmp_path, "--server_num", "2", STAND_IN, "sleep", "sleep") as job:
             wait_until(in_log(tmp_path / "latest" / "serverlog.1", "sleep"), 20, "server 1")
             os.kill(job.pid("SERVER", 1), signal.SIGKILL)
             assert job.wait(20) == 1
@@ -180,7 +185,7 @@ class TestStandIns:
             assert job.left(grace=1.0) == []
 
     def test_restarts_are_counted_and_the_log_keeps_every_run(self, tmp_path: Path) -> None:
-        with fleetrun(tmp_path, "--max_restart", "2", STAND_IN, "sleep", "async,exit:3") as job:
+        with forked_fleetrun(tmp_path, "--max_restart", "2", STAND_IN, "sleep", "async,exit:3") as job:
             assert job.wait(30) == 1
         assert job.output.count("worker 0 ended with 3; starting it again") == 2
         assert "worker 0 ended with exit status 3; the job ends" in job.output
@@ -188,12 +193,12 @@ class TestStandIns:
 
     def test_a_worker_that_fails_by_its_own_script_ends_an_async_job(self, tmp_path: Path) -> None:
         """Only a killed one is done without: a script that raises would raise elsewhere too."""
-        with fleetrun(tmp_path, "--worker_num", "2", STAND_IN, "sleep", "async,exit:3") as job:
+        with forked_fleetrun(tmp_path, "--worker_num", "2", STAND_IN, "sleep", "async,exit:3") as job:
             assert job.wait(30) == 1
         assert "goes on without it" not in job.output
 
     def test_a_job_that_lost_its_last_worker_does_not_say_that_it_finished(self, tmp_path: Path) -> None:
-        with fleetrun(tmp_path, "--plain", STAND_IN, "serve", "async,reach,sleep:0.3,die") as job:
+        with forked_fleetrun(tmp_path, "--plain", STAND_IN, "serve", "async,reach,sleep:0.3,die") as job:
             assert job.wait(50) == 1
         assert "worker 0 was killed by SIGKILL" in job.output
         for wrong in ("goes on without it", "the others finished", "finished; logs in"):
@@ -202,18 +207,18 @@ class TestStandIns:
     @pytest.mark.parametrize("status", [0, 3])
     def test_a_server_that_ends_before_the_workers_ends_the_job(self, tmp_path: Path, status: int) -> None:
         """With status 0 too: a server that gets SIGTERM from an operator or a scheduler ends cleanly, and early."""
-        with fleetrun(tmp_path, STAND_IN, f"exit:{status}", "sleep") as job:
+        with forked_fleetrun(tmp_path, STAND_IN, f"exit:{status}", "sleep") as job:
             assert job.wait(15) == 1
         assert re.search(r"server 0 \(127\.0\.0\.1:\d+\) ended", job.output)
 
     def test_servers_that_were_never_told_to_stop_end_after_the_last_worker(self, tmp_path: Path) -> None:
         """A script that forgets fleet.stop_worker(): all workers of the job are here and have ended."""
-        with fleetrun(tmp_path, STAND_IN, "sleep", "exit:0") as job:
+        with forked_fleetrun(tmp_path, STAND_IN, "sleep", "exit:0") as job:
             job.wait(15)
             assert job.left(grace=0) == []
 
     def test_a_worker_killed_by_a_signal_without_a_name_is_told_like_any_other(self, tmp_path: Path) -> None:
-        with fleetrun(tmp_path, STAND_IN, "sleep", "signal:40") as job:
+        with forked_fleetrun(tmp_path, STAND_IN, "sleep", "signal:40") as job:
             assert job.wait(20) == 1
         assert re.search(r"worker 0 was killed by .*40; the job ends", job.output)
 
@@ -225,7 +230,7 @@ class TestStandIns:
             "PADDLE_TRAINER_ENDPOINTS": "10.0.0.1:1,10.0.0.2:1,10.0.0.3:1",
             "FLEET_RESTART": "5",
         }
-        with fleetrun(tmp_path, "--worker_num", "2", STAND_IN, "role", "role", **around) as job:
+        with forked_fleetrun(tmp_path, "--worker_num", "2", STAND_IN, "role", "role", **around) as job:
             assert job.wait(20) == 0
         told = (tmp_path / "latest" / "workerlog.1").read_text()
         for part in (
@@ -256,7 +261,7 @@ class TestStandIns:
 
     def test_a_file_in_the_place_of_the_link_is_named_and_left_alone(self, tmp_path: Path) -> None:
         (tmp_path / "latest").mkdir()
-        with fleetrun(tmp_path, STAND_IN, "exit", "exit") as job:
+        with forked_fleetrun(tmp_path, STAND_IN, "exit", "exit") as job:
             assert job.wait(20) == 2
         assert f"cannot make {tmp_path / 'latest'} a link to the logs of this run" in job.output
         assert (tmp_path / "latest").is_dir()
@@ -282,7 +287,7 @@ def test_a_job_that_fails_is_started_again_as_a_whole(
     script, logs = tmp_path / "script.py", tmp_path / "logs"
     script.write_text(FAILS_ONCE)
     arguments = ("--max_job_restart", str(max_job_restart), str(script), str(tmp_path), str(num_failures))
-    with fleetrun(logs, *arguments) as job:
+    with forked_fleetrun(logs, *arguments) as job:
         assert job.wait(30) == status
         assert job.left(grace=0) == []
     num_starts = min(num_failures, max_job_restart) + 1
@@ -291,6 +296,6 @@ def test_a_job_that_fails_is_started_again_as_a_whole(
 
 
 def test_one_worker_or_the_whole_job_is_started_again_but_not_both(tmp_path: Path) -> None:
-    with fleetrun(tmp_path, "--max_job_restart", "1", "--max_restart", "1", STAND_IN) as job:
+    with forked_fleetrun(tmp_path, "--max_job_restart", "1", "--max_restart", "1", STAND_IN) as job:
         assert job.wait(30) == 2
     assert "use one of them" in job.output

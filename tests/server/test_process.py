@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import zmq
-from support.fleets import WAIT, keys_of
+from support.fleets import WAIT, ForkedServer, keys_of
 
 from torchfleet.commands.server_stats import show_stats
 from torchfleet.errors import FleetError, ServerUnreachable
@@ -152,7 +152,7 @@ class TestStart:
 class TestEnd:
     @pytest.fixture
     def server(self) -> Iterator[ServerProcess]:
-        with ServerProcess() as server:
+        with ForkedServer() as server:
             yield server
 
     @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
@@ -180,7 +180,7 @@ class TestEnd:
             assert server.wait(WAIT) == 0
 
     def test_it_ends_when_all_workers_have_left(self) -> None:
-        with ServerProcess("tcp://127.0.0.1:0", "--num_workers", "2") as server:
+        with ForkedServer("tcp://127.0.0.1:0", "--num_workers", "2") as server:
             for worker in (0, 1):
                 assert server.returncode is None
                 with closing(Client.connect([server.endpoint], worker=worker, patience=PATIENT)) as client:
@@ -204,7 +204,7 @@ class TestEnd:
 
 
 def test_it_tells_for_what_share_of_the_time_it_computes(capsys: pytest.CaptureFixture[str]) -> None:
-    with ServerProcess() as server, closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
+    with ForkedServer() as server, closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
         client.create_table(TableSpec("t", dim=16, rule=Rule("adam")))
         client.join({**JOINED, "waiting": 0.7})
         time.sleep(2.1)  # two periods, of which the second is quiet from end to end
@@ -229,7 +229,7 @@ class TestBounds:
 
     @pytest.fixture
     def server(self) -> Iterator[ServerProcess]:
-        with ServerProcess("tcp://127.0.0.1:0", "--max_table_bytes", str(64 * MEGABYTE)) as server:
+        with ForkedServer("tcp://127.0.0.1:0", "--max_table_bytes", str(64 * MEGABYTE)) as server:
             yield server
 
     @pytest.fixture
@@ -298,7 +298,7 @@ with zmq.Context() as context, context.socket(zmq.DEALER) as flood:
 def test_a_client_that_is_killed_while_its_requests_fill_the_queue_does_not_end_the_server() -> None:
     """ZeroMQ's heartbeats of the server did: they are due every five seconds."""
     spec = TableSpec("t", dim=64)
-    with ServerProcess() as server, closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
+    with ForkedServer() as server, closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
         client.create_table(spec)
         client.pull("t", range(100_000)).result()
         assert run("-c", FLOOD, server.endpoint, str(spec.number)).returncode == -signal.SIGKILL
@@ -309,7 +309,7 @@ def test_a_client_that_is_killed_while_its_requests_fill_the_queue_does_not_end_
 
 def test_it_ends_when_the_workers_that_were_there_are_gone() -> None:
     options = ("--num_workers", "2", "--orphan_timeout", "1")
-    with ServerProcess("tcp://127.0.0.1:0", *options) as server:
+    with ForkedServer("tcp://127.0.0.1:0", *options) as server:
         with closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
             client.join({**JOINED, "num_workers": 2})
             assert server.returncode is None

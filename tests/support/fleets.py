@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from support import processes
 
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.sockets import Listener, SocketChannel
@@ -89,6 +91,13 @@ class ServerThread:
         self.close()
 
 
+class ForkedServer(ServerProcess):
+    """One whose process the nursery forks."""
+
+    def _start(self, command: list[str]) -> subprocess.Popen[str]:
+        return processes.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
 @contextlib.contextmanager
 def in_process(num_servers: int = 1) -> Iterator[Fleet]:
     servers = [Server(MAX_TABLE_BYTES) for _ in range(num_servers)]
@@ -108,8 +117,8 @@ def in_threads(endpoints: Sequence[str], keys: KeyFolder | None = None) -> Itera
 @contextlib.contextmanager
 def in_processes(num_servers: int = 1, *options: str) -> Iterator[Fleet]:
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(ServerProcess("tcp://127.0.0.1:0", *options)) for _ in range(num_servers)]
-        yield stack.enter_context(_over_sockets(processes, None))
+        servers = [stack.enter_context(ForkedServer("tcp://127.0.0.1:0", *options)) for _ in range(num_servers)]
+        yield stack.enter_context(_over_sockets(servers, None))
 
 
 def _over_sockets(

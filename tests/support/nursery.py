@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import gc
 import json
 import os
@@ -117,6 +118,7 @@ class Nursery:
         try:
             for target, fd in enumerate(fds[:3]):
                 os.dup2(fd, target)
+            sys.stdout, sys.stderr = _stream(1, "strict"), _stream(2, "backslashreplace")
             os.dup2(self._inners.fileno(), _KEPT, inheritable=False)
             if request["session"]:
                 os.setsid()
@@ -142,6 +144,11 @@ def _publish_environment() -> None:
     path.with_suffix(".new").rename(path)
 
 
+def _stream(fd: int, errors: str) -> io.TextIOWrapper:
+    """As `python -u` makes it. The nursery's own knows whether its file, another one, could be sought in."""
+    return io.TextIOWrapper(open(fd, "wb", buffering=0, closefd=False), errors=errors, write_through=True)
+
+
 def _forget_signals() -> None:
     """Python's own handlers, as in a new process."""
     signal.set_wakeup_fd(-1)
@@ -151,9 +158,11 @@ def _forget_signals() -> None:
 
 def _run(command: Sequence[str], paths: Sequence[str]) -> int:
     """The exit status of this command, and of those that it replaces itself by; in this process."""
+    import fsspec.config
     import numpy as np
 
     np.random.seed()
+    fsspec.config.set_conf_env(fsspec.config.conf)  # what it has read when it was imported was of another environment
     _stay_in_the_nursery()
     while True:
         try:
@@ -255,6 +264,22 @@ def _import() -> None:
 
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports more than one would think
     torch.set_num_threads(1)
+    _load_kernels()
+
+
+def _load_kernels() -> None:
+    """The first kernel of a process makes numba import half a second's worth of modules; the others are loaded, too."""
+    import numpy as np
+    from support.fleets import Talk
+
+    from torchfleet.server.server import Server
+    from torchfleet.tables.settings.spec import Rule, TableSpec
+
+    talk, keys = Talk(Server(1 << 22)), np.arange(8, dtype=np.uint64)
+    for rule in ("sgd", "adagrad", "adam"):
+        spec = TableSpec(rule, dim=2, rule=Rule(rule))
+        talk.create(spec)
+        talk.push(spec, keys, talk.pull(spec, keys))
 
 
 def _serve(fd: int) -> None:

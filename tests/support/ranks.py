@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pkgutil
 import signal
 import socket
 import subprocess
@@ -89,9 +90,13 @@ def _serve() -> None:
     import torch.distributed.tensor
     import torch.optim
 
-    import torchfleet.fleet  # noqa: F401
+    import torchfleet.collective
+    import torchfleet.fleet
 
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports more than one would think
+    for found in pkgutil.walk_packages(torchfleet.collective.__path__, "torchfleet.collective."):
+        if not found.name.endswith("_kernels"):  # in Triton, for GPUs
+            import_module(found.name)
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         job = json.loads(line)

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support import twins
+from support.searches import examples
 
 from torchfleet.errors import TableError
 from torchfleet.tables import rowstore
@@ -669,7 +670,7 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTableIsADictOfRows = TableMachine.TestCase
-TestTableIsADictOfRows.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+TestTableIsADictOfRows.settings = settings(deadline=None, max_examples=examples(25), stateful_step_count=30)
 
 
 # Narrow rows, in their map and beside it

@@ -10,8 +10,10 @@ from typing import Any, Protocol, TypeVar
 from torchfleet.fetch import numbers
 from torchfleet.job.waiting_share import WaitingShare
 from torchfleet.monitor.epochs import Epoch, Epochs, length
-from torchfleet.monitor.pace import TrainingPace
+from torchfleet.monitor.prometheus.metrics_port import open_metrics_port
 from torchfleet.monitor.status import StatusFile
+from torchfleet.monitor.training_pace import TrainingPace
+from torchfleet.role import RoleInfo
 from torchfleet.worker.lookup.engine import Engine
 from torchfleet.worker.modes.communicator import Communicator
 
@@ -28,9 +30,9 @@ class Counted(Protocol):
 class WorkerStatus:
     """Gathers what is known of a worker's training, and writes it to its status file."""
 
-    def __init__(self, path: str | None, mode: str, communicator: Callable[[], Communicator], engine: Engine) -> None:
+    def __init__(self, info: RoleInfo, mode: str, communicator: Callable[[], Communicator], engine: Engine) -> None:
         self._mode, self._communicator, self._engine = mode, communicator, engine
-        self._file = StatusFile(path, self._make)
+        self._file = StatusFile(info.status_file, self._make, open_metrics_port("worker", info.worker_index))
         self._pace = TrainingPace()
         self.epochs = Epochs(lambda: communicator().num_steps)
         self.waiting_share = WaitingShare(lambda: sum(self._waits().values()))
@@ -40,6 +42,12 @@ class WorkerStatus:
     def write(self, now: bool = False) -> None:
         """If it is time for it, or at once."""
         self._file.write(now)
+
+    def step_made(self) -> None:
+        self._file.step_made()
+
+    def close(self) -> None:
+        self._file.close()
 
     def report(self, metrics: dict[str, float]) -> None:
         """What the script says of its training."""
@@ -65,7 +73,7 @@ class WorkerStatus:
         return {name: stats["steps"] * stats[f"{name}_wait_ms"] / 1000 for name in ("pull", "push")}
 
     def _make(self) -> dict[str, Any]:
-        stats = self._communicator().stats()
+        stats, waits = self._communicator().stats(), self._waits()
         if (epoch := self.epochs.current) is not None:
             self._metrics.update(numbers(epoch.values))
         more: dict[str, Any] = {"waiting": self.waiting_share(), "progress": self.epochs.status() or None}
@@ -74,7 +82,8 @@ class WorkerStatus:
         return {
             "role": "worker",
             "mode": self._mode,
-            **self._pace.status(stats["steps"], self._engine.num_samples, self._waits()),
+            **self._pace.status(stats["steps"], self._engine.num_samples, waits),
+            **{f"{name}_waited_s": seconds for name, seconds in waits.items()},
             **{name: value for name, value in more.items() if value is not None},
             "left": self.has_left,
             "retries": stats["retries"],

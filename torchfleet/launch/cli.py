@@ -80,6 +80,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--key_dir", default=os.environ.get("FLEET_KEY_DIR"), help="folder of keys (default: FLEET_KEY_DIR)"
     )
+    made.add_argument(
+        "--trace_every",
+        type=int,
+        metavar="N",
+        help="send spans of one step of N to an OpenTelemetry collector (OTEL_EXPORTER_OTLP_ENDPOINT)",
+    )
     made.add_argument("--insecure", action="store_true", help="talk to other machines without keys")
     made.add_argument("--dry_run", action="store_true", help="print what would be started, and start nothing")
     made.add_argument("--keygen", metavar="DIR", help="make a set of keys in DIR, and do nothing else")
@@ -101,6 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FleetError as error:
         say(f"fleetrun: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `fleetrun --dry_run ... | head`: Python would fail again when it flushes stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -112,7 +121,7 @@ def _run(options: argparse.Namespace) -> int:
     check(options)
     job = job_spec_of(options)
     if options.dry_run:
-        print("\n".join(launcher.describe(job, options)))
+        print("\n".join(launcher.describe(job, options)), flush=True)
         return 0
     return launcher.run(job, options)
 
@@ -141,6 +150,8 @@ def check(options: argparse.Namespace) -> None:
     for name in ("max_restart", "max_job_restart"):
         if getattr(options, name) < 0:
             raise RoleError(f"--{name} must be at least 0, found {getattr(options, name)}")
+    if options.trace_every is not None and not 1 <= options.trace_every < 10**9:
+        raise RoleError(f"--trace_every must be a number of steps, at least 1; found {options.trace_every}")
     if options.max_restart and options.max_job_restart:
         raise RoleError("--max_restart starts one worker again, --max_job_restart all processes: use one of them")
     if options.key_dir:

@@ -41,16 +41,26 @@ class JobSpec:
     socket_dir: str | None = None  # of the servers, if all processes are on this machine
     address_book: str | None = None  # of servers that a cluster may start again elsewhere
     insecure: bool = False
+    trace_every: int = 0  # one step of so many is traced; 0: as FLEET_TRACE_EVERY says
     max_log_bytes: int = DEFAULT_BYTES  # of one file; there are at most two of a process
     watching: Watching = field(default_factory=Watching)
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables by which servers and workers find keys or sockets, or learn that they go without."""
+        """The variables by which servers and workers find keys or sockets, or learn that they go without, and how much
+        they are to tell."""
         variables = {"FLEET_KEY_DIR": str(Path(self.key_dir).absolute())} if self.key_dir else {}
         if self.socket_dir:
             variables["FLEET_SOCKET_DIR"] = self.socket_dir
+        if self.watching.verbose:
+            variables["FLEET_VERBOSE"] = "1"
+        variables |= self.trace_variables
         return {**variables, "FLEET_INSECURE": "1"} if self.insecure else variables
+
+    @property
+    def trace_variables(self) -> dict[str, str]:
+        """The variable by which processes learn that steps are traced."""
+        return {"FLEET_TRACE_EVERY": str(self.trace_every)} if self.trace_every else {}
 
     def resources_of(self, role: str) -> Resources:
         """What a process of this role ("server", "worker" or "rank") asks for."""

@@ -27,7 +27,11 @@ class Epochs:
         self._open: list[Epoch] = []
         self._last: dict[str, Any] = {}
         self._num_over = 0  # passes of training
-        self.num_planned: int | None = None  # how many the script says it will make
+        self._num_planned: int | None = None  # those that the script says it makes
+
+    def plan(self, num: int, start: int = 0) -> None:
+        """There are going to be so many passes in all, and the next one has the number `start`."""
+        self._num_over, self._num_planned = start, num
 
     @contextlib.contextmanager
     def begin(self, total: Callable[[], int | None], unit: Unit) -> Iterator[Epoch]:
@@ -56,7 +60,7 @@ class Epochs:
         return self._num_steps() > epoch.first_step
 
     def _status(self, epoch: Epoch) -> dict[str, Any]:
-        total, num = epoch.total(), self.num_planned
+        total, num = epoch.total(), self._num_planned
         found: dict[str, Any] = {"epoch": self._num_over, "done": epoch.done, "unit": epoch.unit}
         if num is not None and num > self._num_over:
             found["epochs"] = num

@@ -18,13 +18,16 @@ class ServerProcess:
 
     def __init__(self, endpoint: str = "tcp://127.0.0.1:0", *options: str, timeout: float = 120.0) -> None:
         command = [sys.executable, "-m", "torchfleet.server", "--endpoint", endpoint, *options]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._process = self._start(command)
         self.pid = self._process.pid
         try:
             self.endpoint = self._wait_for_announcement(timeout)
         except BaseException:
             self.close()
             raise
+
+    def _start(self, command: list[str]) -> subprocess.Popen[str]:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
     @property
     def returncode(self) -> int | None:

@@ -1,4 +1,7 @@
-"""Jobs on a real cluster of Ray: two nodes, each a raylet of its own. What kills nodes is in test_ray_losses.py."""
+"""Jobs on a real cluster of Ray: two nodes, each a raylet of its own. What kills nodes is in test_ray_losses.py.
+
+One job runs in `make test`; the others are marked `cluster`.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,7 @@ def job(nodes: RayNodes, log_dir: Path, *arguments: str) -> Any:
     return fleetrun(log_dir, "--cluster", f"ray={nodes.address}", *arguments, RAY_TMPDIR=os.environ["RAY_TMPDIR"])
 
 
+@pytest.mark.cluster
 def test_the_ctr_example_unchanged_trains_the_same_bits_as_local_processes(nodes: RayNodes, tmp_path: Path) -> None:
     data = tmp_path / "data"
     prepare = [sys.executable, str(EXAMPLE / "prepare.py"), "--rows", "2000", "--parts", "2", "--out", str(data)]
@@ -68,6 +72,7 @@ def test_a_script_that_fails_ends_the_job_with_its_last_lines(nodes: RayNodes, t
     assert "RuntimeError: this worker was told to fail" in started.output
 
 
+@pytest.mark.cluster
 def test_ctrl_c_ends_all_processes_on_all_nodes(nodes: RayNodes, tmp_path: Path) -> None:
     with job(nodes, tmp_path, TINY, "--steps", FOREVER, "--pause", "0.1") as started:
         started.wait_for("worker 0 is training", SHORT)
@@ -98,6 +103,7 @@ def counted(start: int) -> dict[str, Any]:
     return {"worker": fleet.worker_index(), "workers": fleet.worker_num(), "start": start}
 
 
+@pytest.mark.cluster
 def test_a_function_runs_from_a_thread_as_in_a_notebook_and_returns(
     nodes: RayNodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support.fleets import Talk, assert_ok, refusal
+from support.searches import examples
 
 from torchfleet.errors import DataError
 from torchfleet.net.wire import OK, Command, pack, unpack
@@ -262,7 +263,7 @@ class TestFileLists:
             assert worker.take(now=number) == ("file", "a")
             lists.expire(now=number)
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(25), deadline=None)
     @given(st.integers(0, 40), st.integers(1, 5), st.integers(1, 3), st.integers(0, 10**9))
     def test_every_file_is_done_once_when_nobody_dies(self, num_files: int, num: int, num_held: int, seed: int) -> None:
         dice = random.Random(seed)
@@ -451,7 +452,10 @@ class LateMessages(FilesMachine):
 
 
 _SETTINGS = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate)
+    max_examples=examples(40),
+    stateful_step_count=40,
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
 )
 TestFilesMachine, TestLateMessages = FilesMachine.TestCase, LateMessages.TestCase
 TestFilesMachine.settings = TestLateMessages.settings = _SETTINGS

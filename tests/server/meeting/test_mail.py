@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.fleets import Fleet, Talk, assert_ok, in_process, refusal
+from support.searches import examples
 
 from torchfleet.net.wire import Array, Command, pack
 from torchfleet.server.meeting import mail as module
@@ -246,7 +247,7 @@ class MailMachine(RuleBasedStateMachine):
 
 
 TestMailMachine = MailMachine.TestCase
-TestMailMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestMailMachine.settings = settings(max_examples=examples(20), stateful_step_count=40, deadline=None)
 
 
 def to(worker: int, number: int, topic: str = "t") -> Array:

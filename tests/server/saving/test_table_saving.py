@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from support.fleets import WAIT, Fleet, Talk, assert_ok, in_process, in_processes, in_threads, refusal
 from support.lossy import Faults, Network
 from support.scripts.saved_models import contents, load, rows_on_disk, save, whole_layout
+from support.searches import examples
 
 from torchfleet.checkpoint.manifest import Manifest, Saved, described, read_manifest, write_manifest
 from torchfleet.checkpoint.part_reader import read_part
@@ -378,7 +379,7 @@ def test_value_and_state_of_a_row_belong_together_while_others_push(
         max_size=20,
     )
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 def test_a_row_that_lives_throughout_is_saved_once(moves: list[tuple[str, list[int]]]) -> None:
     """While rows come and go around it, and are reused."""
     with pytest.MonkeyPatch.context() as patch:

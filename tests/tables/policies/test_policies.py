@@ -15,6 +15,7 @@ import pytest
 from support.fleets import in_threads
 from support.policy_fleets import Tables
 from support.policy_oracle import DAY, HOUR, Condition, Oracle
+from support.searches import examples
 
 from torchfleet.checkpoint.manifest import read_manifest
 from torchfleet.errors import FleetError
@@ -295,7 +296,7 @@ class Stream:
         return self._rng.choice(self._keys, num, replace=False, p=self._weights / self._weights.sum())
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(examples(1)))
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_admitted_evicted_and_counted_equals_the_oracle(name: str, seed: int) -> None:
     folder = f"memory://policies/{name}/{seed}"
@@ -322,7 +323,7 @@ def as_keys(start: int, stop: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("policy", [Shrink(delete_after_unseen_days=1), Shrink(max_rows=60), Shrink(max_bytes=2000)])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(examples(2)))
 def test_rows_that_are_seen_before_their_slice_comes_stay(
     policy: Shrink, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import jobs
-from support.scripts.launching import TINY, fleetrun
+from support.scripts.launching import TINY, forked_fleetrun
 
 import torchfleet as fleet
 from torchfleet.errors import FleetError, TableError
@@ -78,13 +78,14 @@ def test_a_bare_server_takes_a_size_and_refuses_what_is_none() -> None:
 
 
 def test_fleetrun_hands_the_limit_to_every_process_of_the_job(tmp_path: Path) -> None:
-    with fleetrun(tmp_path, "--dry_run", "--max_table_bytes", "2GB", "--server_num", "1", str(TINY)) as job:
+    with forked_fleetrun(tmp_path, "--dry_run", "--max_table_bytes", "2GB", "--server_num", "1", str(TINY)) as job:
         assert job.wait(60) == 0, job.output
     assert job.output.count(f"FLEET_MAX_TABLE_BYTES={2 << 30}") == 2
 
 
 def test_a_job_whose_table_outgrows_its_limit_ends_and_says_how_to_raise_it(tmp_path: Path) -> None:
-    with fleetrun(tmp_path, "--max_table_bytes", "64B", "--server_num", "1", "--worker_num", "1", str(TINY)) as job:
+    counts = ("--server_num", "1", "--worker_num", "1")
+    with forked_fleetrun(tmp_path, "--max_table_bytes", "64B", *counts, str(TINY)) as job:
         assert job.wait(90) == 1, job.output
     assert "max_table_bytes" in job.output
     assert "fleetrun --max_table_bytes 8GB" in job.output

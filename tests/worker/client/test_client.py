@@ -11,10 +11,9 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from support.fleets import WAIT, Fleet, in_process, in_processes
+from support.fleets import WAIT, Fleet, ForkedServer, in_process, in_processes
 
 from torchfleet.errors import FleetError, ServerRestarted, ServerUnreachable, TableError
-from torchfleet.server.process import ServerProcess
 from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
@@ -321,11 +320,11 @@ class TestDeadServers:
             assert client.pull("rows", [1]).result().tolist() == [[-4, -4]]
 
     def test_a_server_that_came_back_empty_is_reported_as_restarted(self) -> None:
-        with ServerProcess() as first, closing(Client.connect([first.endpoint], patience=Patience(8.0, 4))) as client:
+        with ForkedServer() as first, closing(Client.connect([first.endpoint], patience=Patience(8.0, 4))) as client:
             client.create_table(ROWS)
             client.push("rows", [1], ones(1, 2)).result()
             first.kill()
-            with ServerProcess(first.endpoint) as second:
+            with ForkedServer(first.endpoint) as second:
                 assert second.endpoint == first.endpoint
                 with pytest.raises(ServerRestarted, match=f"server 0 \\({first.endpoint}\\) is another process"):
                     client.pull("rows", [1]).result()

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.jobs import one_worker
+from support.searches import examples
 
 from torchfleet.errors import ModelError
 
@@ -75,7 +76,7 @@ def flat(bags: list[list[int]], last: bool, weights: bool) -> tuple[Any, ...]:
     last=st.booleans(),
     weights=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 def test_bags_of_any_options_equal_torch(
     bags: list[list[int]], mode: str, padding: int | None, last: bool, weights: bool
 ) -> None:

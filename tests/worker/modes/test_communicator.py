@@ -486,6 +486,20 @@ def test_a_worker_that_ends_earlier_is_not_waited_for() -> None:
     assert_equal_values(done.values(**TABLES), values_of(model), TOLERANCE)
 
 
+def test_values_that_were_pulled_once_do_not_make_later_gradients_look_old() -> None:
+    """A reply that a server repeats after a restart has no values: the worker pulls them, and how new they are."""
+    with jobs.one_worker(Net()) as part:
+        assert part.worker is not None
+        for number, batch in enumerate(worker_batches(0, 8)):
+            part.step(batch)
+            if number == 1:
+                part.worker.communicator.end_threads()
+        tables = part.worker.stats()["servers"][0]["tables"].values()
+    ages = [table["staleness"] for table in tables if table["kind"] == "dense"]
+    assert ages
+    assert all(set(found) <= {0} for found in ages), ages
+
+
 def test_a_dense_parameter_without_gradient_counts_as_gradient_zero() -> None:
     class Half(Net):
         def forward(self, batch: jobs.Batch) -> torch.Tensor:

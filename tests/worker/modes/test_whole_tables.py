@@ -23,9 +23,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import jobs
-from support.fleets import Fleet, Talk, assert_ok, eighths, in_process, keys_of, refusal
+from support.fleets import Fleet, ForkedServer, Talk, assert_ok, eighths, in_process, keys_of, refusal
 from support.jobs import Part, Servers, one_worker, wait_until
 from support.lossy import Faults, Network
+from support.searches import examples
 
 import torchfleet as fleet
 from torchfleet.errors import FleetError, ModelError, ServerUnreachable, StrategyError, TableError
@@ -664,7 +665,7 @@ def test_every_thread_that_flushes_finds_its_changes_on_the_servers() -> None:
 def real_servers(num: int) -> Iterator[tuple[list[ServerProcess], Part, WholeTables]]:
     """Servers in processes, given up after two seconds without an answer, and a worker with a copy."""
     with contextlib.ExitStack() as stack:
-        processes = [stack.enter_context(ServerProcess()) for _ in range(num)]
+        processes = [stack.enter_context(ForkedServer()) for _ in range(num)]
         for process in processes:
             stack.callback(continue_again, process)
         places = tuple(process.endpoint.removeprefix("tcp://") for process in processes)
@@ -1137,7 +1138,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(ACTIONS)
 def test_changes_keep_their_account(actions: list[Any]) -> None:
     """Against sets: what a worker is owed is what others changed since the last reply that arrived and had it. Every
@@ -1177,7 +1178,7 @@ def test_changes_keep_their_account(actions: list[Any]) -> None:
         assert not any(owed[worker].values())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(ACTIONS, st.lists(st.integers(0, 3), min_size=60, max_size=60))
 def test_late_copies_of_requests_lose_nothing(actions: list[Any], copies: list[int]) -> None:
     """A copy of an old request may come at any time; its reply goes nowhere."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -114,6 +114,7 @@ class State:
     finished: list[tuple[Request, Answer | FleetError]] = field(default_factory=list)
     load: LoopLoad = field(default_factory=LoopLoad)  # only a server with a loop is looked at
     num_requests: int = 0
+    num_by_command: Counter[int] = field(default_factory=Counter)  # requests that could be read; 0: unknown ones
     num_errors: int = 0
     bytes_in: int = 0  # of requests
     bytes_out: int = 0  # of replies

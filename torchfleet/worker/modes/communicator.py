@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchfleet.net.wire import DENSE_BACK, GATHER, SYNC, VERSIONS
+from torchfleet.tracing.span_recorder import Mark
 from torchfleet.worker.batch.sample_count import SampleCount
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.future import Dense, Future
@@ -37,6 +38,7 @@ class Gradients:
     rates: dict[str, float]
     num_samples: float | None = None  # what they count for in a mean; None: as much as others
     share: int = 0  # the number of the optimizer whose step it is
+    mark: Mark | None = None  # of a step that is traced, where another thread pushes them
 
     def sections(self) -> Mapping[str, tuple[Keys, Floats] | Floats]:
         return {**self.dense, **self.sparse}
@@ -219,7 +221,8 @@ class Communicator(ABC):
     def _write(self, values: Dense) -> None:
         if self.has_threads and _is_older(values.versions, self._versions):
             return  # another thread's reply came in before this one
-        self._versions = {**self._versions, **values.versions}
+        kept = {name: seen for name, seen in self._versions.items() if name not in values}
+        self._versions = {**kept, **values.versions}  # of values that come without, as in sync mode, none is known
         for group in self._plan.dense:
             if group.spec.name in values:
                 group.write(values[group.spec.name], unnoticed=self.has_threads)
