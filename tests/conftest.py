@@ -18,8 +18,8 @@ from torchfleet.server.server import Server
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests come first: a slow test that began last would leave the other cores idle.
 
-    Tests marked `gpu` are skipped where there is none; those marked `cluster`, `browser`, `long` or `install` run if `-m`
-    names their mark, or one of them is asked for by its name.
+    Tests marked `gpu` are skipped where there is none; those marked `cluster`, `browser`, `long` or `install` run if
+    `-m` names their mark, or one of them is asked for by its name.
     """
     asked = config.getoption("-m")
     left_out = [mark for mark in ("cluster", "browser", "long", "install") if mark not in asked]
