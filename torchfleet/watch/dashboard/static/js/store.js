@@ -70,6 +70,13 @@ export class Store {
     return this.of("worker", "rank");
   }
 
+  /** Seconds since the start of the first number: before it processes were starting. */
+  firstTime() {
+    const first = (column) => column.findIndex((value) => value !== null);
+    const found = Object.values(this.job.values).map(first).filter((index) => index >= 0);
+    return found.length ? this.job.points[Math.min(...found)] * this.grid.width : 0;
+  }
+
   /** Seconds since the start of all points, for charts. */
   times() {
     if (!this.grid) return [];
