@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-gpu test-clusters test-browser test-long test-install quick check docs wheel bench fuzz faults chaos clean
+.PHONY: setup demo test test-gpu test-clusters test-browser test-long test-install quick check docs screens wheel bench fuzz faults chaos clean
 
 setup: $(VENV)/.done
 
@@ -62,6 +62,10 @@ docs: $(VENV)/.docs
 $(VENV)/.docs: $(VENV)/.done
 	$(VENV)/bin/pip install --quiet --editable '.[docs]'
 	@touch $@
+
+# Screens of the display for docs/screens, from real jobs in tmux: two minutes.
+screens: setup
+	$(RUN) -m benchmarks.terminal_screens
 
 # The wheel and the source archive, into dist/, with what is in the wheel checked. Needs no `make setup`.
 wheel:
