@@ -39,6 +39,10 @@ class JobRecord:
         self._is_anew = True  # a delta would not do: the grid is another one
 
     @property
+    def num_roles(self) -> int:
+        return len(self._roles)
+
+    @property
     def logs(self) -> dict[str, str]:
         """By key of a process: the name of its log."""
         return {key: str(role.get("log", "")) for key, role in self._roles.items()}
