@@ -90,7 +90,15 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
 
 def test_the_reference_has_every_public_name() -> None:
     named = {name for page in REFERENCE.glob("*.md") for name in described(page)}
-    modules = {"callbacks": callbacks, "data": data, "metrics": metrics, "nn": nn, "online": online, "ray": ray, "util": util}
+    modules = {
+        "callbacks": callbacks,
+        "data": data,
+        "metrics": metrics,
+        "nn": nn,
+        "online": online,
+        "ray": ray,
+        "util": util,
+    }
     wanted = {name for name in torchfleet.__all__ if name not in modules}
     last = {name.rpartition(".")[2] for name in named}
     assert sorted(wanted - last) == []

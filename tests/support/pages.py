@@ -147,5 +147,7 @@ def _parse(commands: list[str], folder: Path) -> None:
 
 def planning(words: list[str]) -> list[str]:
     """Arguments with which fleetrun shows what this line would start. Hosts of an example are replaced by this one."""
-    line = re.sub(r"--servers \S+ --workers \S+", "--servers 127.0.0.1:7000 --workers 127.0.0.1:0", shlex.join(words[1:]))
+    line = re.sub(
+        r"--servers \S+ --workers \S+", "--servers 127.0.0.1:7000 --workers 127.0.0.1:0", shlex.join(words[1:])
+    )
     return ["--dry_run", *shlex.split(line)]
