@@ -77,6 +77,10 @@ EXCEPTIONS = {
     ("launch/clusters/on_ray/ray_node.py", "importlib.import_module"): "Ray, by its name in the code",
     ("ray/run.py", "importlib.import_module"): "Ray's serialization, for what the user's own call sends and gets",
     ("ray/called.py", "importlib.import_module"): "the same, in a process of that user's job",
+    (
+        "notebook/handover.py",
+        "importlib.import_module",
+    ): "cloudpickle, for a function of the user's own cell, in sealed memory that only this user's processes inherit",
     ("launch/clusters/member.py", "subprocess.Popen"): "the user's training script",
     ("launch/clusters/slurm_launcher.py", "subprocess.run"): "scontrol, with the number of this job",
     ("launch/processes.py", "subprocess.Popen"): "the user's training script",
