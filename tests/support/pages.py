@@ -48,8 +48,8 @@ class Block(NamedTuple):
 
     def commands(self) -> list[str]:
         """The lines of a block of command lines; one that ends with a backslash goes on in the next."""
-        lines = self.text.replace("\\\n", " ").splitlines()
-        return [line for line in lines if line.strip() and not line.startswith("#")]
+        lines = (line.strip() for line in self.text.replace("\\\n", " ").splitlines())
+        return [line for line in lines if line and not line.startswith("#")]
 
     def is_for(self, markers: frozenset[str]) -> bool:
         return not self.how or (self.how == "only" and self.what in markers)
@@ -101,9 +101,9 @@ def changed(text: str, diff: str) -> str:
 
 
 def missing(shown: str, printed: str) -> list[str]:
-    """The lines of `shown` that were not printed."""
-    lines = [line.rstrip() for line in printed.splitlines()]
-    wanted = [line.rstrip() for line in shown.splitlines() if line.strip() not in ("", "...")]
+    """The lines of `shown` that were not printed; how many spaces stand between two words does not matter."""
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    wanted = [line for line in (" ".join(line.split()) for line in shown.splitlines()) if line not in ("", "...")]
     return [line for line in wanted if not any(_pattern(line).fullmatch(found) for found in lines)]
 
 
