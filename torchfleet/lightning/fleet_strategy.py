@@ -42,6 +42,7 @@ class FleetStrategy(CheckpointFolders, WorkerExchange, LoggedMetrics, ParallelSt
     """
 
     strategy_name = "fleet"
+    precision_plugin: Any  # of Lightning's class
 
     def __init__(self, settings: str | DistributedStrategy = "sync", sparse: str | int | None = None) -> None:
         super().__init__()
