@@ -7,7 +7,7 @@ JOBS ?= 3
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-gpu test-clusters test-long quick check docs wheel bench fuzz faults chaos clean
+.PHONY: setup demo test test-gpu test-clusters test-browser test-long test-install quick check docs wheel bench fuzz faults chaos clean
 
 setup: $(VENV)/.done
 
@@ -33,9 +33,18 @@ test-clusters: setup
 	(command -v slurmctld && command -v munged) >/dev/null || ($(SUDO) apt-get update && $(SUDO) apt-get install --yes slurm-wlm munge)
 	$(RUN) -m pytest -m cluster -n 0
 
+# On a Debian machine: installs Chromium, then looks at the dashboard in it.
+test-browser: setup
+	command -v chromium >/dev/null || ($(SUDO) apt-get update && $(SUDO) apt-get install --yes chromium)
+	$(RUN) -m pytest -m browser -n 0
+
 # What takes most of a minute or more each; a workflow runs them every week.
 test-long: setup
 	$(RUN) -m pytest -m long -n 2 --dist loadgroup
+
+# The first tutorial in an empty virtual environment, outside the repository: pip fetches torch.
+test-install: setup
+	$(RUN) -m pytest -m install -n 0
 
 # Without whole fleets and ranks, and without what takes more than ten seconds: four fifths of the tests.
 FLEETS := integration examples launch benchmarks collective ecosystem

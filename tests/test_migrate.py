@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import processes
+from support import pages, processes
 from support.paths import ROOT
 from support.scripts.launching import clean_environment, forked_fleetrun
 
@@ -26,7 +26,7 @@ def name_of(page: Path) -> str:
 
 
 def blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [block.text for block in pages.blocks(page) if block.language == "python"]
 
 
 def script(page: Path) -> str:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import processes
+from support import pages, processes
 from support.paths import ROOT
 from support.scripts.launching import clean_environment, forked_fleetrun
 
@@ -16,10 +16,9 @@ from torchfleet.commands import command
 from torchfleet.launch import cli
 from torchfleet.strategy.collective_fields import SWITCHES
 
-TEXT = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
-SCRIPTS = [text for language, text in BLOCKS if language == "python"]
-LINES = [line for language, text in BLOCKS if language == "" for line in text.splitlines() if re.match(r"\w", line)]
+BLOCKS = pages.blocks(ROOT / "README.md")
+SCRIPTS = [block.text for block in BLOCKS if block.language == "python"]
+LINES = [line for block in BLOCKS if block.language == "" for line in block.commands()]
 
 
 def arguments_of(line: str) -> list[str]:
@@ -57,9 +56,8 @@ def test_a_line_of_fleetrun_is_understood(line: str, folder: Path) -> None:
         assert cli.main(arguments_of(line)[1:]) == 0
         return
     cli.main(["--keygen", "keys"])
-    given = re.sub(r"--servers \S+ --workers \S+", "--servers 127.0.0.1:7000 --workers 127.0.0.1:0", line)
-    given = re.sub(r"(?<= )examples/", f"{ROOT}/examples/", given)
-    assert cli.main(["--dry_run", *arguments_of(given)[1:]]) == 0
+    given = re.sub(r"(?<= )examples/", f"{ROOT}/examples/", line)
+    assert cli.main(pages.planning(arguments_of(given))) == 0
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if line.startswith("fleet ")])

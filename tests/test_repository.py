@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from support.paths import ROOT
-from support.wheel_contents import package_files, problems
+from support.wheel_contents import copy_sources, package_files, problems
 
 import torchfleet
 
@@ -146,11 +145,9 @@ def test_setup_leaves_out_what_only_the_site_needs() -> None:
 def test_the_wheel_has_the_package_and_no_tests(tmp_path: Path) -> None:
     """Built without a network, of a copy: nothing is left in the repository."""
     source = tmp_path / "source"
-    shutil.copytree(ROOT / "torchfleet", source / "torchfleet", ignore=shutil.ignore_patterns("__pycache__"))
+    copy_sources(source)
     (source / "tests").mkdir()
     (source / "tests" / "__init__.py").touch()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir"]
     done = subprocess.run([*command, tmp_path, source], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import gc
 import json
 import os
@@ -117,6 +118,7 @@ class Nursery:
         try:
             for target, fd in enumerate(fds[:3]):
                 os.dup2(fd, target)
+            sys.stdout, sys.stderr = _stream(1, "strict"), _stream(2, "backslashreplace")
             os.dup2(self._inners.fileno(), _KEPT, inheritable=False)
             if request["session"]:
                 os.setsid()
@@ -140,6 +142,11 @@ def _publish_environment() -> None:
     path = ENVIRONMENTS / str(os.getpid())
     path.with_suffix(".new").write_text(json.dumps(dict(os.environ)))
     path.with_suffix(".new").rename(path)
+
+
+def _stream(fd: int, errors: str) -> io.TextIOWrapper:
+    """As `python -u` makes it. The nursery's own knows whether its file, another one, could be sought in."""
+    return io.TextIOWrapper(open(fd, "wb", buffering=0, closefd=False), errors=errors, write_through=True)
 
 
 def _forget_signals() -> None:

@@ -5,6 +5,7 @@ It needs nothing but Python: `make wheel` calls it in an environment without tor
 
 from __future__ import annotations
 
+import shutil
 import sys
 import zipfile
 from pathlib import Path
@@ -17,6 +18,13 @@ def package_files(root: Path = ROOT) -> set[str]:
     """Every file of the package, data among them, by its path in the repository."""
     files = (path.relative_to(root) for path in (root / "torchfleet").rglob("*") if path.is_file())
     return {file.as_posix() for file in files if not {"__pycache__", ".DS_Store"} & set(file.parts)}
+
+
+def copy_sources(folder: Path) -> None:
+    """What a wheel is built of, into a new folder: builds leave their files there, not in the repository."""
+    shutil.copytree(ROOT / "torchfleet", folder / "torchfleet", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
 
 
 def problems(wheel: Path, expected: set[str]) -> list[str]:

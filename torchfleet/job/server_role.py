@@ -30,8 +30,12 @@ from torchfleet.server.replicas.replica import Replica
 from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
 from torchfleet.server.server_log import rows_text, speaker, tables_text
+from torchfleet.server.traces.server_tracing import ServerTracing
 from torchfleet.server.warm import warm_up
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.tracing.otlp import trace_every
+from torchfleet.tracing.process_part import ProcessName
+from torchfleet.tracing.profile_folder import folder_of
 from torchfleet.worker.client.client import Client
 
 
@@ -162,9 +166,12 @@ class ServerRole:
         if self._replica is not None:
             self._replica.begin()
 
+        tracing = self._trace()
+
         def is_over() -> bool:
             self._server.state.load.look()
             status.write()
+            tracing.look()
             return self._ended or self._handler.is_stopping
 
         try:
@@ -174,6 +181,7 @@ class ServerRole:
                 self._replica.end()
             status.write(now=True)
             status.close()
+            tracing.close()
             self.close()
             lost = "workers are lost" if self._server.desertion else "all workers have left"
             why = "told to end" if self._ended else lost
@@ -182,6 +190,11 @@ class ServerRole:
             raise FleetError(self._replica.deposed)
         if self._server.desertion:
             raise FleetError(f"{self._server.desertion}. No worker is left; the server ends.")
+
+    def _trace(self) -> ServerTracing:
+        info = self._info
+        name = ProcessName("server", info.server_index, info.num_workers, info.num_servers, self._server.incarnation)
+        return ServerTracing(name, self._server.traced, folder_of(info.status_file), trace_every())
 
     def end(self) -> None:
         """From a signal handler: finish the request at hand and return from `run`."""

@@ -26,13 +26,18 @@ from torchfleet.net.keys import KeyFolder
 from torchfleet.net.private_jobs import Way
 from torchfleet.net.transport import InProcess
 from torchfleet.net.wire import Role
+from torchfleet.profiling.step_tracing import StepTracing
 from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
 from torchfleet.storage import Storage
 from torchfleet.tables.rows.row_statistics import is_pushed
 from torchfleet.tables.settings.clock import MAX_TIME
 from torchfleet.tables.settings.policy import Shrink
+from torchfleet.tracing.otlp import trace_every
+from torchfleet.tracing.process_part import ProcessName
+from torchfleet.tracing.profile_folder import folder_of
 from torchfleet.worker.client.client import Client
+from torchfleet.worker.client.connection import incarnation
 from torchfleet.worker.lookup.engine import Engine
 from torchfleet.worker.lookup.sources import NoRows
 from torchfleet.worker.membership import Membership
@@ -103,6 +108,8 @@ class WorkerRole:
         self._schedules = self._watch(setup.global_schedulers)
         self._bind()
         self._ends.callback(self._model_state().close, LEFT)
+        self._tracing = self._trace()
+        self._ends.callback(self._tracing.close)
         self.communicator.start()
         self.status.write(now=True)
 
@@ -293,8 +300,13 @@ class WorkerRole:
         for optimizer in self._optimizers:
             optimizer.bind(self.engine, self.communicator)
             optimizer.after_step = self._step_made
-        if self.info.save_on_stop:
-            self._optimizers[-1].after_step = self._whole_step_made
+        self._optimizers[-1].after_step = self._whole_step_made
+
+    def _trace(self) -> StepTracing:
+        info, mode = self.info, self.strategy.mode
+        name = ProcessName("worker", info.worker_index, info.num_workers, info.num_servers, incarnation(), mode)
+        folder = folder_of(info.status_file)
+        return StepTracing(name, self.model, self._optimizers, folder, trace_every())
 
     def _model_state(self) -> ModelState:
         put_network = None if self._hybrid is None else self._hybrid.put_network
@@ -310,6 +322,7 @@ class WorkerRole:
     def _whole_step_made(self) -> None:
         """Of all optimizers."""
         self._step_made()
+        self._tracing.step_made()
         folder = self.info.save_on_stop
         if folder and self.is_asked_to_stop():
             end_with_save(lambda: self.save(folder, "full"), folder)

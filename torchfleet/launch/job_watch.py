@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torchfleet.launch.job_spec import JobSpec, RunningTask
 from torchfleet.monitor.snapshot import JobSnapshot, RoleSnapshot
+from torchfleet.watch.dashboard.dashboard_watcher import DashboardWatcher
 from torchfleet.watch.display import Display
 from torchfleet.watch.history import HistoryWriter
 from torchfleet.watch.json_display import JsonDisplay
@@ -28,6 +29,8 @@ class JobWatch:
             self._watchers.insert(0, JsonDisplay() if watching.is_json else Display(run_dir, watching.verbose))
         if watching.tensorboard is not None:
             self._watchers.append(TensorBoardEvents(Path(watching.tensorboard) / run_dir.name, job.command))
+        if watching.dashboard is not None:  # behind the record, which it sends to the end
+            self._watchers.append(DashboardWatcher(run_dir, watching.dashboard, attempt, self.report))
         self._next = 0.0
 
     def report(self, line: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Iterator
 
@@ -47,11 +48,11 @@ class RankLauncher:
         return bool(given)
 
     def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
-        plan = make_plan(options)
+        plan = _plan(job, options)
         return [line for local in range(plan.num_ranks) for line in _describe_rank(job, plan, local)]
 
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
-        plan = make_plan(options)
+        plan = _plan(job, options)
         require_gpus(options.gpus)
         check_free(job.watching, plan.num_ranks)
         run_dir = job.make_run_dir()
@@ -62,6 +63,11 @@ class RankLauncher:
         from torchfleet.launch.elastic import run  # imports torch, which the other launchers do not need
 
         return run(job, plan, run_dir)
+
+
+def _plan(job: JobSpec, options: argparse.Namespace) -> RankPlan:
+    plan = make_plan(options)
+    return dataclasses.replace(plan, environment={**plan.environment, **job.trace_variables})
 
 
 def _describe_rank(job: JobSpec, plan: RankPlan, local_rank: int) -> Iterator[str]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _OWN = ("link", "straggler", "step_ms", "compute_scale", "simulation_seed", "throughput_only")
 _OTHERS = (
     "servers", "workers", "nproc_per_node", "gpus", "nnodes", "master", "rank", "ips", "max_restart",
-    "max_job_restart", "insecure", "plain", "private", "log_max_bytes", "replicas", "coordinator",
+    "max_job_restart", "insecure", "plain", "private", "log_max_bytes", "replicas", "coordinator", "dashboard",
     "tensorboard",
 )  # fmt: skip
 _FIRST_PORT = 10_000  # of addresses that nobody listens on

@@ -35,6 +35,7 @@ from torchfleet.server.meeting.members import Members
 from torchfleet.server.saving.save_roots import roots_of
 from torchfleet.server.state.sessions import Outcome
 from torchfleet.server.state.state import Answer, State
+from torchfleet.server.traces.traced_requests import TracedRequests
 from torchfleet.server.waiting import end_hopeless_waits
 from torchfleet.tables.rows import memory
 
@@ -71,6 +72,7 @@ class Server:
             secrets.randbits(63) | 1
         )  # of this server, in every reply; one that goes on from a log keeps it
         self.recorder: Recorder = Unrecorded()
+        self.traced = TracedRequests()
         self.shard = self.term = 0  # a server with replicas says which it is, and how often another one took over
 
     @property
@@ -90,7 +92,12 @@ class Server:
             return self._replies()
         self.state.num_by_command[message.command if message.command in _KNOWN else 0] += 1
         proved = message.role if role is None else role
-        self.answer(Request(message, peer, self.state.now(), proved, frames=frames))
+        request = Request(message, peer, self.state.now(), proved, frames=frames)
+        if message.trace:
+            self.traced.take(request)
+        self.answer(request)
+        if message.trace:
+            self.traced.computed(request)
         return self._replies()
 
     def _check_place(self, message: Message) -> None:
@@ -289,6 +296,8 @@ class Server:
             reply.status, reply.arrays = ERROR, error_arrays(type(result).__name__, str(result))
         else:
             reply.arrays = result
+        if request.taken:
+            reply.taken, reply.answered = request.taken, self.traced.answered(request)
         try:
             return encode_reply(reply, request.version)
         except WireError as error:  # more than a message can hold: that must not end the service of all others

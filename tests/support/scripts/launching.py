@@ -34,11 +34,12 @@ class Started:
 
     _popen: Callable[..., subprocess.Popen[str]] = subprocess.Popen
 
-    def __init__(self, command: Sequence[str], **environment: str) -> None:
+    def __init__(self, command: Sequence[str], *, folder: Path | None = None, **environment: str) -> None:
         self._mark = uuid.uuid4().hex
         self._lines: list[str] = []
         self.process = type(self)._popen(
             list(command),
+            cwd=folder,
             env=clean_environment(**environment, **{_MARK: self._mark}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -34,7 +34,12 @@ def keys_of(slots: Sequence[torch.Tensor]) -> Keys:
 
 def stamp_of(slots: Sequence[torch.Tensor]) -> Stamp:
     """Ids with one stamp, while one of the tensors is still held, are the same: torch counts changes in place."""
-    return tuple([(ids.data_ptr(), ids.shape, ids.stride(), ids._version) for ids in slots])
+    return tuple([(ids.data_ptr(), ids.shape, ids.stride(), _version_of(ids)) for ids in slots])
+
+
+def _version_of(ids: torch.Tensor) -> int | bytes:
+    """torch's count of changes; tensors of torch.inference_mode have none, and their numbers stand for it."""
+    return ids.cpu().numpy().tobytes() if ids.is_inference() else ids._version
 
 
 def num_samples(inputs: Any) -> int:
