@@ -7,7 +7,7 @@ JOBS ?= 3
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-gpu test-clusters test-browser test-long test-install quick check docs wheel bench fuzz faults chaos clean
+.PHONY: setup demo test test-gpu test-clusters test-browser test-long test-install quick check docs screens wheel bench fuzz faults chaos clean
 
 setup: $(VENV)/.done
 
@@ -33,9 +33,9 @@ test-clusters: setup
 	(command -v slurmctld && command -v munged) >/dev/null || ($(SUDO) apt-get update && $(SUDO) apt-get install --yes slurm-wlm munge)
 	$(RUN) -m pytest -m cluster -n 0
 
-# On a Debian machine: installs Chromium, then looks at the dashboard in it.
+# On a Debian machine: installs Chromium, unless FLEET_TEST_CHROMIUM names a browser, and looks at the dashboard in it.
 test-browser: setup
-	command -v chromium >/dev/null || ($(SUDO) apt-get update && $(SUDO) apt-get install --yes chromium)
+	[ -n "$$FLEET_TEST_CHROMIUM" ] || command -v chromium >/dev/null || ($(SUDO) apt-get update && $(SUDO) apt-get install --yes chromium)
 	$(RUN) -m pytest -m browser -n 0
 
 # What takes most of a minute or more each; a workflow runs them every week.
@@ -64,6 +64,11 @@ docs: $(VENV)/.docs
 $(VENV)/.docs: $(VENV)/.done
 	$(VENV)/bin/pip install --quiet --editable '.[docs]'
 	@touch $@
+
+# Screens of the display for docs/screens, from real jobs in tmux: two minutes. Then those of the dashboard, in Chromium.
+screens: setup
+	$(RUN) -m benchmarks.terminal_screens
+	PYTHONPATH=.:tests $(RUN) -m support.dashboard_screens
 
 # The wheel and the source archive, into dist/, with what is in the wheel checked. Needs no `make setup`.
 wheel:

@@ -86,8 +86,8 @@ class FleetTrainerMixin:
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            super().create_optimizer(model)  # type: ignore[misc]
-            self.optimizer = self._distribute(self.optimizer)
+            made: torch.optim.Optimizer = super().create_optimizer(model)  # type: ignore[misc]
+            self.optimizer = self._distribute(made)
         found: torch.optim.Optimizer = self.optimizer
         return found
 
