@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# Processes of the tests: one more than two cores, because many tests wait.
+JOBS ?= 3
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
@@ -19,7 +21,7 @@ demo: setup
 	$(RUN) examples/wide_deep/predict.py --model demo_model --rows 300000
 
 test: setup
-	$(RUN) -m pytest -n 2 --dist loadgroup
+	$(RUN) -m pytest -n $(JOBS) --dist loadgroup
 
 # On a machine with an NVIDIA GPU; one at a time, because tests look at the GPU's memory.
 test-gpu: setup
@@ -47,13 +49,13 @@ test-install: setup
 # Without whole fleets and ranks, and without what takes more than ten seconds: four fifths of the tests.
 FLEETS := integration examples launch benchmarks collective ecosystem
 quick: setup
-	$(RUN) -m pytest -n 2 --dist loadgroup -m "not slow" $(FLEETS:%=--ignore tests/%)
+	$(RUN) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(FLEETS:%=--ignore tests/%)
 
 check: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(RUN) -m pytest -n 2 --dist loadgroup
+	$(RUN) -m pytest -n $(JOBS) --dist loadgroup
 
 # The site of docs/, into site/; a broken link fails. Its packages are the extra `docs`, which `make setup` leaves out.
 docs: $(VENV)/.docs
@@ -86,7 +88,7 @@ FUZZ ?= 10000000
 fuzz: setup
 	PYTHONPATH=.:tests $(RUN) -m support.fuzz --executions $(FUZZ)
 	FLEET_FUZZ_FRAMES=$$((2 * $(FUZZ))) $(RUN) -m pytest tests/net/test_fuzz.py -q --timeout 7200
-	FLEET_SEARCH_DEPTH=20 $(RUN) -m pytest -n 2 --dist loadgroup -q --timeout 1800 $$(grep -rl support.searches tests --include 'test_*.py')
+	FLEET_SEARCH_DEPTH=20 $(RUN) -m pytest -n $(JOBS) --dist loadgroup -q --timeout 1800 $$(grep -rl support.searches tests --include 'test_*.py')
 
 # Whole fleets in virtual time under faults, more of them than in `make test`; then all planted bugs.
 FAULTS ?= 10000
