@@ -24,7 +24,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import jobs
+from support import jobs, processes
 
 import torchfleet as fleet
 from torchfleet.data import feed as feed_module
@@ -468,14 +468,8 @@ else:
 @pytest.mark.parametrize("what", ["pass", "preload"])
 def test_a_script_may_end_in_the_middle(tmp_path: Path, what: str) -> None:
     files = write(tmp_path, [20_000] * 20, id_line)
-    done = subprocess.run(
-        [sys.executable, "-c", LEAVING, what, *files],
-        cwd=jobs.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-c", LEAVING, what, *files]
+    done = processes.run(command, cwd=jobs.ROOT, timeout=60, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, "")
 
 
