@@ -626,3 +626,27 @@ def test_many_threads_may_each_make_passes(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(lambda _: sorted(ids(dataset)), range(8), timeout=SECONDS):
             assert found == list(range(100))
+
+
+def test_the_size_of_a_pass_is_known_from_the_one_before_and_estimated_by_bytes_in_the_first(tmp_path: Path) -> None:
+    paths = []
+    for i, num in enumerate((100, 300, 200)):
+        paths.append(str(tmp_path / f"part-{i}"))
+        Path(paths[-1]).write_text("".join(f"1 {1000 + j}\n" for j in range(num)))  # lines of one length
+    dataset = QueueDataset()
+    dataset.init(batch_size=50, use_var=ID, queue_batches=1)
+    dataset.set_filelist(paths)
+    assert dataset.num_samples is None
+    batches = iter(dataset)
+    jobs.wait_until(lambda: next(batches) is not None and dataset.num_samples is not None, "a file was read", SECONDS)
+    assert dataset.num_samples == 600
+    for _ in batches:
+        pass
+    Path(paths[0]).write_text("1 1\n" * 7)  # another size than the estimate would go by
+    assert dataset.num_samples == 600
+    assert len([batch for batch in dataset if batch.num_samples]) == 11  # 507 samples in batches of 50
+    assert dataset.num_samples == 507
+    dataset.init(batch_size=50, use_var=ID, drop_last=True)
+    assert dataset.num_samples == 500
+    dataset.set_filelist(paths)
+    assert dataset.num_samples is None

@@ -1,4 +1,4 @@
-"""Pages of the documents as programs: files are written and commands run as a reader would, and must print what is shown.
+"""Pages of the documents as programs: files are written and commands run as a reader would, and print what is shown.
 
 A block of a page says by its language what is done with it:
 
@@ -29,7 +29,8 @@ from torchfleet.commands import command as fleet_command
 from torchfleet.launch.clusters.k8s.cluster_command import ACTIONS, run_action
 
 _BLOCK = re.compile(
-    r'^(?:<!-- (?P<how>not run|only): (?P<what>[^\n]+) -->\n)?```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$',
+    r"^(?:<!-- (?P<how>not run|only): (?P<what>[^\n]+) -->\n)?"
+    r'```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$',
     re.MULTILINE | re.DOTALL,
 )
 _NUMBER = re.compile(r"\d(?:[\d,.]*\d)?")
@@ -147,5 +148,7 @@ def _parse(commands: list[str], folder: Path) -> None:
 
 def planning(words: list[str]) -> list[str]:
     """Arguments with which fleetrun shows what this line would start. Hosts of an example are replaced by this one."""
-    line = re.sub(r"--servers \S+ --workers \S+", "--servers 127.0.0.1:7000 --workers 127.0.0.1:0", shlex.join(words[1:]))
+    line = re.sub(
+        r"--servers \S+ --workers \S+", "--servers 127.0.0.1:7000 --workers 127.0.0.1:0", shlex.join(words[1:])
+    )
     return ["--dry_run", *shlex.split(line)]

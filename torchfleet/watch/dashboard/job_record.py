@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchfleet.watch.dashboard.browser_values import mapping, number, plain
 from torchfleet.watch.dashboard.job_events import JobEvents
-from torchfleet.watch.dashboard.plain_values import mapping, number, plain
 from torchfleet.watch.dashboard.thinned_series import Columns, Grid, Value
 
 MOST_POINTS = 600
