@@ -88,6 +88,22 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
     assert "repo_url" not in found  # the theme would ask the repository's host for its stars
 
 
+@pytest.mark.parametrize(
+    "loading",
+    ['<script src="https://x.y/a.js">', "<link rel=stylesheet href=//x.y/a.css>", '<img alt="a" src="http://x.y/a.png">',
+     "a { background: url('https://x.y/a.png') }", '@import "//x.y/a.css";'],
+)  # fmt: skip
+def test_a_page_that_loads_from_elsewhere_fails_the_build(loading: str) -> None:
+    assets = hook("own_assets")
+    assert len(list(assets.loaded_from_elsewhere(loading))) == 1
+    own = '<a href="https://x.y">a link</a><script src="assets/a.js"></script><img src="../a.png">url(data:image/png)'
+    assert list(assets.loaded_from_elsewhere(own)) == []
+
+
+def test_the_hooks_of_the_site_are_those_in_its_folder() -> None:
+    assert sorted(settings()["hooks"]) == sorted(f"docs/hooks/{file.name}" for file in (DOCS / "hooks").glob("*.py"))
+
+
 def test_the_reference_has_every_public_name() -> None:
     named = {name for page in REFERENCE.glob("*.md") for name in described(page)}
     modules = {"callbacks", "data", "lightning", "metrics", "nn", "notebook", "online", "ray", "transformers", "util"}

@@ -86,8 +86,7 @@ class FleetTrainerMixin:
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            super().create_optimizer(model)  # type: ignore[misc]
-            self.optimizer = self._distribute(self.optimizer)
+            self.optimizer = self._distribute(super().create_optimizer(model))  # type: ignore[misc]
         found: torch.optim.Optimizer = self.optimizer
         return found
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchfleet.watch.dashboard.browser_values import mapping, number, plain
 from torchfleet.watch.dashboard.job_events import JobEvents
-from torchfleet.watch.dashboard.plain_values import mapping, number, plain
 from torchfleet.watch.dashboard.thinned_series import Columns, Grid, Value
 
 MOST_POINTS = 600
@@ -37,6 +37,10 @@ class JobRecord:
         self._changed: set[str] = set()
         self._unsummed: float | None = None  # the time of a look at all processes whose sums are not made yet
         self._is_anew = True  # a delta would not do: the grid is another one
+
+    @property
+    def num_roles(self) -> int:
+        return len(self._roles)
 
     @property
     def logs(self) -> dict[str, str]:

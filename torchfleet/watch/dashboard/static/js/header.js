@@ -4,7 +4,7 @@ import { byId, element, insertByOrder, setAttribute, setText } from "./dom.js";
 import { bytes, clock, date, duration, metric, number } from "./format.js";
 import { metricNames } from "./panels.js";
 
-const SILENT = 60; // seconds without a record after which the page says so
+const SILENT = 60; // seconds without a record after which the page says so; more in a job that is recorded less often
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const known = (roles, field) => roles.map((role) => role.status[field]).filter((value) => typeof value === "number");
@@ -15,7 +15,8 @@ export function showHead(store, run) {
   const name = script.split("/").at(-1) || "torchfleet";
   setText(byId("job-name"), name);
   const silence = head.last ? store.time() - head.last : 0;
-  const isSilent = !store.isOver && silence > SILENT;
+  const period = Math.min(60, (head.last - head.started) / 600); // as watch/history.py has it
+  const isSilent = !store.isOver && silence > Math.max(SILENT, 3 * period);
   const state = isSilent ? "silent" : head.state;
   setText(byId("state"), isSilent ? `no news for ${duration(silence)}` : state);
   setAttribute(byId("state"), "data-state", state);
