@@ -55,6 +55,8 @@ EXCEPTIONS = {
     ): "torch's own modules, by names in the code",
     ("collective/strategies/layerwise/multi_tensor.py", "importlib.util.find_spec"): "whether triton is there",
     ("collective/strategies/fusion.py", "importlib.util.find_spec"): "whether triton is there",
+    ("callbacks/callback.py", "importlib.import_module"): "packages of callbacks, by their names in the code",
+    ("watch/watchers.py", "importlib.util.find_spec"): "whether a package of an option is there",
     ("online/kafka.py", "importlib.import_module"): "the Kafka client, by its name in the code",
     ("collective/checkpoint/tensor_files.py", "fsspec.open"): "a save that the script names",
     ("data/reading/streams.py", "fsspec.open"): "data files that the script names",

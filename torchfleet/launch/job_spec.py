@@ -148,6 +148,10 @@ class RunningTask(Protocol):
     def returncode(self) -> int | None:
         """None while it starts or runs; the exit status, or -N if signal N ended it; -9 also if its machine is lost."""
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it counts as done only until its cluster has room for it."""
+
     def status(self) -> dict[str, Any]:
         """What the process reported last; empty before its first report."""
 

@@ -83,6 +83,7 @@ class Process:
     """A task that was started, its log and its status file."""
 
     num_restarts = 0
+    is_waiting = False  # this machine has room
 
     def __init__(
         self,

@@ -187,7 +187,7 @@ class FleetStrategy(CheckpointFolders, WorkerExchange, LoggedMetrics, ParallelSt
                 f"Trainer(gradient_clip_algorithm={str(trainer.gradient_clip_algorithm)!r}): ranks clip by the norm of "
                 "all gradients; say 'norm'"
             )
-        if type(self.precision_plugin) is Precision:
+        if type(trainer.precision_plugin) is Precision:
             self.precision_plugin = _RankPrecision()
 
     def model_to_device(self) -> None:
