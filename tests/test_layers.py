@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adoption": set(),
     "guard": {"errors"},
     "background": {"errors"},
+    "exchange": {"errors"},
     "kernels": {"guard", "errors"},
     "monitor": {"errors"},
     "monitor/prometheus": {"monitor", "errors"},
@@ -277,6 +278,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "plain": {"worker/lookup", "worker/row_state", "fleet", "errors"},
     "preparation": {"fleet", "collective/tensors", "role", "strategy", "errors"},
+    "lightning": {
+        "fleet",
+        "preparation",
+        "exchange",
+        "worker/row_state",
+        "collective/tensors",
+        "strategy",
+        "role",
+        "errors",
+    },
+    "transformers": {
+        "fleet",
+        "preparation",
+        "collective",
+        "collective/tensors",
+        "strategy",
+        "role",
+        "errors",
+    },
     "online": {"data", "storage", "fleet", "metrics", "errors"},
     "word2vec": {
         "worker/lookup",
@@ -364,6 +384,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch/cli": {"watch", "launch", "launch/launchers", "launch/clusters", "net", "guard", "errors"},
     "launch/__main__": {"launch/cli"},
     "ray": {"launch/cli", "launch/launchers", "launch/clusters", "launch/clusters/on_ray", "errors"},
+    "notebook": {"launch/cli", "launch/launchers", "launch/clusters", "fleet", "exchange", "errors"},
     "__init__": set(),  # loads its names when they are first used
 }
 WITHOUT_TORCH = {

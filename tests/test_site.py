@@ -17,7 +17,7 @@ import yaml
 from support.paths import ROOT
 
 import torchfleet
-from torchfleet import data, metrics, nn, online, ray, util
+from torchfleet import callbacks, data, lightning, nn, notebook, online, ray, transformers
 
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
@@ -88,13 +88,29 @@ def test_nothing_is_loaded_from_elsewhere() -> None:
     assert "repo_url" not in found  # the theme would ask the repository's host for its stars
 
 
+@pytest.mark.parametrize(
+    "loading",
+    ['<script src="https://x.y/a.js">', "<link rel=stylesheet href=//x.y/a.css>", '<img alt="a" src="http://x.y/a.png">',
+     "a { background: url('https://x.y/a.png') }", '@import "//x.y/a.css";'],
+)  # fmt: skip
+def test_a_page_that_loads_from_elsewhere_fails_the_build(loading: str) -> None:
+    assets = hook("own_assets")
+    assert len(list(assets.loaded_from_elsewhere(loading))) == 1
+    own = '<a href="https://x.y">a link</a><script src="assets/a.js"></script><img src="../a.png">url(data:image/png)'
+    assert list(assets.loaded_from_elsewhere(own)) == []
+
+
+def test_the_hooks_of_the_site_are_those_in_its_folder() -> None:
+    assert sorted(settings()["hooks"]) == sorted(f"docs/hooks/{file.name}" for file in (DOCS / "hooks").glob("*.py"))
+
+
 def test_the_reference_has_every_public_name() -> None:
     named = {name for page in REFERENCE.glob("*.md") for name in described(page)}
-    modules = {"data": data, "metrics": metrics, "nn": nn, "online": online, "ray": ray, "util": util}
+    modules = {"callbacks", "data", "lightning", "metrics", "nn", "notebook", "online", "ray", "transformers", "util"}
     wanted = {name for name in torchfleet.__all__ if name not in modules}
     last = {name.rpartition(".")[2] for name in named}
     assert sorted(wanted - last) == []
-    for module in (data, nn, online, ray):
+    for module in (callbacks, data, lightning, nn, notebook, online, ray, transformers):
         assert sorted(set(module.__all__) - last) == [], module.__name__
 
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchfleet import callbacks, data, metrics, nn, online, ray, util
+    from torchfleet import callbacks, data, lightning, metrics, nn, notebook, online, ray, transformers, util
     from torchfleet.collective.pipeline.stages import device_guard
     from torchfleet.data.reading.criteo import CriteoFormat
     from torchfleet.data.reading.generator import MultiSlotDataGenerator, MultiSlotStringDataGenerator
@@ -123,10 +123,12 @@ __all__ = [
     "is_first_worker",
     "is_server",
     "is_worker",
+    "lightning",
     "load",
     "load_inference_model",
     "metrics",
     "nn",
+    "notebook",
     "online",
     "prefetch",
     "prepare",
@@ -150,6 +152,7 @@ __all__ = [
     "stop_worker",
     "to_plain",
     "train_from_dataset",
+    "transformers",
     "util",
     "whole_tables",
     "worker_endpoints",
@@ -157,7 +160,7 @@ __all__ = [
     "worker_num",
 ]
 
-_MODULES = ("callbacks", "data", "metrics", "nn", "online", "ray", "util")
+_MODULES = ("callbacks", "data", "lightning", "metrics", "nn", "notebook", "online", "ray", "transformers", "util")
 _ELSEWHERE = {
     "BuildStrategy": "strategy.execution",
     "CountFilterEntry": "tables.settings.policy",

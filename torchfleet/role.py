@@ -232,6 +232,7 @@ class PaddleCloudRoleMaker:
             ("PADDLE_TRAINERS_NUM", "TRAINING_ROLE", "1"),
             ("FLEET_WORKER_INDEX", "FLEET_ROLE", "0"),
             ("PADDLE_TRAINER_ID", "TRAINING_ROLE", "0"),
+            ("WORLD_SIZE", "FLEET_ROLE", "1"),  # a script for servers that was started by torchrun
         ):
             value = self._environment.get(name)
             if value and value != alone:

@@ -73,7 +73,7 @@ def main() -> None:
         generator=torch.Generator().manual_seed(options.seed + fleet.worker_index()),
     )
     start, losses = time.monotonic(), []
-    for epoch in range(options.epochs):
+    for epoch in fleet.epochs(options.epochs):
         for step, (ids, dense, label) in enumerate(fleet.prefetch(loader)):
             loss = torch.nn.functional.binary_cross_entropy_with_logits(model(ids, dense), label)
             loss.backward()
@@ -89,7 +89,9 @@ def main() -> None:
     fleet.barrier_worker()
     fleet.flush()  # dense parameters as they are now that all workers are done
     if fleet.is_first_worker():
-        print(f"AUC {auc(predict(model, test_rows), test_rows[2]):.4f} on {len(test_rows[2]):,} held-out rows")
+        quality = auc(predict(model, test_rows), test_rows[2])
+        fleet.report(auc=quality)
+        print(f"AUC {quality:.4f} on {len(test_rows[2]):,} held-out rows")
         if options.save:
             fleet.save_persistables(options.save)
             predict_script = Path(__file__).with_name("predict.py")

@@ -158,11 +158,12 @@ def test_passes_over_a_dataset_are_reported(tmp_path: Path) -> None:
 
 
 def test_weights_and_biases_has_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("WANDB_CONSOLE", "off")
     losses = train(fleet.callbacks.WandbCallback(project="tests", config={"lr": 0.1}), save="model")
+    wandb.teardown()  # its own process, which writes the file, has ended
     (log,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     history, summary, config = wandb_records(log)
     assert [(line["_step"], line["loss"]) for line in history] == [(i + 1, loss) for i, loss in enumerate(losses)]

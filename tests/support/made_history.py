@@ -16,20 +16,22 @@ BEGIN = 1_790_000_000.0
 class MadeJob:
     """A job with servers whose records can be asked for second by second. The same arguments give the same records."""
 
-    def __init__(self, num_servers: int = 2, num_workers: int = 4, seconds: int = 120, seed: int = 0) -> None:
+    def __init__(
+        self, num_servers: int = 2, num_workers: int = 4, seconds: int = 120, seed: int = 0, begin: float = BEGIN
+    ) -> None:
         self.num_servers, self.num_workers, self.seconds = num_servers, num_workers, seconds
-        self.random = random.Random(seed)
+        self.random, self.begin = random.Random(seed), begin
         self.tables = {"user": 40_000.0, "item": 160_000.0, "context": 9_000.0}
         self.killed = num_workers - 1  # this worker is killed half way, and started again
 
     def start(self) -> list[Record]:
         command = ["python", "train.py", "--epochs", "3", "--batch_size", "512"]
-        begin = {"time": BEGIN, "kind": "start", "command": command, "attempt": 0, "version": "0.1.0"}
-        line = {"time": BEGIN, "kind": "event", "text": "[fleetrun] logs in log/latest"}
-        return [begin, line, *(self._role(BEGIN, role, index, {}) for role, index in self.roles())]
+        begin = {"time": self.begin, "kind": "start", "command": command, "attempt": 0, "version": "0.1.0"}
+        line = {"time": self.begin, "kind": "event", "text": "[fleetrun] logs in log/latest"}
+        return [begin, line, *(self._role(self.begin, role, index, {}) for role, index in self.roles())]
 
     def second(self, second: int) -> Iterator[Record]:
-        time = BEGIN + second
+        time = self.begin + second
         if second == self.seconds // 2:
             text = f"[fleetrun] worker {self.killed} was killed by SIGKILL; starting it again"
             yield {"time": time, "kind": "event", "text": text}
@@ -38,7 +40,7 @@ class MadeJob:
             yield self._role(time, role, index, status, second)
 
     def end(self) -> Iterator[Record]:
-        time = BEGIN + self.seconds
+        time = self.begin + self.seconds
         for role, index in self.roles():
             status = self._server(index, self.seconds) if role == "server" else self._worker(index, self.seconds)
             yield {**self._role(time, role, index, status, self.seconds), "state": "done", "returncode": 0}
@@ -85,7 +87,9 @@ class MadeJob:
         }  # fmt: skip
         num = second // 40
         saves = (
-            {"num": num, "last_time": BEGIN + 40 * num, "last_seconds": 1.3, "last_rows": 81_000 * num} if num else {}
+            {"num": num, "last_time": self.begin + 40 * num, "last_seconds": 1.3, "last_rows": 81_000 * num}
+            if num
+            else {}
         )
         if saves:
             saves |= {"last_bytes": 7_600_000 * num, "dirname": f"model/save-{num}"}

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import io
 import gc
+import io
 import json
 import os
 import runpy

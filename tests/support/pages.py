@@ -1,4 +1,4 @@
-"""Pages of the documents as programs: files are written and commands run as a reader would, and must print what is shown.
+"""Pages of the documents as programs: files are written, commands run, and what is shown has to be printed.
 
 A block of a page says by its language what is done with it:
 
@@ -29,7 +29,8 @@ from torchfleet.commands import command as fleet_command
 from torchfleet.launch.clusters.k8s.cluster_command import ACTIONS, run_action
 
 _BLOCK = re.compile(
-    r'^(?:<!-- (?P<how>not run|only): (?P<what>[^\n]+) -->\n)?```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$',
+    r"^(?:<!-- (?P<how>not run|only): (?P<what>[^\n]+) -->\n)?"
+    r'```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$',
     re.MULTILINE | re.DOTALL,
 )
 _NUMBER = re.compile(r"\d(?:[\d,.]*\d)?")
@@ -48,8 +49,8 @@ class Block(NamedTuple):
 
     def commands(self) -> list[str]:
         """The lines of a block of command lines; one that ends with a backslash goes on in the next."""
-        lines = self.text.replace("\\\n", " ").splitlines()
-        return [line for line in lines if line.strip() and not line.startswith("#")]
+        lines = (line.strip() for line in self.text.replace("\\\n", " ").splitlines())
+        return [line for line in lines if line and not line.startswith("#")]
 
     def is_for(self, markers: frozenset[str]) -> bool:
         return not self.how or (self.how == "only" and self.what in markers)
@@ -101,9 +102,9 @@ def changed(text: str, diff: str) -> str:
 
 
 def missing(shown: str, printed: str) -> list[str]:
-    """The lines of `shown` that were not printed."""
-    lines = [line.rstrip() for line in printed.splitlines()]
-    wanted = [line.rstrip() for line in shown.splitlines() if line.strip() not in ("", "...")]
+    """The lines of `shown` that were not printed; how many spaces stand between two words does not matter."""
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    wanted = [line for line in (" ".join(line.split()) for line in shown.splitlines()) if line not in ("", "...")]
     return [line for line in wanted if not any(_pattern(line).fullmatch(found) for found in lines)]
 
 
@@ -147,5 +148,6 @@ def _parse(commands: list[str], folder: Path) -> None:
 
 def planning(words: list[str]) -> list[str]:
     """Arguments with which fleetrun shows what this line would start. Hosts of an example are replaced by this one."""
-    line = re.sub(r"--servers \S+ --workers \S+", "--servers 127.0.0.1:7000 --workers 127.0.0.1:0", shlex.join(words[1:]))
+    here = "--servers 127.0.0.1:7000 --workers 127.0.0.1:0"
+    line = re.sub(r"--servers \S+ --workers \S+", here, shlex.join(words[1:]))
     return ["--dry_run", *shlex.split(line)]

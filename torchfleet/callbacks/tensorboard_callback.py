@@ -21,7 +21,7 @@ class TensorBoardCallback(Callback):
         required("tensorboard", "TensorBoardCallback", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(self._folder)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(self._folder)
         self._writer.add_text("torchfleet", f"```\n{json.dumps(flat(info), indent=1, default=str)}\n```")
 
     def on_report(self, step: int, metrics: Mapping[str, float]) -> None:

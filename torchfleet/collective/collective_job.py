@@ -183,7 +183,7 @@ class CollectiveJob(JobSettings):
         for strategy in self.strategies:
             inner = strategy.optimizer(inner, self.names)
         self.optimizer = CollectiveOptimizer(optimizer, inner, self.strategies, parameters, self.world)
-        self.optimizer.after_step = self._step_made
+        self.optimizer.after_step, self.model.clear = self._step_made, self.optimizer.zero_grad
         self._tracing = self._trace(self.model, self.optimizer)
         self._attend(self.model, self.optimizer)
         if self.info.worker_index == 0:

@@ -134,7 +134,7 @@ class ParameterServerJob(JobSetup):
         if dirname is None:
             raise FleetError("init_distributed_infer_env(dirname=...): say which saved model to predict with")
         if self.model is None:
-            self.distribute_model(model)
+            self.distribute_saved_model(model, dirname)
         self.distribute_for_prediction()
         if self.info.role == SERVER:
             self.init_server(dirname, var_names)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from typing import Any
 
 from torchfleet import __version__
 from torchfleet.errors import FleetError, RoleError
@@ -124,6 +125,22 @@ def _run(options: argparse.Namespace) -> int:
         print("\n".join(launcher.describe(job, options)), flush=True)
         return 0
     return launcher.run(job, options)
+
+
+def options_from(caller: str, values: Mapping[str, Any], script: Sequence[str]) -> argparse.Namespace:
+    """The options of a call from Python, by their names: True stands for a switch, a list for one that is given several
+    times, None and False for nothing. Raises RoleError, which names `caller`, for what fleetrun does not have.
+    """
+    flags: list[str] = []
+    for name, value in values.items():
+        if value is None or value is False:
+            continue
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            flags += [f"--{name}"] if each is True else [f"--{name}", str(each)]
+    try:
+        return parser().parse_args([*flags, *script])
+    except SystemExit as error:
+        raise RoleError(f"{caller}: not options of fleetrun: {' '.join(flags)}") from error
 
 
 def _subcommand(name: str) -> Callable[[Sequence[str]], int]:

@@ -64,7 +64,8 @@ def snapshot_of(processes: Sequence[RunningTask]) -> JobSnapshot:
 
 def _role(process: RunningTask) -> RoleSnapshot:
     task, code, status = process.task, process.returncode, process.status()
-    state = ("running" if status else "starting") if code is None else ("failed" if code else "done")
+    ended = "waiting" if process.is_waiting else "failed" if code else "done"
+    state = ("running" if status else "starting") if code is None else ended
     return RoleSnapshot(
         task.role, task.index, state, status, task.replica, code, process.num_restarts, process.log.name
     )

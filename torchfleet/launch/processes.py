@@ -83,6 +83,7 @@ class Process:
     """A task that was started, its log and its status file."""
 
     num_restarts = 0
+    is_waiting = False  # this machine has room
 
     def __init__(
         self,
@@ -94,9 +95,12 @@ class Process:
         append: bool = False,
         max_log_bytes: int = DEFAULT_BYTES,
         is_json: bool = False,
+        descriptors: Sequence[int] = (),
     ) -> None:
-        """`report` takes lines for the user: complaints, and with `echo` all output. `is_json`: of the log."""
+        """`report` takes lines for the user: complaints, and with `echo` all output. `is_json`: of the log.
+        The process inherits `descriptors`, under their numbers."""
         self.task, self._command, self._report, self._echo = task, list(command), report, echo
+        self._descriptors = tuple(descriptors)
         self.log, self._max_log_bytes, self._is_json = log_dir / task.log_name, max_log_bytes, is_json
         self.status_file = log_dir / f".status.{task.role}.{task.file_name}"
         self._start(append)
@@ -115,6 +119,7 @@ class Process:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            pass_fds=self._descriptors,
         )
         self._reader: threading.Thread | None = threading.Thread(
             target=self._copy_output, args=(self._process, output), daemon=True

@@ -94,7 +94,8 @@ class JobSupervisor:
 
     def _start_here(self, task: Task, report: Report, echo: bool, append: bool) -> Process:
         job = self._job
-        return Process(task, job.command, self._log_dir, report, echo, append, job.max_log_bytes, job.watching.is_json)
+        options = (job.max_log_bytes, job.watching.is_json, job.descriptors)
+        return Process(task, job.command, self._log_dir, report, echo, append, *options)
 
     def _failed(self) -> RunningTask | None:
         """One that has failed. First one that was killed: others that needed it have failed because of it."""

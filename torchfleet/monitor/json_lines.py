@@ -17,7 +17,8 @@ VARIABLE = "FLEET_LOG_FORMAT"
 FORMATS = ("text", "json")
 MOST = 1 << 16  # bytes of a line; a longer one is cut into several objects
 _LEVELS = ("debug", "info", "warning", "error", "critical")
-_COMMANDS = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}  # JSON need not escape them; terminals obey them
+_COMMANDS = re.compile("[\x7f-\x9f]")  # JSON need not escape them; terminals obey them
+_ENCODE = json.JSONEncoder(ensure_ascii=False).encode
 # What Python's logging puts first, in its own format or behind a time; warnings; what a traceback begins and ends with.
 _NAMED = re.compile(r"^(?:[\[\]\d\s:.,TZ+/-]*)(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b")
 _WARNING = re.compile(r"(?:^|\s)\w*Warning: ")
@@ -38,7 +39,8 @@ def json_line(text: str, role: str, index: int, replica: int = 0, level: str | N
     found |= {"role": role, "index": index, "level": level or level_of(text)}
     if replica:
         found["replica"] = replica
-    return json.dumps({**found, "text": text}, ensure_ascii=False).translate(_COMMANDS)
+    line = _ENCODE({**found, "text": text})
+    return _COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", line)
 
 
 def level_of(text: str) -> str:

@@ -23,7 +23,11 @@ _BEGIN_LOOK = 0.02  # seconds between two looks for the word to begin
 
 
 class _Tracer:
-    """Steps of a model, from now on, into one recorder."""
+    """Steps of a model, from now on, into one recorder.
+
+    The model and its optimizers have hooks only while a thread is at a step that is traced: an optimizer with hooks is
+    slower than all that is recorded.
+    """
 
     def __init__(
         self,
@@ -33,15 +37,50 @@ class _Tracer:
         optimizers: Sequence[torch.optim.Optimizer],
     ) -> None:
         self.recorder = recorder
-        self.spans = StepSpans(recorder, every)
-        self._hooks = StepHooks(self.spans, model, optimizers)
+        self._spans = StepSpans(recorder, every)
+        self._followed = model, optimizers
+        self._hooks: StepHooks | None = None
+        self._lock, self._traced = threading.Lock(), set[int]()  # threads at a traced step
         self._before = tracing.use(recorder)
-        self.spans.begin_step()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        self._spans.begin_step()
+        self._note()
+
+    def end_step(self) -> None:
+        """The calling thread's step ends, and the next begins."""
+        self._spans.end_step()
+        self._note()
+
+    def leave(self) -> None:
+        """The calling thread makes steps for others meanwhile."""
+        self._spans.leave()
+        self._note()
 
     def remove(self) -> None:
-        self.spans.leave()
-        self._hooks.remove()
+        self._spans.leave()
+        self._remove_hooks()
         tracing.use(self._before)
+
+    def _note(self) -> None:
+        thread, is_traced = threading.get_ident(), self._spans.is_traced
+        if is_traced == (thread in self._traced):
+            return
+        with self._lock:
+            if is_traced:
+                self._traced.add(thread)
+            else:
+                self._traced.discard(thread)
+            if self._traced and self._hooks is None:
+                self._hooks = StepHooks(self._spans, *self._followed)
+            elif not self._traced:
+                self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        if self._hooks is not None:
+            self._hooks.remove()
+            self._hooks = None
 
 
 class _Profile:
@@ -120,7 +159,7 @@ class StepTracing:
                 self._guarded_advance()
             return
         if self._tracer is not None:
-            self._tracer.spans.end_step()
+            self._tracer.end_step()
         self._look()
 
     def close(self) -> None:
@@ -145,7 +184,7 @@ class StepTracing:
             self._tell(error)
         else:
             if self._tracer is not None:
-                self._tracer.spans.leave()
+                self._tracer.leave()
 
     def _guarded_advance(self) -> None:
         """A profile that cannot be written is given up: training goes on."""
@@ -159,12 +198,12 @@ class StepTracing:
         if self._profile.is_over:
             self._end_profile()
             if self._tracer is not None:
-                self._tracer.spans.begin_step()
+                self._tracer.begin_step()
 
     def _advance(self, profile: _Profile) -> None:
         profile.num_steps += 1
         if profile.tracer is not None:
-            profile.tracer.spans.end_step()
+            profile.tracer.end_step()
             if profile.num_steps >= profile.request.steps:
                 profile.end()
         elif not profile.is_ready:

@@ -103,7 +103,7 @@ def read(path: Path, expected: type[Body]) -> Body | None:
         return msgspec.json.decode(path.read_bytes(), type=expected)
     except FileNotFoundError:
         return None
-    except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
         raise FleetError(f"{path} should hold a {expected.__name__} of a profile, and does not: {error}") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -20,7 +21,7 @@ from torchfleet.watch.job_warnings import JobWarnings
 from torchfleet.watch.plain_lines import PlainLines, end_lines
 from torchfleet.watch.screen import Screen
 
-_PERIOD = 0.45  # seconds between two looks: statuses come twice a second
+_PERIOD = 0.95  # seconds between two looks: drawing is what costs most
 _FOR_THE_LOG = 4  # of the screen's height, the part that is left to lines of the job
 
 
@@ -38,7 +39,7 @@ class Display:
         self._started: float | None = None  # the time of the first snapshot
         self._looked = 0.0
         self._load, self._plain = JobLoad(usable_cores()), PlainLines()
-        self._screen, self._warnings = Screen(str(log_dir or ""), verbose), JobWarnings(log_dir)
+        self._screen, self._warnings = Screen(_short(log_dir), verbose), JobWarnings(log_dir)
         if self._console.is_terminal and not self._console.is_dumb_terminal and not self._is_gone:
             self._safely(self._begin)
 
@@ -105,6 +106,15 @@ class Display:
             except (OSError, ValueError):  # the terminal, or whoever reads, is gone; or the stream is closed
                 self._is_gone = True
                 _write_to_nowhere()
+
+
+def _short(folder: Path | None) -> str:
+    """As it is from here, if it is below this folder."""
+    if folder is None:
+        return ""
+    with contextlib.suppress(OSError, ValueError):  # elsewhere; or this folder is gone
+        return str(folder.relative_to(Path.cwd()))
+    return str(folder)
 
 
 class _Console(Console):

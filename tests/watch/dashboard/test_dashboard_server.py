@@ -99,13 +99,13 @@ def test_a_stream_begins_with_all_goes_on_with_deltas_and_takes_up_where_it_was(
         assert set(body["roles"]) == {"server.0", "server.1", "worker.0", "worker.1", "worker.2", "worker.3"}
         append(run, job.second(10))
         kind, second, body = events.next()
-        assert (kind, body["job"]["point"]) == ("delta", 10)
+        assert (kind, body["job"]["points"]) == ("delta", [9, 10])
         assert len(body["roles"]) == 6
         events.close()
         append(run, job.second(11))
         again = Events(dashboard, Last_Event_ID=second)
         kind, third, body = again.next()
-        assert (kind, body["job"]["point"]) == ("delta", 11)
+        assert (kind, body["job"]["points"]) == ("delta", [10, 11])
         assert len({first, second, third}) == 3
         again.close()
         for unknown in ("other-1", second.partition("-")[0] + "-999", "-", "x" * 1000):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from torchfleet.monitor.json_lines import json_line
 from torchfleet.watch.dashboard.log_pieces import PIECE, find_lines, is_log_name, read_before, read_piece
 
 LINES = "".join(f"line {number} of the log\n" for number in range(20_000))
@@ -50,8 +51,9 @@ def test_what_was_added_follows_and_a_full_log_that_was_put_aside_is_still_read(
 def test_lines_are_found_and_come_without_what_commands_a_terminal(folder: Path) -> None:
     with open(folder / "workerlog.0", "a") as file:
         file.write("\x1b[31mLINE 7 in red\x1b[0m\x1b]0;title\x07\nprogress 1\rprogress 2\n")
+        file.write(json_line("line 7 of --log_format json", "worker", 0) + "\n")
     found = find_lines(folder, "workerlog.0", "line 7 ")
-    assert found["lines"] == ["line 7 of the log", "LINE 7 in red"]
+    assert found["lines"] == ["line 7 of the log", "LINE 7 in red", "line 7 of --log_format json"]
     assert find_lines(folder, "workerlog.0", "progress")["lines"] == ["progress 2"]
     many = find_lines(folder, "workerlog.0", "of the log")
     assert (len(many["lines"]), many["num"]) == (200, 20_000)

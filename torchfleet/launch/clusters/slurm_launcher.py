@@ -66,7 +66,10 @@ class SlurmLauncher:
                 "srun the like of it, and leave it out here."
             )
         if options.dashboard is not None and not _is_collective(options):
-            raise RoleError("--dashboard: every task has a launcher of its own here, and none records the whole job")
+            raise RoleError(
+                "--dashboard: it would be served on the node of the first task alone. That task records the job: run "
+                f"`fleet dashboard {options.log_dir}` where you sit."
+            )
         if _is_collective(options) and options.save_on_stop:
             raise RoleError("--save_on_stop: the ranks of a collective job save together, by fleet.stop_if_asked")
         return True

@@ -17,10 +17,10 @@ from urllib.parse import parse_qs, urlsplit
 
 from torchfleet.errors import FleetError
 from torchfleet.watch.dashboard.access import Access
-from torchfleet.watch.dashboard.feed import PERIOD, Feed, Feeds
 from torchfleet.watch.dashboard.http_bounds import BoundedHandler, BoundedServer
 from torchfleet.watch.dashboard.log_pieces import find_lines, read_before, read_piece
 from torchfleet.watch.dashboard.page_files import page_files
+from torchfleet.watch.dashboard.run_feed import PERIOD, Feed, Feeds
 from torchfleet.watch.dashboard.run_folders import RunFolders
 
 DEFAULT_PORT = 8470

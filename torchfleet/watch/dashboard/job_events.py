@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from torchfleet.watch.dashboard.plain_values import mapping, number, plain
+from torchfleet.watch.dashboard.browser_values import mapping, number, plain
 
 _MOST_EVENTS, _MOST_SAVES = 1000, 500
 _COUNTED = {  # fields of a status that only grow: what an increase means

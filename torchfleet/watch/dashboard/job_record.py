@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchfleet.watch.dashboard.columns import Columns, Grid, Value
+from torchfleet.watch.dashboard.browser_values import mapping, number, plain
 from torchfleet.watch.dashboard.job_events import JobEvents
-from torchfleet.watch.dashboard.plain_values import mapping, number, plain
+from torchfleet.watch.dashboard.thinned_series import Columns, Grid, Value
 
 MOST_POINTS = 600
 _FEWEST_POINTS = 120
@@ -37,6 +37,10 @@ class JobRecord:
         self._changed: set[str] = set()
         self._unsummed: float | None = None  # the time of a look at all processes whose sums are not made yet
         self._is_anew = True  # a delta would not do: the grid is another one
+
+    @property
+    def num_roles(self) -> int:
+        return len(self._roles)
 
     @property
     def logs(self) -> dict[str, str]:
@@ -79,11 +83,12 @@ class JobRecord:
         self._sum()
         changed, self._changed = self._changed, set()
         events, saves = self._events.take_new()
+        job, tails = self._job.tail(), {key: self._columns[key].tail() for key in sorted(changed)}
         if self._is_anew:
             self._is_anew = False
             return None
-        roles = {key: {**self._told(key), **_last(self._columns[key])} for key in sorted(changed)}
-        return {"head": self._head, "job": _last(self._job), "roles": roles, "events": events, "saves": saves}
+        roles = {key: {**self._told(key), "tail": tail} for key, tail in tails.items()}
+        return {"head": self._head, "job": job, "roles": roles, "events": events, "saves": saves}
 
     def _start(self, time: float, record: dict[str, Any], source: str) -> None:
         attempt = number(record.get("attempt")) or 0
@@ -174,7 +179,7 @@ def _add_tables(sums: dict[str, Value], status: dict[str, Any]) -> None:
     if not tables:  # what a status of an older release has
         tables = {name: {"rows": num} for name, num in mapping(status.get("rows")).items()}
     for name, table in list(tables.items())[:60]:
-        for field in _TABLE_FIELDS:
+        for field in ("bytes",) if mapping(table).get("kind") == "dense" else _TABLE_FIELDS:  # the network has no rows
             _add(sums, f"{field}.{name[:100]}", mapping(table).get(field))
 
 
@@ -186,7 +191,3 @@ def _add(sums: dict[str, Value], name: str, value: Any) -> None:
 
 def _series(columns: Columns) -> dict[str, Any]:
     return {"points": columns.points, "values": columns.values}
-
-
-def _last(columns: Columns) -> dict[str, Any]:
-    return {"point": columns.points[-1] if columns.points else None, "last": columns.last()}

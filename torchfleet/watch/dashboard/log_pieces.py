@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from torchfleet.guard.printable import bare, printable
+from torchfleet.monitor.json_lines import readable
 from torchfleet.monitor.log_file import before
 
 PIECE = 64 << 10  # bytes of one piece
@@ -95,5 +96,5 @@ def _piece(file: IO[bytes], about: os.stat_result, start: int | None, end: int |
 
 
 def _shown(line: str) -> str:
-    """A line as a terminal would leave it, without colours."""
-    return bare(printable(line))[:_MOST_LINE]
+    """A line as a terminal would leave it, without colours; of a JSON line its text."""
+    return bare(printable(readable(line)))[:_MOST_LINE]

@@ -15,6 +15,7 @@ export class Board {
     this.last = 0; // show only so many seconds before the end; 0: all
     this.marks = []; // {time, kind}
     this.begin = 0; // of the job, in seconds since 1970
+    this.first = 0; // seconds since then of the first number
     this.charts = new Set();
     this._onZoom = onZoom;
     this._sync = uPlot.sync("job");
@@ -33,7 +34,7 @@ export class Board {
   /** The span of the x axis for these times. */
   span(times) {
     if (this.zoom) return this.zoom;
-    const end = times.at(-1) ?? 1, begin = times[0] ?? 0;
+    const end = times.at(-1) ?? 1, begin = this.first;
     return [this.last ? Math.max(begin, end - this.last) : begin, Math.max(end, begin + 5)];
   }
 }

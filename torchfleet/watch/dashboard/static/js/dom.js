@@ -18,3 +18,10 @@ export function setText(target, text) {
 export function setAttribute(target, name, value) {
   if (target.getAttribute(name) !== value) target.setAttribute(name, value);
 }
+
+/** Put a child among its siblings by its number; the order is that of the document, for all readers. */
+export function insertByOrder(parent, child, order) {
+  child.dataset.order = String(order);
+  const next = [...parent.children].find((sibling) => Number(sibling.dataset.order) > order);
+  parent.insertBefore(child, next ?? null);
+}

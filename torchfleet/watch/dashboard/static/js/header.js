@@ -1,10 +1,10 @@
 // The head of the page: what the job is, how it goes, how far it is; and tiles with the numbers of now.
 
-import { byId, element, setAttribute, setText } from "./dom.js";
+import { byId, element, insertByOrder, setAttribute, setText } from "./dom.js";
 import { bytes, clock, date, duration, metric, number } from "./format.js";
 import { metricNames } from "./panels.js";
 
-const SILENT = 60; // seconds without a record after which the page says so
+const SILENT = 60; // seconds without a record after which the page says so; more in a job that is recorded less often
 
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 const known = (roles, field) => roles.map((role) => role.status[field]).filter((value) => typeof value === "number");
@@ -15,7 +15,8 @@ export function showHead(store, run) {
   const name = script.split("/").at(-1) || "torchfleet";
   setText(byId("job-name"), name);
   const silence = head.last ? store.time() - head.last : 0;
-  const isSilent = !store.isOver && silence > SILENT;
+  const period = Math.min(60, (head.last - head.started) / 600); // as watch/history.py has it
+  const isSilent = !store.isOver && silence > Math.max(SILENT, 3 * period);
   const state = isSilent ? "silent" : head.state;
   setText(byId("state"), isSilent ? `no news for ${duration(silence)}` : state);
   setAttribute(byId("state"), "data-state", state);
@@ -65,14 +66,15 @@ function shareOf({ epoch = 0, epochs, done, total }) {
 
 /** Tiles in a fixed order; those without a number are not there. */
 export function showTiles(store) {
-  const tiles = [...training(store), ...metrics(store), ...servers(store), ...troubles(store)];
+  const groups = [training, metrics, servers, troubles];
+  const tiles = groups.flatMap((group, i) => [...group(store)].map((tile, j) => ({ order: 100 * i + j, ...tile })));
   const place = byId("tiles");
   for (const tile of tiles) {
     let card = [...place.children].find((child) => child.dataset.tile === tile.id);
     if (!card) {
       card = element("div", "tile", element("div", "name"), element("div", "value"), element("div", "note"));
       card.dataset.tile = tile.id;
-      place.append(card);
+      insertByOrder(place, card, tile.order);
     }
     const [name, value, note] = card.children;
     setText(name, tile.name);
@@ -109,17 +111,17 @@ function* metrics(store) {
 function* servers(store) {
   const memory = known(store.servers, "memory");
   const rows = store.servers.flatMap((role) => Object.values(role.status.rows ?? {}));
-  if (rows.length) yield { id: "rows", name: "rows", value: sum(rows), text: number(sum(rows)), note: "all tables" };
-  if (memory.length) yield { id: "memory", name: "server memory", value: sum(memory), text: bytes(sum(memory)), note: `largest ${bytes(Math.max(...memory))}` };
+  if (rows.length) yield { order: 200, id: "rows", name: "rows", value: sum(rows), text: number(sum(rows)), note: "all tables" };
+  if (memory.length) yield { order: 201, id: "memory", name: "server memory", value: sum(memory), text: bytes(sum(memory)), note: `largest ${bytes(Math.max(...memory))}` };
   const ages = store.servers.flatMap((role) => Object.entries(role.status.staleness_dense ?? {}));
   const pushes = sum(ages.map(([, num]) => num));
   if (pushes) {
     const age = sum(ages.map(([years, num]) => years * num)) / pushes;
-    yield { id: "staleness", name: "network age", value: age, text: number(age), note: "updates, mean" };
+    yield { order: 202, id: "staleness", name: "network age", value: age, text: number(age), note: "updates, mean" };
   }
   if (store.saves.length) {
     const last = store.saves.at(-1), num = Math.max(...store.servers.map((role) => role.status.saves?.num ?? 0));
-    yield { id: "saves", name: "saves", value: num, text: String(num), note: `last at ${clock(last.time)}` };
+    yield { order: 203, id: "saves", name: "saves", value: num, text: String(num), note: `last at ${clock(last.time)}` };
   }
 }
 

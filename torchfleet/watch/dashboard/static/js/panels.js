@@ -1,6 +1,7 @@
 // Which charts a job has, and the lines of each.
 
 import { Chart } from "./chart.js";
+import { insertByOrder } from "./dom.js";
 import { bytes, metric, milliseconds, number, roleName, share } from "./format.js";
 import { spread } from "./store.js";
 
@@ -38,14 +39,15 @@ export class Panels {
   update(store, selected) {
     const times = store.times();
     this._board.begin = store.grid?.begin ?? 0;
+    this._board.first = store.firstTime();
     this._job(store, times);
-    for (const name of metricNames(store).slice(0, MOST_METRICS)) {
-      const about = { title: name, unit: "as reported by workers", format: number, legendFormat: metric };
+    for (const [i, name] of metricNames(store).slice(0, MOST_METRICS).entries()) {
+      const about = { order: 1 + i, title: name, unit: "as reported by workers", format: number, legendFormat: metric };
       this._group("training", `metrics.${name}`, about, store.workers, times, selected, true);
     }
-    for (const about of OF_WORKERS) this._group("training", about.field, about, store.workers, times, selected);
-    for (const about of OF_SERVERS) this._group("servers", `server.${about.field}`, about, store.servers, times, selected);
-    for (const about of OF_TABLES) this._tables(about, store, times);
+    OF_WORKERS.forEach((about, i) => this._group("training", about.field, { order: 100 + i, ...about }, store.workers, times, selected));
+    OF_SERVERS.forEach((about, i) => this._group("servers", `server.${about.field}`, { order: i, ...about }, store.servers, times, selected));
+    OF_TABLES.forEach((about, i) => this._tables({ order: 100 + i, ...about }, store, times));
   }
 
   repaint() {
@@ -55,7 +57,7 @@ export class Panels {
   _job(store, times) {
     const values = spread(store.job, "samples_per_s", times.length);
     if (values.every((value) => value === null)) return;
-    const about = { title: "Throughput", unit: "samples/s, all workers", format: number, from0: true };
+    const about = { order: 0, title: "Throughput", unit: "samples/s, all workers", format: number, from0: true };
     const last = store.isOver ? "" : number(values.findLast((value) => value !== null));
     this._chart("training", "job", about).update({ times, lines: [{ name: "", values, series: 0, width: 2 }], now: last });
   }
@@ -92,7 +94,7 @@ export class Panels {
       const chart = new Chart(this._board, about);
       chart.card.dataset.chart = id;
       this._charts.set(id, chart);
-      this._places[place].append(chart.card);
+      insertByOrder(this._places[place], chart.card, about.order);
       this._places[place].parentElement.hidden = false;
     }
     return this._charts.get(id);

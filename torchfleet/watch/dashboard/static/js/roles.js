@@ -57,8 +57,8 @@ export class RoleTables {
     if (!group) this._groups.set(kind, (group = this._make(kind, title)));
     const used = group.columns.filter((column) => roles.some((role) => (column.read(role) ?? "") !== ""));
     group.table.dataset.columns = used.map((column) => column.id).join();
-    const words = byId("role-filter").value.toLowerCase().split(/[\s,]+/).filter(Boolean);
-    const shown = roles.filter((role) => matches(role, words));
+    const wanted = byId("role-filter").value.toLowerCase().split(",").map((part) => part.trim()).filter(Boolean);
+    const shown = roles.filter((role) => matches(role, wanted));
     group.num = shown.length;
     const failed = roles.filter((role) => role.state === "failed").length;
     setText(group.summary, ` ${roles.length}${failed ? `, ${failed} failed` : ""}`);
@@ -145,7 +145,8 @@ export class RoleTables {
   }
 }
 
-function matches(role, words) {
+/** Whether one of the texts is found in what is said of a process. */
+function matches(role, wanted) {
   const text = `${roleName(role.key)} ${role.key} ${role.state} ${role.status.host ?? ""}`.toLowerCase();
-  return words.every((word) => text.includes(word));
+  return !wanted.length || wanted.some((part) => text.includes(part));
 }

@@ -31,9 +31,9 @@ export class Store {
     this.head = body.head;
     put(this.job, body.job);
     for (const [key, told] of Object.entries(body.roles)) {
-      const { point, last, ...role } = told;
+      const { tail, ...role } = told;
       const series = this.roles.get(key)?.series ?? { points: [], values: {} };
-      put(series, { point, last });
+      put(series, tail);
       this.roles.set(key, { key, ...role, series });
     }
     this.events = this.events.concat(body.events).slice(-1000);
@@ -70,6 +70,13 @@ export class Store {
     return this.of("worker", "rank");
   }
 
+  /** Seconds since the start of the first number: before it processes were starting. */
+  firstTime() {
+    const first = (column) => column.findIndex((value) => value !== null);
+    const found = Object.values(this.job.values).map(first).filter((index) => index >= 0);
+    return found.length ? this.job.points[Math.min(...found)] * this.grid.width : 0;
+  }
+
   /** Seconds since the start of all points, for charts. */
   times() {
     if (!this.grid) return [];
@@ -79,17 +86,13 @@ export class Store {
   }
 }
 
-/** The last point of a series, or a new one behind it. */
-function put(series, { point, last }) {
-  if (point === null) return;
-  const { points, values } = series;
-  if (!points.length || point > points.at(-1)) {
-    points.push(point);
-    for (const column of Object.values(values)) column.push(null);
-  }
-  for (const [name, value] of Object.entries(last)) {
-    values[name] ??= Array(points.length).fill(null);
-    values[name][points.length - 1] = value;
+/** Put a tail of a series in the place of what was there from its beginning on. */
+function put(series, { begin, points, values }) {
+  series.points = series.points.slice(0, begin).concat(points);
+  const old = series.values;
+  series.values = {};
+  for (const [name, column] of Object.entries(values)) {
+    series.values[name] = (old[name]?.slice(0, begin) ?? Array(begin).fill(null)).concat(column);
   }
 }
 

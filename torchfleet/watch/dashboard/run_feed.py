@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import secrets
 import threading
 import time
@@ -12,11 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from torchfleet.watch.dashboard.job_record import JobRecord
 from torchfleet.watch.dashboard.log_pieces import is_log_name
 from torchfleet.watch.history import HistoryReader
 
 PERIOD = 1.0  # seconds between two looks at the record
+_MANY = 50  # processes, above which the looks are less often in proportion
 _MOST_KEPT = 4 << 20  # bytes of deltas that are kept for clients that come back
 
 
@@ -41,7 +43,7 @@ class Feed:
         A client that has none, or one that is not known any more, gets all of it.
         """
         with self._lock:
-            if now or time.monotonic() - self._read_at >= PERIOD:
+            if now or time.monotonic() - self._read_at >= PERIOD * max(1.0, self._record.num_roles / _MANY):
                 self._read()
             identity, _, number = last.partition("-")
             has = int(number) if identity == self._id and number.isascii() and number.isdigit() else -1
@@ -89,8 +91,9 @@ class Feed:
 
     def _message(self, kind: str, body: dict[str, Any]) -> bytes:
         body = {**body, "now": round(time.time(), 3)}
-        text = json.dumps(body, separators=(",", ":"), allow_nan=False)
-        return f"id: {self._id}-{self._number}\nevent: {kind}\ndata: {text}\n\n".encode()
+        return b"id: %s-%d\nevent: %s\ndata: %s\n\n" % (
+            self._id.encode(), self._number, kind.encode(), msgspec.json.encode(body),
+        )  # fmt: skip
 
 
 class Feeds:

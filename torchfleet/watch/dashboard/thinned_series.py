@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 Value = float | int | None
 
@@ -36,6 +37,7 @@ class Columns:
     def __init__(self) -> None:
         self.points: list[int] = []
         self.values: dict[str, list[Value]] = {}
+        self._num_told = 0  # points that `tail` has handed out
 
     def put(self, point: int, row: Mapping[str, Value], most_names: int = 200) -> None:
         """Numbers at this point, or at the last one if a clock went back. Names above `most_names` are left out."""
@@ -51,9 +53,12 @@ class Columns:
             if value is not None:
                 self.values[name][-1] = value
 
-    def last(self) -> dict[str, Value]:
-        """The numbers at the last point."""
-        return {name: column[-1] for name, column in self.values.items() if column[-1] is not None}
+    def tail(self) -> dict[str, Any]:
+        """What is new since the last call, and at which index it begins: with the last point of then, which may have
+        changed."""
+        begin, self._num_told = max(0, self._num_told - 1), len(self.points)
+        values = {name: column[begin:] for name, column in self.values.items()}
+        return {"begin": begin, "points": self.points[begin:], "values": values}
 
     def halve(self) -> None:
         """Two points become one, as the width of the grid has doubled."""

@@ -18,7 +18,8 @@ SERVING = {
 TRAINING = {
     "role": "worker", "pid": 8, "mode": "async", "steps": 1_200, "steps_per_s": 40.5, "samples": 614_400,
     "samples_per_s": 20_736.0, "samples_per_s_mean": 19_000.0, "queue": 1, "queue_size": 2, "waiting": 0.61,
-    "left": False, "retries": 0, "pull_wait_ms": 3.25, "push_wait_ms": 0.5, "memory": 450_000_000, "metrics": {"loss": 0.45678},
+    "left": False, "retries": 0, "pull_wait_ms": 3.25, "push_wait_ms": 0.5, "memory": 450_000_000,
+    "metrics": {"loss": 0.45678},
     "progress": {"epoch": 0, "epochs": 3, "done": 370, "total": 1000, "unit": "batches", "eta_s": 80.0},
 }  # fmt: skip
 COLLECTIVE = {
