@@ -2,10 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+# Processes of the tests: one more than two cores, because many tests wait.
+JOBS ?= 3
 # Tests, and the processes that they start, are compiled once, also where the environment says not to keep bytecode.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: setup demo test test-gpu test-clusters test-long test-install quick check docs wheel bench fuzz faults chaos clean
+.PHONY: setup demo test test-gpu test-clusters test-browser test-long test-install quick check docs screens wheel bench fuzz faults chaos clean
 
 setup: $(VENV)/.done
 
@@ -19,7 +21,7 @@ demo: setup
 	$(RUN) examples/wide_deep/predict.py --model demo_model --rows 300000
 
 test: setup
-	$(RUN) -m pytest -n 2 --dist loadgroup
+	$(RUN) -m pytest -n $(JOBS) --dist loadgroup
 
 # On a machine with an NVIDIA GPU; one at a time, because tests look at the GPU's memory.
 test-gpu: setup
@@ -30,6 +32,11 @@ SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 test-clusters: setup
 	(command -v slurmctld && command -v munged) >/dev/null || ($(SUDO) apt-get update && $(SUDO) apt-get install --yes slurm-wlm munge)
 	$(RUN) -m pytest -m cluster -n 0
+
+# On a Debian machine: installs Chromium, unless FLEET_TEST_CHROMIUM names a browser, and looks at the dashboard in it.
+test-browser: setup
+	[ -n "$$FLEET_TEST_CHROMIUM" ] || command -v chromium >/dev/null || ($(SUDO) apt-get update && $(SUDO) apt-get install --yes chromium)
+	$(RUN) -m pytest -m browser -n 0
 
 # What takes most of a minute or more each; a workflow runs them every week.
 test-long: setup
@@ -42,13 +49,13 @@ test-install: setup
 # Without whole fleets and ranks, and without what takes more than ten seconds: four fifths of the tests.
 FLEETS := integration examples launch benchmarks collective ecosystem
 quick: setup
-	$(RUN) -m pytest -n 2 --dist loadgroup -m "not slow" $(FLEETS:%=--ignore tests/%)
+	$(RUN) -m pytest -n $(JOBS) --dist loadgroup -m "not slow" $(FLEETS:%=--ignore tests/%)
 
 check: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(RUN) -m pytest -n 2 --dist loadgroup
+	$(RUN) -m pytest -n $(JOBS) --dist loadgroup
 
 # The site of docs/, into site/; a broken link fails. Its packages are the extra `docs`, which `make setup` leaves out.
 docs: $(VENV)/.docs
@@ -57,6 +64,11 @@ docs: $(VENV)/.docs
 $(VENV)/.docs: $(VENV)/.done
 	$(VENV)/bin/pip install --quiet --editable '.[docs]'
 	@touch $@
+
+# Screens of the display for docs/screens, from real jobs in tmux: two minutes. Then those of the dashboard, in Chromium.
+screens: setup
+	$(RUN) -m benchmarks.terminal_screens
+	PYTHONPATH=.:tests $(RUN) -m support.dashboard_screens
 
 # The wheel and the source archive, into dist/, with what is in the wheel checked. Needs no `make setup`.
 wheel:
@@ -76,7 +88,7 @@ FUZZ ?= 10000000
 fuzz: setup
 	PYTHONPATH=.:tests $(RUN) -m support.fuzz --executions $(FUZZ)
 	FLEET_FUZZ_FRAMES=$$((2 * $(FUZZ))) $(RUN) -m pytest tests/net/test_fuzz.py -q --timeout 7200
-	FLEET_SEARCH_DEPTH=20 $(RUN) -m pytest -n 2 --dist loadgroup -q --timeout 1800 $$(grep -rl support.searches tests --include 'test_*.py')
+	FLEET_SEARCH_DEPTH=20 $(RUN) -m pytest -n $(JOBS) --dist loadgroup -q --timeout 1800 $$(grep -rl support.searches tests --include 'test_*.py')
 
 # Whole fleets in virtual time under faults, more of them than in `make test`; then all planted bugs.
 FAULTS ?= 10000

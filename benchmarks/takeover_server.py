@@ -32,7 +32,7 @@ def main() -> int:
     server = Server()
     warm_up()
     listener = addresses.listen(places[options.replica])
-    server.state.say = speaker(f"replica {options.replica}")
+    server.state.say = speaker(options.replica)
     own = Identity(0, options.replica, options.restart, secrets.randbits(63) | 1)
     replica = Replica(server, own, make_coordinator(options.coordinator), connect)
     replica.begin()

@@ -18,11 +18,11 @@ from torchfleet.server.server import Server
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files with slow tests come first: a slow test that began last would leave the other cores idle.
 
-    Tests marked `gpu` are skipped where there is none; those marked `cluster`, `long` or `install` run if `-m` names
-    their mark, or one of them is asked for by its name.
+    Tests marked `gpu` are skipped where there is none; those marked `cluster`, `browser`, `long` or `install` run if
+    `-m` names their mark, or one of them is asked for by its name.
     """
     asked = config.getoption("-m")
-    left_out = [mark for mark in ("cluster", "long", "install") if mark not in asked]
+    left_out = [mark for mark in ("cluster", "browser", "long", "install") if mark not in asked]
     if not any("::" in argument for argument in config.args):
         others = {item for item in items if any(item.get_closest_marker(mark) for mark in left_out)}
         config.hook.pytest_deselected(items=list(others))

@@ -126,6 +126,7 @@ class TestMissing:
             ("FLEET_NUM_WORKERS", "2", "FLEET_ROLE"),
             ("PADDLE_TRAINER_ID", "1", "TRAINING_ROLE"),
             ("FLEET_WORKER_INDEX", "1", "FLEET_ROLE"),
+            ("WORLD_SIZE", "2", "FLEET_ROLE"),  # torchrun
         ],
     )
     def test_a_process_that_is_one_of_several_does_not_train_alone(self, name: str, value: str, missing: str) -> None:

@@ -17,7 +17,7 @@ import yaml
 from support.paths import ROOT
 
 import torchfleet
-from torchfleet import data, metrics, nn, online, ray, util
+from torchfleet import callbacks, data, lightning, nn, notebook, online, ray, transformers
 
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
@@ -106,11 +106,11 @@ def test_the_hooks_of_the_site_are_those_in_its_folder() -> None:
 
 def test_the_reference_has_every_public_name() -> None:
     named = {name for page in REFERENCE.glob("*.md") for name in described(page)}
-    modules = {"data": data, "metrics": metrics, "nn": nn, "online": online, "ray": ray, "util": util}
+    modules = {"callbacks", "data", "lightning", "metrics", "nn", "notebook", "online", "ray", "transformers", "util"}
     wanted = {name for name in torchfleet.__all__ if name not in modules}
     last = {name.rpartition(".")[2] for name in named}
     assert sorted(wanted - last) == []
-    for module in (data, nn, online, ray):
+    for module in (callbacks, data, lightning, nn, notebook, online, ray, transformers):
         assert sorted(set(module.__all__) - last) == [], module.__name__
 
 

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchfleet import data, metrics, nn, online, ray, util
+    from torchfleet import callbacks, data, lightning, metrics, nn, notebook, online, ray, transformers, util
     from torchfleet.collective.pipeline.stages import device_guard
     from torchfleet.data.reading.criteo import CriteoFormat
     from torchfleet.data.reading.generator import MultiSlotDataGenerator, MultiSlotStringDataGenerator
@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from torchfleet.errors import FleetError
     from torchfleet.fetch import FetchHandler
     from torchfleet.fleet import (
+        add_callback,
         barrier_worker,
         data_shard,
         describe,
         distributed_model,
         distributed_optimizer,
         distributed_scheduler,
+        epochs,
         first_step,
         flush,
         infer_from_dataset,
@@ -100,7 +102,9 @@ __all__ = [
     "Slot",
     "UserDefinedRoleMaker",
     "WindowCountEntry",
+    "add_callback",
     "barrier_worker",
+    "callbacks",
     "data",
     "data_shard",
     "describe",
@@ -108,6 +112,7 @@ __all__ = [
     "distributed_model",
     "distributed_optimizer",
     "distributed_scheduler",
+    "epochs",
     "first_step",
     "flush",
     "hash_string",
@@ -118,10 +123,12 @@ __all__ = [
     "is_first_worker",
     "is_server",
     "is_worker",
+    "lightning",
     "load",
     "load_inference_model",
     "metrics",
     "nn",
+    "notebook",
     "online",
     "prefetch",
     "prepare",
@@ -145,6 +152,7 @@ __all__ = [
     "stop_worker",
     "to_plain",
     "train_from_dataset",
+    "transformers",
     "util",
     "whole_tables",
     "worker_endpoints",
@@ -152,7 +160,7 @@ __all__ = [
     "worker_num",
 ]
 
-_MODULES = ("data", "metrics", "nn", "online", "ray", "util")
+_MODULES = ("callbacks", "data", "lightning", "metrics", "nn", "notebook", "online", "ray", "transformers", "util")
 _ELSEWHERE = {
     "BuildStrategy": "strategy.execution",
     "CountFilterEntry": "tables.settings.policy",

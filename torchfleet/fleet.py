@@ -9,7 +9,9 @@ from typing import Any, Protocol, TypeVar, overload
 import msgspec
 import torch
 
+from torchfleet import __version__
 from torchfleet.adoption import AdoptedOptimizer
+from torchfleet.callbacks.callback import Callbacks
 from torchfleet.checkpoint.manifest import read_manifest
 from torchfleet.checkpoint.manifest_file import has_manifest
 from torchfleet.data.dataset import Dataset, file_shard
@@ -46,6 +48,7 @@ class RoleMaker(Protocol):
 
 
 _job: Job | None = None  # this process's; held here and nowhere else
+_callbacks = Callbacks()  # of the same
 
 _NO_JOB = "call fleet.init() first"
 
@@ -128,7 +131,10 @@ def distributed_optimizer(
     check_strategy(strategy, "fleet.distributed_optimizer")
     job.use(strategy, "fleet.distributed_optimizer")
     assert isinstance(optimizer, torch.optim.Optimizer)
-    return job.distribute_optimizer(optimizer)
+    made = job.distribute_optimizer(optimizer)
+    if job.info.is_collective:
+        _callbacks.start(_run_info(job))
+    return made
 
 
 def distributed_scheduler(scheduler: Any) -> Any:
@@ -229,7 +235,20 @@ def init_worker(dirname: str | None = None, var_names: list[str] | None = None) 
     `dirname` is for scripts that also run in one process: there the saved model is loaded here. With servers it is
     they who load (init_server), and it is checked that they did.
     """
-    _get_job().init_worker(dirname, var_names)
+    job = _get_job()
+    job.init_worker(dirname, var_names)
+    _callbacks.start(_run_info(job))
+
+
+def add_callback(callback: object, every_worker: bool = False) -> None:
+    """Tell `callback` of this training: an object with some of the methods of fleet.callbacks.Callback.
+
+    After fleet.init(), on every process: worker 0 (rank 0) calls it, the others only with `every_worker`, servers
+    never. An error in it is printed, and training goes on.
+    """
+    job = _any_job()
+    if job.info.role != SERVER and (every_worker or job.info.worker_index == 0):
+        _callbacks.add(callback)
 
 
 def stop_worker() -> None:
@@ -238,8 +257,9 @@ def stop_worker() -> None:
     The first worker prints how old the rows were that its fleet learned from.
     """
     global _job
-    _any_job(NO_WORKER).stop()
+    stats = _any_job(NO_WORKER).stop()
     _job = None
+    _callbacks.end(stats)
 
 
 def reset() -> None:
@@ -253,6 +273,7 @@ def reset() -> None:
     job, _job = _job, None
     if job is not None:
         job.reset()
+    _callbacks.end({})
 
 
 def barrier_worker() -> None:
@@ -268,6 +289,17 @@ def prefetch(loader: Iterable[Item]) -> Iterator[Item]:
     job = _any_job(NO_WORKER)
     check_loader(loader)
     return job.prefetch(loader)
+
+
+def epochs(num: int, start: int = 0) -> Iterator[int]:
+    """`start` to num - 1, for the loop over epochs: whoever watches the job then knows when all of them will be over.
+
+    An epoch is a pass over `prefetch(loader)`, or a call of train_from_dataset. `start`: where a job goes on.
+    """
+    if type(num) is not int or type(start) is not int or not 0 <= start <= num:
+        raise FleetError(f"fleet.epochs: expected a number of epochs and a start of at most that, found {num}, {start}")
+    _any_job(NO_WORKER).plan_epochs(num, start)
+    return iter(range(start, num))
 
 
 def train_from_dataset(
@@ -289,8 +321,12 @@ def train_from_dataset(
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not optimizers or not all(isinstance(one, DistributedOptimizer) for one in optimizers):
         raise FleetError("train_from_dataset: give the optimizer that fleet.distributed_optimizer returned")
-    report = Report("train", fetch_list, print_period, fetch_handler)
-    return train(as_step(model, loss_fn), dataset, optimizers, worker.engine, thread, report)
+    report, step = Report("train", fetch_list, print_period, fetch_handler), as_step(model, loss_fn)
+    report.on_print = partial(_tell_callbacks, worker)
+    with worker.status.follow_samples(dataset) as report.epoch:
+        result = train(step, dataset, optimizers, worker.engine, thread, report)
+    _callbacks.end_epoch({**result.last, "samples_per_s": result.samples_per_s})
+    return result
 
 
 def infer_from_dataset(
@@ -363,8 +399,10 @@ def flush() -> None:
 
 
 def report(**metrics: float) -> None:
-    """Numbers (loss, auc, ...) for the launcher's display."""
-    _any_job(NO_WORKER).report({name: metric(name, value) for name, value in metrics.items()})
+    """Numbers (loss, auc, ...) for the launcher's display, and for callbacks."""
+    job, found = _any_job(NO_WORKER), {name: metric(name, value) for name, value in metrics.items()}
+    job.report(found)
+    _callbacks.report(job.num_steps, found)
 
 
 def stats() -> dict[str, Any]:
@@ -386,7 +424,9 @@ def save_persistables(dirname: str, mode: int = 0, extra: Mapping[str, Any] | No
     if mode not in (0, 1):
         raise FleetError(f"save_persistables(mode={mode}): 0 is a full save, 1 a delta")
     worker = _get_job(NO_WORKER).first_worker("save_persistables")
-    return worker.save(dirname, "delta" if mode else "full", extra).number
+    number = worker.save(dirname, "delta" if mode else "full", extra).number
+    _callbacks.save(dirname)
+    return number
 
 
 def save(dirname: str, extra: Mapping[str, Any] | None = None, asynchronous: bool = False) -> int:
@@ -396,7 +436,9 @@ def save(dirname: str, extra: Mapping[str, Any] | None = None, asynchronous: boo
     `asynchronous`, in collective training: return as soon as all is copied, and write it while training goes on. The
     next save, a load and stop_worker wait for it, and raise what went wrong. Returns the number of the save.
     """
-    return _any_job(NO_WORKER).save(dirname, extra, asynchronous)
+    number = _any_job(NO_WORKER).save(dirname, extra, asynchronous)
+    _callbacks.save(dirname)
+    return number
 
 
 def load(dirname: str) -> dict[str, Any]:
@@ -416,7 +458,7 @@ def stop_if_asked(dirname: str, extra: Mapping[str, Any] | None = None) -> None:
     """
     job = _any_job(NO_WORKER)
     if job.is_asked_to_stop():
-        end_with_save(partial(job.save, dirname, extra), dirname)
+        end_with_save(partial(save, dirname, extra), dirname)
 
 
 def saved_extra(dirname: str) -> dict[str, Any] | None:
@@ -468,6 +510,19 @@ def set_time(seconds: float) -> dict[str, int]:
 def save_inference_model(dirname: str) -> None:
     """Save what prediction needs: tables and parameters without optimizer state. On worker 0 only."""
     _get_job(NO_WORKER).first_worker("save_inference_model").save(dirname, "inference")
+    _callbacks.save(dirname)
+
+
+def _run_info(job: Job) -> dict[str, Any]:
+    """What callbacks learn of a job at its start."""
+    info = job.info
+    numbers = {"worker_index": info.worker_index, "num_workers": info.num_workers}
+    servers = {} if info.is_collective else {"num_servers": info.num_servers}
+    return {"mode": job.mode, **numbers, **servers, "version": __version__, "strategy": job.changed_settings}
+
+
+def _tell_callbacks(worker: WorkerRole, metrics: dict[str, float]) -> None:
+    _callbacks.report(worker.communicator.num_steps, metrics)
 
 
 def _any_job(missing: str = _NO_JOB) -> Job:

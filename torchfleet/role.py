@@ -54,6 +54,7 @@ class RoleInfo:
     fsync_ms: float = 10.0  # changes that a loss of power may take; 0: none
     save_on_stop: str | None = None  # where worker 0 saves when the job is asked to end
     debug: bool = False
+    verbose: bool = False  # tell every setting, not only those that differ from their defaults
     num_threads: int = 0  # of torch; 0: as torch decides
     is_collective: bool = False
     local_rank: int = 0  # among the ranks of this machine
@@ -96,7 +97,8 @@ class PaddleCloudRoleMaker:
     FLEET_WORKER_INDEX                      PADDLE_TRAINER_ID
     FLEET_SERVER_INDEX                      POD_IP and PADDLE_PORT, looked up in the list of servers
     FLEET_WORKER_ENDPOINTS                  PADDLE_TRAINER_ENDPOINTS
-    CPU_NUM: threads of torch; PSERVER_DEBUG=1: print the plan and the servers' tables
+    CPU_NUM: threads of torch; PSERVER_DEBUG=1: print the plan and the servers' tables;
+    FLEET_VERBOSE=1: print all settings
     FLEET_RESTART: how often this role was started before, or "ask"
     FLEET_START_TIMEOUT, FLEET_WORKER_TIMEOUT, FLEET_ORPHAN_TIMEOUT: seconds, see RoleInfo
     FLEET_MIN_WORKERS: of an elastic job; FLEET_ON_WORKER_LOSS (end | wait | go_on), see RoleInfo
@@ -230,6 +232,7 @@ class PaddleCloudRoleMaker:
             ("PADDLE_TRAINERS_NUM", "TRAINING_ROLE", "1"),
             ("FLEET_WORKER_INDEX", "FLEET_ROLE", "0"),
             ("PADDLE_TRAINER_ID", "TRAINING_ROLE", "0"),
+            ("WORLD_SIZE", "FLEET_ROLE", "1"),  # a script for servers that was started by torchrun
         ):
             value = self._environment.get(name)
             if value and value != alone:
@@ -339,6 +342,7 @@ def _process_settings(found: Mapping[str, str]) -> dict[str, Any]:
         "status_file": found.get("FLEET_STATUS_FILE"),
         "save_on_stop": found.get("FLEET_SAVE_ON_STOP") or None,
         "debug": found.get("PSERVER_DEBUG", "0") not in ("", "0"),
+        "verbose": any(found.get(name, "0") not in ("", "0") for name in ("FLEET_VERBOSE", "PSERVER_DEBUG")),
         "num_threads": int(threads),
         "start_timeout": start_timeout_of(found),
         "worker_timeout": _seconds(found, "FLEET_WORKER_TIMEOUT", RoleInfo.worker_timeout),

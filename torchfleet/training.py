@@ -17,6 +17,7 @@ from torchfleet.data.dataset import BatchIterator, Dataset
 from torchfleet.data.samples.slots import Batch
 from torchfleet.errors import FleetError
 from torchfleet.fetch import FetchHandler, Watch, numbers, plain
+from torchfleet.monitor.epochs import Epoch
 from torchfleet.worker.distributed_optimizer import DistributedOptimizer
 from torchfleet.worker.lookup.engine import Engine
 
@@ -41,6 +42,9 @@ class Result:
 
 class Report:
     """Counts steps, prints a line now and then, and passes the latest values on to the handler."""
+
+    epoch: Epoch | None = None  # what the launcher learns of this pass
+    on_print: Callable[[dict[str, float]], None] | None = None  # gets the numbers of every line that is printed
 
     def __init__(self, what: str, fetch_list: Sequence[str] | None, print_period: int, handler: Any) -> None:
         if type(print_period) is not int or print_period < 0:
@@ -68,10 +72,14 @@ class Report:
             self.result.samples += batch.num_samples
             self._latest = values
             number = self.result.steps
+            if self.epoch is not None:
+                self.epoch.done, self.epoch.values = self.result.samples, values
         if self._watch is not None:
             self._watch.note(values)
         if self._period and number % self._period == 0:
             self._print(number, values)
+            if self.on_print is not None:
+                self.on_print(numbers(values))
 
     def end(self) -> Result:
         self.result.last = numbers(self._latest)

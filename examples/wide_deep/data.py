@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import lzma
 import zlib
 from collections.abc import Callable
@@ -46,6 +47,20 @@ def criteo(path: str | Path) -> Rows:
             ids.append([zlib.crc32(f"{slot}:{x}".encode()) for slot, x in enumerate(fields[14:40])])
     numbers = (np.array(dense, np.float32) - _LOW) / _RANGE
     return torch.tensor(ids), torch.from_numpy(np.log1p(np.maximum(numbers, 0))), torch.tensor(labels)
+
+
+def add_options(parser: argparse.ArgumentParser, rows: int = 60_000) -> None:
+    """Where rows come from, as flags."""
+    parser.add_argument("--rows", type=int, default=rows, help="rows to make up when there is no --data")
+    parser.add_argument("--data", help="a file of raw Criteo rows, plain or .xz")
+
+
+def clicks(options: argparse.Namespace) -> dict[str, torch.Tensor]:
+    """The rows that these flags name, as columns `ids`, `dense` and `label`."""
+    if options.data and not Path(options.data).is_file():
+        raise SystemExit(f"no file at {options.data}; leave --data out to train on generated rows")
+    found = criteo(options.data) if options.data else generated(options.rows, options.seed)
+    return dict(zip(("ids", "dense", "label"), found, strict=True))
 
 
 def _effect(ids: np.ndarray, salt: int) -> np.ndarray:

@@ -13,9 +13,11 @@ import torch
 
 import torchfleet as fleet
 
-sys.path.insert(0, str(Path(__file__).parent))
-from data import generated
-from train import WideDeep, auc, split
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from examples.columns import auc
+from examples.wide_deep.data import generated
+from examples.wide_deep.model import WideDeep
+from examples.wide_deep.train import split
 
 
 def main() -> None:
@@ -30,7 +32,7 @@ def main() -> None:
         scores = model(ids, dense)
     for score, clicked in zip(torch.sigmoid(scores[:5]).tolist(), label[:5].tolist(), strict=True):
         print(f"predicted {score:.4f}, clicked {clicked:.0f}")
-    print(f"AUC {auc(scores.numpy(), label.numpy()):.4f} on {len(label):,} held-out rows, from {options.model}")
+    print(f"AUC {auc(scores, label):.4f} on {len(label):,} held-out rows, from {options.model}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 python examples/wide_deep/train.py                                              one process
 fleetrun --server_num 2 --worker_num 2 examples/wide_deep/train.py              servers and workers on this machine
 fleetrun --server_num 2 --worker_num 2 examples/wide_deep/train.py --mode geo   another mode
+
+train_dataset.py is the same model with a dataset in the place of DataLoader and loop.
 """
 
 from __future__ import annotations
@@ -19,22 +21,10 @@ from torch.utils.data import DataLoader, Dataset
 import torchfleet as fleet
 from torchfleet.options import HelpFormatter
 
-sys.path.insert(0, str(Path(__file__).parent))
-from data import NUM_DENSE, NUM_SLOTS, Rows, criteo, generated
-
-
-class WideDeep(torch.nn.Module):
-    def __init__(self, dim: int = 8) -> None:
-        super().__init__()
-        self.wide = fleet.nn.SparseEmbedding(1, name="wide", initializer=fleet.nn.Constant(0.0))
-        self.deep = fleet.nn.SparseEmbedding(dim, name="deep", initializer=fleet.nn.Uniform(-0.01, 0.01))
-        self.tower = torch.nn.Sequential(
-            torch.nn.Linear(NUM_SLOTS * dim + NUM_DENSE, 128), torch.nn.ReLU(), torch.nn.Linear(128, 1)
-        )
-
-    def forward(self, ids: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        deep = self.tower(torch.cat([self.deep(ids).flatten(1), dense], dim=1)).squeeze(1)
-        return deep + self.wide(ids).sum(dim=(1, 2))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from examples.columns import auc
+from examples.wide_deep.data import Rows, criteo, generated
+from examples.wide_deep.model import WideDeep
 
 
 class Batches(Dataset):  # type: ignore[type-arg]
@@ -83,7 +73,7 @@ def main() -> None:
         generator=torch.Generator().manual_seed(options.seed + fleet.worker_index()),
     )
     start, losses = time.monotonic(), []
-    for epoch in range(options.epochs):
+    for epoch in fleet.epochs(options.epochs):
         for step, (ids, dense, label) in enumerate(fleet.prefetch(loader)):
             loss = torch.nn.functional.binary_cross_entropy_with_logits(model(ids, dense), label)
             loss.backward()
@@ -99,7 +89,9 @@ def main() -> None:
     fleet.barrier_worker()
     fleet.flush()  # dense parameters as they are now that all workers are done
     if fleet.is_first_worker():
-        print(f"AUC {auc(predict(model, test_rows), test_rows[2].numpy()):.4f} on {len(test_rows[2]):,} held-out rows")
+        quality = auc(predict(model, test_rows), test_rows[2])
+        fleet.report(auc=quality)
+        print(f"AUC {quality:.4f} on {len(test_rows[2]):,} held-out rows")
         if options.save:
             fleet.save_persistables(options.save)
             predict_script = Path(__file__).with_name("predict.py")
@@ -143,20 +135,11 @@ def own_share(rows: Rows, batch_size: int) -> Rows:
     return tuple(part[fleet.worker_index() :: fleet.worker_num()][:size] for part in rows)  # type: ignore[return-value]
 
 
-def predict(model: torch.nn.Module, rows: Rows) -> np.ndarray:
+def predict(model: torch.nn.Module, rows: Rows) -> torch.Tensor:
     model.eval()
     with torch.no_grad():
         parts = [model(ids, dense) for ids, dense in zip(rows[0].split(4096), rows[1].split(4096), strict=True)]
-    return torch.cat(parts).numpy()
-
-
-def auc(scores: np.ndarray, labels: np.ndarray) -> float:
-    """Probability that a clicked row scores above another one; ties count half."""
-    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-    positive = labels > 0
-    num = positive.sum()
-    return float((ranks[positive].sum() - num * (num + 1) / 2) / (num * (len(labels) - num)))
+    return torch.cat(parts)
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def test_what_cannot_be_tried_is_refused(arguments: list[str], text: str, capsys
     assert text in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_killed_primary_loses_and_doubles_nothing() -> None:
     """Real interpreters: the benchmark finds processes by their environment."""
     flags = ["--modes", "async", "--kills", "1", "--servers", "1", "--workers", "1", "--calm", "0.5", "--json"]

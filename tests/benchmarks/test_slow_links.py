@@ -100,7 +100,7 @@ class TestLinks:
         assert not left
         assert not any(name.startswith(mine) for name in existing())
 
-    @pytest.mark.slow
+    @pytest.mark.long
     def test_figures_of_a_slow_link(self) -> None:
         """DGC sends next to nothing; plain needs its gradient's bits over the rate, whatever the cores do."""
         chosen = slow_links.options(["--size", "small", "--rates", "20", "--strategies", "plain", "dgc"])

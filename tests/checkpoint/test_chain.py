@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chains import DENSE, IDS, ITEMS, PLAIN, Chain, assert_holds, held
+from support.searches import examples
 
 from torchfleet.checkpoint import chain as chains
 from torchfleet.checkpoint.chain import KeySet, live_candidates, live_rows, statistics_of
@@ -68,7 +69,7 @@ def of(chain: Chain, table: str = PLAIN.name, **options: Any) -> dict[int, Any]:
 
 class TestLiveRows:
     @given(links())
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=examples(15), deadline=None)
     def test_any_chain_gives_what_a_dict_holds(self, saves: list[dict[str, Any]]) -> None:
         chain = Chain(fresh("memory://chain"))
         for save in saves:
@@ -233,7 +234,7 @@ class TestDamage:
 
 class TestKeySet:
     @given(st.lists(st.lists(st.sampled_from(KEYS), max_size=20), max_size=5))
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(20), deadline=None)
     def test_new_keys_are_told_and_of_equal_ones_the_last(self, batches: list[list[int]]) -> None:
         met, known = KeySet(1000, 3), set()
         for batch in batches:

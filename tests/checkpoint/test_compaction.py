@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given, settings
 from support.chains import DENSE, IDS, ITEMS, PLAIN, Chain, assert_holds
 from support.scripts.saved_models import contents, load
+from support.searches import examples
 from test_chain import links
 
 from torchfleet import storage as storages
@@ -90,7 +91,7 @@ def forget(*folders: str) -> None:
 
 class TestContent:
     @given(links())
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=examples(8), deadline=None)
     def test_any_chain_stays_what_it_was(self, saves: list[dict[str, Any]]) -> None:
         forget("chain", "other")
         chain = made("memory://chain", saves)

@@ -24,7 +24,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import jobs
+from support import jobs, processes
 
 import torchfleet as fleet
 from torchfleet.data import feed as feed_module
@@ -468,14 +468,8 @@ else:
 @pytest.mark.parametrize("what", ["pass", "preload"])
 def test_a_script_may_end_in_the_middle(tmp_path: Path, what: str) -> None:
     files = write(tmp_path, [20_000] * 20, id_line)
-    done = subprocess.run(
-        [sys.executable, "-c", LEAVING, what, *files],
-        cwd=jobs.ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-c", LEAVING, what, *files]
+    done = processes.run(command, cwd=jobs.ROOT, timeout=60, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -626,3 +620,27 @@ def test_many_threads_may_each_make_passes(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(lambda _: sorted(ids(dataset)), range(8), timeout=SECONDS):
             assert found == list(range(100))
+
+
+def test_the_size_of_a_pass_is_known_from_the_one_before_and_estimated_by_bytes_in_the_first(tmp_path: Path) -> None:
+    paths = []
+    for i, num in enumerate((100, 300, 200)):
+        paths.append(str(tmp_path / f"part-{i}"))
+        Path(paths[-1]).write_text("".join(f"1 {1000 + j}\n" for j in range(num)))  # lines of one length
+    dataset = QueueDataset()
+    dataset.init(batch_size=50, use_var=ID, queue_batches=1)
+    dataset.set_filelist(paths)
+    assert dataset.num_samples is None
+    batches = iter(dataset)
+    jobs.wait_until(lambda: next(batches) is not None and dataset.num_samples is not None, "a file was read", SECONDS)
+    assert dataset.num_samples == 600
+    for _ in batches:
+        pass
+    Path(paths[0]).write_text("1 1\n" * 7)  # another size than the estimate would go by
+    assert dataset.num_samples == 600
+    assert len([batch for batch in dataset if batch.num_samples]) == 11  # 507 samples in batches of 50
+    assert dataset.num_samples == 507
+    dataset.init(batch_size=50, use_var=ID, drop_last=True)
+    assert dataset.num_samples == 500
+    dataset.set_filelist(paths)
+    assert dataset.num_samples is None

@@ -34,6 +34,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.mark.cluster
 def test_every_sample_goes_to_one_of_two_workers_in_every_pass(cluster: None) -> None:
     x = np.arange(3 * NUM, dtype=np.float32).reshape(NUM, 3)
     source = ray.data.from_items([{"id": i, "x": x[i]} for i in range(NUM)], override_num_blocks=6)

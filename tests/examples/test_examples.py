@@ -26,9 +26,7 @@ def test_push_pull_fits_its_rows():
 OWN_MODULES = {"model", "data", "reader", "generate", "fused", "autograd"}  # that examples import by these names
 
 
-@pytest.mark.parametrize(
-    "name", ["bert", "classify", "ctr_dnn", "deepctr", "online", "resnet", "wide_deep", "word2vec"]
-)
+@pytest.mark.parametrize("name", sorted(script.parent.name for script in (ROOT / "examples").glob("*/train.py")))
 def test_the_help_of_an_example_explains_every_option_and_shows_its_default(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -2,123 +2,94 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
-import re
-import runpy
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from support import jobs
-from support.paths import ROOT
-from support.scripts.launching import forked_fleetrun
+from support.example_scripts import assert_trained_as_by_torch, by_a_fleet, number, printed, train_plain
 
-import torchfleet as fleet
+from examples.movielens.generate import NUM_GENRES, generated
+from examples.two_tower.data import likes_of
+from examples.two_tower.model import TEMPERATURE, TwoTower, loss_of
+from examples.two_tower.predict import film_vectors, recall, retrieve
 
-pytestmark = pytest.mark.xdist_group("example_two_tower")  # its modules are imported once
-
-FOLDER = ROOT / "examples" / "two_tower"
-SMALL = {"users": 300, "items": 60, "likes": 4000, "dim": 8, "seed": 3}
-FLAGS = [text for name, value in SMALL.items() for text in (f"--{name}", str(value))]
-BATCH, WORKERS = 50, 2
-
-
-@pytest.fixture(scope="module")
-def example() -> Iterator[Any]:
-    """The example's own modules, as its scripts import them."""
-    names = ("data", "model", "predict", "train")
-    before = {name: sys.modules.pop(name, None) for name in names}
-    sys.path.insert(0, str(FOLDER))
-    import train
-
-    yield argparse.Namespace(train=train, **{name: sys.modules[name] for name in ("data", "model", "predict")})
-    sys.path.remove(str(FOLDER))
-    for name in names:
-        sys.modules.pop(name)
-        if before[name] is not None:
-            sys.modules[name] = before[name]
+SIZES = {"users": 300, "films": 150, "ratings": 10_000, "dim": 8, "seed": 1}
+FLAGS = [text for name, value in SIZES.items() for text in (f"--{name}", value)]
+BATCH, LR = 64, 0.2
+RATINGS = generated(SIZES["users"], SIZES["films"], SIZES["ratings"], SIZES["seed"])
+LIKES = likes_of(RATINGS)
 
 
-def plain_torch(example: Any) -> torch.nn.Module:
-    """One pass in one process: a step is made with the mean of the workers' losses."""
-    torch.manual_seed(SMALL["seed"])
-    model = example.model.TwoTower(SMALL["users"], SMALL["items"], SMALL["dim"])
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-    likes, _ = example.data.generated(SMALL["users"], SMALL["items"], SMALL["likes"], SMALL["seed"])
-    own = [example.data.batches(likes, BATCH, worker, WORKERS, SMALL["seed"]) for worker in range(WORKERS)]
-    for together in zip(*own, strict=True):
-        optimizer.zero_grad()
-        torch.stack([example.model.loss_of(model, batch) for batch in together]).mean().backward()
-        optimizer.step()
-    return model
+def towers() -> TwoTower:
+    return TwoTower(RATINGS.num_users, RATINGS.num_films, NUM_GENRES, SIZES["dim"])
 
 
-@pytest.mark.slow
-def test_one_server_and_two_workers_in_sync_mode_train_to_the_result_of_torch(example: Any, tmp_path: Path) -> None:
-    saved = str(tmp_path / "towers")
-    script = [str(FOLDER / "train.py"), "--mode", "sync", "--epochs", "1", "--batch_size", str(BATCH), *FLAGS]
-    with forked_fleetrun(
-        tmp_path / "log", "--server_num", "1", "--worker_num", str(WORKERS), *script, "--save", saved
-    ) as job:
-        assert job.wait() == 0, job.output
-    plain = plain_torch(example).eval()
-    found = fleet.load_inference_model(saved, example.model.TwoTower(SMALL["users"], SMALL["items"], SMALL["dim"]))
-    users, items = torch.arange(SMALL["users"]), torch.arange(SMALL["items"])
-    kinds = items % example.data.NUM_TASTES
-    with torch.no_grad():
-        for trained, other in (
-            (found.user.users(users), plain.user.users.weight),
-            (found.item.items(items), plain.item.items.weight),
-            (found.user(users), plain.user(users)),
-            (found.item(items, kinds), plain.item(items, kinds)),
-        ):
-            torch.testing.assert_close(trained, other.detach(), rtol=0, atol=1e-5)
-    log = (tmp_path / "log" / "latest" / "workerlog.0").read_text()
-    _, held_out = example.data.generated(SMALL["users"], SMALL["items"], SMALL["likes"], SMALL["seed"])
-    expected = example.predict.recall(
-        plain, held_out["users"], held_out["items"], example.predict.item_vectors(plain, SMALL["items"])
-    )
-    printed = re.search(r"recall@20 ([0-9.]+) of 300 held-out likes", log)
-    assert printed, log
-    assert float(printed[1]) == pytest.approx(expected, abs=0.004), "one user of 300 may stand on the edge"
+def test_the_loss_is_a_softmax_over_the_films_of_the_batch_corrected_for_how_often_they_are_there() -> None:
+    model, batch = towers(), {name: column[:40] for name, column in LIKES.training.items()}
+    assert len(batch["film"].unique()) < 40, "some film is there twice"
+    users = model.user(batch["user"]).detach().double().numpy()
+    films = model.film(batch["film"], batch["genre"]).detach().double().numpy()
+    counts = np.bincount(LIKES.training["film"].numpy())
+    for correct in (True, False):
+        terms = []
+        for row, own in enumerate(batch["film"].tolist()):
+            others = [place for place, film in enumerate(batch["film"].tolist()) if film != own or place == row]
+            scores = {place: users[row] @ films[place] / TEMPERATURE for place in others}
+            if correct:
+                scores = {p: score - np.log(counts[batch["film"][p]] / counts.sum()) for p, score in scores.items()}
+            terms.append(np.log(sum(map(np.exp, scores.values()))) - scores[row])
+        assert loss_of(model, batch, correct).item() == pytest.approx(np.mean(terms), rel=1e-4)
 
 
-def run(script: str, *arguments: object) -> str:
-    """What a script of the example prints, run in this process."""
-    out, before = io.StringIO(), sys.argv
-    sys.argv = [script, *map(str, arguments)]
-    try:
-        with contextlib.redirect_stdout(out), jobs.clean_facade():
-            runpy.run_path(str(FOLDER / script), run_name="__main__")
-    finally:
-        sys.argv = before
-    return out.getvalue()
+def test_retrieval_is_that_of_a_search_through_all_films_that_were_not_seen() -> None:
+    model = towers().eval()
+    users = LIKES.held_out["user"].unique()[:20]
+    vectors = film_vectors(model, LIKES.genres)
+    found = retrieve(model, users, vectors, LIKES.seen, 5)
+    cut = int(len(RATINGS.users) * 0.9)
+    for user, films in zip(users.tolist(), found.tolist(), strict=True):
+        seen = set(RATINGS.films[:cut][RATINGS.users[:cut] == user].tolist())
+        with torch.no_grad():
+            score = {film: float(model.user(torch.tensor([user]))[0] @ vectors[film]) for film in range(1, 151)}
+        best = sorted((film for film in score if film not in seen), key=lambda film: -score[film])
+        assert films == best[:5]
 
 
-def test_it_retrieves_what_was_liked_and_its_towers_predict_by_themselves(example: Any, tmp_path: Path) -> None:
-    output = run("train.py", "--mode", "half_async", "--save", tmp_path)
-    printed = re.search(r"recall@20 ([0-9.]+) of 2,000 held-out likes, among 300 items", output)
-    assert printed, output
-    assert float(printed[1]) > 0.5  # 0.07 by chance, 0.9 at most
-    assert "468 steps, 119,808 samples" in output
-    assert f"recall@20 {printed[1]} of 2,000 held-out likes" in run("predict.py", "--model", tmp_path)
+def test_two_workers_in_sync_mode_train_on_the_negatives_of_their_own_batches_as_torch_does() -> None:
+    columns = {name: column[:320] for name, column in LIKES.training.items()}
+    tables = ["user.users", "film.films", "film.genres"]
+    assert_trained_as_by_torch(towers, loss_of, columns, 1.0, 32, tables)
 
 
 @pytest.mark.slow
+def test_two_servers_and_two_workers_retrieve_as_well_as_plain_torch(tmp_path: Path) -> None:
+    flags = ["--mode", "sync", "--epochs", 1, "--batch_size", BATCH, "--lr", LR, "--save", tmp_path / "model", *FLAGS]
+    output = by_a_fleet(tmp_path / "log", "two_tower/train.py", *flags)
+    torch.manual_seed(SIZES["seed"])
+    model = towers()
+    train_plain(model, loss_of, torch.optim.Adagrad(model.parameters(), LR), LIKES.training, BATCH, SIZES["seed"])
+    expected = recall(model, LIKES)
+    assert expected > 0.3  # 0.13 by chance
+    pattern = r"recall@20 ([0-9.]+) of \d+ held-out likes"
+    assert number(pattern, output) == pytest.approx(expected, abs=0.01), "two likes of 231 may stand on the edge"
+    shown = printed("two_tower/predict.py", "--model", tmp_path / "model", *FLAGS)
+    assert number(pattern, shown) == pytest.approx(expected, abs=0.01)
+
+
 @pytest.mark.parametrize("mode", ["async", "geo", "hybrid"])
-def test_every_other_mode_retrieves_too(example: Any, mode: str) -> None:
-    printed = re.search(r"recall@20 ([0-9.]+)", run("train.py", "--mode", mode))
-    assert printed
-    assert float(printed[1]) > 0.4
+def test_every_other_mode_retrieves_too(mode: str) -> None:
+    output = printed("two_tower/train.py", "--mode", mode, "--epochs", 2, "--batch_size", BATCH, *FLAGS)
+    assert number(r"recall@20 ([0-9.]+)", output) > 0.25
 
 
-def test_options_that_make_no_sense_are_refused(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    for flags, text in ((("--items", 29), "--items at least 30"), (("--likes", 9), "--likes 9 is less than a batch")):
+def test_options_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, text in (
+        (("--films", 0), "--films must be at least 1, found 0"),
+        (("--mode", "slow"), "invalid choice"),
+    ):
         with pytest.raises(SystemExit):
-            run("train.py", *flags)
+            printed("two_tower/train.py", *flags)
         assert text in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="are not a batch of 100000 for each of 1 workers"):
+        printed("two_tower/train.py", "--batch_size", 100_000, *FLAGS)

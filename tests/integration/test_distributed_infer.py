@@ -210,6 +210,33 @@ def test_a_model_that_is_in_training_mode_is_still_asked_in_eval_mode(tmp_path: 
     assert found["rows"][0] == found["rows"][1]
 
 
+def test_embeddings_that_were_moved_by_the_argument_sparse_are_moved_for_prediction_too(tmp_path: Path) -> None:
+    def made() -> torch.nn.Module:
+        torch.manual_seed(3)
+        return torch.nn.Sequential(torch.nn.Embedding(50, 4), torch.nn.Linear(4, 1))  # neither says sparse=True
+
+    ids = torch.arange(20)
+    with jobs.clean_facade():
+        fleet.init()
+        model = fleet.distributed_model(made(), sparse=50)
+        optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+        fleet.init_worker()
+        model(ids).sum().backward()
+        optimizer.step()
+        fleet.save_inference_model(str(tmp_path / "model"))
+        with torch.no_grad():
+            expected = model(ids)
+        fleet.stop_worker()
+    with jobs.clean_facade():
+        fleet.init()
+        infer = fleet.DistributedInfer(made())
+        infer.init_distributed_infer_env(dirname=str(tmp_path / "model"))
+        found = infer.predict(ids)
+        assert set(num_rows()) >= {"0"}
+        fleet.stop_worker()
+    torch.testing.assert_close(found, expected)
+
+
 def test_it_runs_as_a_script_without_a_fleet(tmp_path: Path) -> None:
     folder = saved_model(tmp_path / "model")
     with Forked([sys.executable, SCRIPT, "local", str(tmp_path)]) as job:

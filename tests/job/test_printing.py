@@ -2,54 +2,52 @@
 
 from __future__ import annotations
 
-from torchfleet.job.printing import summary
+from dataclasses import replace
+
+from torchfleet.job.printing import configuration, summary
+from torchfleet.role import RoleInfo
+from torchfleet.strategy.distributed_strategy import DistributedStrategy
+
+WORKER = {"steps": 1200, "samples": 5, "lookups": 9, "unforeseen_lookups": 0}
 
 
-def test_the_summary_adds_up_the_staleness_of_all_servers():
-    worker = {"steps": 1200, "samples": 5, "lookups": 9, "unforeseen_lookups": 2}
-    servers = [
-        {
-            "tables": {
-                "deep": {"kind": "sparse", "staleness": {0: 3, 2: 1}},
-                "dense.0": {"kind": "dense", "staleness": {}},
-            }
-        },
-        {
-            "tables": {
-                "deep": {"kind": "sparse", "staleness": {0: 4, 16: 2}},
-                "dense.0": {"kind": "dense", "staleness": {}},
-            }
-        },
+def told(dense: dict[int, int], sparse: dict[int, int], dropped: int = 0, **worker: int) -> list[str]:
+    ages = {"staleness_dense": dense, "staleness_sparse": sparse, "dropped": dropped}
+    return summary({"mode": "async", "worker": {**WORKER, **worker}, "servers": [], **ages}).splitlines()
+
+
+def test_the_summary_has_one_line_of_staleness_over_all_tables():
+    sparse = {0: 7, 2: 10, 16: 3}  # half of 20 are 2 updates old at most, and 19 of them 16
+    assert told({1: 99, 3: 1}, sparse) == [
+        "async: 1,200 steps, 5 samples on this worker",
+        "staleness in updates, median: network 1 (95 %: 1), rows 2 (95 %: 16)",
     ]
-    ages = {"staleness_dense": {}, "staleness_sparse": {0: 7, 2: 1, 16: 2}, "dropped": 0}
-    first, *tables = summary({"mode": "async", "worker": worker, "servers": servers, **ages}).splitlines()
-    assert first == (
+    assert told({}, {0: 4})[1:] == ["staleness in updates, median: rows 0 (95 %: 0)"]
+    assert told({}, {}) == ["async: 1,200 steps, 5 samples on this worker"]  # nothing is known: nothing is told
+
+
+def test_the_summary_tells_of_lookups_that_were_not_foreseen():
+    assert told({}, {}, unforeseen_lookups=2) == [
         "async: 1,200 steps, 5 samples on this worker; 2 of 9 lookups unforeseen (pulled one by one, as their ids were "
         "not known before the model was called)"
-    )
-    assert len(tables) == 1  # a table that nothing is known of is left out
-    assert tables[0].startswith("staleness of 'deep' (rows;")
-    assert tables[0].endswith("0: 7, 2: 1, 16: 2")
+    ]
 
 
-def test_many_tables_share_a_line():
-    worker = {"steps": 9, "samples": 9, "lookups": 9, "unforeseen_lookups": 0}
-    tables = {f"C{i}": {"kind": "array", "staleness": {0: 1, i: 2}} for i in range(1, 5)}
-    tables["dense.0"] = {"kind": "dense", "staleness": {1: 3}}
-    ages = {"staleness_dense": {}, "staleness_sparse": {}, "dropped": 0}
-    _, *lines = summary({"mode": "async", "worker": worker, "servers": [{"tables": tables}] * 2, **ages}).splitlines()
-    assert [line.partition(" (")[0] for line in lines] == ["staleness of 4 tables", "staleness of 'dense.0'"]
-    assert lines[0].endswith("0: 8, 1: 4, 2: 4, 3: 4, 4: 4")
-
-
-def test_the_summary_tells_the_network_apart_and_says_what_its_age_does():
-    worker = {"steps": 9, "samples": 9, "lookups": 9, "unforeseen_lookups": 0}
-    dense = {"kind": "dense", "staleness": {4: 10, 5: 1}}
-    stats = {"mode": "async", "worker": worker, "servers": [{"tables": {"dense.0": dense}}], "dropped": 0}
-    ages = {"staleness_dense": {4: 10, 5: 1}, "staleness_sparse": {}}
-    assert "hybrid" not in summary({**stats, **ages})
-    ages["staleness_dense"] = {4: 10, 9: 11}
-    _, table, advice = summary({**stats, **ages, "dropped": 3}).replace("\n3 grad", " 3 grad").splitlines()
-    assert table.startswith("staleness of 'dense.0' (the network;")
+def test_the_summary_says_what_an_old_network_does():
+    assert "hybrid" not in "".join(told({4: 10, 5: 1}, {}))
+    _, table, dropped, advice = told({4: 10, 9: 11}, {}, dropped=3)
+    assert "network 9" in table
+    assert dropped.startswith("3 gradients")
     assert "9 updates old" in advice
     assert "a_sync_configs={'hybrid': True}" in advice
+
+
+def test_the_settings_are_one_line_of_what_differs_or_a_table_of_all():
+    info = RoleInfo(worker_index=1, num_workers=2, server_endpoints=("a:1", "b:1"), key_dir="keys")
+    strategy = DistributedStrategy(a_sync=True, a_sync_configs={"k_steps": 7}, rpc_timeout=5.0)
+    line = "torchfleet worker 1: 2 servers, 2 workers (keys), geo, a_sync_configs.k_steps=7, rpc_timeout=5.0"
+    assert set(configuration(info, strategy).split(", ")) == set(line.split(", "))
+    assert configuration(info, DistributedStrategy()) == "torchfleet worker 1: 2 servers, 2 workers (keys), sync"
+    whole = configuration(replace(info, verbose=True), strategy)
+    for name in ("rpc_retry_times", "a_sync_configs.send_queue_size", "k_steps"):
+        assert name in whole

@@ -14,6 +14,7 @@ from support.jobs import SECONDS, Net, make_part, sgd, strategy
 from torchfleet.errors import FleetError, ServerLoading, ServerUnreachable
 from torchfleet.job import server_role, worker_start
 from torchfleet.job.server_role import ServerRole
+from torchfleet.job.server_status import ServerStatus
 from torchfleet.job.worker_start import wait_for_servers
 from torchfleet.launch.roles import free_ports
 from torchfleet.role import SERVER, RoleInfo
@@ -104,4 +105,6 @@ def test_a_server_that_never_comes_is_waited_for_aloud_and_named_in_the_end(
 
 
 def test_the_rows_that_the_launcher_shows_are_those_of_sparse_tables(role: ServerRole) -> None:
-    assert role._status()["rows"] == dict.fromkeys(jobs.TABLES, 0)
+    status = ServerStatus(RoleInfo(), role._server.state, None)._make()
+    assert status["rows"] == dict.fromkeys(jobs.TABLES, 0)
+    assert {name for name, table in status["tables"].items() if table["kind"] != "dense"} == set(jobs.TABLES)

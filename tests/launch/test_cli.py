@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import os
-import pty
 import re
-import select
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -17,14 +11,12 @@ from typing import Any
 
 import psutil
 import pytest
-from rich.console import Console
 from support.paths import ROOT
-from support.scripts.launching import STAND_IN, TINY, clean_environment, fleetrun, forked_fleetrun, run_dir
+from support.scripts.launching import TINY, fleetrun, forked_fleetrun, run_dir
 
 import torchfleet
 from torchfleet.commands.command import main as fleet_command
-from torchfleet.launch import cli, display, roles, server_launcher
-from torchfleet.launch.job_spec import Task
+from torchfleet.launch import cli, roles, server_launcher
 from torchfleet.launch.processes import script_command
 from torchfleet.launch.roles import free_ports
 from torchfleet.net.keys import KeyFolder, keygen
@@ -353,123 +345,6 @@ class TestKeys:
         assert str(tmp_path / "nowhere") in capsys.readouterr().err
 
 
-class FakeProcess:
-    """As much of a Process as the display looks at."""
-
-    def __init__(self, role: str, index: int, status: dict[str, Any], returncode: int | None = None) -> None:
-        self.task, self._status, self.returncode = Task(role, index), status, returncode
-
-    def status(self) -> dict[str, Any]:
-        return self._status
-
-
-TRAINING = {
-    "role": "worker",
-    "mode": "async",
-    "steps": 1200,
-    "steps_per_s": 40.5,
-    "samples_per_s": 20736.0,
-    "queue": 3,
-    "waiting": 0.61,
-    "loss": 0.45678,
-}
-SERVING = {"role": "server", "requests": 9, "errors": 0, "busy": 0.97, "rows": {"words": 12345}}
-
-
-class TestDisplay:
-    def table(self, *processes: FakeProcess) -> str:
-        out = io.StringIO()
-        Console(file=out, width=160).print(display._table(processes))  # type: ignore[arg-type]
-        return out.getvalue()
-
-    def test_the_table_has_a_row_per_process_with_all_its_numbers(self) -> None:
-        shown = self.table(
-            FakeProcess("server", 0, SERVING),
-            FakeProcess("worker", 0, TRAINING),
-            FakeProcess("worker", 1, {}),
-            FakeProcess("worker", 2, TRAINING, returncode=0),
-            FakeProcess("worker", 3, TRAINING, returncode=-9),
-        )
-        rows = {row[0].strip(): row for line in shown.splitlines() if len(row := line.split("│")[1:-1]) > 1}
-        server = " ".join(rows["server 0"])
-        assert "running" in server
-        assert "words 12,345" in server
-        assert " 97% " in server
-        worker = " ".join(rows["worker 0"])
-        for part in ("running", "1,200", "40.5", "20,736", " 3 ", " 61% ", "loss 0.4568"):
-            assert part in worker
-        states = [rows[f"worker {i}"][1].strip() for i in range(4)]
-        assert states == ["running", "starting", "done", "ended with -9"]
-
-    def test_names_are_not_markup_and_do_not_command_the_terminal(self) -> None:
-        rows = {"emb[/]": 1, "[red]x:smile:": 2, "a\x1b]52;c;ZXZpbA==\x07b": 3}
-        shown = self.table(FakeProcess("server", 0, {"rows": rows}), FakeProcess("worker", 0, {"auc[/bold]": 0.5}))
-        assert "emb[/] 1, [red]x:smile: 2, ab 3" in shown
-        assert "auc[/bold] 0.5000" in shown
-
-    @pytest.mark.parametrize("is_terminal", [True, False])
-    def test_a_workers_output_keeps_its_colours_and_commands_no_terminal(
-        self, monkeypatch: pytest.MonkeyPatch, is_terminal: bool
-    ) -> None:
-        out = io.StringIO()
-        monkeypatch.setattr(out, "isatty", lambda: is_terminal)
-        monkeypatch.setattr(sys, "stdout", out)
-        monkeypatch.setenv("TERM", "xterm-256color")
-        shown = display.Display()
-        shown.report("[worker 0] \x1b[31mred[/]\x1b[0m \x1b]52;c;ZXZpbA==\x07\x1b[5nend\n")
-        shown.close()
-        text = out.getvalue()
-        assert "\x1b[31mred[/]\x1b[0m end" in text
-        assert "ZXZpbA" not in text
-        assert "\x1b[5n" not in text
-
-    def test_without_a_terminal_it_prints_lines_now_and_then_with_what_the_job_waits_for(
-        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        now = [100.0]
-        monkeypatch.setattr(display, "usable_cores", lambda: 4)
-        monkeypatch.setattr(time, "monotonic", lambda: now[0])
-        shown = display.Display()
-        for _ in range(120):  # twelve seconds
-            shown.show([FakeProcess("server", 0, SERVING), FakeProcess("worker", 0, TRAINING)])  # type: ignore[list-item]
-            now[0] += 0.1
-        shown.show_end([FakeProcess("server", 0, SERVING, 0), FakeProcess("worker", 0, TRAINING, 0)])  # type: ignore[list-item]
-        shown.close()
-        lines = capsys.readouterr().out.splitlines()
-        line = "server 0: running, 12,345 rows; worker 0: running, step 1,200, 20,736 samples/s, loss 0.4568"
-        full = "servers are full: 2 more would help (servers compute 97% of the time, workers wait 61% of it)"
-        assert lines[:4] == [f"[fleetrun] {line}", f"[fleetrun] {full}"] * 2
-        assert lines[4:] == [f"[fleetrun] {line.replace('running', 'done')}", f"[fleetrun] on the whole: {full}"]
-
-    def test_lines_are_printed_as_they_are(self, capsys: pytest.CaptureFixture[str]) -> None:
-        shown = display.Display()
-        shown.report("[worker 0] [bold]not markup[/bold]")
-        shown.close()
-        assert capsys.readouterr().out == "[worker 0] [bold]not markup[/bold]\n"
-
-    @pytest.mark.timeout(60)
-    def test_on_a_terminal_a_table_is_shown_and_lines_stand_above_it(self, tmp_path: Path) -> None:
-        ours, theirs = pty.openpty()
-        command = [sys.executable, "-m", "torchfleet.launch", "--log_dir", str(tmp_path), STAND_IN]
-        environment = clean_environment(TERM="xterm-256color", COLUMNS="120", LINES="40")
-        command += ["sleep:1", "async,sleep:1"]
-        with subprocess.Popen(command, env=environment, stdout=theirs, stdin=theirs, stderr=theirs) as job:
-            os.close(theirs)
-            shown, deadline = b"", time.monotonic() + 30
-            while time.monotonic() < deadline and select.select([ours], [], [], 1.0)[0] is not None:
-                try:
-                    shown += os.read(ours, 65536)
-                except OSError:  # the other side was closed: the job has ended
-                    break
-            assert job.wait(20) == 0
-        os.close(ours)
-        text = re.sub(rb"\x1b\[[0-9;?]*[A-Za-z]", b"", shown).decode()
-        assert "samples/s" in text
-        assert re.search(r"worker 0 +│ running", text)
-        assert "[worker 0] async" in text
-        assert "finished; logs in" in text
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_two_servers_and_two_workers_train_and_tell_what_they_do(tmp_path: Path) -> None:
@@ -477,7 +352,7 @@ def test_two_servers_and_two_workers_train_and_tell_what_they_do(tmp_path: Path)
     with fleetrun(tmp_path, *arguments, PSERVER_DEBUG="1") as job:
         assert job.wait(150) == 0
     logs = sorted(path.name for path in run_dir(tmp_path).iterdir())
-    assert logs == ["serverlog.0", "serverlog.1", "workerlog.0", "workerlog.1"]
+    assert logs == ["history.jsonl", "serverlog.0", "serverlog.1", "workerlog.0", "workerlog.1"]
     assert "[worker 0] worker 0 of 2 ends with loss" in job.output
     assert "[worker 1]" not in job.output
     for index in range(2):
@@ -535,7 +410,7 @@ def test_a_job_given_by_addresses_trains_with_keys(tmp_path: Path) -> None:
     assert "2 servers, 1 workers (keys)" in job.output
     assert "[worker 0] worker 0 of 1 ends with loss" in job.output
     names = sorted(path.name for path in run_dir(tmp_path / "log").iterdir())
-    assert names == ["serverlog.0", "serverlog.1", "workerlog.0"]
+    assert names == ["history.jsonl", "serverlog.0", "serverlog.1", "workerlog.0"]
 
 
 class TestModulesAndVersions:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 
 import pytest
-from support.scripts.launching import TINY, Started
+from support.scripts.launching import TINY, Forked
 
 from torchfleet.errors import RoleError
 from torchfleet.launch import roles
@@ -134,7 +134,7 @@ class TestTasks:
 def test_roles_set_in_code_train_without_a_launcher() -> None:
     endpoint = f"127.0.0.1:{free_ports(1)[0]}"
     command = [sys.executable, TINY, "--endpoint", endpoint]
-    with Started([*command, "--role", "server"]) as server, Started([*command, "--role", "worker"]) as worker:
+    with Forked([*command, "--role", "server"]) as server, Forked([*command, "--role", "worker"]) as worker:
         assert worker.wait() == 0
         assert "worker 0 of 1 ends with loss" in worker.output
         assert server.wait(20) == 0
@@ -142,7 +142,7 @@ def test_roles_set_in_code_train_without_a_launcher() -> None:
 
 @pytest.mark.timeout(60)
 def test_a_worker_started_by_hand_says_which_variable_is_missing() -> None:
-    with Started([sys.executable, TINY], FLEET_ROLE="WORKER") as worker:
+    with Forked([sys.executable, TINY], FLEET_ROLE="WORKER") as worker:
         assert worker.wait(50) != 0
     last = worker.output.strip().splitlines()[-1]
     assert "FLEET_SERVER_ENDPOINTS" in last

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import resource
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -12,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from torchfleet.errors import FleetError
 from torchfleet.launch.job_spec import Task
@@ -38,7 +42,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class TestStatusFile:
     def test_what_is_made_is_in_the_file(self, tmp_path: Path) -> None:
         StatusFile(str(tmp_path / "status"), lambda: {"steps": 3, "mode": "sync"}).write()
-        assert json.loads((tmp_path / "status").read_text()) == {"steps": 3, "mode": "sync"}
+        told = json.loads((tmp_path / "status").read_text())
+        assert (told["steps"], told["mode"], told["pid"], told["host"]) == (
+            3,
+            "sync",
+            os.getpid(),
+            socket.gethostname(),
+        )
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        assert 0.1 * peak < told["memory"] < 1.1 * peak
 
     def test_without_a_path_nothing_is_made_or_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
@@ -61,7 +73,7 @@ class TestStatusFile:
         file = StatusFile(str(tmp_path / "status"), lambda: {"number": next(numbers)})
         for expected in range(3):
             file.write(now=True)
-            assert json.loads((tmp_path / "status").read_text()) == {"number": expected}
+            assert json.loads((tmp_path / "status").read_text())["number"] == expected
 
     def test_a_reader_finds_the_old_whole_or_the_new_whole(self, tmp_path: Path) -> None:
         """The file that readers see is replaced, never written into."""
@@ -97,7 +109,7 @@ class TestStatusFile:
         StatusFile(str(path), lambda: {"steps": 1}).write()
         with pytest.raises(TypeError):
             StatusFile(str(path), lambda: {"steps": object()}).write()
-        assert json.loads(path.read_text()) == {"steps": 1}
+        assert json.loads(path.read_text())["steps"] == 1
 
 
 class TestProcessStatus:
@@ -140,8 +152,6 @@ class TestWorkerStatus:
     @pytest.fixture
     def fleet(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         """A local job of one linear layer, at its first step, with a status file."""
-        import torch
-
         import torchfleet.fleet as facade
 
         monkeypatch.setattr(facade, "_job", None)
@@ -160,8 +170,40 @@ class TestWorkerStatus:
         fleet.report(loss=0.25)
         fleet.stop_worker()
         told = json.loads((tmp_path / "status").read_text())
-        assert (told["role"], told["mode"], told["steps"], told["loss"]) == ("worker", "sync", 1, 0.25)
+        assert (told["role"], told["mode"], told["steps"], told["samples"]) == ("worker", "sync", 1, 4)
+        assert told["metrics"] == {"loss": 0.25}
         assert told["samples_per_s"] == pytest.approx(4 * told["steps_per_s"])
+        assert "queue" not in told  # sync mode has none
+
+    def test_progress_is_of_passes_of_training_and_samples_are_without_evaluation(
+        self, fleet: Any, tmp_path: Path
+    ) -> None:
+        worker = fleet._get_worker()
+        model, optimizer = worker.model, worker._optimizers[0]
+        batches = [torch.ones(4, 2)] * 3
+
+        def progress() -> dict[str, Any]:
+            worker.status.write(now=True)
+            told = json.loads((tmp_path / "status").read_text())
+            return {**told.get("progress", {}), "samples": told["samples"]}
+
+        for epoch in fleet.epochs(2):
+            for batch in fleet.prefetch(batches):
+                model(batch).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            model.eval()
+            for batch in fleet.prefetch(batches):
+                model(batch)
+                with torch.no_grad():
+                    model.train()(batch)
+                model.eval()
+            model.train()
+            found = progress()
+            assert found.pop("eta_s") >= 0
+            told = {"epoch": epoch, "epochs": 2, "done": 3, "total": 3, "unit": "batches"}
+            assert found == {**told, "samples": 4 + 12 * (1 + epoch)}
+        fleet.stop_worker()
 
     @pytest.mark.parametrize("name", ["mode", "steps", "rows", "samples_per_s"])
     def test_a_metric_does_not_replace_what_the_launcher_relies_on(self, fleet: Any, tmp_path: Path, name: str) -> None:

@@ -59,7 +59,7 @@ ARRAY = TableSpec("array", "array", size=50, dim=1, rule=Rule("adagrad"))
 DENSE = TableSpec("dense", "dense", size=6, rule=Rule("adam"))
 FUZZED = [ROWS, ARRAY, DENSE]
 
-HEADER = struct.Struct("<4sBBBBIHxxQQQQQII")
+HEADER = struct.Struct("<4sBBBBIHHQQQQQII")
 ENTRY = struct.Struct("<IBxxxIQ")
 # Offset and format of every number in a header, and in the entry of an array.
 HEADER_FIELDS = [
@@ -69,6 +69,7 @@ HEADER_FIELDS = [
     (7, "B"),
     (8, "I"),
     (12, "H"),
+    (14, "H"),
     (16, "Q"),
     (24, "Q"),
     (32, "Q"),

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import zmq
+from support import processes
 from support.fleets import WAIT, ForkedServer, keys_of
 
 from torchfleet.commands.server_stats import show_stats
@@ -117,7 +118,8 @@ class TestStart:
         "endpoint", ["nonsense", "tcp://127.0.0.1", "tcp://127.0.0.1:http", "ipc:///no/such/place/s"]
     )
     def test_an_address_that_is_none_is_a_clear_error(self, endpoint: str) -> None:
-        ended = run("-m", "torchfleet.server", "--endpoint", endpoint)
+        command = [sys.executable, "-m", "torchfleet.server", "--endpoint", endpoint]
+        ended = processes.run(command, timeout=30, stderr=subprocess.PIPE)
         assert ended.returncode == 2
         assert endpoint in ended.stderr
         assert "Traceback" not in ended.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,10 +22,17 @@ from torchfleet.collective.strategy import Forward, JobView, Runner, Strategy
 from torchfleet.collective.tensors.local_tensors import is_local
 from torchfleet.collective.world import begun
 from torchfleet.errors import FleetError, ModelError, StrategyError
+from torchfleet.monitor.epochs import Epochs, length
+from torchfleet.monitor.prometheus.metrics_port import open_metrics_port
 from torchfleet.monitor.status import StatusFile
 from torchfleet.monitor.stop_request import stop_request
+from torchfleet.monitor.training_pace import TrainingPace
+from torchfleet.profiling.step_tracing import StepTracing
 from torchfleet.role import RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.tracing.otlp import trace_every
+from torchfleet.tracing.process_part import ProcessName
+from torchfleet.tracing.profile_folder import folder_of
 
 if TYPE_CHECKING:
     from torchfleet.collective.checkpoint.background_saves import BackgroundSaves
@@ -50,8 +57,10 @@ class CollectiveJob(JobSettings):
         self._saves: BackgroundSaves | None = None
         self.strategies: list[Strategy] = []
         self._reported: dict[str, float] = {}
-        self._status = StatusFile(info.status_file, self._status_now)
-        self._started = time.monotonic()
+        self._tracing: StepTracing | None = None
+        port = open_metrics_port("rank", info.worker_index)
+        self._status = StatusFile(info.status_file, self._status_now, port)
+        self._pace, self.epochs = TrainingPace(), Epochs(lambda: self.optimizer.num_steps if self.optimizer else 0)
         if settings is not None:
             self.use(settings, "fleet.init")
             self._begin()
@@ -174,11 +183,25 @@ class CollectiveJob(JobSettings):
         for strategy in self.strategies:
             inner = strategy.optimizer(inner, self.names)
         self.optimizer = CollectiveOptimizer(optimizer, inner, self.strategies, parameters, self.world)
-        self.optimizer.after_step = self._status.write
+        self.optimizer.after_step, self.model.clear = self._step_made, self.optimizer.zero_grad
+        self._tracing = self._trace(self.model, self.optimizer)
         self._attend(self.model, self.optimizer)
         if self.info.worker_index == 0:
             print(self.describe(), flush=True)
         return self.optimizer
+
+    def _trace(self, model: CollectiveModel, optimizer: CollectiveOptimizer) -> StepTracing | None:
+        """Beside rows it is the worker whose steps these are."""
+        if self._beside_rows:
+            return None
+        info = self.info
+        name = ProcessName("rank", info.worker_index, info.num_workers, 0, secrets.randbits(63), self.mode)
+        return StepTracing(name, model, [optimizer], folder_of(info.status_file), trace_every())
+
+    def _step_made(self) -> None:
+        self._status.step_made()
+        if self._tracing is not None:
+            self._tracing.step_made()
 
     def _attend(self, model: CollectiveModel, optimizer: CollectiveOptimizer) -> None:
         """From now on a rank that waits in a step is known to those whose loops are over."""
@@ -208,7 +231,13 @@ class CollectiveJob(JobSettings):
         return "\n".join(lines)
 
     def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
-        return self._meetings.batches(loader, self.world)
+        with self.epochs.begin(partial(length, loader), "batches") as epoch:
+            for item in self._meetings.batches(loader, self.world):
+                yield item
+                epoch.done += 1
+
+    def plan_epochs(self, num: int, start: int) -> None:
+        self.epochs.plan(num, start)
 
     def report(self, metrics: dict[str, float]) -> None:
         self._reported.update(metrics)
@@ -220,39 +249,57 @@ class CollectiveJob(JobSettings):
         for strategy in self.strategies:
             strategy.note_loss(loss)
 
-    def stop(self) -> None:
+    @property
+    def num_steps(self) -> int:
+        return self.optimizer.num_steps if self.optimizer else 0
+
+    @property
+    def changed_settings(self) -> dict[str, Any]:
+        return self.settings.differences()
+
+    def stop(self) -> dict[str, Any]:
+        final = {"worker": {"steps": self.num_steps, "samples": self.model.num_samples if self.model else 0}}
         self._status.write(now=True)
+        self._status.close()
+        self._end_tracing()
         self._finish_save()
         self._meetings.meet("fleet.stop_worker()")
         self._meetings.leave()
         begun.info = None
         if self._world is not None:
             self._world.close()
+        return {"mode": self.mode, **final}
 
     @property
     def is_under_way(self) -> bool:
         return self.optimizer is not None
 
+    def _end_tracing(self) -> None:
+        if self._tracing is not None:
+            self._tracing.close()
+            self._tracing = None
+
     def reset(self) -> None:
+        self._end_tracing()
         with contextlib.suppress(Exception):
             self._finish_save(_PATIENCE)
         self._meetings.leave(alone=True)
         begun.info = None
+        self._status.close()
         if self._settings is not None:
             self._settings.unlock()
         if self._world is not None:
             self._world.close(alone=True)
 
     def _status_now(self) -> dict[str, Any]:
-        seconds = max(1e-9, time.monotonic() - self._started)
         steps = self.optimizer.num_steps if self.optimizer else 0
         samples = self.model.num_samples if self.model else 0
+        progress = self.epochs.status()
         return {
             "role": "worker",
-            "mode": "collective",
-            "steps": steps,
-            "steps_per_s": steps / seconds,
-            "samples_per_s": samples / seconds,
+            "mode": self.mode,
+            **self._pace.status(steps, samples),
+            **({"progress": progress} if progress else {}),
             "metrics": dict(self._reported),
         }
 

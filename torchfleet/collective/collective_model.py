@@ -45,6 +45,7 @@ class CollectiveModel(torch.nn.Module):
         self.num_samples = 0
         self.on_loss: Callable[[torch.Tensor], object] | None = None  # called with the loss, if the model returns it
         self.on_begin: Callable[[], object] = lambda: None  # called where ranks may begin to wait for each other
+        self.clear: Callable[[bool], None] | None = None  # the optimizer's zero_grad, once there is one
         self._share_buffers = share_buffers
         self._is_trained = False  # since the buffers were last alike on all ranks
         # With the signature of the user's: trainers look up there what a model takes.
@@ -57,7 +58,8 @@ class CollectiveModel(torch.nn.Module):
         if not torch.is_grad_enabled():
             return self._called(*args, **kwargs)
         self._begin()
-        self._count(args, kwargs)
+        if self.training:  # evaluation is not counted
+            self._count(args, kwargs)
         outputs = self._trained(*args, **kwargs)
         if self.on_loss is not None:
             for tensor in tensors(outputs):
@@ -125,6 +127,13 @@ class CollectiveModel(torch.nn.Module):
         """
         self._is_trained = False
         self._share_buffers()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As the optimizer's: gradients that are being gathered over several batches stay."""
+        if self.clear is None:
+            super().zero_grad(set_to_none)
+        else:
+            self.clear(set_to_none)
 
     def forget(self) -> None:
         """Let go of the exchange of gradients: the model is going to have another."""

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable, Sequence
 
 from torchfleet import __version__
-from torchfleet.commands import model_commands
+from torchfleet.commands import dashboard_command, doctor_command, model_commands
+from torchfleet.commands.profile import profile_command
 from torchfleet.errors import FleetError
 from torchfleet.guard.printable import say
 
 # Files with commands: each has `add_commands(commands)`, which gives every command its options and sets its `run`, a
 # function that takes the options and returns the exit status.
-_COMMANDS = (model_commands,)
+_COMMANDS = (model_commands, dashboard_command, profile_command, doctor_command)
 _EXAMPLES = """examples:
   fleet inspect model/                                    the chain of saves, tables, rows, bytes
   fleet inspect model/ --check                            read every file and compare its checksum
@@ -27,6 +28,11 @@ _EXAMPLES = """examples:
   fleet export model/ --table embedding --out s3://bucket/rows.parquet
   fleet export model/ --out plain/                        all of it in plain files: tables, parameters, model.json
   fleet export model/ --out model.safetensors             a collective model in one file
+  fleet dashboard log                                     a web page of the newest run of fleetrun, and of those before
+  fleet profile --steps 20 --server_num 2 --worker_num 2 train.py     a Chrome trace of 20 steps of all processes
+  fleet profile --steps 20 log/                           the same of a job that is running
+  fleet doctor                                            what of this machine will hurt a job
+  fleet doctor b:7100 c:7100                              and of the links to machines with fleet doctor --serve
 
 A model is the folder that fleet.save, fleet.save_persistables or fleet.save_inference_model wrote to; any path that
 fsspec opens. The models of fleet.save in collective training can be inspected and exported.

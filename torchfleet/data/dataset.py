@@ -96,6 +96,11 @@ class Dataset(ABC):
         """One pass; close the iterator if you leave it before its end."""
 
     @property
+    def num_samples(self) -> int | None:
+        """Samples that a pass has for this worker; None while that is not known."""
+        return None
+
+    @property
     def settings(self) -> ReadOptions:
         if self._options is None:
             raise DataError("call dataset.init(batch_size=..., use_var=[...]) first")

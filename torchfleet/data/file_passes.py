@@ -13,7 +13,13 @@ from torchfleet.data.reading.formats import LineSource
 from torchfleet.data.samples.sample_rows import SampleRows
 from torchfleet.data.samples.slots import Batch, RowSelection, SampleLayout
 
-Samples = TypeVar("Samples")  # SampleRows, or ColumnSamples
+
+class _Samples(Protocol):
+    @property
+    def num(self) -> int: ...
+
+
+Samples = TypeVar("Samples", bound=_Samples)  # SampleRows, or ColumnSamples
 Samples_co = TypeVar("Samples_co", covariant=True)
 Samples_contra = TypeVar("Samples_contra", contravariant=True)
 _POLL = 0.2  # seconds between two looks for a file that another worker has given up
@@ -139,10 +145,12 @@ class SampleReader(Protocol[Samples_co]):
 
 
 class Account:
-    """Counts the skipped lines of all files of a pass."""
+    """Counts the skipped lines of all files of a pass, and its samples."""
 
     def __init__(self) -> None:
         self.num_skipped = 0
+        self.num_samples: dict[str, int] = {}  # by file, of those that were read to their end
+        self.is_complete = False  # all files were
         self._lines: list[str] = []
         self._lock = threading.Lock()
 
@@ -151,6 +159,11 @@ class Account:
             self.num_skipped += num
             if num:
                 self._lines.append(f"  {num:,}, the first: {first}")
+
+    def note_file(self, path: str, num: int) -> None:
+        """A file was read to its end, and had so many samples; one that is listed twice is read twice."""
+        with self._lock:
+            self.num_samples[path] = self.num_samples.get(path, 0) + num
 
     def report(self) -> None:
         if self.num_skipped:
@@ -195,12 +208,15 @@ class Reading(Generic[Samples]):
             if rest is not cutter:
                 rest.move_to(cutter)
         self._end(cutter)
+        self.account.is_complete = not self.closing.is_set()
 
     def _read(self, reader: SampleReader[Samples], path: str, cutter: BatchCutter[Samples]) -> None:
-        source, ticket = reader.source(path), Ticket(path, self._files.done)
+        source, ticket, num = reader.source(path), Ticket(path, self._files.done), 0
         try:
             for rows in reader.read(path, source):
+                num += rows.num
                 cutter.add(rows, ticket)
+            self.account.note_file(path, num)
         finally:
             self.account.note(source.skipped.num, source.skipped.first)
         ticket.release()

@@ -105,6 +105,13 @@ class InMemoryDataset(Dataset):
         store.add_reader()
         return BatchIterator(DatasetPass(Feed([make], self._queue_size), store.remove_reader, lambda: None))
 
+    @property
+    def num_samples(self) -> int | None:
+        """Samples that a pass has for this worker; None before they are loaded."""
+        if self._store is None:
+            return None
+        return len(self) * self.batch_size if self.drop_last else self._store.num
+
     def __len__(self) -> int:
         """Batches in a pass."""
         num, size = self._loaded().num, self.batch_size

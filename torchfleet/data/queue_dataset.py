@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,9 @@ class QueueDataset(Dataset):
         super().__init__()
         self._dynamic: tuple[str, float] | None = None
         self._num_passes = 0
+        self._account: Account | None = None  # of the present pass, or the last one
+        self._num_samples: int | None = None  # of a whole pass over these files
+        self._sizes: dict[str, int] | None = None  # bytes by file; empty: nobody can say
 
     def set_filelist(
         self, files: Sequence[str], dynamic: bool = False, name: str = "files", lease: float = LEASE
@@ -48,6 +52,7 @@ class QueueDataset(Dataset):
         if not isinstance(lease, (int, float)) or not 0.1 <= lease <= 86400:
             raise DataError(f"lease: expected 0.1 to 86400 seconds, found {lease!r}")
         super().set_filelist(files)
+        self._account = self._num_samples = self._sizes = None
         self._dynamic = (name, float(lease)) if dynamic else None
 
     def iterate(self) -> BatchIterator:
@@ -60,16 +65,31 @@ class QueueDataset(Dataset):
         else:
             files, at_end = OwnFileQueue(self.filelist), lambda: None
         num_threads = min(self.thread_num, max(1, len(self.filelist)))
-        account = Account()
+        account = self._account = Account()
         reading: Reading[Any] = Reading(files, self._cutter_of_pass(), self.drop_last, num_threads, account)
         readers = [self._reader(settings, reading.closing.is_set) for _ in range(num_threads)]
         feed = Feed([partial(reading.run, reader) for reader in readers], self._queue_size, reading.closing)
 
         def report() -> None:
             self.num_skipped = account.num_skipped
+            if account.is_complete and self._dynamic is None:
+                self._num_samples = sum(account.num_samples.values())
             account.report()
 
         return BatchIterator(DatasetPass(feed, at_end, report))
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples that a pass has for this worker: those of the pass before, or in the first one an estimate by the
+        bytes of its files. None before one file was read to its end, and for files that are not this worker's alone."""
+        found = self._num_samples
+        if found is None and self._account is not None and self._dynamic is None:
+            if self._sizes is None:
+                self._sizes = _sizes(self.filelist)
+            found = _estimate(self._sizes, dict(self._account.num_samples))
+        if found is None or not self.drop_last:
+            return found
+        return found // self.batch_size * self.batch_size
 
     def _reader(self, settings: ReadOptions, is_over: Callable[[], bool]) -> SampleReader[Any]:
         reader = settings.reader(self._layout, is_over)
@@ -83,6 +103,19 @@ class QueueDataset(Dataset):
         self._num_passes += 1
         seeds = np.random.SeedSequence(form.seed if form.seed is None else [form.seed, self._num_passes])
         return lambda put: ColumnCutter(self.batch_size, put, form.shuffle, np.random.default_rng(seeds.spawn(1)[0]))
+
+
+def _sizes(paths: Sequence[str]) -> dict[str, int]:
+    try:
+        return {path: os.path.getsize(path) for path in paths}
+    except OSError:  # a URL, which would take a request
+        return {}
+
+
+def _estimate(sizes: Mapping[str, int], num_samples: Mapping[str, int]) -> int | None:
+    """As many samples a byte in all files as in those that were read; None while that is not known."""
+    known = sum(sizes.get(path, 0) for path in num_samples)
+    return round(sum(num_samples.values()) * sum(sizes.values()) / known) if known else None
 
 
 class ColumnsOf:

@@ -7,16 +7,18 @@ from typing import Any
 import msgspec
 import torch
 
+from torchfleet.checkpoint.manifest import read_manifest
 from torchfleet.errors import FleetError, ModelError, StrategyError
 from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.job.printing import embeddings
 from torchfleet.role import WORKER, RoleInfo
+from torchfleet.storage import Storage
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.tables.rows.row_statistics import is_counted
 from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.worker.distributed_optimizer import DistributedOptimizer
 from torchfleet.worker.lookup.conversion import convert
-from torchfleet.worker.lookup.embedding_choice import Sparse, choose
+from torchfleet.worker.lookup.embedding_choice import Sparse, choose, saved_as_tables
 from torchfleet.worker.lookup.plan import Plan, make_plan, make_share, whole_plan
 
 
@@ -49,6 +51,11 @@ class JobSetup:
         if self.info.role == WORKER and self.info.worker_index == 0 and (choice.chosen or choice.dense):
             print(embeddings(choice), flush=True)
         return self.model
+
+    def distribute_saved_model(self, model: torch.nn.Module, dirname: str) -> None:
+        """As `distribute_model`: what goes to the servers is what the saved model has as tables."""
+        tables = read_manifest(Storage(dirname)).tables
+        self.model = convert(model, saved_as_tables(model, {table.name for table in tables if table.kind != "dense"}))
 
     def distribute_for_prediction(self) -> None:
         """Tables without optimizer state; nothing will be trained."""

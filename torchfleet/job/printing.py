@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from torchfleet.monitor.freshness import advice, summed
+from torchfleet.monitor.freshness import advice, in_short
 from torchfleet.role import RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.worker.lookup.embedding_choice import Choice
@@ -18,11 +18,16 @@ _MOST_NAMES = 3
 
 
 def configuration(info: RoleInfo, strategy: DistributedStrategy) -> str:
-    """The effective settings at the start of a worker."""
+    """The settings of a worker at its start: one line with those that differ from their defaults, or a table of all."""
     place = "one process" if info.is_local else f"{info.num_servers} servers, {info.num_workers} workers"
     sockets = "sockets of this user" if info.socket_dir else "plain"
     security = "in process" if info.is_local else "keys" if info.key_dir else sockets
-    table = Table(title=f"torchfleet worker {info.worker_index}", title_justify="left")
+    title = f"torchfleet worker {info.worker_index}"
+    if not info.verbose:
+        changed = strategy.changed_values()
+        changed.pop("a_sync", None)  # the mode tells it
+        return ", ".join([f"{title}: {place} ({security})", strategy.mode, *(f"{n}={v}" for n, v in changed.items())])
+    table = Table(title=title, title_justify="left")
     table.add_column("setting")
     table.add_column("value", overflow="fold")
     table.add_row("fleet", f"{place} ({security})")
@@ -66,28 +71,19 @@ def tables(plan: Plan, info: RoleInfo, servers: list[dict[str, Any]]) -> str:
 
 
 def summary(stats: dict[str, Any]) -> str:
-    """The end of training in a few lines: how old the network and the rows were, over all servers. Many tables of rows
-    share a line."""
+    """The end of training in a few lines: what this worker did, and how old the network and the rows were, over all
+    servers."""
     worker = stats["worker"]
-    lines = [
-        f"{stats['mode']}: {worker['steps']:,} steps, {worker['samples']:,} samples on this worker; "
-        f"{worker['unforeseen_lookups']:,} of {worker['lookups']:,} lookups unforeseen (pulled one by one, as their "
-        "ids were not known before the model was called)"
-    ]
-    tables = [(name, table) for server in stats["servers"] for name, table in server["tables"].items()]
-    rows = {name for name, table in tables if table["kind"] != "dense" and table["staleness"]}
-    shared = f"{len(rows)} tables" if len(rows) > _MOST_NAMES else ""
-    ages: dict[tuple[str, str], list[dict[int, int]]] = {}
-    for name, table in tables:
-        what = "the network" if table["kind"] == "dense" else "rows"
-        ages.setdefault((shared if shared and name in rows else f"'{name}'", what), []).append(table["staleness"])
-    for (name, what), found in ages.items():
-        if counts := summed(found):
-            text = ", ".join(f"{age}: {count:,}" for age, count in counts.items())
-            lines.append(f"staleness of {name} ({what}; updates between pull and push: pushes): {text}")
+    first = f"{stats['mode']}: {worker['steps']:,} steps, {worker['samples']:,} samples on this worker"
+    if worker["unforeseen_lookups"]:
+        first += (
+            f"; {worker['unforeseen_lookups']:,} of {worker['lookups']:,} lookups unforeseen (pulled one by one, as "
+            "their ids were not known before the model was called)"
+        )
+    lines = [first, in_short(stats["staleness_dense"], stats["staleness_sparse"])]
     if stats["dropped"]:
         lines.append(f"{stats['dropped']:,} gradients of the network were too old and dropped, counted on each server")
-    return "\n".join([*lines, *filter(None, [advice(stats["staleness_dense"])])])
+    return "\n".join(filter(None, [*lines, advice(stats["staleness_dense"])]))
 
 
 def _text(table: Table) -> str:

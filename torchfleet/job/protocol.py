@@ -57,6 +57,10 @@ class Job(Protocol):
         """The loader's batches."""
         ...
 
+    def plan_epochs(self, num: int, start: int) -> None:
+        """The script is going to make so many passes over its data in all, from number `start` on."""
+        ...
+
     def gather(self, name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
         """What everyone in `comm_world` brought, in their order: worker, server, or all (workers first)."""
         ...
@@ -77,8 +81,18 @@ class Job(Protocol):
         """Whether this process is to save and to end, because a scheduler has asked the job to."""
         ...
 
-    def stop(self) -> None:
-        """This process has done its part."""
+    @property
+    def num_steps(self) -> int:
+        """Steps that this worker, or rank, has made."""
+        ...
+
+    @property
+    def changed_settings(self) -> dict[str, Any]:
+        """The settings of the strategy that are not the default."""
+        ...
+
+    def stop(self) -> dict[str, Any]:
+        """This process has done its part. Returns its last statistics, with a field `worker`."""
         ...
 
     @property

@@ -134,7 +134,7 @@ class ParameterServerJob(JobSetup):
         if dirname is None:
             raise FleetError("init_distributed_infer_env(dirname=...): say which saved model to predict with")
         if self.model is None:
-            self.distribute_model(model)
+            self.distribute_saved_model(model, dirname)
         self.distribute_for_prediction()
         if self.info.role == SERVER:
             self.init_server(dirname, var_names)
@@ -165,6 +165,9 @@ class ParameterServerJob(JobSetup):
 
     def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
         return self.worker.prefetch(loader)
+
+    def plan_epochs(self, num: int, start: int) -> None:
+        self.worker.status.epochs.plan(num, start)
 
     def gather(self, name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
         """What everyone in `comm_world` brought, in their order; in one local process also before init_worker."""
@@ -207,8 +210,17 @@ class ParameterServerJob(JobSetup):
         """Worker 0 is the one that saves. The others are needed until it has: in sync mode its step waits for them."""
         return self.worker.is_asked_to_stop()
 
-    def stop(self) -> None:
+    @property
+    def num_steps(self) -> int:
+        return self.worker.communicator.num_steps
+
+    @property
+    def changed_settings(self) -> dict[str, Any]:
+        return {} if self.strategy is None else self.strategy.differences()
+
+    def stop(self) -> dict[str, Any]:
         """Send what is queued and tell the servers. The first worker prints how old its fleet's rows were."""
         final = self.worker.stop()
         if self.info.worker_index == 0:
             print(summary(final), flush=True)
+        return final

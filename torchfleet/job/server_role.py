@@ -10,15 +10,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from torchfleet.background import BackgroundThreads
 from torchfleet.coordination.coordinators import make_coordinator
 from torchfleet.errors import FleetError
 from torchfleet.job.job_setup import JobSetup
+from torchfleet.job.server_status import ServerStatus
 from torchfleet.job.worker_start import patience_with, wait_for_servers
-from torchfleet.monitor.freshness import ages_by_kind
-from torchfleet.monitor.status import StatusFile
 from torchfleet.net import addresses
 from torchfleet.net.addresses import listen
 from torchfleet.net.keys import KeyFolder
@@ -32,8 +30,12 @@ from torchfleet.server.replicas.replica import Replica
 from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
 from torchfleet.server.server_log import rows_text, speaker, tables_text
+from torchfleet.server.traces.server_tracing import ServerTracing
 from torchfleet.server.warm import warm_up
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.tracing.otlp import trace_every
+from torchfleet.tracing.process_part import ProcessName
+from torchfleet.tracing.profile_folder import folder_of
 from torchfleet.worker.client.client import Client
 
 
@@ -54,7 +56,7 @@ class ServerRole:
         self._replica: Replica | None = None
         for spec in setup.plan.specs:
             self._server.state.add_table(spec.for_shard(setup.info.server_index, setup.info.num_servers))
-        self._say = self._server.state.say = speaker(f"server {setup.info.server_index}")
+        self._say = self._server.state.say = speaker(setup.info.server_index)
         self._strategy = setup.strategy or DistributedStrategy()
         self._listener: ServerSocket | None = None
         self._durable: DurableServer | None = None
@@ -159,14 +161,17 @@ class ServerRole:
             signal.signal(signal.SIGTERM, self._on_signal)
         self._has_run = True
         listener = self._begin_serving()
-        status = StatusFile(self._info.status_file, self._status)
+        status = ServerStatus(self._info, self._server.state, self._replica)
 
         if self._replica is not None:
             self._replica.begin()
 
+        tracing = self._trace()
+
         def is_over() -> bool:
             self._server.state.load.look()
             status.write()
+            tracing.look()
             return self._ended or self._handler.is_stopping
 
         try:
@@ -175,6 +180,8 @@ class ServerRole:
             if self._replica is not None:
                 self._replica.end()
             status.write(now=True)
+            status.close()
+            tracing.close()
             self.close()
             lost = "workers are lost" if self._server.desertion else "all workers have left"
             why = "told to end" if self._ended else lost
@@ -183,6 +190,11 @@ class ServerRole:
             raise FleetError(self._replica.deposed)
         if self._server.desertion:
             raise FleetError(f"{self._server.desertion}. No worker is left; the server ends.")
+
+    def _trace(self) -> ServerTracing:
+        info = self._info
+        name = ProcessName("server", info.server_index, info.num_workers, info.num_servers, self._server.incarnation)
+        return ServerTracing(name, self._server.traced, folder_of(info.status_file), trace_every())
 
     def end(self) -> None:
         """From a signal handler: finish the request at hand and return from `run`."""
@@ -238,15 +250,6 @@ class ServerRole:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.end()
-
-    def _status(self) -> dict[str, Any]:
-        state = self._server.state
-        rows = {table.spec.name: table.num_rows for table in state.tables.values() if not table.spec.is_dense}
-        counts = {"requests": state.num_requests, "errors": state.num_errors, "dropped": state.num_dropped}
-        tables = ({"kind": table.spec.kind, "staleness": table.staleness.counts()} for table in state.tables.values())
-        replica = self._replica
-        more = {} if replica is None else {"backup": not replica.is_primary, "deposed": bool(replica.deposed)}
-        return {"role": "server", **more, **counts, "busy": state.load.busy, "rows": rows, **ages_by_kind(tables)}
 
 
 def meeting_name(name: str, comm_world: str, info: RoleInfo) -> str:

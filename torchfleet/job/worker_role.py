@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,22 +18,26 @@ from torchfleet.job.job_claims import check_releases, claims_of
 from torchfleet.job.job_setup import JobSetup
 from torchfleet.job.mode_choice import make_communicator, make_whole_tables
 from torchfleet.job.rejoining import catch_up, check_loss_rule
-from torchfleet.job.waiting_share import WaitingShare
 from torchfleet.job.worker_start import check_loaded, make_tables, patience_with, wait_for_servers, with_known_restart
+from torchfleet.job.worker_status import WorkerStatus
 from torchfleet.monitor.freshness import ages_by_kind
-from torchfleet.monitor.status import StatusFile
 from torchfleet.monitor.stop_request import end_with_save, stop_request
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.private_jobs import Way
 from torchfleet.net.transport import InProcess
 from torchfleet.net.wire import Role
+from torchfleet.profiling.step_tracing import StepTracing
 from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
 from torchfleet.storage import Storage
 from torchfleet.tables.rows.row_statistics import is_pushed
 from torchfleet.tables.settings.clock import MAX_TIME
 from torchfleet.tables.settings.policy import Shrink
+from torchfleet.tracing.otlp import trace_every
+from torchfleet.tracing.process_part import ProcessName
+from torchfleet.tracing.profile_folder import folder_of
 from torchfleet.worker.client.client import Client
+from torchfleet.worker.client.connection import incarnation
 from torchfleet.worker.lookup.engine import Engine
 from torchfleet.worker.lookup.sources import NoRows
 from torchfleet.worker.membership import Membership
@@ -68,13 +71,10 @@ class WorkerRole:
         self._keys = KeyFolder(self.info.key_dir) if self.info.key_dir else None
         self._way = Way(self.info.key_dir, self.info.socket_dir, self.info.address_book)
         self._way.check()
-        self._started = time.monotonic()
-        self._reported: dict[str, float] = {}
-        self._left = False
         self.first_step = 0  # with which this worker begins: in sync mode more than 0 if it was started again
         self._saved_to: set[str] = set()
         self._passes: Counter[str] = Counter()  # over shared lists of files, by name
-        self._waiting: WaitingShare | None = None  # until training can begin
+        self._known_status: WorkerStatus | None = None  # until training can begin
         self.client = self._connect()
         self._ends.callback(self.client.close)
         try:
@@ -98,16 +98,20 @@ class WorkerRole:
         self._hybrid = self._hybrid_worker()
         if self._hybrid is not None:
             self._ends.callback(self._hybrid.close, True)
-        self._waiting = WaitingShare(self._seconds_waited)
         pushed = {name: group.spec.entry for name, group in self._plan.sparse.items() if is_pushed(group.spec)}
         modules = {name: group.modules for name, group in self._plan.sparse.items()}
         self.engine = Engine(self.communicator, modules, pushed)
-        self._status = StatusFile(self.info.status_file, self._status_now)
+        self.status = self._known_status = WorkerStatus(
+            self.info, self.strategy.mode, lambda: self.communicator, self.engine
+        )
+        self._ends.callback(self.status.close)
         self._schedules = self._watch(setup.global_schedulers)
         self._bind()
         self._ends.callback(self._model_state().close, LEFT)
+        self._tracing = self._trace()
+        self._ends.callback(self._tracing.close)
         self.communicator.start()
-        self._status.write(now=True)
+        self.status.write(now=True)
 
     def barrier(self, what: str = "fleet.barrier_worker()", name: str = "workers") -> None:
         if self._membership is not None:
@@ -130,13 +134,12 @@ class WorkerRole:
     def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
         """The loader's batches, with rows of the next on their way, and with a fresh network also where parts of the
         model are called by themselves."""
-        for item in self.engine.prefetch(loader):
+        for item in self.status.follow(loader, self.engine.prefetch(loader)):
             self.communicator.freshen()
             yield item
 
     def report(self, metrics: dict[str, float]) -> None:
-        self._reported.update(metrics)
-        self._status.write()
+        self.status.report(metrics)
 
     def workers(self) -> Workers:
         """All workers, for things they do among themselves."""
@@ -195,8 +198,8 @@ class WorkerRole:
         if self._hybrid is not None:
             self._hybrid.close(alone)
         final = self.stats()
-        self._left = True
-        self._status.write(now=True)
+        self.status.has_left = True
+        self.status.write(now=True)
         if self._membership is not None:
             self._membership.close()  # before it leaves: a sign of life behind that would be none
             self._membership.check()
@@ -256,11 +259,7 @@ class WorkerRole:
         return made
 
     def _waiting_share(self) -> float | None:
-        return None if self._waiting is None else self._waiting()
-
-    def _seconds_waited(self) -> float:
-        stats = self.communicator.stats()
-        return float(stats["steps"] * (stats["pull_wait_ms"] + stats["push_wait_ms"]) / 1000)
+        return None if self._known_status is None else self._known_status.waiting_share()
 
     def _local_server(self, dirname: str | None, var_names: Sequence[str] | None) -> InProcess:
         server = Server(num_workers=1)
@@ -301,8 +300,13 @@ class WorkerRole:
         for optimizer in self._optimizers:
             optimizer.bind(self.engine, self.communicator)
             optimizer.after_step = self._step_made
-        if self.info.save_on_stop:
-            self._optimizers[-1].after_step = self._whole_step_made
+        self._optimizers[-1].after_step = self._whole_step_made
+
+    def _trace(self) -> StepTracing:
+        info, mode = self.info, self.strategy.mode
+        name = ProcessName("worker", info.worker_index, info.num_workers, info.num_servers, incarnation(), mode)
+        folder = folder_of(info.status_file)
+        return StepTracing(name, self.model, self._optimizers, folder, trace_every())
 
     def _model_state(self) -> ModelState:
         put_network = None if self._hybrid is None else self._hybrid.put_network
@@ -318,28 +322,14 @@ class WorkerRole:
     def _whole_step_made(self) -> None:
         """Of all optimizers."""
         self._step_made()
+        self._tracing.step_made()
         folder = self.info.save_on_stop
         if folder and self.is_asked_to_stop():
             end_with_save(lambda: self.save(folder, "full"), folder)
 
     def _step_made(self) -> None:
-        self._status.write()
+        self.status.step_made()
         if self._hybrid is not None:
             self._hybrid.step_made()
         if self._schedules is not None:
             self._schedules.step_made()
-
-    def _status_now(self) -> dict[str, Any]:
-        seconds = max(1e-9, time.monotonic() - self._started)
-        stats = self.communicator.stats()
-        return {
-            "role": "worker",
-            "mode": self.strategy.mode,
-            "steps": stats["steps"],
-            "steps_per_s": stats["steps"] / seconds,
-            "samples_per_s": self.engine.num_samples / seconds,
-            "queue": stats["queue"],
-            "waiting": self._waiting_share(),
-            "left": self._left,
-            "metrics": dict(self._reported),
-        }

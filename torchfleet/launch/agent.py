@@ -19,7 +19,13 @@ from torchfleet.launch.job_spec import JobSpec, Task
 from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.machines.rendezvous import Rendezvous
 from torchfleet.launch.processes import Process, end_all
+from torchfleet.monitor.json_lines import readable
+from torchfleet.monitor.json_pipe import JsonPipe
+from torchfleet.monitor.log_file import DEFAULT_BYTES, LogFile
+from torchfleet.monitor.notices import tell
 from torchfleet.monitor.stop_request import REQUEUE
+from torchfleet.watch.metrics_ports import port_variables
+from torchfleet.watch.watchers import Watching
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Run before the script itself. If the launcher is killed, the kernel ends its ranks (PR_SET_PDEATHSIG). Output is
@@ -35,9 +41,12 @@ _BEFORE_THE_SCRIPT = (
 class RankLogs(LogsSpecs):
     """Both streams of rank N go to workerlog.N. torch passes the environment of the ranks through here as well."""
 
-    def __init__(self, log_dir: Path, environment: Mapping[str, str], rendezvous: Rendezvous) -> None:
+    def __init__(
+        self, log_dir: Path, environment: Mapping[str, str], rendezvous: Rendezvous, watching: Watching
+    ) -> None:
         super().__init__(str(log_dir))
         self._log_dir, self._environment, self._rendezvous = log_dir, environment, rendezvous
+        self._watching, self._pipes = watching, list[JsonPipe]()
         self.begins: dict[Path, int] = {}  # by log: the offset at which the output of the last start begins
 
     @property
@@ -45,6 +54,7 @@ class RankLogs(LogsSpecs):
         return str(self._log_dir)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        self.finish()
         for env in envs.values():
             log = log_of(self._log_dir, env["RANK"])
             if log not in self.begins:
@@ -53,13 +63,27 @@ class RankLogs(LogsSpecs):
             status_file_of(self._log_dir, env["RANK"]).unlink(missing_ok=True)
             env.update(
                 self._environment,
-                FLEET_LOG_FILE=str(log),
+                **port_variables(self._watching, int(env["LOCAL_RANK"])),
+                FLEET_LOG_FILE=str(self._output(log, env["RANK"])),
                 FLEET_STATUS_FILE=str(status_file_of(self._log_dir, env["RANK"])),
                 TORCHELASTIC_RESTART_COUNT=str(self._rendezvous.num_starts),  # equal on all machines
                 TORCHELASTIC_ERROR_FILE="",
             )
         nowhere = dict.fromkeys(envs, os.devnull)
         return LogsDest(stdouts=nowhere, stderrs=nowhere, error_files=nowhere)
+
+    def _output(self, log: Path, rank: str) -> Path:
+        """What a rank writes to: its log, or a pipe whose lines become JSON."""
+        if not self._watching.is_json:
+            return log
+        pipe = self._log_dir / f".output.rank.{rank}"
+        self._pipes.append(JsonPipe(pipe, LogFile(log, True, DEFAULT_BYTES, tell), "rank", int(rank)))
+        return pipe
+
+    def finish(self) -> None:
+        """The ranks have ended: their output is in the logs when this returns."""
+        while self._pipes:
+            self._pipes.pop().close()
 
 
 def log_of(log_dir: Path, rank: int | str) -> Path:
@@ -107,7 +131,7 @@ class Tail:
             whole.append(self._rest)
             self._rest = b""
         for line in whole:
-            yield line.decode(errors="replace")
+            yield readable(line.decode(errors="replace"))
 
 
 class Agent(LocalElasticAgent):
@@ -146,6 +170,7 @@ class Agent(LocalElasticAgent):
         self._watch.show(self._ranks)
         result = cast(RunResult, super()._monitor_workers(worker_group))
         if result.state == WorkerState.SUCCEEDED:
+            self._logs.finish()
             self._echo(is_last=True)
             self._watch.show_end(self._ranks)
         return result
@@ -171,6 +196,7 @@ class Agent(LocalElasticAgent):
         """End the ranks and their children within seconds. Signals that arrive meanwhile wait."""
         with _held_back(SIGNALS):
             end_all(self._ranks)
+            self._logs.finish()
             self._echo(is_last=True)
 
     def _shutdown(self, *arguments: Any, **more: Any) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from typing import Any
 
 from torchfleet import __version__
 from torchfleet.errors import FleetError, RoleError
@@ -22,6 +23,7 @@ from torchfleet.launch.clusters.job_options import (
 from torchfleet.launch.launchers import LAUNCHERS, launcher_of
 from torchfleet.net.keys import KeyFolder, keygen
 from torchfleet.watch.watchers import add_options as add_watching
+from torchfleet.watch.watchers import parse_with_ports
 
 _NOT_YET = ("heter_worker_num",)
 
@@ -79,6 +81,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--key_dir", default=os.environ.get("FLEET_KEY_DIR"), help="folder of keys (default: FLEET_KEY_DIR)"
     )
+    made.add_argument(
+        "--trace_every",
+        type=int,
+        metavar="N",
+        help="send spans of one step of N to an OpenTelemetry collector (OTEL_EXPORTER_OTLP_ENDPOINT)",
+    )
     made.add_argument("--insecure", action="store_true", help="talk to other machines without keys")
     made.add_argument("--dry_run", action="store_true", help="print what would be started, and start nothing")
     made.add_argument("--keygen", metavar="DIR", help="make a set of keys in DIR, and do nothing else")
@@ -96,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given and given[0] in SUBCOMMANDS:
             return _subcommand(given[0])(given[1:])
-        return _run(parser().parse_args(given))
+        return _run(parse_with_ports(parser(), given))
     except FleetError as error:
         say(f"fleetrun: {error}", file=sys.stderr)
         return 2
@@ -117,6 +125,22 @@ def _run(options: argparse.Namespace) -> int:
         print("\n".join(launcher.describe(job, options)), flush=True)
         return 0
     return launcher.run(job, options)
+
+
+def options_from(caller: str, values: Mapping[str, Any], script: Sequence[str]) -> argparse.Namespace:
+    """The options of a call from Python, by their names: True stands for a switch, a list for one that is given several
+    times, None and False for nothing. Raises RoleError, which names `caller`, for what fleetrun does not have.
+    """
+    flags: list[str] = []
+    for name, value in values.items():
+        if value is None or value is False:
+            continue
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            flags += [f"--{name}"] if each is True else [f"--{name}", str(each)]
+    try:
+        return parser().parse_args([*flags, *script])
+    except SystemExit as error:
+        raise RoleError(f"{caller}: not options of fleetrun: {' '.join(flags)}") from error
 
 
 def _subcommand(name: str) -> Callable[[Sequence[str]], int]:
@@ -143,6 +167,8 @@ def check(options: argparse.Namespace) -> None:
     for name in ("max_restart", "max_job_restart"):
         if getattr(options, name) < 0:
             raise RoleError(f"--{name} must be at least 0, found {getattr(options, name)}")
+    if options.trace_every is not None and not 1 <= options.trace_every < 10**9:
+        raise RoleError(f"--trace_every must be a number of steps, at least 1; found {options.trace_every}")
     if options.max_restart and options.max_job_restart:
         raise RoleError("--max_restart starts one worker again, --max_job_restart all processes: use one of them")
     if options.key_dir:

@@ -18,13 +18,14 @@ from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.machines.rendezvous import ElasticRendezvous, FixedRendezvous, Rendezvous
 from torchfleet.launch.machines.stores import Report, StoreAddress
 from torchfleet.launch.rank_plan import RankPlan
+from torchfleet.monitor.json_lines import VARIABLE as LOG_FORMAT
 from torchfleet.monitor.stop_request import REQUEUE
 
 # The launcher may itself run as a process of a job. Its ranks must not inherit that role.
 _ROLES = ("PADDLE_", "FLEET_ROLE", "FLEET_RESTART", "FLEET_NUM_", "FLEET_SERVER_", "FLEET_WORKER_", "FLEET_STATUS_")
 _ROLE_NAMES = (
     "TRAINING_ROLE", "FLAGS_selected_gpus", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
-    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", LOG_FORMAT,
 )  # fmt: skip
 
 
@@ -49,7 +50,7 @@ def run(job: JobSpec, plan: RankPlan, log_dir: Path) -> int:
 
 def _run(job: JobSpec, plan: RankPlan, log_dir: Path, watch: JobWatch) -> int:
     rendezvous = _rendezvous(plan, watch.report)
-    logs = RankLogs(log_dir, plan.environment, rendezvous)
+    logs = RankLogs(log_dir, plan.environment, rendezvous, job.watching)
     agent = Agent(job, plan.num_ranks, logs, rendezvous, watch)
     try:
         result = agent.run()

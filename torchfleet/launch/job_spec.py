@@ -41,16 +41,27 @@ class JobSpec:
     socket_dir: str | None = None  # of the servers, if all processes are on this machine
     address_book: str | None = None  # of servers that a cluster may start again elsewhere
     insecure: bool = False
+    trace_every: int = 0  # one step of so many is traced; 0: as FLEET_TRACE_EVERY says
     max_log_bytes: int = DEFAULT_BYTES  # of one file; there are at most two of a process
     watching: Watching = field(default_factory=Watching)
+    descriptors: tuple[int, ...] = ()  # open files of this process that every process of this machine inherits
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables by which servers and workers find keys or sockets, or learn that they go without."""
+        """The variables by which servers and workers find keys or sockets, or learn that they go without, and how much
+        they are to tell."""
         variables = {"FLEET_KEY_DIR": str(Path(self.key_dir).absolute())} if self.key_dir else {}
         if self.socket_dir:
             variables["FLEET_SOCKET_DIR"] = self.socket_dir
+        if self.watching.verbose:
+            variables["FLEET_VERBOSE"] = "1"
+        variables |= self.trace_variables
         return {**variables, "FLEET_INSECURE": "1"} if self.insecure else variables
+
+    @property
+    def trace_variables(self) -> dict[str, str]:
+        """The variable by which processes learn that steps are traced."""
+        return {"FLEET_TRACE_EVERY": str(self.trace_every)} if self.trace_every else {}
 
     def resources_of(self, role: str) -> Resources:
         """What a process of this role ("server", "worker" or "rank") asks for."""
@@ -68,9 +79,13 @@ class JobSpec:
 
     def make_run_dir(self) -> Path:
         """Create a folder of logs for this run alone, let `latest` lead to it, and return its absolute path."""
-        name = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
-        run_dir = self.log_dir.absolute() / name
+        name = first = f"{time.strftime('%Y-%m-%d_%H-%M-%S')}_{os.getpid()}"
+        run_dir, number = self.log_dir.absolute() / name, 1
         try:
+            while run_dir.exists():  # of this process too: a notebook starts one job after another
+                number += 1
+                name = f"{first}.{number}"
+                run_dir = run_dir.with_name(name)
             run_dir.mkdir(parents=True)
         except OSError as error:
             raise RoleError(f"cannot make the folder of logs {run_dir}: {error}") from None
@@ -132,6 +147,10 @@ class RunningTask(Protocol):
     @property
     def returncode(self) -> int | None:
         """None while it starts or runs; the exit status, or -N if signal N ended it; -9 also if its machine is lost."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it counts as done only until its cluster has room for it."""
 
     def status(self) -> dict[str, Any]:
         """What the process reported last; empty before its first report."""

@@ -8,18 +8,29 @@ from pathlib import Path
 
 from torchfleet.launch.job_spec import JobSpec, RunningTask
 from torchfleet.monitor.snapshot import JobSnapshot, RoleSnapshot
+from torchfleet.watch.dashboard.dashboard_watcher import DashboardWatcher
 from torchfleet.watch.display import Display
 from torchfleet.watch.history import HistoryWriter
+from torchfleet.watch.json_display import JsonDisplay
+from torchfleet.watch.tensorboard_events import TensorBoardEvents
 from torchfleet.watch.watchers import Watcher
 
-_PERIOD = 0.25  # seconds between two looks at the statuses
+_PERIOD = 0.5  # seconds between two looks at the statuses
 
 
 class JobWatch:
     """Until it is closed. Lines given to `report` are shown at once, also from other threads."""
 
-    def __init__(self, job: JobSpec, run_dir: Path, attempt: int = 0) -> None:
-        self._watchers: list[Watcher] = [Display(), HistoryWriter(run_dir, job.command, attempt)]
+    def __init__(self, job: JobSpec, run_dir: Path, attempt: int = 0, shows: bool = True) -> None:
+        """`shows`: False to record the job, and to show nothing of it."""
+        watching = job.watching
+        self._watchers: list[Watcher] = [HistoryWriter(run_dir, job.command, attempt)]
+        if shows:
+            self._watchers.insert(0, JsonDisplay() if watching.is_json else Display(run_dir, watching.verbose))
+        if watching.tensorboard is not None:
+            self._watchers.append(TensorBoardEvents(Path(watching.tensorboard) / run_dir.name, job.command))
+        if watching.dashboard is not None:  # behind the record, which it sends to the end
+            self._watchers.append(DashboardWatcher(run_dir, watching.dashboard, attempt, self.report))
         self._next = 0.0
 
     def report(self, line: str) -> None:
@@ -53,7 +64,8 @@ def snapshot_of(processes: Sequence[RunningTask]) -> JobSnapshot:
 
 def _role(process: RunningTask) -> RoleSnapshot:
     task, code, status = process.task, process.returncode, process.status()
-    state = ("running" if status else "starting") if code is None else ("failed" if code else "done")
+    ended = "waiting" if process.is_waiting else "failed" if code else "done"
+    state = ("running" if status else "starting") if code is None else ended
     return RoleSnapshot(
         task.role, task.index, state, status, task.replica, code, process.num_restarts, process.log.name
     )

@@ -10,14 +10,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from torchfleet.launch.job_spec import Report, RunningTask, Task
+from torchfleet.monitor.json_lines import VARIABLE as LOG_FORMAT
+from torchfleet.monitor.json_lines import JsonLog, LineSplitter, last_lines
 from torchfleet.monitor.log_file import DEFAULT_BYTES, LogFile, last_bytes
 
 _LINE = 1 << 16  # bytes of output that are taken at a time
+_END = 1 << 15  # bytes of a log that its last lines are looked for in
 _GRACE = 3.0  # seconds between SIGTERM and SIGKILL
 # Run before the script itself: should the launcher be killed outright, the kernel ends its children (PR_SET_PDEATHSIG).
 TIE_TO_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
@@ -25,7 +28,7 @@ TIE_TO_PARENT = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.exec
 # The launcher may itself run as a process of a job. Its processes must not inherit that role.
 ROLES = {
     "FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_INDEX", "FLEET_SERVER_INDEX", "FLEET_WORKER_ENDPOINTS",
-    "FLEET_REPLICA", "FLEET_SOCKET_DIR", "FLEET_ADDRESS_BOOK", "TRAINING_ROLE",
+    "FLEET_REPLICA", "FLEET_SOCKET_DIR", "FLEET_ADDRESS_BOOK", "TRAINING_ROLE", LOG_FORMAT,
     "PADDLE_PSERVERS_IP_PORT_LIST", "PADDLE_TRAINERS_NUM", "PADDLE_TRAINER_ID", "PADDLE_TRAINER_ENDPOINTS",
 }  # fmt: skip
 
@@ -39,36 +42,48 @@ class Sink(Protocol):
 
 
 class Output:
-    """The output of a task: into its log, and with `echo` to the user, by lines."""
+    """The output of a task: into its log, as it is or as JSON lines, and with `echo` to the user, by lines."""
 
     def __init__(
-        self, task: Task, log: Path, report: Report, echo: bool, append: bool, max_log_bytes: int = DEFAULT_BYTES
+        self,
+        task: Task,
+        log: Path,
+        report: Report,
+        echo: bool,
+        append: bool,
+        max_log_bytes: int = DEFAULT_BYTES,
+        is_json: bool = False,
     ) -> None:
-        self._task, self._report, self._echo, self._rest = task, report, echo, b""
+        self._task, self._report = task, report
         self._file = LogFile(log, append, max_log_bytes, lambda text: report(f"[fleetrun] {text}"))
+        self._json = JsonLog(self._file.write, task.role, task.index, task.replica) if is_json else None
+        self._shown = LineSplitter() if echo else None
 
     def write(self, data: bytes) -> None:
-        self._file.write(data)
-        if self._echo:
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            if len(self._rest) > _LINE:  # one that never ends is shown in pieces
-                lines, self._rest = [*lines, self._rest], b""
-            self._show(lines)
+        if self._json is not None:
+            self._json.write(data)
+        else:
+            self._file.write(data)
+        if self._shown is not None:
+            self._show(self._shown.lines(data))
 
     def close(self) -> None:
-        self._show([self._rest] if self._rest else [])
-        self._rest = b""
+        if self._json is not None:
+            self._json.end()
+        if self._shown is not None:
+            self._show(self._shown.end())
         self._file.close()
 
-    def _show(self, lines: Sequence[bytes]) -> None:
+    def _show(self, lines: Iterable[str]) -> None:
         for line in lines:
-            self._report(f"[{self._task.name}] {line.decode(errors='replace')}")
+            self._report(f"[{self._task.name}] {line}")
 
 
 class Process:
     """A task that was started, its log and its status file."""
 
     num_restarts = 0
+    is_waiting = False  # this machine has room
 
     def __init__(
         self,
@@ -79,10 +94,14 @@ class Process:
         echo: bool = False,
         append: bool = False,
         max_log_bytes: int = DEFAULT_BYTES,
+        is_json: bool = False,
+        descriptors: Sequence[int] = (),
     ) -> None:
-        """`report` takes lines for the user: complaints, and with `echo` all output."""
+        """`report` takes lines for the user: complaints, and with `echo` all output. `is_json`: of the log.
+        The process inherits `descriptors`, under their numbers."""
         self.task, self._command, self._report, self._echo = task, list(command), report, echo
-        self.log, self._max_log_bytes = log_dir / task.log_name, max_log_bytes
+        self._descriptors = tuple(descriptors)
+        self.log, self._max_log_bytes, self._is_json = log_dir / task.log_name, max_log_bytes, is_json
         self.status_file = log_dir / f".status.{task.role}.{task.file_name}"
         self._start(append)
 
@@ -100,6 +119,7 @@ class Process:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            pass_fds=self._descriptors,
         )
         self._reader: threading.Thread | None = threading.Thread(
             target=self._copy_output, args=(self._process, output), daemon=True
@@ -139,7 +159,7 @@ class Process:
         """The end of its log."""
         if self._reader:
             self._reader.join(timeout=2)
-        return last_bytes(self.log, 16384).decode(errors="replace").splitlines()[-num:]
+        return last_lines(last_bytes(self.log, _END), num)
 
     def signal(self, number: int) -> None:
         """Send a signal to the whole process group: a worker's own children end with it."""
@@ -152,7 +172,7 @@ class Process:
         self.status_file.unlink(missing_ok=True)
 
     def _open_output(self, append: bool) -> Sink:
-        return Output(self.task, self.log, self._report, self._echo, append, self._max_log_bytes)
+        return Output(self.task, self.log, self._report, self._echo, append, self._max_log_bytes, self._is_json)
 
     @staticmethod
     def _copy_output(process: subprocess.Popen[bytes], output: Sink) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Iterator
 
 from torchfleet.errors import RoleError
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.rank_plan import RankPlan, make_plan, require_gpus
+from torchfleet.watch.json_display import line_printer
+from torchfleet.watch.metrics_ports import check_free, port_variables, tell_targets
 
 _OPTIONS = ("nproc_per_node", "gpus", "nnodes", "master", "rank", "ips")
 _OPTIONS_OF_SERVERS = (
@@ -45,21 +48,31 @@ class RankLauncher:
         return bool(given)
 
     def describe(self, job: JobSpec, options: argparse.Namespace) -> list[str]:
-        plan = make_plan(options)
+        plan = _plan(job, options)
         return [line for local in range(plan.num_ranks) for line in _describe_rank(job, plan, local)]
 
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
-        plan = make_plan(options)
+        plan = _plan(job, options)
         require_gpus(options.gpus)
+        check_free(job.watching, plan.num_ranks)
         run_dir = job.make_run_dir()
-        print(f"[fleetrun] logs in {run_dir}", flush=True)
+        ports = {f"local rank {i}": port_variables(job.watching, i) for i in range(plan.num_ranks)}
+        say = line_printer(job.watching)
+        for line in filter(None, (f"logs in {run_dir}", tell_targets(run_dir, ports))):
+            say(f"[fleetrun] {line}")
         from torchfleet.launch.elastic import run  # imports torch, which the other launchers do not need
 
         return run(job, plan, run_dir)
 
 
+def _plan(job: JobSpec, options: argparse.Namespace) -> RankPlan:
+    plan = make_plan(options)
+    return dataclasses.replace(plan, environment={**plan.environment, **job.trace_variables})
+
+
 def _describe_rank(job: JobSpec, plan: RankPlan, local_rank: int) -> Iterator[str]:
     variables = {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(plan.num_ranks)}
+    variables |= port_variables(job.watching, local_rank)
     if plan.is_elastic:
         task = Task("local rank", local_rank, {**variables, **plan.environment})
         machines = f"{plan.min_machines} to {plan.max_machines} machines: ranks are numbered when they meet"

@@ -29,6 +29,8 @@ from torchfleet.launch.supervisor import JobSupervisor
 from torchfleet.net.keys import is_private
 from torchfleet.net.replica_channels import SEPARATOR
 from torchfleet.tables.settings.table_size import VARIABLE, parse_bytes
+from torchfleet.watch.json_display import line_printer
+from torchfleet.watch.metrics_ports import check_free, port_variables, tell_targets
 
 ROOTS = "FLEET_SAVE_ROOTS"  # read by server/saving/save_roots.py
 _MOST_SECONDS = 7 * 24 * 3600.0
@@ -97,11 +99,14 @@ class ServerLauncher:
     def run(self, job: JobSpec, options: argparse.Namespace) -> int:
         job, reasons = _with_servers(job)
         layout, num_workers, url = _layout(job, options)
-        _tasks(job, options, layout, num_workers)  # mistakes are found before a folder is made
+        planned = _tasks(job, options, layout, num_workers)  # mistakes are found before a folder is made
+        check_free(job.watching, len(planned))
         kind = kind_of(job, layout, options.private, options.plain)
         code, run_dir = 0, job.make_run_dir()
-        for line in (f"logs in {run_dir}", *reasons):
-            print(f"[fleetrun] {line}", flush=True)
+        told_now = tell_targets(run_dir, {task.name: task.environment for task in planned})
+        say = line_printer(job.watching)
+        for line in filter(None, (f"logs in {run_dir}", *reasons, told_now)):
+            say(f"[fleetrun] {line}")
         for attempt in range(job.max_job_restart + 1):
             layout, num_workers, _ = _layout(job, options)  # new free ports for every attempt
             with contextlib.ExitStack() as stack:
@@ -114,7 +119,7 @@ class ServerLauncher:
             if code != 1 or supervisor.is_finished:
                 break
             if attempt < job.max_job_restart:
-                print(f"[fleetrun] starting the job again ({attempt + 1} of {job.max_job_restart})", flush=True)
+                say(f"[fleetrun] starting the job again ({attempt + 1} of {job.max_job_restart})")
         return code
 
 
@@ -141,7 +146,10 @@ def _tasks(
     kept = durability_variables(options) if kept is None else kept
     base = {**job.environment, **server_bounds(options), **loss_variables(options, num_workers), **kept}
     num_local = len(layout.local_servers) + len(layout.local_backups)
-    return tasks(layout, num_workers, base, num_local if options.server_num == "auto" else 0)
+    made = tasks(layout, num_workers, base, num_local if options.server_num == "auto" else 0)
+    for number, task in enumerate(made):
+        task.environment |= port_variables(job.watching, number)
+    return made
 
 
 def server_bounds(options: argparse.Namespace) -> dict[str, str]:

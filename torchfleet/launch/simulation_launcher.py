@@ -12,6 +12,9 @@ from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.processes import ROLES
 from torchfleet.launch.roles import JobLayout, tasks
 from torchfleet.launch.server_launcher import server_bounds
+from torchfleet.monitor.json_lines import log_format
+from torchfleet.monitor.prometheus.metrics_port import HOST as METRICS_HOST
+from torchfleet.monitor.prometheus.metrics_port import PORT as METRICS_PORT
 from torchfleet.simulate.conditions import Conditions, Job, Part, parse_straggler
 from torchfleet.simulate.network.links import Link, parse_link
 
@@ -21,10 +24,12 @@ if TYPE_CHECKING:
 _OWN = ("link", "straggler", "step_ms", "compute_scale", "simulation_seed", "throughput_only")
 _OTHERS = (
     "servers", "workers", "nproc_per_node", "gpus", "nnodes", "master", "rank", "ips", "max_restart",
-    "max_job_restart", "insecure", "plain", "private", "log_max_bytes", "replicas", "coordinator",
+    "max_job_restart", "insecure", "plain", "private", "log_max_bytes", "replicas", "coordinator", "dashboard",
+    "tensorboard",
 )  # fmt: skip
 _FIRST_PORT = 10_000  # of addresses that nobody listens on
-_WITHOUT = {*ROLES, "FLEET_KEY_DIR", "FLEET_INSECURE"}  # messages travel inside this machine
+# Messages travel inside this machine, and no process of it serves metrics of virtual time.
+_WITHOUT = {*ROLES, "FLEET_KEY_DIR", "FLEET_INSECURE", METRICS_PORT, METRICS_HOST}
 
 
 class SimulationLauncher:
@@ -49,8 +54,12 @@ class SimulationLauncher:
                 )
             return False
         others = [f"--{name}" for name in _OTHERS if getattr(options, name) not in (None, 0, False)]
-        if options.key_dir and options.key_dir != os.environ.get("FLEET_KEY_DIR"):
-            others.append("--key_dir")
+        variables = {"key_dir": "FLEET_KEY_DIR", "metrics_port": METRICS_PORT, "metrics_host": METRICS_HOST}
+        for name, variable in variables.items():
+            if (given := getattr(options, name)) and given != os.environ.get(variable):
+                others.append(f"--{name}")
+        if options.log_format != log_format():
+            others.append(f"--log_format {options.log_format}")
         if others:
             raise RoleError(
                 f"--simulate runs a job with servers on this machine alone, given by --server_num and --worker_num: "

@@ -93,7 +93,9 @@ class JobSupervisor:
         return 128 + self._signal
 
     def _start_here(self, task: Task, report: Report, echo: bool, append: bool) -> Process:
-        return Process(task, self._job.command, self._log_dir, report, echo, append, self._job.max_log_bytes)
+        job = self._job
+        options = (job.max_log_bytes, job.watching.is_json, job.descriptors)
+        return Process(task, job.command, self._log_dir, report, echo, append, *options)
 
     def _failed(self) -> RunningTask | None:
         """One that has failed. First one that was killed: others that needed it have failed because of it."""

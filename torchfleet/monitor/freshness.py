@@ -28,14 +28,29 @@ def summed(histograms: Iterable[Mapping[Any, int]]) -> Ages:
     return dict(sorted(total.items()))
 
 
-def median(ages: Ages) -> int | None:
-    """The age that half of the pushes do not exceed; None without pushes."""
-    half, seen = sum(ages.values()) / 2, 0
+def quantile(ages: Ages, share: float) -> int | None:
+    """The age that this share of the pushes does not exceed; None without pushes."""
+    enough, seen = share * sum(ages.values()), 0
     for age, num in sorted(ages.items()):
         seen += num
-        if seen >= half:
+        if seen >= enough:
             return age
     return None
+
+
+def median(ages: Ages) -> int | None:
+    """The age that half of the pushes do not exceed; None without pushes."""
+    return quantile(ages, 0.5)
+
+
+def in_short(dense: Ages, sparse: Ages) -> str:
+    """How old the network and the rows were, in updates, in one line; empty if nothing is known."""
+    told = [
+        f"{what} {median(ages)} (95 %: {quantile(ages, 0.95)})"
+        for what, ages in (("network", dense), ("rows", sparse))
+        if ages
+    ]
+    return f"staleness in updates, median: {', '.join(told)}" if told else ""
 
 
 def advice(dense_ages: Ages) -> str:

@@ -50,7 +50,7 @@ def envelope_of(frames: Sequence[Frame]) -> Envelope | None:
     if version_of(frames) != VERSION or memoryview(frames[0]).nbytes < HEADER.size:
         return None
     fields = HEADER.unpack_from(memoryview(frames[0]).cast("B"))
-    return Envelope(fields[2], fields[3], fields[5], fields[8], fields[12], fields[13])
+    return Envelope(fields[2], fields[3], fields[5], fields[9], fields[13], fields[14])
 
 
 class ReplicaChannels:

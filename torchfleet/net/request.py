@@ -20,6 +20,10 @@ class Request:
     version: int = VERSION  # of the protocol, in which the reply is written
     hold: object = None  # what the server's memory of it is counted by, while it waits
     frames: Sequence[Frame] = ()  # as they came
+    taken: int = (
+        0  # of one that is traced: when the server took it, and when it had computed, in nanoseconds since 1970
+    )
+    computed: int = 0
 
     @property
     def num_bytes(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -74,7 +75,7 @@ def _last(frames: list[Frame]) -> int:
     return max(i for i, frame in enumerate(frames) if _size(frame))
 
 
-def size_of(frames: list[Frame]) -> int:
+def size_of(frames: Sequence[Frame]) -> int:
     return sum(map(_size, frames))
 
 

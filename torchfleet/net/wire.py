@@ -26,7 +26,7 @@ MAX_ARRAYS = 4096
 MAX_ENTRY = MAX_ARRAYS + 2  # arrays of a message from server to server, which may hold a whole one
 MAX_FRAME = 1 << 30
 MAX_BODY = 1 << 16  # bytes of a structured body
-HEADER = struct.Struct("<4sBBBBIHxxQQQQQII")
+HEADER = struct.Struct("<4sBBBBIHHQQQQQII")
 _FIRST_HEADER = struct.Struct("<4sBBBBIHxxQQQQ")  # of version 1
 _ARRAY = struct.Struct("<IBxxxIQ")
 _DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u8"), 3: np.dtype("<f4"), 4: np.dtype("<f8")}
@@ -113,6 +113,7 @@ class Message:
     incarnation: int = 0  # a random number per process: tells a worker from the one that had its number before
     shard: int = 0  # which server is asked, where servers have replicas; else 0
     term: int = 0  # the highest of the shard that the sender has seen; 0: there are no replicas, or it has seen none
+    trace: int = 0  # the number of the traced step that it is part of, below 2**16; 0: it is part of none
 
 
 @dataclass(slots=True)
@@ -129,16 +130,19 @@ class Reply:
     call: int
     arrays: list[Array] = field(default_factory=list)
     term: int = 0  # under which the server answers; 0: it has no replicas
+    taken: int = 0  # of a request that is traced: when the server took it, and when it answered, in nanoseconds since
+    answered: int = 0  # 1970 by the server's clock; else 0
 
 
 def encode_reply(reply: Reply, version: int = VERSION) -> list[Frame]:
     """As `encode`. `version`: that of the request; one of before can read that it is refused, and why."""
     message = Message(reply.command, reply.status, 0, reply.worker, call=reply.call, arrays=reply.arrays)
     message.incarnation, message.term = reply.incarnation, reply.term
+    message.sequence, message.floor = reply.taken, reply.answered
     frames = encode(message)
     if version == 1:
         fields = HEADER.unpack_from(frames[0])
-        first = _FIRST_HEADER.pack(MAGIC, 1, *fields[2:7], reply.incarnation, *fields[8:11])
+        first = _FIRST_HEADER.pack(MAGIC, 1, *fields[2:7], reply.incarnation, *fields[9:12])
         frames[0] = first + frames[0][HEADER.size :]
     return frames
 
@@ -149,11 +153,12 @@ def decode_reply(frames: Sequence[Frame]) -> Reply:
         header = bytes(_as_bytes(frames[0]))
         fields = _FIRST_HEADER.unpack_from(header)
         rest = header[_FIRST_HEADER.size :]
-        frames = [HEADER.pack(MAGIC, VERSION, *fields[2:], fields[7], 0, 0) + rest, *frames[1:]]
+        frames = [HEADER.pack(MAGIC, VERSION, *fields[2:7], 0, *fields[7:], fields[7], 0, 0) + rest, *frames[1:]]
     message = decode(frames)
     return Reply(
-        message.command, message.role, message.worker, message.incarnation, message.call, message.arrays, message.term
-    )
+        message.command, message.role, message.worker, message.incarnation, message.call, message.arrays, message.term,
+        message.sequence, message.floor,
+    )  # fmt: skip
 
 
 def encode(message: Message) -> list[Frame]:
@@ -175,7 +180,7 @@ def encode(message: Message) -> list[Frame]:
         raise WireError(f"{len(message.arrays)} arrays in one message, at most {_most_arrays(message.role)}")
     parts[0] = HEADER.pack(
         MAGIC, VERSION, message.command, message.role, message.flags, message.worker, len(message.arrays),
-        message.client, message.call, message.sequence, message.floor, message.incarnation,
+        message.trace, message.client, message.call, message.sequence, message.floor, message.incarnation,
         message.shard, message.term,
     )  # fmt: skip
     frames[0] = b"".join(parts)
@@ -213,14 +218,14 @@ def decode(frames: Sequence[Frame]) -> Message:
     if len(header) < HEADER.size:
         raise WireError(f"expected a header of at least {HEADER.size} bytes, found {len(header)}")
     (
-        _, _, command, role, flags, worker, num_arrays, client, call, sequence, floor, incarnation, shard, term
+        _, _, command, role, flags, worker, num_arrays, trace, client, call, sequence, floor, incarnation, shard, term
     ) = HEADER.unpack_from(header)  # fmt: skip
     if num_arrays > _most_arrays(role) or len(header) != HEADER.size + num_arrays * _ARRAY.size:
         raise WireError(f"a header for {num_arrays} arrays cannot have {len(header)} bytes")
     if len(frames) != 1 + num_arrays:
         raise WireError(f"the header announces {num_arrays} arrays, found {len(frames) - 1}")
     arrays = [_decode_array(header, i, frames[1 + i]) for i in range(num_arrays)]
-    return Message(command, role, flags, worker, client, call, sequence, floor, arrays, incarnation, shard, term)
+    return Message(command, role, flags, worker, client, call, sequence, floor, arrays, incarnation, shard, term, trace)
 
 
 def _most_arrays(role: int) -> int:

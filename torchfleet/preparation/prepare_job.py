@@ -28,7 +28,7 @@ class PreparedLoader:
         self.loader, self._device = loader, device
 
     def __iter__(self) -> Iterator[Any]:
-        return fleet.prefetch(self.loader if self._device.type == "cpu" else self._moved())
+        return fleet.prefetch(self.loader if self._device.type == "cpu" else _Moved(self.loader, self._device))
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -42,9 +42,19 @@ class PreparedLoader:
         """Of one worker."""
         return self.loader.batch_size
 
-    def _moved(self) -> Iterator[Any]:
-        for batch in self.loader:
+
+class _Moved:
+    """A loader's batches on a device."""
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
+        self._loader, self._device = loader, device
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
             yield map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
+
+    def __len__(self) -> int:
+        return len(self._loader)
 
 
 def prepare(
@@ -78,11 +88,9 @@ def prepare(
     made = fleet.distributed_model(model, strategy, sparse)
     prepared: dict[int, Any] = {id(model): made}
     for optimizer in optimizers:
-        _follow(optimizer, before, dict(made.named_parameters(remove_duplicate=False)))
+        follow(optimizer, before, dict(made.named_parameters(remove_duplicate=False)))
         prepared[id(optimizer)] = fleet.distributed_optimizer(optimizer)
-    _start(dirname)
-    atexit.unregister(stop_at_exit)
-    atexit.register(stop_at_exit)
+    start(dirname)
     device = next((parameter.device for parameter in made.parameters()), torch.device("cpu"))
     for thing in objects:
         if isinstance(thing, DataLoader):
@@ -129,7 +137,9 @@ def _begin(is_collective: bool | None) -> None:
         )
 
 
-def _start(dirname: str | None) -> None:
+def start(dirname: str | None) -> None:
+    """Begin with a saved model, or anew: once model and optimizer are distributed. A worker is stopped when the script
+    ends. A server serves here, and then ends the script (SystemExit)."""
     if fleet.is_collective():
         if dirname is not None:
             fleet.load(dirname)
@@ -139,9 +149,11 @@ def _start(dirname: str | None) -> None:
         raise SystemExit(0)
     else:
         fleet.init_worker(dirname)
+    atexit.unregister(stop_at_exit)
+    atexit.register(stop_at_exit)
 
 
-def _follow(
+def follow(
     optimizer: torch.optim.Optimizer, before: dict[str, torch.nn.Parameter], after: dict[str, torch.nn.Parameter]
 ) -> None:
     """Put the parameters that the model has now in the place of those of the same name that it had."""

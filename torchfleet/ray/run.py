@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from torchfleet.errors import FleetError, RoleError
-from torchfleet.launch.cli import check, parser
+from torchfleet.launch.cli import check, options_from
 from torchfleet.launch.clusters.job_options import job_spec_of
 from torchfleet.launch.clusters.on_ray.ray_cluster import require_ray
 from torchfleet.launch.clusters.ray_launcher import run as run_on_ray
@@ -38,7 +38,7 @@ def run(
     is_function = callable(what)
     script = ["-m", _CALLED] if is_function else [str(what), *map(str, arguments)]
     counts = {} if "nproc_per_node" in options or "nnodes" in options else _counts(server_num, worker_num)
-    given = _parsed([*_flags({"cluster": f"ray={address}", **counts, **options}), *script])
+    given = options_from("fleet.ray.run", {"cluster": f"ray={address}", **counts, **options}, script)
     if launcher_of(given) is not LAUNCHERS["ray"]:
         raise RoleError(f"fleet.ray.run: these options are not for Ray: {', '.join(options)}")
     check(given)
@@ -61,21 +61,3 @@ def _pickle() -> Any:
     """Ray's own way to send objects between its processes."""
     require_ray()
     return import_module("ray.cloudpickle")
-
-
-def _flags(options: dict[str, Any]) -> list[str]:
-    """Options of a command line: True stands for a switch, a list for an option that is given several times."""
-    flags: list[str] = []
-    for name, value in options.items():
-        if value is None or value is False:
-            continue
-        for each in value if isinstance(value, (list, tuple)) else [value]:
-            flags += [f"--{name}"] if each is True else [f"--{name}", str(each)]
-    return flags
-
-
-def _parsed(arguments: Sequence[str]) -> Any:
-    try:
-        return parser().parse_args(arguments)
-    except SystemExit as error:
-        raise RoleError(f"fleet.ray.run: not options of fleetrun: {' '.join(arguments)}") from error

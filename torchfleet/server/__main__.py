@@ -16,8 +16,12 @@ from torchfleet.role import LOSS_RULES, MIN_WORKERS, ON_LOSS, loss_of
 from torchfleet.server.log.durable_server import DEFAULT_FSYNC_MS, Durability, DurableServer, begin_log, go_on
 from torchfleet.server.server import Server
 from torchfleet.server.server_log import speaker
+from torchfleet.server.traces.server_tracing import ServerTracing
 from torchfleet.server.warm import warm_up
 from torchfleet.tables.settings.table_size import parse_bytes
+from torchfleet.tracing.otlp import trace_every
+from torchfleet.tracing.process_part import ProcessName
+from torchfleet.tracing.profile_folder import folder_of
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -109,7 +113,7 @@ def _with_log(server: Server, options: argparse.Namespace) -> DurableServer | Se
     if not options.log_store:
         raise FleetError("--durability log needs a folder for the log: give --log_store DIR, or FLEET_LOG_STORE")
     durability = Durability(Path(options.log_store), options.fsync_ms)
-    return go_on(server, durability, speaker("server")) or begin_log(server, durability)
+    return go_on(server, durability, speaker()) or begin_log(server, durability)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -125,6 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         given = {MIN_WORKERS: str(options.min_workers), ON_LOSS: options.on_worker_loss or ""}
         loss = loss_of(given, options.num_workers)
+        every = trace_every()
         server = Server(_table_bytes(options), options.num_workers, options.save_root, _orphan_timeout(options), **loss)
         handler = _with_log(server, options)
         warm_up()
@@ -133,16 +138,21 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"torchfleet server: {error}", file=sys.stderr)
         return 2
     print(f"listening on {listener.endpoint}", flush=True)
-    server.state.say = speaker("server")
+    server.state.say = speaker()
+
+    name = ProcessName("server", 0, options.num_workers, 1, server.incarnation)
+    tracing = ServerTracing(name, server.traced, folder_of(None), every)
 
     def is_over() -> bool:
         server.state.load.look()
+        tracing.look()
         return ended or handler.is_stopping
 
     try:
         listener.serve(handler, is_over)
     finally:
         listener.close()
+        tracing.close()
         if isinstance(handler, DurableServer):
             handler.close(is_over=server.is_stopping and not server.desertion and not ended)
     server.state.say(f"stopped after {server.state.num_requests:,} requests")

@@ -104,6 +104,10 @@ def _pull(state: State, request: Request, create: bool) -> Answer | None:
     worker = request.message.worker if in_step else None
     if create:
         _check_new_rows(state, request)
+    if state.hot_keys.is_on:
+        for table, keys in sections:
+            if not table.spec.is_dense:
+                state.hot_keys.note(table.spec.name, keys)
     is_long = pulls_long(sections, create, state.budgets.is_growing(request.peer, request.arrived))
     num_bytes = sum(
         4 * len(keys) * table.spec.dim if is_long and not table.spec.is_dense else table.check_pull(keys, create)

@@ -11,6 +11,7 @@ from torchfleet.errors import FleetError, PermissionRefused, ServerBusy, ServerL
 from torchfleet.monitor.notices import tell
 from torchfleet.net.request import Request
 from torchfleet.net.transport import Peer
+from torchfleet.net.unread import size_of
 from torchfleet.net.wire import (
     ERROR,
     OK,
@@ -34,11 +35,13 @@ from torchfleet.server.meeting.members import Members
 from torchfleet.server.saving.save_roots import roots_of
 from torchfleet.server.state.sessions import Outcome
 from torchfleet.server.state.state import Answer, State
+from torchfleet.server.traces.traced_requests import TracedRequests
 from torchfleet.server.waiting import end_hopeless_waits
 from torchfleet.tables.rows import memory
 
 MAX_TEXT = 2000
 ORPHAN_TIMEOUT = 1800.0
+_KNOWN = frozenset(Command)
 
 
 class Server:
@@ -69,6 +72,7 @@ class Server:
             secrets.randbits(63) | 1
         )  # of this server, in every reply; one that goes on from a log keeps it
         self.recorder: Recorder = Unrecorded()
+        self.traced = TracedRequests()
         self.shard = self.term = 0  # a server with replicas says which it is, and how often another one took over
 
     @property
@@ -78,6 +82,7 @@ class Server:
     def handle(self, peer: Peer, frames: Sequence[Frame], role: Role | None) -> list[tuple[Peer, list[Frame]]]:
         """Take one request; returns all replies that are ready now, among them those of earlier requests."""
         self.state.num_requests += 1
+        self.state.bytes_in += size_of(frames)
         try:
             message = decode(frames)
             self._check_place(message)
@@ -85,8 +90,14 @@ class Server:
             broken = Request(Message(Command.PING, call=call_of(frames)), peer, version=version_of(frames))
             self.state.finish(broken, error)
             return self._replies()
+        self.state.num_by_command[message.command if message.command in _KNOWN else 0] += 1
         proved = message.role if role is None else role
-        self.answer(Request(message, peer, self.state.now(), proved, frames=frames))
+        request = Request(message, peer, self.state.now(), proved, frames=frames)
+        if message.trace:
+            self.traced.take(request)
+        self.answer(request)
+        if message.trace:
+            self.traced.computed(request)
         return self._replies()
 
     def _check_place(self, message: Message) -> None:
@@ -273,7 +284,9 @@ class Server:
 
     def _replies(self) -> list[tuple[Peer, list[Frame]]]:
         finished, self.state.finished = self.state.finished, []
-        return [(request.peer, self._reply(request, result)) for request, result in finished]
+        replies = [(request.peer, self._reply(request, result)) for request, result in finished]
+        self.state.bytes_out += sum(size_of(frames) for _, frames in replies)
+        return replies
 
     def _reply(self, request: Request, result: Answer | FleetError) -> list[Frame]:
         message = request.message
@@ -283,6 +296,8 @@ class Server:
             reply.status, reply.arrays = ERROR, error_arrays(type(result).__name__, str(result))
         else:
             reply.arrays = result
+        if request.taken:
+            reply.taken, reply.answered = request.taken, self.traced.answered(request)
         try:
             return encode_reply(reply, request.version)
         except WireError as error:  # more than a message can hold: that must not end the service of all others

@@ -6,16 +6,21 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 
+from torchfleet.monitor.json_lines import json_line, log_format
 from torchfleet.tables.table import Table
 
 _MOST_NAMES = 4
 
 
-def speaker(name: str) -> Callable[[str], None]:
-    """Prints a line to stderr, with the time of day and the server's name before it."""
+def speaker(index: int | None = None) -> Callable[[str], None]:
+    """Prints a line to stderr, with the time of day and the server's name before it; a JSON object if
+    FLEET_LOG_FORMAT asks for it. `index`: its number, if it is one of several."""
+    name = "server" if index is None else f"server {index}"
+    is_json = log_format() == "json"
 
     def say(text: str) -> None:
-        print(f"[{time.strftime('%H:%M:%S')}] {name}: {text}", file=sys.stderr, flush=True)
+        line = f"[{time.strftime('%H:%M:%S')}] {name}: {text}"
+        print(json_line(text, "server", index or 0) if is_json else line, file=sys.stderr, flush=True)
 
     return say
 

@@ -139,6 +139,17 @@ class DistributedStrategy(ServerFields, CollectiveFields):
         """The settings that differ from the defaults, as plain values."""
         return {name: _plain(getattr(self, name)) for name in _ORDER if not self.is_default(name)}
 
+    def changed_values(self) -> dict[str, Any]:
+        """As `differences`, with the changed keys of dictionaries by themselves: `a_sync_configs.k_steps`."""
+        default, found = type(self)(), {}
+        for name, value in self.differences().items():
+            if isinstance(value, Mapping):
+                usual = _plain(getattr(default, name))
+                found.update(_flat(name, {key: each for key, each in value.items() if usual.get(key) != each}))
+            else:
+                found[name] = value
+        return found
+
     def shared_fields(self) -> dict[str, Any]:
         """What must be the same for all workers of a job with servers, by name: the mode, and what decides on how
         pushes become updates. Time-outs and queues are each worker's own."""

@@ -1,109 +1,132 @@
-"""The progress of a job's processes: a live table on a terminal, plain lines elsewhere."""
+"""What a person sees of a job: at a terminal a display that changes in place, elsewhere a line now and then."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-import time
+import threading
+from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from torchfleet.cgroups import usable_cores
-from torchfleet.guard.printable import bare, printable
+from torchfleet.guard.printable import printable
 from torchfleet.monitor.job_load import JobLoad
-from torchfleet.monitor.snapshot import JobSnapshot, RoleSnapshot
+from torchfleet.monitor.snapshot import JobSnapshot
+from torchfleet.watch.job_warnings import JobWarnings
+from torchfleet.watch.plain_lines import PlainLines, end_lines
+from torchfleet.watch.screen import Screen
 
-_PERIOD = 5.0  # seconds between plain lines
+_PERIOD = 0.95  # seconds between two looks: drawing is what costs most
+_FOR_THE_LOG = 4  # of the screen's height, the part that is left to lines of the job
 
 
 class Display:
-    """A watcher that shows processes until it is closed. Lines given to `note` stand above the table."""
+    """A watcher that shows processes until it is closed. Lines given to `note` stand above what changes in place.
 
-    def __init__(self) -> None:
-        self._console = Console(file=sys.stdout)
+    When nobody reads any more, as behind `| head`, the job goes on and nothing is shown.
+    """
+
+    def __init__(self, log_dir: Path | None = None, verbose: bool = False) -> None:
+        self._is_gone = sys.stdout is None
+        self._lock = threading.RLock()  # `note` is called from other threads, too
+        self._console = _Console(file=sys.stdout)
         self._live: Live | None = None
-        if self._console.is_terminal:
-            self._live = Live(console=self._console, refresh_per_second=4, transient=True)
-            self._live.start()
-        self._next = time.monotonic() + _PERIOD
-        self._load = JobLoad(usable_cores())
+        self._started: float | None = None  # the time of the first snapshot
+        self._looked = 0.0
+        self._load, self._plain = JobLoad(usable_cores()), PlainLines()
+        self._screen, self._warnings = Screen(_short(log_dir), verbose), JobWarnings(log_dir)
+        if self._console.is_terminal and not self._console.is_dumb_terminal and not self._is_gone:
+            self._safely(self._begin)
 
     def note(self, line: str, is_event: bool) -> None:
         """Show a line, which may come from a process: without what commands a terminal, but for colours."""
         shown = printable(line)
-        if self._live:
-            self._live.console.print(Text.from_ansi(shown))
+        if self._live is not None:
+            self._safely(lambda: self._console.print(Text.from_ansi(shown)))
         else:
-            print(shown, flush=True)
+            self._safely(lambda: print(shown, flush=True))
 
     def look(self, snapshot: JobSnapshot) -> None:
+        if self._started is None:
+            self._started = snapshot.time
+        if 0 <= snapshot.time - self._looked < _PERIOD:
+            return
+        self._looked = snapshot.time
         running = {
             (role.role, role.index): role.status
             for role in snapshot.roles
             if role.returncode is None and not role.status.get("backup")
         }
-        told = self._load.look(running)
-        if self._live:
-            self._live.update(Group(_table(snapshot), Text(told)))
-        elif time.monotonic() >= self._next:
-            self._show_line(snapshot, told)
+        told, warnings = self._load.look(running), self._warnings.look(snapshot)
+        elapsed = snapshot.time - self._started
+        if self._live is not None:
+            self._safely(lambda: self._draw(snapshot, elapsed, warnings, told))
+            return
+        for line in self._plain.look(snapshot, elapsed, self._warnings.new):
+            self.note(f"[fleetrun] {line}", True)
 
     def end(self, snapshot: JobSnapshot) -> None:
-        """How the job ended, which stays readable after the table is gone, and what it waited for on the whole."""
-        told = self._load.whole()
-        self._show_line(snapshot, f"on the whole: {told}" if told else "")
-
-    def _show_line(self, snapshot: JobSnapshot, told: str) -> None:
-        self._next = time.monotonic() + _PERIOD
-        self.note("[fleetrun] " + "; ".join(map(_line, snapshot.roles)), True)
-        if told:
-            self.note(f"[fleetrun] {told}", True)
+        """What the job has come to, which stays readable after the display is gone, and what it waited for."""
+        for line in end_lines(snapshot, snapshot.time - (self._started or snapshot.time)):
+            self.note(f"[fleetrun] {line}", True)
+        if told := self._load.whole():
+            self.note(f"[fleetrun] on the whole: {told}", True)
 
     def close(self) -> None:
-        if self._live:
+        if self._live is not None:
+            self._safely(self._live.stop)
+
+    def _begin(self) -> None:
+        self._size = self._console.size
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._live.start()
+
+    def _draw(self, snapshot: JobSnapshot, elapsed: float, warnings: list[str], told: str) -> None:
+        assert self._live is not None
+        if self._console.size != self._size:  # what was drawn is wrapped now: nobody knows how many lines it has
             self._live.stop()
+            self._console.clear()
+            self._begin()
+        width, height = self._console.size
+        most = height - max(1, height // _FOR_THE_LOG)
+        lines = self._screen.lines(snapshot, elapsed, warnings, told, width, most)
+        self._live.update(Group(*lines), refresh=True)
+
+    def _safely(self, show: Callable[[], object]) -> None:
+        with self._lock:
+            if self._is_gone:
+                return
+            try:
+                show()
+            except (OSError, ValueError):  # the terminal, or whoever reads, is gone; or the stream is closed
+                self._is_gone = True
+                _write_to_nowhere()
 
 
-def _state(role: RoleSnapshot) -> str:
-    return f"ended with {role.returncode}" if role.state == "failed" else role.state
+def _short(folder: Path | None) -> str:
+    """As it is from here, if it is below this folder."""
+    if folder is None:
+        return ""
+    with contextlib.suppress(OSError, ValueError):  # elsewhere; or this folder is gone
+        return str(folder.relative_to(Path.cwd()))
+    return str(folder)
 
 
-def _line(role: RoleSnapshot) -> str:
-    status = role.status
-    if role.role == "server":
-        rows = sum(status.get("rows", {}).values())
-        return f"{role.name}: {_state(role)}, {rows:,} rows"
-    speed = f", step {status['steps']:,}, {status['samples_per_s']:,.0f} samples/s" if "steps" in status else ""
-    return f"{role.name}: {_state(role)}{speed}{_metrics(role)}"
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Not the end of the process, as it is by default: it has a job to run."""
+        raise BrokenPipeError
 
 
-def _metrics(role: RoleSnapshot) -> str:
-    return "".join(f", {bare(name)} {value:.4f}" for name, value in role.metrics.items())
-
-
-def _share(share: float | None) -> str:
-    return "" if share is None else f"{share:.0%}"
-
-
-def _table(snapshot: JobSnapshot) -> Table:
-    table = Table()
-    loads = ("waits", "busy") if snapshot.of("server") else ()
-    for heading in ("role", "state", "steps", "steps/s", "samples/s", "queue", *loads, "metrics", "rows"):
-        table.add_column(heading, justify="left" if heading in ("role", "state", "metrics", "rows") else "right")
-    for role in snapshot.roles:
-        status = role.status
-        rows = ", ".join(f"{bare(name)} {num:,}" for name, num in status.get("rows", {}).items())
-        table.add_row(
-            role.name,
-            _state(role),
-            f"{status['steps']:,}" if "steps" in status else "",
-            f"{status['steps_per_s']:.1f}" if "steps_per_s" in status else "",
-            f"{status['samples_per_s']:,.0f}" if "samples_per_s" in status else "",
-            str(status.get("queue", "")),
-            *([_share(status.get("waiting")), _share(status.get("busy"))] if loads else []),
-            Text(_metrics(role).removeprefix(", ")),  # not markup, whatever a name looks like
-            Text(rows),
-        )
-    return table
+def _write_to_nowhere() -> None:
+    """What is still printed goes there, so that no error ends the launcher or changes its exit status."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+    finally:
+        os.close(nowhere)

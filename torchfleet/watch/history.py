@@ -7,8 +7,7 @@ One JSON object a line, each with `time` in seconds since 1970 and `kind`:
     event   a line of the launcher: `text`
     end     the launcher ends: `finished` is true if the whole job came to its end
 
-A process is recorded when its state changes, else once a period if its status has changed. The period grows with the
-age of the job, from a second to a minute, so that a job of a week has a record of megabytes.
+due_roles.py says when a process is recorded.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from typing import IO, Any
 from torchfleet import __version__
 from torchfleet.monitor.notices import tell
 from torchfleet.monitor.snapshot import JobSnapshot, RoleSnapshot
+from torchfleet.watch.due_roles import DueRoles
 
 NAME = "history.jsonl"
-_SHORTEST, _LONGEST = 1.0, 60.0  # seconds between two records of a process
-_SHARE = 1 / 600  # of the age of the job
 _MOST_TEXT = 2000  # characters of an event
 
 
@@ -36,8 +34,7 @@ class HistoryWriter:
     def __init__(self, run_dir: Path, command: Sequence[str], attempt: int = 0) -> None:
         self._path = run_dir / NAME
         self._file: IO[str] | None = None
-        self._started = time.time()
-        self._written: dict[str, tuple[float, RoleSnapshot]] = {}  # by key: when, and what
+        self._due = DueRoles()
         self._finished = self._has_told = False
         try:
             self._file = open(self._path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
@@ -46,12 +43,8 @@ class HistoryWriter:
         self._write("start", command=list(command), attempt=attempt, version=__version__)
 
     def look(self, snapshot: JobSnapshot) -> None:
-        period = min(_LONGEST, max(_SHORTEST, (snapshot.time - self._started) * _SHARE))
-        for role in snapshot.roles:
-            when, before = self._written.get(role.key, (0.0, None))
-            is_new = before is None or (before.state, before.num_restarts) != (role.state, role.num_restarts)
-            if is_new or (snapshot.time - when >= period and role != before):
-                self._record(snapshot.time, role)
+        for role in self._due.of(snapshot):
+            self._record(snapshot.time, role)
 
     def note(self, line: str, is_event: bool) -> None:
         if is_event:
@@ -70,7 +63,6 @@ class HistoryWriter:
             self._file = None
 
     def _record(self, now: float, role: RoleSnapshot) -> None:
-        self._written[role.key] = now, role
         self._write("role", now, key=role.key, **vars(role))
 
     def _write(self, kind: str, now: float | None = None, **fields: Any) -> None:

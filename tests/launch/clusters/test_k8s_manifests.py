@@ -45,6 +45,8 @@ FLAGS: dict[str, tuple[str, ...]] = {
                   "spot", "--toleration", "gpu=yes:NoSchedule", "--image_pull_secret", "registry", "--namespace", "ml"),
     "volumes": (*SERVERS, "--pvc", "data=/data:ro", "--pvc", "models=/models", "--env", "A=$(B) $$ é\n#", "--env",
                 "B=1e3", "--env_secret", "s3", "--user", "1234", "--name", "other"),
+    "watched": (*SERVERS, "--metrics_port", "9400", "--log_format", "json"),
+    "watched ranks": (*RANKS, "--metrics_port", "9400"),
     "collective": RANKS,
     "collective gpus": ("--nnodes", "2", "--gpus", "4", "--insecure", "--max_restart", "2"),
     "jobset": (*SERVERS, "--format", "jobset", "--max_job_restart", "3"),
@@ -140,6 +142,28 @@ def test_names_fit_together(name: str, script: Path, capsys: pytest.CaptureFixtu
             ):
                 if field in volume and volume[field][key] not in ("data", "models"):
                     assert (kind, volume[field][key]) in there
+
+
+def test_pods_serve_metrics_that_the_policy_lets_out_and_log_json(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = made(capsys, *FLAGS["watched"], str(script))
+    (policy,) = of_kind(found, "NetworkPolicy")
+    assert policy["spec"]["ingress"][1:] == [{"ports": [{"protocol": "TCP", "port": 9400}]}]
+    for job in of_kind(found, "Job"):
+        template = job["spec"]["template"]
+        told = {"prometheus.io/scrape": "true", "prometheus.io/port": "9400", "prometheus.io/path": "/metrics"}
+        assert template["metadata"]["annotations"] == told
+        (container,) = template["spec"]["containers"]
+        assert {"name": "metrics", "containerPort": 9400} in container["ports"]
+        environment = {variable["name"]: variable.get("value") for variable in container["env"]}
+        assert (environment["FLEET_METRICS_PORT"], environment["FLEET_METRICS_HOST"]) == ("9400", "0.0.0.0")
+        assert environment["FLEET_LOG_FORMAT"] == "json"
+    (ranks,) = of_kind(made(capsys, *FLAGS["watched ranks"], str(script)), "Job")
+    ports = ranks["spec"]["template"]["spec"]["containers"][0]["ports"]
+    assert [port["containerPort"] for port in ports if port["name"].startswith("metrics")] == [9400, 9401]
+    plain = of_kind(made(capsys, *SERVERS, str(script)), "Job")[0]["spec"]["template"]
+    assert "annotations" not in plain["metadata"]
 
 
 def test_pods_have_no_rights_and_only_the_keys_of_their_role(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -298,6 +322,8 @@ def test_a_script_arrives_as_it_is(text: str) -> None:
         (("--nnodes", "2", "--server_num", "2", "--insecure"), "use one of them"),
         (("--format", "kustomize"), "add -o DIR"),
         (("--env_secret", "A b"), "expected the name of an object"),
+        (("--metrics_host", "0.0.0.0"), "pods serve their metrics to the network of the cluster"),
+        (("--metrics_port", "65536"), "must be a port from 1 to 65535"),
     ],
 )
 def test_mistakes_are_named(flags: tuple[str, ...], message: str, script: Path) -> None:

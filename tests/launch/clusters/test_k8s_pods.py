@@ -76,7 +76,7 @@ def ends(node: kube_node.Node) -> list[int]:
     return [pod.process.wait(150) for pod in node.pods if pod.process]
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 @pytest.mark.timeout(240)
 def test_ctr_dnn_in_pods_equals_local_processes_bit_for_bit(
     trained: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -155,3 +156,15 @@ def test_a_signal_that_another_thread_gets_waits_for_this_one() -> None:
         wait_until(lambda: signal.SIGUSR1 in signal.sigpending(), 10, "signal in this thread")
     over.set()
     assert signal.SIGUSR1 not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_all_output_of_a_member_is_json_if_it_is_asked_for(tmp_path: Path) -> None:
+    script = "import os, sys; print('hé', os.environ.get('FLEET_LOG_FORMAT')); sys.stderr.write('no end'); sys.exit(3)"
+    with started(tmp_path, script, FLEET_LOG_FORMAT="json") as member:
+        output, _ = member.communicate(timeout=60)
+    found = [json.loads(line) for line in output.splitlines()]
+    assert [(line["role"], line["index"], line["text"]) for line in found] == [
+        ("worker", 1, "hé None"),
+        ("worker", 1, "no end"),
+    ]
+    assert member.returncode == 3

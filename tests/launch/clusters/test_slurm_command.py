@@ -28,6 +28,11 @@ def test_a_job_with_a_limit_is_asked_to_save_before_it(tmp_path: Path) -> None:
     assert "--cluster slurm --server_num 2 --worker_num 4 --save_on_stop model --requeue" in text
 
 
+def test_what_the_tasks_give_to_other_tools_is_passed_on(tmp_path: Path) -> None:
+    options = ["--metrics_port", "9400", "--metrics_host", "0.0.0.0", "--log_format", "json"]
+    assert " ".join(options) in written(tmp_path, *options)
+
+
 def test_two_components_have_their_own_resources(tmp_path: Path) -> None:
     text = written(tmp_path, "--server_num", "2", "--worker_num", "4", "--het", "--server_memory", "2GB",
                    "--worker_cpus", "8", "--worker_gpus", "1", "--partition", "long")  # fmt: skip

@@ -7,7 +7,9 @@ import contextlib
 import gzip
 import lzma
 import os
+import re
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ from torchfleet.storage import Storage
 from torchfleet.strategy import distributed_strategy, prototxt, textformat
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.tables.settings import expressions, table_size
+from torchfleet.tracing import profile_folder
+from torchfleet.tracing.span import Span
 
 _SHARED_MEMORY = "/dev/shm"
 
@@ -40,7 +44,7 @@ _SHARED_MEMORY = "/dev/shm"
 def all_targets(folder: Path) -> list[Target]:
     """Every one of them; files are made in `folder`."""
     makers = (_manifest, _collective, _part, _prototxt, _yaml, _condition, _multi_slot, _criteo)
-    others = [make(folder) for make in (*makers, _compressed, _addresses, _sizes, _terminal, _log)]
+    others = [make(folder) for make in (*makers, _compressed, _addresses, _sizes, _terminal, _log, _profile)]
     return [wire_target(), server_target(), *others]
 
 
@@ -94,6 +98,29 @@ def _part(folder: Path) -> Target:
 
     tokens = [b'"dtype":"F32"', b'"shape":[1,2]', b'"data_offsets":[0,8]', b"U64"]
     return Target("part file", run, [whole], [part_file], tokens)
+
+
+# Requests and parts of a profile
+
+
+def _profile(folder: Path) -> Target:
+    """A request is looked for by every process of a job; parts are read by whoever asked."""
+    place = folder / "profile"
+    place.mkdir()
+    span = Span("step 1", "step", 1, 2, "steps", 1, 2**64 - 1, more={"server": "server 0", "way_ms": 0.5})
+    part = profile_folder.Part("worker", 0, 1, 1, "h", "m", 1, 2, "sync", [span], [profile_folder.Offset(1, 2, 3)])
+    request = profile_folder.new_request(20, 0, True, now=time.time() + 3600)
+
+    def run(data: bytes) -> None:
+        for name in ("request.json", "worker.0.part.json"):
+            (place / name).write_bytes(data)
+        found = profile_folder.ProfileFolder(place).look()
+        assert found is None or re.fullmatch("[0-9a-f]{16}", found.id)
+        profile_folder.read(place / "worker.0.part.json", profile_folder.Part)
+
+    return Target(
+        "profile", run, [msgspec.json.encode(made) for made in (request, part)], [profile_folder], [b'"id":"../x"']
+    )
 
 
 # The log of a server

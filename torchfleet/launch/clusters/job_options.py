@@ -81,6 +81,7 @@ def job_spec_of(options: argparse.Namespace) -> JobSpec:
         max_job_restart=options.max_job_restart,
         key_dir=options.key_dir,
         insecure=options.insecure,
+        trace_every=getattr(options, "trace_every", None) or 0,
         max_log_bytes=DEFAULT_BYTES if size is None else parse_bytes(size, "--log_max_bytes"),
         watching=watching_of(options),
     )

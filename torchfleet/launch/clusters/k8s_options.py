@@ -12,6 +12,7 @@ from torchfleet.coordination.coordinators import make_coordinator
 from torchfleet.errors import RoleError
 from torchfleet.launch.clusters.job_options import add_counts, add_resources, add_script, job_resources
 from torchfleet.launch.clusters.k8s.k8s_job import SCRIPT, K8sJob, check_name, name_of
+from torchfleet.launch.clusters.k8s.pod_metrics import metrics_port_of
 from torchfleet.launch.clusters.k8s.pod_settings import (
     claims,
     object_name,
@@ -20,6 +21,7 @@ from torchfleet.launch.clusters.k8s.pod_settings import (
     toleration,
     variables,
 )
+from torchfleet.watch.watchers import add_exports
 
 FORMATS = ("plain", "kustomize", "jobset")
 _MOST = 10_000  # pods of a role
@@ -42,6 +44,7 @@ def k8s_parser() -> argparse.ArgumentParser:
     _add_faults(made.add_argument_group("when something fails"))
     _add_pods(made.add_argument_group("pods"))
     _add_output(made.add_argument_group("output"))
+    add_exports(made.add_argument_group("watching"))
     add_script(made)
     return made
 
@@ -128,6 +131,8 @@ def job_of(options: argparse.Namespace) -> K8sJob:
         save_on_stop=options.save_on_stop,
         ttl=options.ttl,
         user=options.user,
+        metrics_port=metrics_port_of(options.metrics_port, options.metrics_host, options.nproc_per_node or 1),
+        has_json_logs=options.log_format == "json",
         insecure=options.insecure,
     )
 

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from torchfleet.guard.printable import say
 from torchfleet.launch.clusters.foreground import Ending, asks_blocked, run_child
 from torchfleet.launch.clusters.health import HealthPort
 from torchfleet.launch.processes import ROLES, TIE_TO_PARENT, module_command, script_command
+from torchfleet.monitor.json_lines import MOST, JsonLog, log_format
 from torchfleet.net.keys import KeyFolder
 from torchfleet.role import ASK, SERVER, PaddleCloudRoleMaker, RoleInfo
 
@@ -115,15 +117,36 @@ def wait_for_own_name(host: str, seconds: float) -> None:
 
 
 class Child:
-    """A script whose output is that of this process."""
+    """A script whose output is that of this process; with `json`, as JSON lines of a role and its number."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str], environment: Mapping[str, str], json: tuple[str, int] | None = None
+    ) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", TIE_TO_PARENT, *command],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
+            stdout=None if json is None else subprocess.PIPE,
+            stderr=None if json is None else subprocess.STDOUT,
             start_new_session=True,
         )
+        self._copying: threading.Thread | None = None
+        if json is not None:
+            self._copying = threading.Thread(target=self._copy, args=json, daemon=True)
+            self._copying.start()
+
+    def finish(self) -> None:
+        """The script has ended: all that it wrote is written when this returns."""
+        if self._copying is not None:
+            self._copying.join(timeout=2)
+
+    def _copy(self, role: str, index: int) -> None:
+        assert self._process.stdout
+        log = JsonLog(_to_stdout, role, index)
+        with self._process.stdout as stream:
+            while data := os.read(stream.fileno(), MOST):
+                log.write(data)
+        log.end()
 
     @property
     def returncode(self) -> int | None:
@@ -139,15 +162,24 @@ def _run(command: Sequence[str]) -> int:
     info = read_role(environment)
     ending = Ending(seconds_of(GRACE, os.environ))
     port = _port(os.environ.get(PORT) or "0")
+    index = info.server_index if info.role == SERVER else info.worker_index
+    json = (info.role, index) if log_format() == "json" else None
     with tempfile.TemporaryDirectory(prefix="fleet-member-") as folder:  # of mode 0700
         status_file = Path(folder) / "status"
         with HealthPort(port, status_file, info.role == SERVER) as health:
             if info.role == SERVER:
                 wait_for_own_name(info.replica_places[info.replica].rpartition(":")[0].strip("[]"), info.start_timeout)
             with asks_blocked():
-                child = Child(command, {**environment, "FLEET_STATUS_FILE": str(status_file)})
+                child = Child(command, {**environment, "FLEET_STATUS_FILE": str(status_file)}, json)
                 health.watch(child)
-                return run_child(child, ending)
+                status = run_child(child, ending)
+                child.finish()
+                return status
+
+
+def _to_stdout(data: bytes) -> None:
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
 
 
 def _port(text: str) -> int:

@@ -16,6 +16,8 @@ from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.server_launcher import server_bounds
 from torchfleet.role import DURABILITY, LOG_STORE, MIN_WORKERS
+from torchfleet.watch.json_display import line_printer
+from torchfleet.watch.metrics_ports import port_variables
 
 _NAME = "ray"
 _RANKS = ("nproc_per_node", "nnodes")
@@ -74,7 +76,8 @@ class RayLauncher:
         lines = [
             f"cluster: {options.cluster}; the folder {job.folder} is sent to its nodes; keys are made for this job"
         ]
-        for task in _described(plan, base):
+        for number, task in enumerate(_described(plan, base)):
+            task.environment |= port_variables(job.watching, number)
             bundle = ", ".join(f"{name} {value:g}" for name, value in bundle_of(job.resources_of(task.role)).items())
             log = f"log: {job.latest / task.log_name}"
             lines += describe_task(task, ("python", *plan.command), f"actor with {bundle}; {log}")
@@ -99,25 +102,22 @@ def run(job: JobSpec, options: argparse.Namespace, function: bytes = b"") -> tup
     try:
         with connected(address, job) as folder:
             plan, run_dir = _plan(job, options, folder), job.make_run_dir()
-            _say(f"[fleetrun] logs in {run_dir}")
+            say = line_printer(job.watching)
+            say(f"[fleetrun] logs in {run_dir}")
             for attempt in range(attempts):
                 with contextlib.ExitStack() as stack:
                     kept = stack.enter_context(log_store(durability_variables(options), run_dir))
                     asked = stack.enter_context(coordination(url, plan.replicas, attempt))
                     base = {**_limits(job, options), **kept, **asked}
-                    attempted = RayJob(job, plan, run_dir, _say, function)
+                    attempted = RayJob(job, plan, run_dir, say, function)
                     code, result = attempted.run(base, attempt), attempted.result
                 if code != 1 or attempted.is_finished:
                     break
                 if attempt + 1 < attempts:
-                    _say(f"[fleetrun] starting the job again ({attempt + 1} of {attempts - 1})")
+                    say(f"[fleetrun] starting the job again ({attempt + 1} of {attempts - 1})")
     except KeyboardInterrupt:  # before, or after, the time in which a supervisor takes signals
         return 130, b""
     return code, result
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def _is_collective(options: argparse.Namespace) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from torchfleet.errors import RoleError
 from torchfleet.launch.clusters.job_options import add_counts, add_resources, add_script, check_script, job_spec_of
 from torchfleet.launch.job_spec import JobSpec, Resources
+from torchfleet.watch.watchers import add_exports
 
 _TIME = re.compile(r"[0-9]{1,6}([:-][0-9]{1,3}){0,3}|UNLIMITED")
 _EXAMPLES = """examples:
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--log_dir", default="log", help="a folder that all nodes see (default: log)")
     add("--key_dir", help="folder of keys (default: keys are made for every job)")
     add("--insecure", action="store_true", help="talk to other nodes without keys")
+    add_exports(parser.add_argument_group("watching"))
     parser.set_defaults(max_restart=0, max_job_restart=0)
     add_script(parser)
     return parser
@@ -135,9 +137,10 @@ def _fleetrun(job: JobSpec, options: argparse.Namespace) -> list[str]:
         found += ["--nproc_per_node", str(options.nproc_per_node)]
     else:
         found += ["--server_num", str(job.num_servers or 1), "--worker_num", str(job.num_workers or 1)]
-    for name in ("save_on_stop", "key_dir"):
+    for name in ("save_on_stop", "key_dir", "metrics_port", "metrics_host"):
         found += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
     found += ["--log_dir", options.log_dir] if options.log_dir != "log" else []
+    found += ["--log_format", options.log_format] if options.log_format != "text" else []
     found += [f"--{name}" for name in ("requeue", "insecure") if getattr(options, name)]
     return found
 

@@ -17,13 +17,15 @@ from torchfleet.launch.clusters.slurm_meeting import SlurmMeeting
 from torchfleet.launch.clusters.slurm_step import SlurmStep, read_step
 from torchfleet.launch.endurance.durability import durability_variables
 from torchfleet.launch.endurance.worker_loss import loss_variables
-from torchfleet.launch.job_spec import JobSpec, Task, describe_task
+from torchfleet.launch.job_spec import JobSpec, Report, Task, describe_task
 from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.processes import Process
 from torchfleet.launch.rank_launcher import RankLauncher
 from torchfleet.launch.server_launcher import server_bounds
 from torchfleet.monitor.stop_request import REQUEUE
 from torchfleet.role import LOG_RUN, LOG_STORE, start_timeout_of
+from torchfleet.watch.json_display import line_printer
+from torchfleet.watch.metrics_ports import port_variables
 
 SAVE = "FLEET_SAVE_ON_STOP"
 _COLLECTIVE = ("nproc_per_node", "gpus")
@@ -62,6 +64,11 @@ class SlurmLauncher:
             raise RoleError(
                 f"{', '.join(wrong)}: srun places and counts the tasks, and Slurm starts a job again (--requeue). Give "
                 "srun the like of it, and leave it out here."
+            )
+        if options.dashboard is not None and not _is_collective(options):
+            raise RoleError(
+                "--dashboard: it would be served on the node of the first task alone. That task records the job: run "
+                f"`fleet dashboard {options.log_dir}` where you sit."
             )
         if _is_collective(options) and options.save_on_stop:
             raise RoleError("--save_on_stop: the ranks of a collective job save together, by fleet.stop_if_asked")
@@ -102,9 +109,10 @@ def _run_ranks(job: JobSpec, options: argparse.Namespace, step: SlurmStep, meeti
 
 def _run_role(job: JobSpec, options: argparse.Namespace, step: SlurmStep, meeting: SlurmMeeting) -> int:
     """This task is a server or a worker."""
+    say = line_printer(job.watching)
     num_servers, num_workers = _counts(job, step)
     if step.rank == 0:
-        print(f"[fleetrun] {num_servers} servers, {num_workers} workers; logs in {meeting.folder}", flush=True)
+        say(f"[fleetrun] {num_servers} servers, {num_workers} workers; logs in {meeting.folder}")
     if step.rank < num_servers:
         meeting.publish(f"server.{step.rank}", step.rank)
     keys = {} if job.insecure or job.key_dir else {"FLEET_KEY_DIR": meeting.keys()}
@@ -114,14 +122,16 @@ def _run_role(job: JobSpec, options: argparse.Namespace, step: SlurmStep, meetin
     read_role(task.environment)
     is_shown = step.rank == num_servers  # worker 0
     try:
-        child = Process(task, job.command, meeting.folder, print, is_shown, max_log_bytes=job.max_log_bytes)
+        child = Process(
+            task, job.command, meeting.folder, say, is_shown, False, job.max_log_bytes, job.watching.is_json
+        )
         ending = Ending()
         with _display(job, step, meeting.folder, num_servers, num_workers) as show:
             status = run_child(child, ending, show)
     finally:
         meeting.remove_keys()
     if status:
-        _tell(task, child, status, ending)
+        _tell(task, child, status, ending, say)
     child.close()
     return status
 
@@ -146,13 +156,13 @@ class _Role(Process):
 def _display(
     job: JobSpec, step: SlurmStep, folder: Path, num_servers: int, num_workers: int
 ) -> Iterator[Callable[[], None]]:
-    """What shows the table of all roles; nothing but in a first task that has a terminal (srun --pty)."""
-    if step.rank or not sys.stdout.isatty():
+    """What looks at all roles: the first task records them, and shows them if it has a terminal (srun --pty)."""
+    if step.rank:
         yield lambda: None
         return
     counts = (("server", num_servers), ("worker", num_workers))
     roles = [_Role(role, index, folder) for role, num in counts for index in range(num)]
-    watch = JobWatch(job, folder)
+    watch = JobWatch(job, folder, shows=sys.stdout.isatty())
     try:
         yield lambda: watch.show(roles)
     finally:
@@ -197,6 +207,7 @@ def _task(job: JobSpec, options: argparse.Namespace, step: SlurmStep, places: li
         "PYTHONUNBUFFERED": "1",
         "FLEET_ROLE": role.upper(),
         f"FLEET_{role.upper()}_INDEX": str(index),
+        **port_variables(job.watching, step.rank),
         "OMP_NUM_THREADS": "1" if is_server else os.environ.get("OMP_NUM_THREADS") or str(step.cores),
     }
     if options.save_on_stop:
@@ -222,14 +233,14 @@ def _as_machine(step: SlurmStep, options: argparse.Namespace, place: str) -> arg
     return argparse.Namespace(**{**vars(options), **given})
 
 
-def _tell(task: Task, child: Process, status: int, ending: Ending) -> None:
+def _tell(task: Task, child: Process, status: int, ending: Ending, say: Report) -> None:
     if ending.received or ending.is_asked:  # another task is the cause, and says so
         why = "it was told to end" if ending.received else "the job was asked to end"
-        print(f"[fleetrun] {task.name} ended with status {status}; {why}", flush=True)
+        say(f"[fleetrun] {task.name} ended with status {status}; {why}")
         return
-    print(f"[fleetrun] {task.name} ended with status {status}. Last lines of {child.log}:", flush=True)
+    say(f"[fleetrun] {task.name} ended with status {status}. Last lines of {child.log}:")
     for line in child.last_lines():
-        print(f"    {line}", flush=True)
+        say(f"    {line}")
 
 
 def _requeue(step: SlurmStep) -> None:

@@ -57,6 +57,7 @@ class Presence:
     def __init__(self) -> None:
         self._members: dict[int, Member] = {}
         self._looked = 0.0
+        self.num_lost = 0  # workers that ended, or fell silent, without having left
         self.heard: float | None = None  # when a worker was last heard of; None: none has ever joined
 
     def join(self, worker: int, incarnation: int, body: JoinBody, now: float, is_given_up: bool = False) -> bool:
@@ -157,6 +158,7 @@ class Presence:
         fresh = [(worker, text) for worker, text in self.lost(now).items() if not self._members[worker].is_noted]
         for worker, _ in fresh:
             self._members[worker].is_noted = True
+        self.num_lost += len(fresh)
         return [text for _, text in fresh]
 
     def is_deserted(self, num_left: int, num_workers: int, now: float, is_soon: bool = False) -> bool:

@@ -18,6 +18,7 @@ from torchfleet.errors import CheckpointError, FleetError
 from torchfleet.kernels.rows import largest
 from torchfleet.net.wire import pack
 from torchfleet.server.saving.save_roots import SaveFolder, open_folder
+from torchfleet.server.state.saves_made import SavesMade
 from torchfleet.server.state.state import LongRequest, State
 from torchfleet.tables.settings.spec import table_number
 from torchfleet.tables.table import PartKind, SavedSlice, SaveMode, Table
@@ -64,7 +65,11 @@ def save_in_slices(state: State, saving: LongRequest, body: SaveBody) -> Iterato
         # As they were read: of a key twice, the later stands.
         written = sorted(writer.written, key=lambda part: part.file)
         saving.result = [pack(Saved(written, steps, rows, now, state.clock.is_set))]
-        state.say(f"saved {_described(state, body, written)} in {time.monotonic() - started:.1f} s")
+        seconds = time.monotonic() - started
+        num_rows, num_bytes = _num_rows(state, written), sum(part.bytes for part in written)
+        state.saves = SavesMade(state.saves.num + 1, time.time(), seconds, num_rows, num_bytes, body.dirname)
+        described = f"{num_rows:,} rows and the network to {body.dirname}, {body.folder} ({body.mode})"
+        state.say(f"saved {described} in {seconds:.1f} s")
     except Exception as error:  # whatever it is, it must not end the service of all others
         text = str(error) if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
         saving.result = CheckpointError(f"cannot save to {body.dirname}: {text}")
@@ -75,11 +80,9 @@ def save_in_slices(state: State, saving: LongRequest, body: SaveBody) -> Iterato
     state.finish(saving.request, saving.result)
 
 
-def _described(state: State, body: SaveBody, written: list[Part]) -> str:
-    """What was saved where, for the log."""
+def _num_rows(state: State, written: list[Part]) -> int:
     sparse = {table.spec.name for table in state.tables.values() if not table.spec.is_dense}
-    num = sum(part.rows for part in written if part.kind == "rows" and part.table in sparse)
-    return f"{num:,} rows and the network to {body.dirname}, {body.folder} ({body.mode})"
+    return sum(part.rows for part in written if part.kind == "rows" and part.table in sparse)
 
 
 def begin_save(state: State, body: SaveBody) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -20,9 +20,11 @@ from torchfleet.server.meeting.presence import Presence
 from torchfleet.server.state.budgets import Budgets
 from torchfleet.server.state.changes import Changes
 from torchfleet.server.state.claims import MAX_TABLES, Agreement
+from torchfleet.server.state.hot_keys import HotKeys
 from torchfleet.server.state.long_pulls import LongPulls
 from torchfleet.server.state.loop_load import LoopLoad
 from torchfleet.server.state.refusals import Refusals
+from torchfleet.server.state.saves_made import SavesMade
 from torchfleet.server.state.schedule import Schedule
 from torchfleet.server.state.sessions import Outcome, Sessions
 from torchfleet.server.state.spare_memory import SpareMemory
@@ -112,7 +114,12 @@ class State:
     finished: list[tuple[Request, Answer | FleetError]] = field(default_factory=list)
     load: LoopLoad = field(default_factory=LoopLoad)  # only a server with a loop is looked at
     num_requests: int = 0
+    num_by_command: Counter[int] = field(default_factory=Counter)  # requests that could be read; 0: unknown ones
     num_errors: int = 0
+    bytes_in: int = 0  # of requests
+    bytes_out: int = 0  # of replies
+    hot_keys: HotKeys = field(default_factory=HotKeys)
+    saves: SavesMade = field(default_factory=SavesMade)
     is_stopping: bool = False
     model: str = ""  # the saved model that was loaded
     now: Callable[[], float] = _monotonic  # the time that the server goes by

@@ -34,13 +34,39 @@ def keys_of(slots: Sequence[torch.Tensor]) -> Keys:
 
 def stamp_of(slots: Sequence[torch.Tensor]) -> Stamp:
     """Ids with one stamp, while one of the tensors is still held, are the same: torch counts changes in place."""
-    return tuple([(ids.data_ptr(), ids.shape, ids.stride(), ids._version) for ids in slots])
+    return tuple([(ids.data_ptr(), ids.shape, ids.stride(), _version_of(ids)) for ids in slots])
+
+
+def _version_of(ids: torch.Tensor) -> int | bytes:
+    """torch's count of changes; tensors of torch.inference_mode have none, and their numbers stand for it."""
+    return ids.cpu().numpy().tobytes() if ids.is_inference() else ids._version
 
 
 def num_samples(inputs: Any) -> int:
-    """How many samples a model is called with: what a batch or slot says of itself, or the first tensor's length."""
+    """How many samples a model is called with: what a batch or slot says of itself, or the first tensor's length.
+
+    Of a flat list of ids with the offsets of its bags, as torch.nn.EmbeddingBag takes them, the number of bags.
+    """
     told = told_samples(inputs)
-    return next((len(tensor) for _, tensor in tensors_of(inputs) if tensor.dim()), 0) if told is None else told
+    if told is not None:
+        return told
+    tensors = [tensor for _, tensor in tensors_of(inputs) if tensor.dim()]
+    bags = (_num_bags(tensor, len(tensors[0])) for tensor in tensors[1:] if tensors[0].dim() == 1)
+    return next(filter(None, bags), len(tensors[0])) if tensors else 0
+
+
+def _num_bags(offsets: torch.Tensor, num_ids: int) -> int:
+    """How many bags begin at these places of a flat list of ids; 0 if these are no places of that list.
+
+    One more place at the end of the list is taken for torch's include_last_offset.
+    """
+    is_list = offsets.dim() == 1 and 0 < len(offsets) != num_ids and offsets.dtype in (torch.int64, torch.int32)
+    if not is_list or offsets.device.type != "cpu":
+        return 0
+    last = int(offsets[-1])
+    if int(offsets[0]) or last > num_ids or bool((offsets.diff() < 0).any()):
+        return 0
+    return len(offsets) - (last == num_ids and len(offsets) > 1)
 
 
 def told_samples(inputs: Any) -> int | None:

@@ -13,7 +13,9 @@ from torchfleet.errors import FleetError, ServerBusy, ServerError, ServerRestart
 from torchfleet.monitor.notices import tell
 from torchfleet.net.replica_channels import ReplicaChannels
 from torchfleet.net.transport import Channel
-from torchfleet.net.wire import ERROR, Array, Command, Frame, Message, Role, decode_reply, encode, unpack
+from torchfleet.net.wire import ERROR, Array, Command, Frame, Message, Reply, Role, decode_reply, encode, unpack
+from torchfleet.tracing import span_recorder
+from torchfleet.tracing.span_recorder import Request
 
 DEFAULT_WINDOW = 8
 MAX_AHEAD = 1 << 10  # changes above the oldest without an answer; a server remembers four times as many
@@ -67,6 +69,7 @@ class Call:
     refused: FleetError | None = None  # why the server does not take it now
     reply: list[Array] | None = None
     error: FleetError | None = None
+    traced: Request | None = None  # if it is part of a step that is traced
 
     @property
     def is_done(self) -> bool:
@@ -120,6 +123,8 @@ class Connection:
         resend_at = self._patience.resend_at(now, 1, seconds)
         call = Call(command, message.call, sequence, message, now, seconds, resend_at)
         self._calls[call.number] = call
+        if span_recorder.active is not None and span_recorder.active.trace:
+            self._trace(call, span_recorder.active)
         try:
             self._send(call)
         except FleetError:
@@ -129,6 +134,12 @@ class Connection:
 
     def wait(self, call: Call) -> list[Array]:
         """The reply, or the error raised. At the latest after the call's time-out."""
+        if call.traced is not None and span_recorder.active is not None and not call.is_done:
+            with span_recorder.active.waiting(f"wait for {call.traced.name} {self._short_name}"):
+                return self._wait(call)
+        return self._wait(call)
+
+    def _wait(self, call: Call) -> list[Array]:
         ping: Call | None = None
         while not call.is_done:
             self._work()
@@ -154,6 +165,24 @@ class Connection:
         self._calls.clear()
         self._is_closed = True
         self._channel.close()
+
+    def _trace(self, call: Call, spans: span_recorder.Recorder) -> None:
+        """This request is part of the step that the calling thread is at: the server learns its number."""
+        message = call.message
+        num_bytes = sum(array.data.nbytes for array in message.arrays)
+        name = Command(call.command).name.lower()
+        message.trace = spans.trace
+        call.traced = Request(name, spans.trace, self._client, call.number, spans.now(), num_bytes)
+
+    @property
+    def _short_name(self) -> str:
+        return self.name.partition(" (")[0]
+
+    def _note_reply(self, call: Call, reply: Reply) -> None:
+        if span_recorder.active is not None and call.traced is not None:
+            span_recorder.active.note_request(
+                call.traced, self._short_name, reply.incarnation, reply.taken, reply.answered
+            )
 
     def _send(self, call: Call) -> None:
         # The floor tells the server what it need not remember any longer: all changes below it are settled.
@@ -205,6 +234,8 @@ class Connection:
         if reply.status == ERROR and self._is_busy(call, reply.arrays):
             return
         del self._calls[call.number]
+        if call.traced is not None:
+            self._note_reply(call, reply)
         if self._incarnation not in (0, reply.incarnation):
             call.error = ServerRestarted(
                 f"{self.name} is another process than before, and what it held is gone. Start the job anew from the "

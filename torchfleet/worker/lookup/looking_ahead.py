@@ -45,6 +45,7 @@ class LookingAhead:
         self.num_samples = 0
         self.agreed: Callable[[Iterable[Any]], Iterable[Any]] = lambda loader: loader  # batches that all workers have
         self._records = True
+        self._followed: torch.nn.Module | None = None
         self._is_recording = False  # the next call is recorded, and not compiled: a recorder sees single functions
         self.on_training: Callable[[], None] | None = None  # called before a lookup for training
 
@@ -87,7 +88,7 @@ class LookingAhead:
         Removing what is returned ends it. `records`: some calls are recorded, so that ids that are computed in them are
         foreseen.
         """
-        self._records = records
+        self._records, self._followed = records, model
         enter = torch.compiler.disable(self.enter)  # type: ignore[no-untyped-call]
         leave = torch.compiler.disable(self._leave)  # type: ignore[no-untyped-call]
         self._plan_recording()
@@ -143,6 +144,9 @@ class LookingAhead:
             hold(self)
 
     def _count_samples(self, inputs: Any) -> None:
+        """Those that are trained on: evaluation has no gradients, or has put the model into eval mode."""
+        if not torch.is_grad_enabled() or (self._followed is not None and not self._followed.training):
+            return
         num = num_samples(inputs)
         with self._count:  # several threads count
             self.num_samples += num

@@ -14,6 +14,7 @@ from torchfleet.background import BackgroundThreads, Work
 from torchfleet.kernels.merge import sum_by_key
 from torchfleet.strategy.server_fields import AsyncConfigs
 from torchfleet.tables.rows.row_statistics import is_pushed
+from torchfleet.tracing.span_recorder import mark, part_of
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.future import Dense, Future
 from torchfleet.worker.lookup.plan import Plan
@@ -72,6 +73,7 @@ class Async(Communicator):
             self._num_given += 1
             number = self._num_given
             self._open.add(number)
+        gradients.mark = mark()
         while True:  # a full queue makes training wait: memory never grows without bound
             self._threads.check()
             try:
@@ -130,7 +132,8 @@ class Async(Communicator):
             self._threads.join(timeout=10)
 
     def stats(self) -> dict[str, Any]:
-        return {**super().stats(), "queue": self._queue.qsize(), "pushes": self._num_sent, "merged": self._num_merged}
+        sent = {"pushes": self._num_sent, "merged": self._num_merged}
+        return {**super().stats(), "queue": self._queue.qsize(), "queue_size": self._queue.maxsize, **sent}
 
     def _send_loop(self, client: Client) -> None:
         while not self._ending.is_set():
@@ -142,7 +145,8 @@ class Async(Communicator):
                 self._num_sent += 1
                 self._num_merged += len(taken) - 1
                 refresh = self._num_sent % self._configs.min_send_grad_num_before_recv == 0
-            self._submit(client, merged, 0).result()
+            with part_of([gradients.mark for _, gradients in taken], "sender"):
+                self._submit(client, merged, 0).result()
             if refresh:
                 self._receive_now.set()
             with self._lock:

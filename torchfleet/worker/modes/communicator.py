@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchfleet.net.wire import DENSE_BACK, GATHER, SYNC, VERSIONS
+from torchfleet.tracing.span_recorder import Mark
 from torchfleet.worker.batch.sample_count import SampleCount
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.future import Dense, Future
@@ -37,6 +38,7 @@ class Gradients:
     rates: dict[str, float]
     num_samples: float | None = None  # what they count for in a mean; None: as much as others
     share: int = 0  # the number of the optimizer whose step it is
+    mark: Mark | None = None  # of a step that is traced, where another thread pushes them
 
     def sections(self) -> Mapping[str, tuple[Keys, Floats] | Floats]:
         return {**self.dense, **self.sparse}

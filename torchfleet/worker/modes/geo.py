@@ -24,6 +24,7 @@ from torchfleet.kernels.merge import unique
 from torchfleet.net.wire import DELTA
 from torchfleet.tables.rows.memory import max_table_bytes
 from torchfleet.tables.sparse_table import SparseTable
+from torchfleet.tracing.span_recorder import Mark, mark, part_of
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.future import Changed, Pulled, Ready
 from torchfleet.worker.client.shard import Floats, Keys
@@ -66,6 +67,7 @@ class Geo(Communicator):
         self._out: queue.Queue[Deltas | None] = queue.Queue(1)
         self._back: queue.Queue[Changed | None] = queue.Queue()  # None: the thread has ended
         self._under_way = False
+        self._mark: Mark | None = None  # of the step with which the exchange under way began, if it is traced
         self._num_exchanges = self._last_step = 0  # the step with which an exchange began
         self._thread = BackgroundThreads(
             [self._carry], "the exchange with the servers failed", on_end=lambda: self._back.put(None)
@@ -186,6 +188,7 @@ class Geo(Communicator):
             self._touched[name] = [keys[rest > _NEGLIGIBLE]]  # what the division left over goes with the next exchanges
         self._under_way = True
         self._num_exchanges += 1
+        self._mark = mark()
         self._out.put(deltas)
 
     def _wait(self) -> Changed:
@@ -227,7 +230,8 @@ class Geo(Communicator):
                 deltas = self._out.get()
                 if deltas is None:
                     return
-                client.push_tables(deltas, flags=DELTA).result()
-                changed = client.pull_changed(names, changed.numbers).result()
-                while not changed.is_all:
-                    changed = changed.joined(client.pull_changed(names, changed.numbers).result())
+                with part_of([self._mark], "exchange"):
+                    client.push_tables(deltas, flags=DELTA).result()
+                    changed = client.pull_changed(names, changed.numbers).result()
+                    while not changed.is_all:
+                        changed = changed.joined(client.pull_changed(names, changed.numbers).result())

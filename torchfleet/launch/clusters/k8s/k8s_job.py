@@ -59,6 +59,8 @@ class K8sJob:
     grace: int = 0  # seconds that it has for this; 0: a pod that is asked to end ends
     ttl: int = 86_400  # seconds that a finished Job is kept
     user: int = 10_001
+    metrics_port: int | None = None  # of the first process of a pod
+    has_json_logs: bool = False
     insecure: bool = False  # beside the keys of servers: workers of hybrid mode, and ranks, talk without any
 
     @property

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torchfleet.launch.clusters.k8s.k8s_job import BACKUP, RANK, SERVER, WORKER, Document, K8sJob
+from torchfleet.launch.clusters.k8s.pod_metrics import ingress
 from torchfleet.launch.clusters.k8s.pod_template import labels, pod_template
 from torchfleet.launch.clusters.k8s.script_files import ScriptFile
 from torchfleet.net.keys import keygen
@@ -49,13 +50,16 @@ def service(job: K8sJob) -> Document:
 
 
 def network_policy(job: K8sJob) -> Document:
-    """Pods of this job are reached by pods of this job. A cluster whose network knows no policies lets all in."""
+    """Pods of this job are reached by pods of this job, and their metrics by all.
+
+    A cluster whose network knows no policies lets all in.
+    """
     made = _object(job, "networking.k8s.io/v1", "NetworkPolicy", job.name)
     own = {"matchLabels": {"app.kubernetes.io/instance": job.name, "app.kubernetes.io/name": "torchfleet"}}
     made["spec"] = {
         "podSelector": own,
         "policyTypes": ["Ingress"],
-        "ingress": [{"from": [{"podSelector": own}]}],
+        "ingress": [{"from": [{"podSelector": own}]}, *ingress(job)],
     }
     return made
 

@@ -18,6 +18,8 @@ from torchfleet.launch.clusters.k8s.k8s_job import (
     Document,
     K8sJob,
 )
+from torchfleet.launch.clusters.k8s.pod_metrics import ports, scrape_annotations
+from torchfleet.launch.clusters.k8s.pod_metrics import variables as exported
 from torchfleet.launch.clusters.k8s.pod_volumes import mounts, volumes
 from torchfleet.launch.clusters.k8s.script_files import ScriptFile
 
@@ -58,7 +60,7 @@ def pod_template(job: K8sJob, role: str, files: list[ScriptFile], server: int | 
         spec["tolerations"] = [dict(toleration) for toleration in job.tolerations]
     if role != WORKER:
         spec["topologySpreadConstraints"] = [_spread(job)]
-    return {"metadata": {"labels": labels(job, role)}, "spec": spec}
+    return {"metadata": {"labels": labels(job, role), **scrape_annotations(job)}, "spec": spec}
 
 
 def labels(job: K8sJob, role: str | None = None) -> dict[str, str]:
@@ -90,9 +92,9 @@ def _container(job: K8sJob, role: str, server: int | None) -> Document:
     if job.env_secrets:
         made["envFrom"] = [{"secretRef": {"name": name}} for name in job.env_secrets]
     if role == RANK:
-        made["ports"] = [{"name": "master", "containerPort": MASTER_PORT}]
+        made["ports"] = [{"name": "master", "containerPort": MASTER_PORT}, *ports(job, role)]
         return made
-    made["ports"] = [{"name": "health", "containerPort": HEALTH_PORT}]
+    made["ports"] = [{"name": "health", "containerPort": HEALTH_PORT}, *ports(job, role)]
     if role in (SERVER, BACKUP):
         made["ports"].insert(0, {"name": "fleet", "containerPort": PORT})
     return {**made, **_probes(role)}
@@ -141,6 +143,7 @@ def _probes(role: str) -> Document:
 def _environment(job: K8sJob, role: str, server: int | None) -> list[Document]:
     index = _annotation("FLEET_INDEX", INDEX) if server is None else {"name": "FLEET_INDEX", "value": str(server)}
     defaults = {"PYTHONUNBUFFERED": "1", "HOME": WORK, "XDG_CACHE_HOME": CACHE, **_threads(job, role)}
+    defaults |= exported(job)
     given = _variables({**defaults, **dict(job.environment)})
     if role == RANK:
         return [index, *given]

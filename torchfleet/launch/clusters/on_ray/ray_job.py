@@ -22,6 +22,7 @@ from torchfleet.launch.supervisor import JobSupervisor
 from torchfleet.net.addresses import write_book
 from torchfleet.net.keys import is_private, keygen
 from torchfleet.net.replica_channels import SEPARATOR
+from torchfleet.watch.metrics_ports import port_variables
 
 # Of fleetrun's own environment: those that say who is what are made anew, others go to every process.
 _OWN = ("FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_", "FLEET_SERVER_", "FLEET_KEY_DIR", "FLEET_REPLICA",
@@ -78,6 +79,8 @@ class RayJob:
             layout = self._layout()
             self._way, self._servers = job.way, layout.servers
             made = self._ranks(base, attempt) if self._plan.num_ranks else self._tasks(job, layout, base)
+            for number, task in enumerate(made):  # one number each: several may be on one node
+                task.environment |= port_variables(job.watching, number)
             supervisor = JobSupervisor(job, layout, made, self._run_dir, attempt, self._start)
             code = supervisor.run()
             self.is_finished = supervisor.is_finished
@@ -168,10 +171,12 @@ class RayJob:
 
     def _start(self, task: Task, report: Report, echo: bool, append: bool) -> RayTask:
         """As Start."""
+        job = self._job
         keys = keys_for(task.role, task.index, self._key_dir)
         work = Work(task, self._plan.command, self._plan.script, keys, function=self._function)
         node = self._nodes[task.role, task.index, task.replica]
-        output = Output(task, self._run_dir / task.log_name, report, echo, append, self._job.max_log_bytes)
+        log, is_json = self._run_dir / task.log_name, job.watching.is_json
+        output = Output(task, log, report, echo, append, job.max_log_bytes, is_json)
         needed = self._is_needed if self._is_elastic and task.index >= self._plan.min_workers else None
         started = RayTask(work, node, self._run_dir, output, report, self._has_moved, needed, self._is_gone)
         if task.role != "server" and task.index == 0:

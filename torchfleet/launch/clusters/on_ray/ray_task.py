@@ -76,6 +76,7 @@ class RayTask:
 
     def _begin(self) -> None:
         self._returncode, self._status = (None if self._needed is None else 0), {}
+        self.is_waiting = self._needed is not None  # for room
         self._is_over = threading.Event()  # of this start
         self._thread = threading.Thread(target=self._run, args=(self._is_over, self.num_restarts), daemon=True)
         self._thread.start()
@@ -131,18 +132,19 @@ class RayTask:
         try:
             if self._needed is not None:
                 place = self._again(self._node.place, is_over)
-                if not self._needed():
+                self.is_waiting = self._needed()
+                if not self.is_waiting:
                     return True
                 self._report(f"[fleetrun] {self.task.name} joins on {place}")
-                self._returncode = None
+                self._returncode, self.is_waiting = None, False
             self._watch(is_over, self._start(is_over, restart))
         except NodeLost:
             if self._needed is None or is_over.is_set():
                 raise
             self._report(f"[fleetrun] {self.task.name} is gone with its node; the others go on")
             self._gone(self.task)
-            self._returncode, self._status = 0, {}
-            return not self._needed()
+            self._returncode, self._status, self.is_waiting = 0, {}, self._needed()
+            return not self.is_waiting
         return True
 
     def _start(self, is_over: threading.Event, restart: int) -> int:

@@ -1,0 +1,39 @@
+"""The loop of training that several examples share: an ordinary loop of torch over a worker's own batches."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+import torchfleet as fleet
+from examples.columns import Batches, Columns
+
+
+def train(
+    loss_of: Callable[[Columns], torch.Tensor], optimizer: Any, columns: Columns, options: argparse.Namespace
+) -> None:
+    """`--epochs` passes over this worker's share, with a line of progress every 50 steps.
+
+    When it returns, the updates of all workers are with the servers, and the network is here as they have left it.
+    """
+    losses: list[float] = []
+    for epoch in fleet.epochs(options.epochs):
+        own = Batches(columns, options.batch_size, fleet.worker_index(), fleet.worker_num(), options.seed + epoch)
+        for step, batch in enumerate(
+            fleet.prefetch(own)
+        ):  # asks for the rows of the next batch while this one computes
+            loss = loss_of(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if step % 50 == 0:
+                fleet.report(loss=np.mean(losses[-50:]))
+                print(f"epoch {epoch} step {step:4} loss {np.mean(losses[-50:]):.4f}", flush=True)
+    fleet.flush()
+    fleet.barrier_worker()
+    fleet.flush()  # once more: what the others sent before the barrier

@@ -1,0 +1,198 @@
+"""Notebooks in a real kernel: the examples, cells that fail or are interrupted, and fleets that a cell starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jupyter_client.manager
+import nbformat
+import psutil
+import pytest
+from nbclient import NotebookClient
+from support.paths import ROOT
+from support.scripts.launching import clean_environment, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+MARK = "TORCHFLEET_TEST_NOTEBOOK"  # in the environment of a kernel, and of all that it starts
+PATIENCE = 120.0  # seconds for a cell that starts a fleet, on few cores
+
+
+def kernel_environment(**more: str) -> dict[str, str]:
+    return clean_environment(PYTHONPATH=str(ROOT), MPLBACKEND="agg", **more)
+
+
+@pytest.mark.parametrize("name", ["one_process", "fleet_from_a_cell"])
+def test_an_example_runs_to_its_end(name: str, tmp_path: Path) -> None:
+    notebook = nbformat.read(ROOT / "examples" / "notebooks" / f"{name}.ipynb", as_version=4)
+    assert all(not cell.get("outputs") for cell in notebook.cells), "examples are kept without outputs"
+    client = NotebookClient(
+        notebook, timeout=PATIENCE, kernel_name="python3", resources={"metadata": {"path": tmp_path}}
+    )
+    client.execute(env=kernel_environment())
+    printed = "".join(
+        output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", ()) if "text" in output
+    )
+    if name == "one_process":
+        assert "sync, after a failure: AUC" in printed
+    else:
+        assert "[(0, 300, " in printed
+        assert "(1, 300, " in printed, "120 batches, 5 epochs, two workers: each has half"
+        assert "[fleetrun] finished; logs in" in printed
+        assert "of new pairs are told apart" in printed
+        assert "failed: ValueError: a mistake in the function" in printed
+
+
+class Kernel:
+    """A kernel of Jupyter, and the processes that its cells start."""
+
+    def __init__(self, folder: Path) -> None:
+        self._mark = uuid.uuid4().hex
+        environment = kernel_environment(**{MARK: self._mark})
+        self.manager, self.client = jupyter_client.manager.start_new_kernel(cwd=str(folder), env=environment)
+
+    def run(self, code: str) -> tuple[str, str]:
+        """What a cell printed, and the name of its error, or nothing."""
+        printed: list[str] = []
+        reply = self.client.execute_interactive(
+            code, timeout=PATIENCE, output_hook=lambda message: printed.append(text_of(message))
+        )
+        return "".join(printed), reply["content"].get("ename", "")
+
+    def interrupt(self, code: str, sign: str) -> str:
+        """Interrupt a cell once it has printed this; the name of its error."""
+        identity = self.client.execute(code)
+        seen, end = "", time.monotonic() + PATIENCE
+        while sign not in seen:
+            assert time.monotonic() < end, f"no {sign!r} in {seen}"
+            seen += text_of(self.client.get_iopub_msg(timeout=PATIENCE))
+        self.manager.interrupt_kernel()
+        while (reply := self.client.get_shell_msg(timeout=PATIENCE))["parent_header"]["msg_id"] != identity:
+            pass
+        return str(reply["content"].get("ename", ""))
+
+    def started(self) -> list[psutil.Process]:
+        """Processes that cells have started and that run."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                is_own = process.environ().get(MARK) == self._mark and "ipykernel_launcher" not in process.cmdline()
+                if is_own and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def close(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+        for process in self.started():
+            process.kill()
+
+
+def text_of(message: dict[str, Any]) -> str:
+    content = message["content"]
+    if message["msg_type"] == "error":
+        return f"{content['ename']}: {content['evalue']}\n"
+    return str(content.get("text", "")) if message["msg_type"] == "stream" else ""
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Iterator[Kernel]:
+    made = Kernel(tmp_path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+TRAIN = """
+import torch, torchfleet as fleet
+
+def begin(strategy=None, dim=4):
+    torch.manual_seed(0)
+    fleet.init()
+    rows, head = torch.nn.Embedding(50, dim, sparse=True), torch.nn.Linear(2 * dim, 1)
+    model = fleet.distributed_model(torch.nn.Sequential(rows, torch.nn.Flatten(), head))
+    adagrad = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    optimizer = fleet.distributed_optimizer(adagrad, strategy or fleet.DistributedStrategy())
+    fleet.init_worker()
+    return model, optimizer
+
+def steps(model, optimizer, num):
+    draw = torch.Generator().manual_seed(1)
+    for _ in range(num):
+        ids = torch.randint(50, (32, 2), generator=draw)
+        loss = (model(ids).squeeze(1) - (ids[:, 0] % 2)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+def whole(**options):
+    found = steps(*begin(**options), 30)
+    fleet.stop_worker()
+    return found
+"""
+
+
+def test_a_kernel_trains_again_after_stop_an_error_and_an_interrupt(kernel: Kernel) -> None:
+    assert kernel.run(TRAIN) == ("", "")
+    assert kernel.run("first = whole()")[1] == ""
+    assert kernel.run("whole(strategy=fleet.DistributedStrategy(a_sync=True), dim=8); assert whole() == first")[1] == ""
+
+    assert kernel.run("parts = begin(); steps(*parts, 3); 1 / 0")[1] == "ZeroDivisionError"
+    assert "fleet.reset() to give it up" in kernel.run("begin()")[0]
+    assert kernel.run("fleet.reset(); assert whole() == first")[1] == ""
+
+    endless = "parts = begin(); print('begun', flush=True)\nwhile True: steps(*parts, 1)"
+    assert kernel.interrupt(endless, "begun") == "KeyboardInterrupt"
+    assert kernel.run("fleet.reset(); assert whole() == first")[1] == ""
+
+
+FLEET = """
+import time
+scale = 3.0  # a variable of the notebook, which the function uses
+
+class Result:  # of a class of the notebook
+    pass
+
+def train(num, strange=False):
+    fleet.init()
+    model = torch.nn.Sequential(fleet.nn.SparseEmbedding(4, name="rows"), torch.nn.Flatten(), torch.nn.Linear(8, 1))
+    model, optimizer = fleet.prepare(model, torch.optim.Adagrad(model.parameters(), lr=0.1))
+    steps(model, optimizer, num)
+    return Result() if strange else {"worker": fleet.worker_index(), "scale": scale, "weight": model[2].weight}
+
+def waits():
+    fleet.init()
+    print("waiting", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_cell_starts_a_fleet_and_ends_it_when_it_is_interrupted_or_killed(kernel: Kernel) -> None:
+    assert kernel.run(TRAIN + FLEET) == ("", "")
+    check = """
+found = fleet.notebook.run(train, server_num=1, worker_num=2, args=(5,))
+assert [one["worker"] for one in found] == [0, 1] and found[0]["scale"] == 3.0
+assert torch.equal(found[0]["weight"], found[1]["weight"])
+"""
+    assert kernel.run(check)[1] == ""
+    assert not kernel.started()
+
+    text, error = kernel.run("fleet.notebook.run(train, kwargs={'num': 1, 'strange': True})")
+    assert error == "FleetError"
+    assert "what the function returned is a __main__.Result, which cannot be sent" in text
+
+    assert kernel.interrupt("fleet.notebook.run(waits)", "[worker 0] waiting") == "KeyboardInterrupt"
+    assert not kernel.started()
+
+    kernel.client.execute("fleet.notebook.run(waits)")
+    wait_until(lambda: len(kernel.started()) >= 2, PATIENCE, "processes")
+    os.kill(kernel.manager.provisioner.pid, 9)
+    wait_until(lambda: not kernel.started(), 30.0, "end of the processes")

@@ -1,0 +1,66 @@
+"""`fleet dashboard`: the web page of a job that runs or has ended, from the folders of its logs."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from types import FrameType
+
+from torchfleet.guard.printable import say
+from torchfleet.watch.dashboard.access import is_loopback, token_of
+from torchfleet.watch.dashboard.dashboard_server import DEFAULT_PORT, Dashboard
+from torchfleet.watch.dashboard.run_folders import RunFolders
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "dashboard",
+        help="a web page of a job: charts, tables, logs",
+        description="Serve a web page of a job that runs or has ended, until Ctrl-C.",
+    )
+    parser.add_argument(
+        "folders",
+        nargs="+",
+        metavar="LOG_DIR",
+        help="the folder of a run, such as log/latest; or the --log_dir of fleetrun, to choose among its runs; or "
+        "several folders, which are the machines of one job",
+    )
+    parser.add_argument("--port", type=_port, help=f"default: {DEFAULT_PORT}, or the next that is free; 0: any")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="the address to listen on; other than loopback needs a token (127.0.0.1)"
+    )
+    parser.add_argument(
+        "--token_file",
+        metavar="FILE",
+        help="a file with the token, which is made if it is not there (default: none on loopback, else a random token)",
+    )
+    parser.set_defaults(run=_dashboard)
+
+
+def _dashboard(options: argparse.Namespace) -> int:
+    folders = RunFolders(options.folders)
+    token = token_of(options.token_file, options.host)
+    asked = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        asked.set()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    dashboard = Dashboard(folders, options.host, options.port, token)
+    try:
+        say(f"dashboard: {dashboard.url}")
+        if not is_loopback(options.host):
+            say("What is sent is not encrypted. On a network that others use, leave --host out and take an ssh tunnel.")
+        asked.wait()
+    finally:
+        dashboard.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) < 1 << 16):
+        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, found {text!r}")
+    return int(text)

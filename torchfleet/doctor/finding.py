@@ -1,0 +1,37 @@
+"""What will hurt, how much, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+STOPS, SLOWS, NOTE = "stops", "slows", "note"  # a job fails; it is slow; worth knowing
+_ORDER = {STOPS: 0, SLOWS: 1, NOTE: 2}
+
+
+class Finding(msgspec.Struct):
+    """`weight`: among findings of its kind, those with more come first."""
+
+    kind: str
+    what: str
+    to_do: str
+    weight: float = 0.0
+
+
+def ordered(findings: Iterable[Finding]) -> list[Finding]:
+    """What hurts most comes first."""
+    return sorted(findings, key=lambda finding: (_ORDER[finding.kind], -finding.weight))
+
+
+def will_hurt(findings: Iterable[Finding]) -> bool:
+    """Whether any is more than a note."""
+    return any(finding.kind != NOTE for finding in findings)
+
+
+def size_text(num_bytes: float) -> str:
+    """Such as 3.2 GB."""
+    for unit, name in ((1 << 40, "TB"), (1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.1f} {name}"
+    return f"{num_bytes:.0f} bytes"

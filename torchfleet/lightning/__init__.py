@@ -1,0 +1,18 @@
+"""Lightning's Trainer in a job: `lightning.Trainer(strategy=fleet.lightning.FleetStrategy("async"))`.
+
+Importing it registers the names "fleet_sync", "fleet_half_async", "fleet_async", "fleet_geo" and "fleet_hybrid", for
+`Trainer(strategy="fleet_async")`. It needs Lightning: pip install 'torchfleet[lightning]'.
+"""
+
+from __future__ import annotations
+
+try:
+    from torchfleet.lightning.fleet_strategy import FleetStrategy
+except ModuleNotFoundError as error:
+    if (error.name or "").partition(".")[0] != "lightning":
+        raise
+    raise ModuleNotFoundError(
+        "fleet.lightning needs Lightning: pip install 'torchfleet[lightning]'", name=error.name
+    ) from None
+
+__all__ = ["FleetStrategy"]

@@ -1,0 +1,81 @@
+"""How far a worker is with its data: passes over it, and when the present one will be over."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sized
+from typing import Any, Literal
+
+Unit = Literal["samples", "batches"]
+
+
+class Epoch:
+    """One pass over data. It counts as one of training as soon as a step is made in it."""
+
+    def __init__(self, total: Callable[[], int | None], unit: Unit, started: float, first_step: int) -> None:
+        self.total, self.unit, self.started, self.first_step = total, unit, started, first_step
+        self.done = 0  # samples or batches so far
+        self.values: Mapping[str, Any] = {}  # what the last step has come to
+
+
+class Epochs:
+    """The passes of a worker. `num_steps` says how many steps it has made, which tells training from evaluation."""
+
+    def __init__(self, num_steps: Callable[[], int], now: Callable[[], float] = time.monotonic) -> None:
+        self._num_steps, self._now = num_steps, now
+        self._open: list[Epoch] = []
+        self._last: dict[str, Any] = {}
+        self._num_over = 0  # passes of training
+        self._num_planned: int | None = None  # those that the script says it makes
+
+    def plan(self, num: int, start: int = 0) -> None:
+        """There are going to be so many passes in all, and the next one has the number `start`."""
+        self._num_over, self._num_planned = start, num
+
+    @contextlib.contextmanager
+    def begin(self, total: Callable[[], int | None], unit: Unit) -> Iterator[Epoch]:
+        """`total`: how many there are in all, as far as that is known at the time."""
+        epoch = Epoch(total, unit, self._now(), self._num_steps())
+        self._open.append(epoch)
+        try:
+            yield epoch
+        finally:
+            if self._is_training(epoch):
+                self._last = self._status(epoch)
+                self._num_over += 1
+            self._open.remove(epoch)
+
+    def status(self) -> dict[str, Any]:
+        """Of the pass that is trained on, or else of the one before; empty before the first."""
+        epoch = self.current
+        return self._last if epoch is None else self._status(epoch)
+
+    @property
+    def current(self) -> Epoch | None:
+        """The pass that is trained on."""
+        return next((epoch for epoch in reversed(self._open) if self._is_training(epoch)), None)
+
+    def _is_training(self, epoch: Epoch) -> bool:
+        return self._num_steps() > epoch.first_step
+
+    def _status(self, epoch: Epoch) -> dict[str, Any]:
+        total, num = epoch.total(), self._num_planned
+        found: dict[str, Any] = {"epoch": self._num_over, "done": epoch.done, "unit": epoch.unit}
+        if num is not None and num > self._num_over:
+            found["epochs"] = num
+        if total is not None:
+            found["total"] = max(total, epoch.done)
+            if epoch.done:
+                more = total * (found.get("epochs", 1 + self._num_over) - self._num_over - 1)
+                seconds = (self._now() - epoch.started) / epoch.done
+                found["eta_s"] = round(seconds * (max(0, total - epoch.done) + more), 1)
+        return found
+
+
+def length(loader: object) -> int | None:
+    """The number of its batches; None for one that does not say."""
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except (TypeError, NotImplementedError):  # a DataLoader over a stream has the method, and no answer
+        return None

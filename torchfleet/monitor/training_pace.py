@@ -1,0 +1,55 @@
+"""How fast a process goes: rates of the last seconds, and since its first step."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+WINDOW = 5.0  # seconds that a recent rate is taken over
+
+
+class RecentRates:
+    """Rates of counters over the last seconds, by what they were each time that somebody looked."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._looks: deque[tuple[float, Mapping[str, float]]] = deque()
+
+    def look(self, counters: Mapping[str, float]) -> dict[str, float]:
+        """Per second, by name; empty the first time. After a pause the rate is that of the time since the last look."""
+        now = self._now()
+        while len(self._looks) > 1 and now - self._looks[0][0] > WINDOW:
+            self._looks.popleft()
+        rates = {}
+        if self._looks:
+            when, before = self._looks[0]
+            seconds = max(1e-9, now - when)
+            rates = {name: max(0.0, value - before.get(name, 0)) / seconds for name, value in counters.items()}
+        self._looks.append((now, dict(counters)))
+        return rates
+
+
+class TrainingPace:
+    """The steps and samples of a worker or rank, as its status has them."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now, self._rates = now, RecentRates(now)
+        self._first: tuple[float, int] | None = None  # when the first step was over, and the samples until then
+        self._last, self._num_steps = 0.0, 0  # when a step was last known, and how many there were
+
+    def status(self, steps: int, samples: int, waits: Mapping[str, float] | None = None) -> dict[str, float]:
+        """`waits`: seconds so far that training waited, by what for; their means per step are in milliseconds."""
+        if self._first is None and steps:
+            self._first = self._now(), samples
+        if steps > self._num_steps:  # the mean is of the time of training, not of what comes behind it
+            self._last, self._num_steps = self._now(), steps
+        waits = waits or {}
+        rates = self._rates.look({"steps": steps, "samples": samples, **waits})
+        found: dict[str, float] = {"steps": steps, "samples": samples}
+        found |= {f"{name}_per_s": rates.get(name, 0.0) for name in ("steps", "samples")}
+        if self._first is not None and (seconds := self._last - self._first[0]) > 0:
+            found["samples_per_s_mean"] = (samples - self._first[1]) / seconds
+        if rates.get("steps"):
+            found |= {f"{name}_wait_ms": 1000 * rates[name] / rates["steps"] for name in waits}
+        return found

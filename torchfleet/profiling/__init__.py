@@ -1,0 +1,1 @@
+"""Steps that are traced or profiled, on workers, ranks and servers."""

@@ -1,0 +1,1 @@
+"""Requests of steps that are traced, as a server sees them."""

@@ -1,0 +1,1 @@
+"""The web page of a job: its record as charts, tables and logs, over HTTP."""

@@ -1,0 +1,43 @@
+"""The dashboard of a job that runs, as one of its watchers: it serves the record of the run while the job is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torchfleet.errors import FleetError
+from torchfleet.monitor.snapshot import JobSnapshot
+from torchfleet.watch.dashboard.dashboard_server import Dashboard
+from torchfleet.watch.dashboard.run_folders import RunFolders
+from torchfleet.watch.watchers import ANY_PORT
+
+
+class DashboardWatcher:
+    """Stands behind the writer of the record among the watchers, so that its last lines are sent before the end.
+
+    If the port cannot be opened the job does not begin; in a later attempt it goes on without the page.
+    """
+
+    def __init__(self, run_dir: Path, port: int, attempt: int, report: Callable[[str], None]) -> None:
+        self._dashboard: Dashboard | None = None
+        try:
+            self._dashboard = Dashboard(RunFolders([run_dir]), port=None if port == ANY_PORT else port)
+        except FleetError as error:
+            if not attempt:
+                raise
+            report(f"[fleetrun] {error} The job goes on without the page.")
+        else:
+            report(f"[fleetrun] dashboard: {self._dashboard.url}")
+
+    def look(self, snapshot: JobSnapshot) -> None:
+        """It reads the record."""
+
+    def note(self, line: str, is_event: bool) -> None:
+        """It reads the record."""
+
+    def end(self, snapshot: JobSnapshot) -> None:
+        """It reads the record."""
+
+    def close(self) -> None:
+        if self._dashboard is not None:
+            self._dashboard.close()

@@ -1,0 +1,103 @@
+// The page: a stream fills the store, and everything that shows it is told once a frame.
+
+import { showBars } from "./js/bars.js";
+import { Board } from "./js/chart.js";
+import { byId, element, setText } from "./js/dom.js";
+import { EventLists, marksOf, showMarks } from "./js/events.js";
+import { showHead, showTiles } from "./js/header.js";
+import { LogView } from "./js/logs.js";
+import { Panels } from "./js/panels.js";
+import { RoleTables } from "./js/roles.js";
+import { Store } from "./js/store.js";
+import { Stream } from "./js/stream.js";
+import { startTheme } from "./js/theme.js";
+
+const LINKS = { connecting: "connecting", live: "live", lost: "disconnected", closed: "not served any more", refused: "no access" };
+
+const store = new Store();
+const board = new Board(showZoom);
+const panels = new Panels(board, byId("charts-training"), byId("charts-servers"));
+const roles = new RoleTables(() => draw());
+const events = new EventLists();
+const logs = new LogView();
+const stream = new Stream({
+  snapshot: (body) => { store.snapshot(body); draw(); },
+  delta: (body) => { store.delta(body); draw(); },
+  state: showLink,
+});
+globalThis.dashboard = { store }; // for the console of a browser
+let run = "", link = "", isDrawn = true;
+
+function draw() {
+  if (!isDrawn) return;
+  isDrawn = false;
+  requestAnimationFrame(() => {
+    isDrawn = true;
+    const begin = performance.now();
+    board.marks = marksOf(store);
+    showMarks(board.marks);
+    showHead(store, run);
+    showTiles(store);
+    panels.update(store, roles.selected);
+    showBars(store);
+    roles.update(store);
+    events.update(store, run);
+    logs.update(store, run);
+    document.body.dataset.drawMs = (performance.now() - begin).toFixed(1);
+    document.body.dataset.drawn = String(Number(document.body.dataset.drawn ?? 0) + 1);
+  });
+}
+
+function showLink(state) {
+  if (state === link) return;
+  link = state;
+  const isOver = store.isOver && state !== "live";
+  byId("link").dataset.state = isOver ? "closed" : state;
+  setText(byId("link"), LINKS[isOver ? "closed" : state]);
+  const texts = {
+    lost: "The server of this page does not answer. What is shown is the last that was heard; the page goes on by itself when the server is back.",
+    closed: `fleetrun has ended, and this page with it. To see it again: fleet dashboard LOG_DIR/${run}`,
+    refused: "A token is needed: open the address that was printed at the start, with #token= at its end.",
+  };
+  const text = texts[isOver ? "closed" : state] ?? "";
+  byId("notice").hidden = !text;
+  setText(byId("notice"), text);
+}
+
+function showZoom(span) {
+  byId("unzoom").hidden = !span;
+  byId("range").value = span ? "zoom" : String(board.last);
+}
+
+byId("unzoom").addEventListener("click", () => board.setZoom(null));
+byId("range").addEventListener("change", (event) => {
+  board.last = Number(event.target.value) || 0;
+  board.setZoom(null);
+});
+byId("run").addEventListener("change", (event) => {
+  location.search = `?run=${encodeURIComponent(event.target.value)}`;
+});
+document.addEventListener("visibilitychange", () => { if (!document.hidden) draw(); });
+startTheme(byId("theme"), () => panels.repaint());
+setInterval(() => { if (store.grid && !document.hidden) showHead(store, run); }, 1000);
+
+/** The token of the address, given once for a cookie, and taken out of the address. */
+async function logIn(given) {
+  await fetch("/login", { method: "POST", body: given });
+  history.replaceState(null, "", location.pathname + location.search);
+}
+
+async function start() {
+  const token = new URLSearchParams(location.hash.slice(1)).get("token"), wanted = new URLSearchParams(location.search).get("run");
+  if (token) await logIn(token);
+  const answer = await fetch("/api/runs").catch(() => null);
+  if (answer?.status === 401) return showLink("refused");
+  const names = answer?.ok ? (await answer.json()).runs : [];
+  run = names.includes(wanted) ? wanted : names[0] ?? "";
+  byId("run-label").hidden = names.length < 2;
+  byId("run").replaceChildren(...names.map((name) => element("option", "", name)));
+  byId("run").value = run;
+  return stream.open(run);
+}
+
+start();

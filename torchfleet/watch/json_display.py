@@ -1,0 +1,54 @@
+"""The launcher's own lines as JSON, with --log_format json: in the place of the display."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+
+from torchfleet.monitor.json_lines import json_line
+from torchfleet.monitor.snapshot import JobSnapshot
+from torchfleet.watch.watchers import Watching
+
+_OWN = "[fleetrun] "
+_ROLE = re.compile(r"\[(server|worker|rank) (\d+)(?:, replica (\d+))?\] (.*)", re.DOTALL)
+_QUOTED = "    "  # before the last lines of a process that has failed
+_FAILED = ("the job ends", "the simulation ends")
+
+
+def line_printer(watching: Watching) -> Callable[[str], None]:
+    """Prints lines of the launcher, as text or as JSON."""
+    return print_json if watching.is_json else print_text
+
+
+def print_text(line: str) -> None:
+    print(line, flush=True)
+
+
+def print_json(line: str) -> None:
+    """`[worker 0] text` is a line of that process, any other one of the launcher."""
+    role = _ROLE.fullmatch(line)
+    if role is not None:
+        made = json_line(role[4], role[1], int(role[2]), int(role[3] or 0))
+    else:
+        is_bad = line.startswith(_QUOTED) or any(words in line for words in _FAILED)
+        text = line.removeprefix(_OWN).removeprefix(_QUOTED)
+        made = json_line(text, "fleetrun", 0, level="error" if is_bad else None)
+    sys.stdout.write(f"{made}\n")  # at once: threads print, too
+    sys.stdout.flush()
+
+
+class JsonDisplay:
+    """A watcher that prints what is said, and shows no progress: history.jsonl and the metrics have that."""
+
+    def look(self, snapshot: JobSnapshot) -> None:
+        """Nothing is shown."""
+
+    def note(self, line: str, is_event: bool) -> None:
+        print_json(line)
+
+    def end(self, snapshot: JobSnapshot) -> None:
+        """Nothing is shown."""
+
+    def close(self) -> None:
+        """Nothing is held."""
