@@ -6,7 +6,7 @@ python -m benchmarks.watching --quick --json    shorter, to see that it works
 `unwatched` starts the roles without a launcher: no status file, no display, no record. `watched` is fleetrun on a
 terminal, with --dashboard and a page that is open, --metrics_port and a scrape of every role each second, and
 --tensorboard. Both report their loss every tenth step. The processor time of a step is told beside the speed: where
-cores are shared it moves less than the speed does.
+cores are shared it moves less than the speed does. `watched_fleetrun` is the share of a core that fleetrun itself uses.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from benchmarks.timing import log, report
 from torchfleet.launch.job_spec import JobSpec
@@ -92,10 +95,24 @@ def watched(chosen: argparse.Namespace) -> Found:
         stack.callback(job.kill)
         reads = {f"http://127.0.0.1:{metrics + i}/metrics" for i in range(chosen.servers + chosen.workers)}
         with reading(ours), asking(f"http://127.0.0.1:{page}/events", reads) as num_read:
-            job.wait(_MOST)
+            share = processor_share(job)
         if not all(num_read.values()):
             raise SystemExit(f"nobody looked: {num_read}")
-        return results(Path(folder) / "latest", chosen.workers)
+        return [{**found, "fleetrun": share} for found in results(Path(folder) / "latest", chosen.workers)]
+
+
+def processor_share(job: subprocess.Popen[bytes]) -> float:
+    """Wait for fleetrun to end. Returns the share of a core that it used itself, the processes it started left out."""
+    looked, start = psutil.Process(job.pid), time.monotonic()
+    share = 0.0
+    while job.poll() is None:
+        if time.monotonic() - start > _MOST:
+            raise SystemExit("the watched run takes too long")
+        with contextlib.suppress(psutil.Error):
+            used = looked.cpu_times()
+            share = (used.user + used.system) / max(1.0, time.monotonic() - start)
+        time.sleep(0.5)
+    return share
 
 
 def first_of_free(num: int) -> int:
@@ -160,6 +177,7 @@ def main() -> None:
         for name in (list(contenders), list(contenders)[::-1])[turn % 2]:  # who comes first changes
             found = contenders[name](chosen)
             means = {key: statistics.fmean(worker[key] for worker in found) for key in ("cpu_ms", "step_ms", "loss")}
+            means |= {key: found[0][key] for key in ("fleetrun",) if key in found[0]}
             rounds[name].append({"samples_per_s": sum(worker["samples_per_s"] for worker in found), **means})
             told = rounds[name][-1]
             speed, cpu = f"{told['samples_per_s']:,.0f} samples/s", f"{told['cpu_ms']:.3f} ms of processor a step"

@@ -25,6 +25,7 @@ PAGES = sorted(
         ROOT / "CHANGELOG.md",
         ROOT / "tests" / "README.md",
         ROOT / "benchmarks" / "README.md",
+        ROOT / "examples" / "README.md",
         *ROOT.glob("examples/*/README.md"),
         *DOCS.rglob("*.md"),
     )

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from torchfleet.errors import RoleError
 from torchfleet.monitor.json_lines import JsonLog, json_line, last_lines, level_of, log_format, readable
+from torchfleet.server.server_log import speaker
 
 
 def logged(pieces: list[bytes]) -> list[dict[str, object]]:
@@ -82,3 +83,15 @@ def test_an_unknown_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEET_LOG_FORMAT", "xml")
     with pytest.raises(RoleError, match="must be one of text, json; found 'xml'"):
         log_format()
+
+
+def test_a_server_by_itself_speaks_json_if_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speaker(2)("plain")
+    monkeypatch.setenv("FLEET_LOG_FORMAT", "json")
+    speaker(2)("listening")
+    plain, line = capsys.readouterr().err.splitlines()
+    assert plain.endswith("] server 2: plain")
+    found = json.loads(line)
+    assert (found["role"], found["index"], found["text"]) == ("server", 2, "listening")

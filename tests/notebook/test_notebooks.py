@@ -18,10 +18,10 @@ from nbclient import NotebookClient
 from support.paths import ROOT
 from support.scripts.launching import clean_environment, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MARK = "TORCHFLEET_TEST_NOTEBOOK"  # in the environment of a kernel, and of all that it starts
-PATIENCE = 120.0  # seconds for a cell that starts a fleet, on few cores
+PATIENCE = 240.0  # seconds for a cell that starts a fleet, on few cores
 
 
 def kernel_environment(**more: str) -> dict[str, str]:

@@ -83,6 +83,8 @@ class Process:
     """A task that was started, its log and its status file."""
 
     num_restarts = 0
+    _status: Any = None  # what was read last, and of which file
+    _version: tuple[int, int, int] | None = None
     is_waiting = False  # this machine has room
 
     def __init__(
@@ -148,12 +150,16 @@ class Process:
         return self._process.pid
 
     def status(self) -> dict[str, Any]:
-        """What the process reported last; empty before its first report."""
+        """What the process reported last; empty before its first report. It is read again when it has changed."""
         try:
-            found = json.loads(self.status_file.read_text())
+            found = os.stat(self.status_file)
+            version = found.st_ino, found.st_mtime_ns, found.st_size
+            if version != self._version:
+                self._status = json.loads(self.status_file.read_text())
+                self._version = version
         except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
+            self._status, self._version = {}, None
+        return self._status if isinstance(self._status, dict) else {}
 
     def last_lines(self, num: int = 20) -> list[str]:
         """The end of its log."""
