@@ -35,7 +35,7 @@ _BLOCK = re.compile(
 )
 _NUMBER = re.compile(r"\d(?:[\d,.]*\d)?")
 _SHELL = re.compile(r"[|&;<>$*`]")
-SECONDS = 100.0  # that one command may take
+SECONDS = 300.0  # that one command may take, on a machine that has much else to do
 
 
 class Block(NamedTuple):
