@@ -209,6 +209,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "collective/meeting",
         "collective/strategy",
         "kernels",
+        "monitor",
         "net",
         "role",
         "strategy",

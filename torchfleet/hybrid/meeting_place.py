@@ -12,7 +12,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import msgspec
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from torchfleet.errors import FleetError, RoleError, WorkerMissing
+from torchfleet.monitor.notices import tell
 from torchfleet.net.keys import is_private
 from torchfleet.role import RoleInfo
 
@@ -35,6 +36,7 @@ class Place(msgspec.Struct):
     """What a worker tells the others."""
 
     device: str  # cpu or cuda
+    gpu: str = ""  # which one
     host: str = ""  # of worker 0: where its store listens
     port: int = 0
     token: str = ""  # in front of every key of the store: nobody else knows it
@@ -46,16 +48,29 @@ def join_group(info: RoleInfo, device: torch.device, timeout: float, gather: Gat
     Returns a store that they share beside it; None if this worker is alone. FLEET_DIST_BACKEND names another backend
     than torch's usual one for the device.
     """
-    backend = os.environ.get("FLEET_DIST_BACKEND") or ("nccl" if device.type == "cuda" else "gloo")
-    store, shared = (HashStore(), None) if info.num_workers == 1 else _meet(info, device, timeout, gather)
+    own = Place(device.type, _gpu(device))
+    places, store, shared = ([own], HashStore(), None) if info.num_workers == 1 else _meet(info, own, timeout, gather)
+    backend = os.environ.get("FLEET_DIST_BACKEND") or usual_backend(places)
+    if backend == "gloo" and device.type == "cuda" and info.worker_index == 0:
+        tell("hybrid mode: workers share a GPU, which NCCL refuses; the network is exchanged by gloo, which is slower")
     dist.init_process_group(
         backend, store=store, rank=info.worker_index, world_size=info.num_workers, timeout=timedelta(seconds=timeout)
     )
     return shared
 
 
-def _meet(info: RoleInfo, device: torch.device, timeout: float, gather: Gather) -> tuple[Store, Store]:
-    """Two stores: for the process group, and one on a connection of its own."""
+def usual_backend(places: Sequence[Place]) -> str:
+    """NCCL for GPUs, unless two workers have the same one."""
+    gpus = [place.gpu for place in places]
+    return "nccl" if places[0].device == "cuda" and len(set(gpus)) == len(gpus) else "gloo"
+
+
+def _gpu(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def _meet(info: RoleInfo, own: Place, timeout: float, gather: Gather) -> tuple[list[Place], Store, Store]:
+    """All workers' places, and two stores: for the process group, and one on a connection of its own."""
     host = _own_address(info)
     if host != _LOOPBACK and not info.insecure:
         raise RoleError(
@@ -63,10 +78,10 @@ def _meet(info: RoleInfo, device: torch.device, timeout: float, gather: Gather) 
             "encrypts nor authenticates. Say --insecure (FLEET_INSECURE=1) if this network is your own; keys still "
             "guard the servers."
         )
-    own, serving = Place(device.type), None
+    serving = None
     if info.worker_index == 0:
         serving, port = _serve(host, timeout)
-        own = Place(device.type, host, port, secrets.token_hex(16))
+        own = Place(own.device, own.gpu, host, port, secrets.token_hex(16))
     brought = _gather_all(info, msgspec.json.encode(own), gather)
     places = [msgspec.json.decode(each, type=Place) for each in brought]
     if len(places) != info.num_workers:
@@ -79,7 +94,7 @@ def _meet(info: RoleInfo, device: torch.device, timeout: float, gather: Gather) 
     first, wait = places[0], timedelta(seconds=timeout)
     store = serving or TCPStore(first.host, first.port, None, False, wait)
     shared = TCPStore(first.host, first.port, None, False, wait)
-    return PrefixStore(first.token, store), PrefixStore(f"{first.token} shared", shared)
+    return places, PrefixStore(first.token, store), PrefixStore(f"{first.token} shared", shared)
 
 
 def _gather_all(info: RoleInfo, own: bytes, gather: Gather) -> list[bytes]:
