@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -19,6 +16,7 @@ from torchfleet.monitor.job_load import JobLoad
 from torchfleet.monitor.snapshot import JobSnapshot
 from torchfleet.watch.job_warnings import JobWarnings
 from torchfleet.watch.plain_lines import PlainLines, end_lines
+from torchfleet.watch.reader_gone import Shown
 from torchfleet.watch.screen import Screen
 
 _PERIOD = 0.95  # seconds between two looks: drawing is what costs most
@@ -32,15 +30,14 @@ class Display:
     """
 
     def __init__(self, log_dir: Path | None = None, verbose: bool = False) -> None:
-        self._is_gone = sys.stdout is None
-        self._lock = threading.RLock()  # `note` is called from other threads, too
+        self._safely = Shown()  # `note` is called from other threads, too
         self._console = _Console(file=sys.stdout)
         self._live: Live | None = None
         self._started: float | None = None  # the time of the first snapshot
         self._looked = 0.0
         self._load, self._plain = JobLoad(usable_cores()), PlainLines()
         self._screen, self._warnings = Screen(_short(log_dir), verbose), JobWarnings(log_dir)
-        if self._console.is_terminal and not self._console.is_dumb_terminal and not self._is_gone:
+        if self._console.is_terminal and not self._console.is_dumb_terminal and not self._safely.is_gone:
             self._safely(self._begin)
 
     def note(self, line: str, is_event: bool) -> None:
@@ -97,16 +94,6 @@ class Display:
         lines = self._screen.lines(snapshot, elapsed, warnings, told, width, most)
         self._live.update(Group(*lines), refresh=True)
 
-    def _safely(self, show: Callable[[], object]) -> None:
-        with self._lock:
-            if self._is_gone:
-                return
-            try:
-                show()
-            except (OSError, ValueError):  # the terminal, or whoever reads, is gone; or the stream is closed
-                self._is_gone = True
-                _write_to_nowhere()
-
 
 def _short(folder: Path | None) -> str:
     """As it is from here, if it is below this folder."""
@@ -121,12 +108,3 @@ class _Console(Console):
     def on_broken_pipe(self) -> None:
         """Not the end of the process, as it is by default: it has a job to run."""
         raise BrokenPipeError
-
-
-def _write_to_nowhere() -> None:
-    """What is still printed goes there, so that no error ends the launcher or changes its exit status."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 1)
-    finally:
-        os.close(nowhere)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from torchfleet.monitor.json_lines import json_line
 from torchfleet.monitor.snapshot import JobSnapshot
+from torchfleet.watch.reader_gone import Shown
 from torchfleet.watch.watchers import Watching
 
 _OWN = "[fleetrun] "
@@ -41,11 +42,14 @@ def print_json(line: str) -> None:
 class JsonDisplay:
     """A watcher that prints what is said, and shows no progress: history.jsonl and the metrics have that."""
 
+    def __init__(self) -> None:
+        self._safely = Shown()
+
     def look(self, snapshot: JobSnapshot) -> None:
         """Nothing is shown."""
 
     def note(self, line: str, is_event: bool) -> None:
-        print_json(line)
+        self._safely(lambda: print_json(line))
 
     def end(self, snapshot: JobSnapshot) -> None:
         """Nothing is shown."""
