@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from torchfleet.tracing.step_spans import BACKWARD, FORWARD, LOSS, UPDATE, StepSpans
+from torchfleet.tracing.step_spans import FORWARD, UPDATE, StepSpans
 
 _DEPTH = 4  # of containers in what a model returns
 
@@ -42,13 +42,10 @@ class StepHooks:
     def _leave(self, called: torch.nn.Module, outputs: Any) -> None:
         if not self._is_followed(called):
             return
-        self._spans.enter(LOSS)
+        backward = self._spans.enter_loss()
         first = next((tensor for tensor in _tensors(outputs) if tensor.requires_grad), None)
         if first is not None:
-            first.register_hook(self._begin_backward)  # type: ignore[no-untyped-call]
-
-    def _begin_backward(self, gradient: torch.Tensor) -> None:
-        self._spans.enter(BACKWARD)
+            first.register_hook(lambda gradient: backward.note())  # type: ignore[no-untyped-call]
 
     def _update(self, *_: Any) -> None:
         self._spans.enter(UPDATE)

@@ -11,6 +11,18 @@ DATA, FORWARD, LOSS, BACKWARD, UPDATE = "data", "forward", "loss", "backward", "
 UNSEEN = "data, forward, backward"  # the model was not called as a whole: parts of it were, or a pipeline ran it
 
 
+class Moment:
+    """A time that another thread may note: on GPUs backward runs in threads of torch."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.time = 0
+
+    def note(self) -> None:
+        """Now, unless it was noted before."""
+        self.time = self.time or self._recorder.now()
+
+
 class _Own(threading.local):
     """Where the calling thread is in its step."""
 
@@ -18,6 +30,7 @@ class _Own(threading.local):
     began = 0
     phase = ""
     since = 0
+    backward: Moment | None = None  # when gradients reached the outputs of the model
 
 
 class StepSpans:
@@ -62,8 +75,18 @@ class StepSpans:
         own, now = self._own, self._recorder.now()
         if own.phase == DATA and phase == UPDATE:
             own.phase = UNSEEN
+        if own.phase == LOSS and own.backward is not None and own.backward.time:
+            self._note(LOSS, PHASE, own.since, own.backward.time)
+            own.phase, own.since = BACKWARD, own.backward.time
         self._note(own.phase, PHASE, own.since, now)
         own.phase, own.since = phase, now
+
+    def enter_loss(self) -> Moment:
+        """The model has returned. What comes is `loss` up to the returned moment, which any thread may note, and
+        `backward` from then on."""
+        self.enter(LOSS)
+        self._own.backward = Moment(self._recorder)
+        return self._own.backward
 
     def end_step(self) -> None:
         """The step ends, and the next begins."""
