@@ -408,7 +408,7 @@ def test_a_job_given_by_addresses_trains_with_keys(tmp_path: Path) -> None:
     arguments = ("--servers", servers, "--workers", "127.0.0.1:0", "--key_dir", str(tmp_path / "keys"))
     with forked_fleetrun(tmp_path / "log", *arguments, TINY, "--mode", "async") as job:
         assert job.wait(150) == 0
-    assert "2 servers, 1 workers (keys)" in job.output
+    assert "2 servers, 1 worker (keys)" in job.output
     assert "[worker 0] worker 0 of 1 ends with loss" in job.output
     names = sorted(path.name for path in run_dir(tmp_path / "log").iterdir())
     assert names == ["history.jsonl", "serverlog.0", "serverlog.1", "workerlog.0"]
