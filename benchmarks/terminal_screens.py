@@ -115,7 +115,8 @@ def as_svg(screen: str, title: str) -> str:
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=_WIDTH, file=nowhere, force_terminal=True, color_system="truecolor")
         console.print(Text.from_ansi(screen.rstrip("\n")), soft_wrap=True)
-        return console.export_svg(title=title, unique_id="torchfleet")
+        drawn = console.export_svg(title=title, unique_id="torchfleet")
+    return re.sub(r"\s*@font-face \{.*?\}", "", drawn, flags=re.DOTALL)  # fonts of other hosts
 
 
 def _has_trained(screen: str) -> bool:

@@ -244,7 +244,7 @@ def add_callback(callback: object, every_worker: bool = False) -> None:
     """Tell `callback` of this training: an object with some of the methods of fleet.callbacks.Callback.
 
     After fleet.init(), on every process: worker 0 (rank 0) calls it, the others only with `every_worker`, servers
-    never. An error in it is printed, and training goes on.
+    never. An error in it is printed, and training goes on; one in on_start is raised.
     """
     job = _any_job()
     if job.info.role != SERVER and (every_worker or job.info.worker_index == 0):
@@ -399,7 +399,7 @@ def flush() -> None:
 
 
 def report(**metrics: float) -> None:
-    """Numbers (loss, auc, ...) for the launcher's display, and for callbacks."""
+    """Numbers (loss, auc, ...) for everything that watches the job, from the launcher's display to callbacks."""
     job, found = _any_job(NO_WORKER), {name: metric(name, value) for name, value in metrics.items()}
     job.report(found)
     _callbacks.report(job.num_steps, found)

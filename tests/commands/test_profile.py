@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from support.paths import SCRIPTS
 from support.scripts.launching import TINY, Forked, forked_fleetrun, run_dir, wait_until
 
 from torchfleet.commands import command
+from torchfleet.commands.profile import profile_command
 from torchfleet.commands.profile.profile_command import _num_own
+from torchfleet.tracing.profile_folder import ProfileRequest
 
 Event = dict[str, Any]
 STEPS = 4
@@ -120,6 +123,8 @@ def test_a_job_that_ends_too_soon_is_an_error_that_says_so(tmp_path: Path) -> No
         ([], 2, "give options of fleetrun and a script, or the folder of logs"),
         (["--steps", "0", "x"], 2, "expected a number of steps"),
         (["--steps", "-3", "x"], 2, "expected a number of steps"),
+        (["--timeout", "nan", "x"], 2, "expected a number of seconds"),
+        (["--timeout", "-1", "x"], 2, "expected a number of seconds"),
         (["--out", "/no/such/folder/t.json", "x"], 1, "--out"),
         (["."], 1, "no job is running"),
         (["--keep_running", "."], 2, "--keep_running is for a job that is started"),
@@ -140,6 +145,18 @@ def test_mistakes_are_told(
         code = ended.code
     assert code == status
     assert part in capsys.readouterr().err
+
+
+def test_processes_may_begin_for_as_long_as_the_profile_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that loads data for an hour looks for the request at its first step."""
+    (tmp_path / ".status.worker.0").touch()
+    asked: list[ProfileRequest] = []
+    monkeypatch.setattr(profile_command, "ProfileRun", lambda root, request, ended, timeout: asked.append(request))
+    monkeypatch.setattr(profile_command, "_record", lambda run, out: 0)
+    assert command.main(["profile", "--timeout", "7200", "--out", str(tmp_path / "t.json"), str(tmp_path)]) == 0
+    assert asked[0].until > time.time() + 7000
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,8 @@ def test_the_settings_are_one_line_of_what_differs_or_a_table_of_all():
     line = "torchfleet worker 1: 2 servers, 2 workers (keys), geo, a_sync_configs.k_steps=7, rpc_timeout=5.0"
     assert set(configuration(info, strategy).split(", ")) == set(line.split(", "))
     assert configuration(info, DistributedStrategy()) == "torchfleet worker 1: 2 servers, 2 workers (keys), sync"
+    alone = RoleInfo(num_workers=1, server_endpoints=("a:1",), key_dir="keys")
+    assert configuration(alone, DistributedStrategy()) == "torchfleet worker 0: 1 server, 1 worker (keys), sync"
     whole = configuration(replace(info, verbose=True), strategy)
     for name in ("rpc_retry_times", "a_sync_configs.send_queue_size", "k_steps"):
         assert name in whole

@@ -68,6 +68,7 @@ class TestRefusedCommandLines:
             (("--orphan_timeout", "60", "--nproc_per_node", "2"), "use one kind"),
             (("--simulate", *LISTS), "leave --servers, --workers out"),
             (("--simulate", "--gpus", "0", "--max_restart", "1"), "leave --gpus, --max_restart out"),
+            (("--simulate", "--trace_every", "10", "--verbose"), "leave --trace_every, --verbose out"),
             (("--simulate", "--worker_num", "0"), "must be at least 1, found 1 and 0"),
             (("--simulate", "--link", "10"), "--link 10: expected a bandwidth in Mbit or Gbit"),
             (("--simulate", "--step_ms", "0"), "--step_ms must be a number above 0, found 0"),
@@ -407,7 +408,7 @@ def test_a_job_given_by_addresses_trains_with_keys(tmp_path: Path) -> None:
     arguments = ("--servers", servers, "--workers", "127.0.0.1:0", "--key_dir", str(tmp_path / "keys"))
     with forked_fleetrun(tmp_path / "log", *arguments, TINY, "--mode", "async") as job:
         assert job.wait(150) == 0
-    assert "2 servers, 1 workers (keys)" in job.output
+    assert "2 servers, 1 worker (keys)" in job.output
     assert "[worker 0] worker 0 of 1 ends with loss" in job.output
     names = sorted(path.name for path in run_dir(tmp_path / "log").iterdir())
     assert names == ["history.jsonl", "serverlog.0", "serverlog.1", "workerlog.0"]

@@ -1,4 +1,4 @@
-"""The command line of `fleet`: looks into saved models and running servers; compares, compacts and exports models."""
+"""The command line of `fleet`: looks into saved models, jobs and machines; compares, compacts and exports models."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _EXAMPLES = """examples:
 
 A model is the folder that fleet.save, fleet.save_persistables or fleet.save_inference_model wrote to; any path that
 fsspec opens. The models of fleet.save in collective training can be inspected and exported.
-`fleet COMMAND --help` tells more. All of it: docs/checkpoints.md"""
+`fleet COMMAND --help` tells more. All of it: docs/checkpoints.md; of jobs and machines: docs/watching.md"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,7 +19,8 @@ _MOST_NAMES = 3
 
 def configuration(info: RoleInfo, strategy: DistributedStrategy) -> str:
     """The settings of a worker at its start: one line with those that differ from their defaults, or a table of all."""
-    place = "one process" if info.is_local else f"{info.num_servers} servers, {info.num_workers} workers"
+    counted = f"{_counted(info.num_servers, 'server')}, {_counted(info.num_workers, 'worker')}"
+    place = "one process" if info.is_local else counted
     sockets = "sockets of this user" if info.socket_dir else "plain"
     security = "in process" if info.is_local else "keys" if info.key_dir else sockets
     title = f"torchfleet worker {info.worker_index}"
@@ -35,6 +36,10 @@ def configuration(info: RoleInfo, strategy: DistributedStrategy) -> str:
         name, _, value = line.strip().partition(" ")
         table.add_row(name, value.strip())
     return _text(table)
+
+
+def _counted(num: int, role: str) -> str:
+    return f"{num} {role}{'s' * (num != 1)}"
 
 
 def embeddings(choice: Choice) -> str:

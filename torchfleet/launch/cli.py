@@ -41,6 +41,7 @@ _EXAMPLES = """examples:
   fleetrun --nproc_per_node 2 train.py                              a collective job: two ranks on this machine
   fleetrun --gpus 0,1 --ips a,b --insecure train.py                 the same line on machines a and b, two GPUs each
   fleetrun --server_num 2 --worker_num 2 -m package.train --epochs 3   a module, as `python -m` runs it
+  fleetrun --dashboard --server_num 2 --worker_num 2 train.py       with a web page that shows the job
   fleetrun --dry_run --server_num 1 --worker_num 2 train.py         what would be started, with which environment
 
 The script is the same for all roles: fleet.init() finds out which one a process has. Options of fleetrun stand before

@@ -25,11 +25,11 @@ _OWN = ("link", "straggler", "step_ms", "compute_scale", "simulation_seed", "thr
 _OTHERS = (
     "servers", "workers", "nproc_per_node", "gpus", "nnodes", "master", "rank", "ips", "max_restart",
     "max_job_restart", "insecure", "plain", "private", "log_max_bytes", "replicas", "coordinator", "dashboard",
-    "tensorboard",
+    "tensorboard", "trace_every", "verbose",
 )  # fmt: skip
 _FIRST_PORT = 10_000  # of addresses that nobody listens on
-# Messages travel inside this machine, and no process of it serves metrics of virtual time.
-_WITHOUT = {*ROLES, "FLEET_KEY_DIR", "FLEET_INSECURE", METRICS_PORT, METRICS_HOST}
+# Messages travel inside this machine, and no process of it serves metrics, or sends traces, of virtual time.
+_WITHOUT = {*ROLES, "FLEET_KEY_DIR", "FLEET_INSECURE", METRICS_PORT, METRICS_HOST, "FLEET_TRACE_EVERY"}
 
 
 class SimulationLauncher:

@@ -27,7 +27,7 @@ NAME = ".profile"  # of the folder beside the logs of a run
 LOOK = 0.5  # seconds between two looks for a request
 _ID = re.compile("[0-9a-f]{16}")
 _MAX_BYTES = 1 << 16  # of a request
-_LIFE = 600.0  # seconds after which a request is not looked at any more
+LIFE = 600.0  # seconds after which a request is not looked at any more, unless it says otherwise
 
 Body = TypeVar("Body")
 
@@ -77,8 +77,11 @@ class Part(msgspec.Struct):
         return f"{self.role} {self.index}"
 
 
-def new_request(steps: int, skip: int, with_torch: bool, now: float | None = None) -> ProfileRequest:
-    until = (time.time() if now is None else now) + _LIFE
+def new_request(
+    steps: int, skip: int, with_torch: bool, now: float | None = None, life: float = LIFE
+) -> ProfileRequest:
+    """`life`: seconds for which processes may begin."""
+    until = (time.time() if now is None else now) + life
     return ProfileRequest(secrets.token_hex(8), steps, skip, with_torch, until)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,9 +17,10 @@ from torchfleet.commands.profile.phase_summary import Summary
 from torchfleet.commands.profile.profile_run import ProfileRun
 from torchfleet.errors import FleetError
 from torchfleet.guard.printable import say
-from torchfleet.tracing.profile_folder import NAME, VARIABLE, ProfileRequest, new_request
+from torchfleet.tracing.profile_folder import LIFE, NAME, VARIABLE, ProfileRequest, new_request
 
 _MOST_STEPS = 10_000
+_LONGEST = 7 * 24 * 3600.0  # seconds that a profile is waited for
 _GRACE = 20.0  # seconds that a job has to end
 _DESCRIPTION = """Record some steps of a job: phases of every worker's step, what torch.profiler sees, requests and what
 servers do for them. Writes one trace of all processes, on one time axis, for chrome://tracing or ui.perfetto.dev, and
@@ -39,7 +41,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     made.add_argument("--out", default="trace.json", help="the file to write; NAME.gz is compressed (trace.json)")
     made.add_argument("--no_torch", action="store_true", help="without torch.profiler: phases and requests only")
     made.add_argument("--keep_running", action="store_true", help="the job that was started goes on to its end")
-    made.add_argument("--timeout", type=float, default=600.0, help="seconds to wait for the profile (default: 600)")
+    made.add_argument("--timeout", type=_seconds, default=LIFE, help="seconds to wait for the profile (default: 600)")
     made.add_argument("job", nargs="*", help="options of fleetrun and the script; or a folder of logs")
     own = {name: action.nargs == 0 for action in made._actions for name in action.option_strings}
     parse = made.parse_known_args
@@ -67,10 +69,11 @@ def profile(options: argparse.Namespace) -> int:
         if options.keep_running:
             options.usage_error("--keep_running is for a job that is started; one that runs goes on in any case")
         root = running_folder(Path(options.job[0]))
-        request = new_request(options.steps, options.skip or 0, not options.no_torch)
+        request = new_request(options.steps, options.skip or 0, not options.no_torch, life=options.timeout)
         return _record(ProfileRun(root, request, lambda: None, options.timeout), out)
     skip = 10 if options.skip is None else options.skip
-    return _start_and_record(options, new_request(options.steps, skip, not options.no_torch), out)
+    request = new_request(options.steps, skip, not options.no_torch, life=options.timeout)
+    return _start_and_record(options, request, out)
 
 
 def running_folder(log_dir: Path) -> Path:
@@ -140,6 +143,13 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= _MOST_STEPS):
         raise argparse.ArgumentTypeError(f"expected a number of steps from 1 to {_MOST_STEPS}, found {text!r}")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= _LONGEST:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"expected a number of seconds from 0 to {_LONGEST:g}, found {text!r}")
 
 
 def _count_or_none(text: str) -> int:
