@@ -11,7 +11,7 @@ _MOST_EVENTS, _MOST_SAVES = 1000, 500
 _COUNTED = {  # fields of a status that only grow: what an increase means
     "retries": ("warning", "{} requests were sent again"),
     "errors": ("warning", "{} requests failed"),
-    "dropped": ("warning", "{} messages were dropped"),
+    "dropped": ("warning", "{} gradients of the network were too old and dropped"),
     "workers_lost": ("fault", "{} workers were lost"),
 }
 

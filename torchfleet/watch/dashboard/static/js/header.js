@@ -15,7 +15,7 @@ export function showHead(store, run) {
   const name = script.split("/").at(-1) || "torchfleet";
   setText(byId("job-name"), name);
   const silence = head.last ? store.time() - head.last : 0;
-  const period = Math.min(60, (head.last - head.started) / 600); // as watch/history.py has it
+  const period = Math.min(60, (head.last - head.started) / 600); // as watch/due_roles.py has it
   const isSilent = !store.isOver && silence > Math.max(SILENT, 3 * period);
   const state = isSilent ? "silent" : head.state;
   setText(byId("state"), isSilent ? `no news for ${duration(silence)}` : state);
