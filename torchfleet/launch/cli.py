@@ -146,7 +146,9 @@ def options_from(caller: str, values: Mapping[str, Any], script: Sequence[str]) 
     try:
         return parse_with_ports(parser(), [*flags, *script])
     except SystemExit as error:
-        raise RoleError(f"{caller}: not options of fleetrun: {' '.join(flags)}") from error
+        raise RoleError(
+            f"{caller}: not options of fleetrun: {' '.join(flags)}. `fleetrun --help` lists those that it has."
+        ) from error
 
 
 def _subcommand(name: str) -> Callable[[Sequence[str]], int]:
