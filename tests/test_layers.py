@@ -317,6 +317,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": {"tables", "tables/settings", "net", "cgroups", "errors"},
     "commands/profile": {"tracing", "guard", "errors"},
     "commands": {
+        "watch",
         "watch/dashboard",
         *TABLES,
         "commands/profile",

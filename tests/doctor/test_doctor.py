@@ -190,8 +190,12 @@ def test_a_real_run_ends_with_a_status_that_its_findings_explain() -> None:
         ["--serve", "x"],
         ["--serve", "0.0.0.0:7100"],
         ["--serve", "7100", "b:1"],
-        ["--seconds", "0"],
+        ["--serve", "7100", "--rows", "1e9"],
+        ["b:1", "--seconds", "0"],
+        ["--insecure"],
         ["--rows", "1", "--rule", "none"],
+        ["--dim", "64"],
+        ["--seconds", "2"],
     ],
 )
 def test_a_mistake_of_the_command_is_status_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from torchfleet.monitor.snapshot import JobSnapshot, RoleSnapshot
 from torchfleet.watch.history import HistoryReader, HistoryWriter
-from torchfleet.watch.tensorboard_events import TensorBoardEvents, scalars_of
+from torchfleet.watch.tensorboard_events import TensorBoardEvents, scalars_of, scalars_of_job
 
 
 def job(now: float, steps: int) -> JobSnapshot:
@@ -73,6 +73,17 @@ def test_the_job_has_means_sums_histograms_and_its_command(tmp_path: Path) -> No
         [0, 31],
         [70, 3],
     )
+
+
+def test_only_workers_that_train_count_for_the_speed_of_the_job() -> None:
+    trains = {"samples_per_s": 10.0, "steps_per_s": 2.0, "metrics": {"loss": 1.0}}
+    roles = [
+        RoleSnapshot("worker", 0, "running", trains),
+        RoleSnapshot("worker", 1, "running", {**trains, "left": True}),
+        RoleSnapshot("worker", 2, "done", {**trains, "metrics": {"loss": 4.0}}),
+    ]
+    found = scalars_of_job(JobSnapshot(1.0, roles))
+    assert found == {"metrics/loss": 2.0, "speed/samples_per_s": 10.0, "speed/steps_per_s": 2.0}
 
 
 def test_a_folder_that_cannot_be_written_is_told_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from torchfleet.launch.cli import parser
+from torchfleet.errors import RoleError
+from torchfleet.launch.cli import main, options_from, parser
 from torchfleet.watch.watchers import ANY_PORT, parse_with_ports, watching_of
 
 
@@ -34,3 +37,42 @@ def test_what_is_no_port_is_refused(port: str, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit):
         parse_with_ports(parser(), [f"--dashboard={port}", "train.py"])
     assert "expected a port from 0 to 65535" in capsys.readouterr().err
+
+
+def test_a_dashboard_may_be_asked_for_from_python() -> None:
+    for given, port in ((True, ANY_PORT), (8500, 8500), (0, 0), (None, None)):
+        options = options_from("run", {"dashboard": given}, ["train.py", "--dashboard", "x"])
+        assert (options.dashboard, options.script, options.arguments) == (port, "train.py", ["--dashboard", "x"])
+
+
+@pytest.mark.parametrize("name", ["dry_run", "keygen"])
+def test_what_starts_no_job_is_refused_from_python(name: str) -> None:
+    with pytest.raises(RoleError, match=f"run runs a job, and {name} does not: use fleetrun --{name}"):
+        options_from("run", {name: "keys" if name == "keygen" else True}, ["train.py"])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--simulate --dashboard 0", "leave --dashboard out"),
+        ("--simulate --verbose --trace_every 5", "leave --verbose, --trace_every out"),
+        ("--nproc_per_node 2 --verbose", "leave --verbose out"),
+    ],
+)
+def test_what_a_job_has_no_use_for_is_refused(
+    line: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    assert main([*line.split(), "--dry_run", str(tmp_path / "train.py")]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("job", ["--server_num 1 --worker_num 1", "--cluster ray", "--nproc_per_node 2"])
+def test_every_launcher_tells_its_processes_how_much_to_tell(
+    job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").touch()
+    verbose = [] if "nproc" in job else ["--verbose"]
+    assert main([*job.split(), *verbose, "--trace_every", "5", "--dry_run", str(tmp_path / "train.py")]) == 0
+    told = capsys.readouterr().out
+    assert (told.count("FLEET_TRACE_EVERY=5"), told.count("FLEET_VERBOSE=1")) == (2, 2 * len(verbose))

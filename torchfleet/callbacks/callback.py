@@ -32,7 +32,7 @@ class Callback:
         `samples_per_s`."""
 
     def on_save(self, dirname: str) -> None:
-        """The model is saved there."""
+        """The model is saved there; with fleet.save(asynchronous=True) it is being written."""
 
     def on_end(self, stats: Mapping[str, Any]) -> None:
         """fleet.stop_worker() is done. `stats`: what fleet.stats() said last; empty if the job was given up."""

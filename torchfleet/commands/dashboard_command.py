@@ -11,6 +11,7 @@ from torchfleet.guard.printable import say
 from torchfleet.watch.dashboard.access import is_loopback, token_of
 from torchfleet.watch.dashboard.dashboard_server import DEFAULT_PORT, Dashboard
 from torchfleet.watch.dashboard.run_folders import RunFolders
+from torchfleet.watch.watchers import port_or_any
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -26,7 +27,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="the folder of a run, such as log/latest; or the --log_dir of fleetrun, to choose among its runs; or "
         "several folders, which are the machines of one job",
     )
-    parser.add_argument("--port", type=_port, help=f"default: {DEFAULT_PORT}, or the next that is free; 0: any")
+    parser.add_argument("--port", type=port_or_any, help=f"default: {DEFAULT_PORT}, or the next that is free; 0: any")
     parser.add_argument(
         "--host", default="127.0.0.1", help="the address to listen on; other than loopback needs a token (127.0.0.1)"
     )
@@ -58,9 +59,3 @@ def _dashboard(options: argparse.Namespace) -> int:
         for number, handler in before.items():
             signal.signal(number, handler)
     return 0
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdecimal() and int(text) < 1 << 16):
-        raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, found {text!r}")
-    return int(text)

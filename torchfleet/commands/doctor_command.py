@@ -27,6 +27,8 @@ from torchfleet.net.addresses import listen
 from torchfleet.net.keys import KeyFolder
 
 _MOST_ROWS = 1e15
+# What is asked of a doctor, not of its other end.
+_ASKED = ("json", "ports", "server_num", "worker_num", "rows", "dim", "rule", "seconds")
 _DESCRIPTION = """Look at this machine: cores, memory, limits, settings of the kernel, versions. With HOST:PORT, also at
 the links to machines that run `fleet doctor --serve`, and at what differs there. With --server_num and --worker_num,
 whether such a job fits. Ends with status 0 if all is well, 1 if something will hurt, 2 for a mistake of the command."""
@@ -46,26 +48,41 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--server_num", type=_count, help="servers of a job that is to run here")
     add("--worker_num", type=_count, help="workers of it")
     add("--rows", type=_rows, default=0.0, help="rows of its tables, such as 1e9")
-    add("--dim", type=_count, default=16, help="numbers of a row (default: 16)")
-    add("--rule", default="adagrad", help="its optimizer: sgd, adagrad, adam (default: adagrad)")
-    add("--seconds", type=float, default=1.0, help="how long bytes are sent over a link, each way (default: 1)")
+    add("--dim", type=_count, help="numbers of a row (default: 16)")
+    add("--rule", help="its optimizer: sgd, adagrad, adam (default: adagrad)")
+    add("--seconds", type=float, help="how long bytes are sent over a link, each way (default: 1)")
     add("--json", action="store_true", help="everything as one JSON object")
     made.set_defaults(run=doctor, usage_error=made.error)
 
 
 def doctor(options: argparse.Namespace) -> int:
     """Carry out the command; returns the exit status."""
+    _check(options)
     if options.serve is not None:
-        if options.places or options.json:
-            options.usage_error("--serve is the other end: ask it from another machine, without --serve")
         return _serve(options)
-    if not 0.1 <= options.seconds <= 60:
-        options.usage_error(f"--seconds: expected 0.1 to 60, found {options.seconds:g}")
     try:
         return _examine(options)
     except FleetError as error:
         options.usage_error(str(error))
         raise AssertionError("argparse has ended the process") from error
+
+
+def _check(options: argparse.Namespace) -> None:
+    """End with a message for what cannot be, and for what would be of no use."""
+    if options.serve is not None:
+        asked = [f"--{name}" for name in _ASKED if getattr(options, name)]
+        if options.places or asked:
+            what = ", ".join([*options.places, *asked])
+            options.usage_error(f"--serve is the other end: ask for {what} from another machine, without --serve")
+        return
+    if options.insecure:
+        options.usage_error("--insecure is for --serve: leave it out, or add --serve PORT")
+    if options.seconds is not None and not options.places:
+        options.usage_error("--seconds is about links: add HOST:PORT of a machine that runs fleet doctor --serve")
+    if options.seconds is not None and not 0.1 <= options.seconds <= 60:
+        options.usage_error(f"--seconds: expected 0.1 to 60, found {options.seconds:g}")
+    if (options.dim is not None or options.rule is not None) and not options.rows:
+        options.usage_error("--dim and --rule are about rows: add --rows, such as --rows 1e9")
 
 
 def _examine(options: argparse.Namespace) -> int:
@@ -75,12 +92,13 @@ def _examine(options: argparse.Namespace) -> int:
         from torchfleet.doctor.job_fit import check_fit  # compiled kernels are loaded with it
 
         num_servers, num_workers = options.server_num or 1, options.worker_num or 1
-        findings += check_fit(machine, num_servers, num_workers, options.rows, options.dim, options.rule)
+        dim, rule = options.dim or 16, options.rule or "adagrad"
+        findings += check_fit(machine, num_servers, num_workers, options.rows, dim, rule)
     own = _facts(machine, software)
     links = []
     for place in options.places:
         try:
-            links.append(_measured(place, options.key_dir, options.seconds))
+            links.append(_measured(place, options.key_dir, options.seconds or 1.0))
         except FleetError as error:
             findings.append(Finding(STOPS, str(error), "no worker there would reach a server here", 98))
         else:

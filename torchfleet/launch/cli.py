@@ -26,6 +26,8 @@ from torchfleet.watch.watchers import add_options as add_watching
 from torchfleet.watch.watchers import parse_with_ports
 
 _NOT_YET = ("heter_worker_num",)
+_NO_JOB = ("dry_run", "keygen")  # what fleetrun does in the place of a job
+_RANKS = ("nproc_per_node", "nnodes", "gpus", "ips")
 
 # The first argument → the function that takes the others and returns the exit status. Imported when it is asked for.
 SUBCOMMANDS = {
@@ -130,8 +132,12 @@ def _run(options: argparse.Namespace) -> int:
 
 def options_from(caller: str, values: Mapping[str, Any], script: Sequence[str]) -> argparse.Namespace:
     """The options of a call from Python, by their names: True stands for a switch, a list for one that is given several
-    times, None and False for nothing. Raises RoleError, which names `caller`, for what fleetrun does not have.
+    times, None and False for nothing. Raises RoleError, which names `caller`, for what fleetrun does not have, and for
+    what starts no job.
     """
+    wrong = [name for name in _NO_JOB if values.get(name)]
+    if wrong:
+        raise RoleError(f"{caller} runs a job, and {wrong[0]} does not: use fleetrun --{wrong[0]} on the command line")
     flags: list[str] = []
     for name, value in values.items():
         if value is None or value is False:
@@ -139,9 +145,11 @@ def options_from(caller: str, values: Mapping[str, Any], script: Sequence[str]) 
         for each in value if isinstance(value, (list, tuple)) else [value]:
             flags += [f"--{name}"] if each is True else [f"--{name}", str(each)]
     try:
-        return parser().parse_args([*flags, *script])
+        return parse_with_ports(parser(), [*flags, *script])
     except SystemExit as error:
-        raise RoleError(f"{caller}: not options of fleetrun: {' '.join(flags)}") from error
+        raise RoleError(
+            f"{caller}: not options of fleetrun: {' '.join(flags)}. `fleetrun --help` lists those that it has."
+        ) from error
 
 
 def _subcommand(name: str) -> Callable[[Sequence[str]], int]:
@@ -170,6 +178,12 @@ def check(options: argparse.Namespace) -> None:
             raise RoleError(f"--{name} must be at least 0, found {getattr(options, name)}")
     if options.trace_every is not None and not 1 <= options.trace_every < 10**9:
         raise RoleError(f"--trace_every must be a number of steps, at least 1; found {options.trace_every}")
+    ranks = [f"--{name}" for name in _RANKS if getattr(options, name) is not None]
+    if options.verbose and ranks:
+        raise RoleError(
+            f"--verbose shows tables of servers, and settings of their workers; {ranks[0]} starts a collective job, "
+            "which has neither: leave --verbose out"
+        )
     if options.max_restart and options.max_job_restart:
         raise RoleError("--max_restart starts one worker again, --max_job_restart all processes: use one of them")
     if options.key_dir:

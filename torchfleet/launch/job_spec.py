@@ -53,15 +53,14 @@ class JobSpec:
         variables = {"FLEET_KEY_DIR": str(Path(self.key_dir).absolute())} if self.key_dir else {}
         if self.socket_dir:
             variables["FLEET_SOCKET_DIR"] = self.socket_dir
-        if self.watching.verbose:
-            variables["FLEET_VERBOSE"] = "1"
-        variables |= self.trace_variables
+        variables |= self.telling_variables
         return {**variables, "FLEET_INSECURE": "1"} if self.insecure else variables
 
     @property
-    def trace_variables(self) -> dict[str, str]:
-        """The variable by which processes learn that steps are traced."""
-        return {"FLEET_TRACE_EVERY": str(self.trace_every)} if self.trace_every else {}
+    def telling_variables(self) -> dict[str, str]:
+        """The variables by which processes learn how much they are to tell."""
+        variables = {"FLEET_VERBOSE": "1"} if self.watching.verbose else {}
+        return {**variables, "FLEET_TRACE_EVERY": str(self.trace_every)} if self.trace_every else variables
 
     def resources_of(self, role: str) -> Resources:
         """What a process of this role ("server", "worker" or "rank") asks for."""

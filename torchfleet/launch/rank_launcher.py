@@ -67,7 +67,7 @@ class RankLauncher:
 
 def _plan(job: JobSpec, options: argparse.Namespace) -> RankPlan:
     plan = make_plan(options)
-    return dataclasses.replace(plan, environment={**plan.environment, **job.trace_variables})
+    return dataclasses.replace(plan, environment={**plan.environment, **job.telling_variables})
 
 
 def _describe_rank(job: JobSpec, plan: RankPlan, local_rank: int) -> Iterator[str]:

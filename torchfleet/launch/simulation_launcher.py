@@ -17,6 +17,7 @@ from torchfleet.monitor.prometheus.metrics_port import HOST as METRICS_HOST
 from torchfleet.monitor.prometheus.metrics_port import PORT as METRICS_PORT
 from torchfleet.simulate.conditions import Conditions, Job, Part, parse_straggler
 from torchfleet.simulate.network.links import Link, parse_link
+from torchfleet.watch.json_display import print_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 _OWN = ("link", "straggler", "step_ms", "compute_scale", "simulation_seed", "throughput_only")
 _OTHERS = (
     "servers", "workers", "nproc_per_node", "gpus", "nnodes", "master", "rank", "ips", "max_restart",
-    "max_job_restart", "insecure", "plain", "private", "log_max_bytes", "replicas", "coordinator", "dashboard",
-    "tensorboard", "trace_every", "verbose",
+    "max_job_restart", "insecure", "plain", "private", "log_max_bytes", "replicas", "coordinator",
+    "tensorboard", "verbose", "trace_every",
 )  # fmt: skip
 _FIRST_PORT = 10_000  # of addresses that nobody listens on
 # Messages travel inside this machine, and no process of it serves metrics, or sends traces, of virtual time.
@@ -58,6 +59,8 @@ class SimulationLauncher:
         for name, variable in variables.items():
             if (given := getattr(options, name)) and given != os.environ.get(variable):
                 others.append(f"--{name}")
+        if options.dashboard is not None:  # 0 is any port
+            others.append("--dashboard")
         if options.log_format != log_format():
             others.append(f"--log_format {options.log_format}")
         if others:
@@ -82,8 +85,8 @@ class SimulationLauncher:
         from torchfleet.simulate.simulation import Simulation  # imports torch
 
         run_dir = job.make_run_dir()
-        print(f"[fleetrun] simulating {len(planned)} processes in virtual time; logs in {run_dir}", flush=True)
-        return Simulation(_job(options, layout, planned, conditions, run_dir), run_dir, _say).run()
+        print_text(f"[fleetrun] simulating {len(planned)} processes in virtual time; logs in {run_dir}")
+        return Simulation(_job(options, layout, planned, conditions, run_dir), run_dir, print_text).run()
 
 
 def _forecast(job: JobSpec, options: argparse.Namespace, layout: JobLayout, conditions: Conditions) -> int:
@@ -93,16 +96,11 @@ def _forecast(job: JobSpec, options: argparse.Namespace, layout: JobLayout, cond
     few = replace(job, num_workers=min(num_workers, PROFILE_WORKERS), num_servers=min(num_servers, PROFILE_SERVERS))
     small, planned = _plan(few, options)
     run_dir = job.make_run_dir()
-    print(
-        f"[fleetrun] measuring a step with {few.num_workers} workers and {few.num_servers} servers; logs in {run_dir}",
-        flush=True,
+    print_text(
+        f"[fleetrun] measuring a step with {few.num_workers} workers and {few.num_servers} servers; logs in {run_dir}"
     )
     profiled = _job(options, small, planned, conditions, run_dir)
-    return forecast_throughput(profiled, num_workers, num_servers, run_dir, _say)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
+    return forecast_throughput(profiled, num_workers, num_servers, run_dir, print_text)
 
 
 def _job(

@@ -34,7 +34,8 @@ class FleetStrategy(CheckpointFolders, WorkerExchange, LoggedMetrics, ParallelSt
     """A LightningModule in a job: alone, under `fleetrun --server_num S --worker_num W`, or as ranks.
 
     `settings`: "sync", "half_async", "async", "geo" or "hybrid", or a DistributedStrategy, whose collective fields act
-    under `fleetrun --nproc_per_node N`. `sparse`: which embeddings go to the servers, as in fleet.distributed_model.
+    under `fleetrun --nproc_per_node N`. `sparse`: which embeddings go to the servers, as in fleet.distributed_model;
+    a collective job has none, and refuses it.
 
     The process's role comes from the environment. Each worker is a rank of the Trainer, and gets its share of the
     samples. On a server, `fit`, `validate`, `test` and `predict` serve until all workers have stopped, and then end the
@@ -151,7 +152,7 @@ class FleetStrategy(CheckpointFolders, WorkerExchange, LoggedMetrics, ParallelSt
         module = self.precision_plugin.convert_module(module)
         self.model = module
         self.model_to_device()
-        self.model = fleet.distributed_model(module, self._settings, None if self._is_collective else self._sparse)
+        self.model = fleet.distributed_model(module, self._settings, self._sparse)
         self.setup_optimizers(trainer)
         start(self.folder_to_load())
         self._begun = module

@@ -14,7 +14,7 @@ class RoleSnapshot:
     role: str  # "server", "worker" or "rank"
     index: int
     state: str  # "starting", "running", "done", "failed", or "waiting": for room in a cluster
-    status: dict[str, Any] = field(default_factory=dict)  # monitor/status.py has the fields; empty before the first
+    status: dict[str, Any] = field(default_factory=dict)  # docs/watching.md has the fields; empty before the first
     replica: int = 0  # of a server: 1 is the process that began as the backup
     returncode: int | None = None  # None while it starts or runs
     num_restarts: int = 0

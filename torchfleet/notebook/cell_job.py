@@ -44,7 +44,7 @@ def run(
         )
     script = ["-m", _PROCESS]
     given = options_from("fleet.notebook.run", {"server_num": server_num, "worker_num": worker_num, **options}, script)
-    if launcher_of(given) is not LAUNCHERS["servers"] or given.servers or given.workers or given.dry_run:
+    if launcher_of(given) is not LAUNCHERS["servers"] or given.servers or given.workers:
         raise RoleError(
             f"fleet.notebook.run starts servers and workers on this machine, and {', '.join(options)} ask for "
             "something else: use fleetrun, or fleet.ray.run"

@@ -80,7 +80,7 @@ def totals_of(snapshot: JobSnapshot) -> JobTotals:
         samples=sum(role.status.get("samples", 0) for role in workers),
         rate=sum(status.get("samples_per_s", 0.0) for status in training),
         mean_rate=sum(role.status.get("samples_per_s_mean", 0.0) for role in workers),
-        metrics=_means(role.metrics for role in workers),
+        metrics=means(role.metrics for role in workers),
         progress=_progress([role.status for role in workers]),
         rows=sum(sum(found.values()) for found in rows) if any(rows) else None,
         num_tables=len({name for found in rows for name in found}),
@@ -107,7 +107,8 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-def _means(metrics: Iterable[dict[str, float]]) -> dict[str, float]:
+def means(metrics: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Of every metric, over the workers that report it."""
     found: dict[str, list[float]] = {}
     for reported in metrics:
         for name, value in reported.items():

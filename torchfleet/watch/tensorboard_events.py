@@ -19,6 +19,7 @@ from torchfleet.monitor.freshness import median, summed
 from torchfleet.monitor.notices import tell
 from torchfleet.monitor.snapshot import JobSnapshot, RoleSnapshot
 from torchfleet.watch.due_roles import DueRoles
+from torchfleet.watch.job_totals import is_training, means
 
 JOB = "job"
 # The tag of a field of a status that is one number.
@@ -56,14 +57,13 @@ def scalars_of(role: RoleSnapshot) -> dict[str, float]:
 
 
 def scalars_of_job(snapshot: JobSnapshot) -> dict[str, float]:
-    """Means of the metrics that workers or ranks have reported, and what their speeds come to."""
-    workers = [role for role in snapshot.roles if role.role != "server" and role.status]
-    found: dict[str, float] = {}
-    for name in sorted({name for role in workers for name in role.metrics}):
-        values = [role.metrics[name] for role in workers if name in role.metrics]
-        found[f"metrics/{name}"] = sum(values) / len(values)
+    """Means of the metrics that workers or ranks have reported, and the speeds of those that train, as the display has
+    them."""
+    workers = [role for role in snapshot.roles if role.role != "server"]
+    found = {f"metrics/{name}": value for name, value in means(role.metrics for role in workers).items()}
+    training = [role.status for role in workers if is_training(role)]
     for field in _SUMMED:
-        rates = [role.status[field] for role in workers if isinstance(role.status.get(field), (int, float))]
+        rates = [status[field] for status in training if isinstance(status.get(field), (int, float))]
         if rates:
             found[FIELDS[field]] = sum(rates)
     return found

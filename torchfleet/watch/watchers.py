@@ -138,8 +138,11 @@ def _with_ports(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _port(text: str) -> int:
-    if isinstance(text, _NoPort):
-        return ANY_PORT
+    return ANY_PORT if isinstance(text, _NoPort) else port_or_any(text)
+
+
+def port_or_any(text: str) -> int:
+    """The type of an option that is a port; 0: any. Raises ArgumentTypeError."""
     if not (text.isascii() and text.isdecimal() and int(text) < 1 << 16):
         raise argparse.ArgumentTypeError(f"expected a port from 0 to 65535, found {text!r}")
     return int(text)

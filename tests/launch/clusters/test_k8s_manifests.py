@@ -324,6 +324,7 @@ def test_a_script_arrives_as_it_is(text: str) -> None:
         (("--env_secret", "A b"), "expected the name of an object"),
         (("--metrics_host", "0.0.0.0"), "pods serve their metrics to the network of the cluster"),
         (("--metrics_port", "65536"), "must be a port from 1 to 65535"),
+        (("--nnodes", "2", "--gpus", "8", "--insecure", "--metrics_port", "65530"), "a pod needs 8 from there on"),
     ],
 )
 def test_mistakes_are_named(flags: tuple[str, ...], message: str, script: Path) -> None:

@@ -33,6 +33,15 @@ def test_what_the_tasks_give_to_other_tools_is_passed_on(tmp_path: Path) -> None
     assert " ".join(options) in written(tmp_path, *options)
 
 
+def test_logs_are_text_where_that_is_said_and_the_variable_says_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "--log_format" not in written(tmp_path)
+    monkeypatch.setenv("FLEET_LOG_FORMAT", "json")
+    assert "--log_format text" in written(tmp_path, "--log_format", "text").split("srun")[-1]
+    assert "--log_format json" in written(tmp_path)
+
+
 def test_two_components_have_their_own_resources(tmp_path: Path) -> None:
     text = written(tmp_path, "--server_num", "2", "--worker_num", "4", "--het", "--server_memory", "2GB",
                    "--worker_cpus", "8", "--worker_gpus", "1", "--partition", "long")  # fmt: skip

@@ -10,7 +10,10 @@ from torchfleet.errors import RoleError, SecurityError
 from torchfleet.launch.cli import main, parser
 from torchfleet.launch.clusters.slurm_meeting import SlurmMeeting
 from torchfleet.launch.clusters.slurm_step import read_step
+from torchfleet.launch.clusters.slurm_watch import watched
+from torchfleet.launch.job_spec import JobSpec
 from torchfleet.launch.launchers import launcher_of
+from torchfleet.watch.history import HistoryReader
 
 TASK = {
     "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "5",
@@ -102,3 +105,21 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / step.name).chmod(0o777)
     with pytest.raises(SecurityError, match="can be written to by others"):
         SlurmMeeting(tmp_path, step, 5.0)
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_the_first_task_records_what_the_others_said_last_and_whether_the_job_finished(
+    is_finished: bool, tmp_path: Path
+) -> None:
+    status = tmp_path / ".status.worker.0"
+    status.write_text('{"steps": 3}')
+    step = read_step({**TASK, "SLURM_PROCID": "0"})
+    with watched(JobSpec(("train.py",), tmp_path), step, tmp_path, 1, 1) as (show, show_end):
+        show()
+        status.unlink()  # as a task does when it has ended
+        if is_finished:
+            show_end()
+    *others, end = HistoryReader(tmp_path).records()
+    assert end["finished"] is is_finished
+    workers = [(record["state"], record["status"]) for record in others if record.get("key") == "worker.0"]
+    assert workers == [("running", {"steps": 3}), ("done", {"steps": 3})][: 1 + is_finished]

@@ -171,3 +171,26 @@ def test_numbers_that_are_not_finite_are_told_as_texts() -> None:
     role = made.snapshot()["roles"]["worker.0"]
     assert role["status"] == {"metrics": {"loss": "nan"}, "samples_per_s": "inf", "key": str(1 << 60)}
     assert role["series"]["values"]["metrics.loss"] == [None]
+
+
+def test_what_was_counted_is_told_in_words_and_who_has_left_has_no_speed() -> None:
+    def role(time: float, key: str, **status: object) -> dict[str, Any]:
+        kind, index = key.split(".")
+        return {"time": time, "kind": "role", "key": key, "role": kind, "index": int(index), "state": "running",
+                "status": status}  # fmt: skip
+
+    record = taken([
+        {"time": BEGIN, "kind": "start", "command": ["train.py"], "attempt": 0},
+        role(BEGIN + 1, "server.0", errors=0, workers_lost=0),
+        role(BEGIN + 1, "worker.0", retries=1, samples_per_s=10.0),
+        role(BEGIN + 2, "server.0", errors=2, workers_lost=1),
+        role(BEGIN + 2, "worker.0", retries=2, samples_per_s=10.0),
+        role(BEGIN + 2, "worker.1", samples_per_s=5.0, left=True),
+    ])  # fmt: skip
+    snapshot = record.snapshot()
+    assert [event["text"] for event in snapshot["events"]] == [
+        "server.0 answered 2 requests with an error",
+        "server.0 lost 1 worker",
+        "worker.0 sent 1 request again",
+    ]
+    assert snapshot["job"]["values"]["samples_per_s"][-1] == 10.0

@@ -104,12 +104,13 @@ def job_of(options: argparse.Namespace) -> K8sJob:
     if resources["worker"].gpus is not None and resources["worker"].gpus != int(resources["worker"].gpus):
         raise RoleError(f"--gpus: Kubernetes gives whole GPUs, found {resources['worker'].gpus:g}")
     is_collective = options.nproc_per_node is not None or options.nnodes is not None
+    counts = _ranks(options) if is_collective else _counts(options)
     run = secrets.token_hex(4)
     return K8sJob(
         name=check_name(options.name if options.name is not None else name_of(options.script), "--name"),
         image=options.image,
         command=_command(options),
-        **(_ranks(options) if is_collective else _counts(options)),
+        **counts,
         namespace=check_name(options.namespace, "--namespace", 63) if options.namespace is not None else None,
         server=resources["server"],
         worker=resources["worker"],
@@ -131,7 +132,7 @@ def job_of(options: argparse.Namespace) -> K8sJob:
         save_on_stop=options.save_on_stop,
         ttl=options.ttl,
         user=options.user,
-        metrics_port=metrics_port_of(options.metrics_port, options.metrics_host, options.nproc_per_node or 1),
+        metrics_port=metrics_port_of(options.metrics_port, options.metrics_host, counts.get("ranks_per_node", 1)),
         has_json_logs=options.log_format == "json",
         insecure=options.insecure,
     )

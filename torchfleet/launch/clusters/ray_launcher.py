@@ -149,7 +149,7 @@ def _plan(job: JobSpec, options: argparse.Namespace, folder: Path) -> RayPlan:
 
 
 def _variables(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
-    """Variables of servers and workers about logs, limits, lost workers and places of saves. Raises RoleError."""
+    """Variables of all processes about logs, limits, lost workers, places of saves and tracing. Raises RoleError."""
     kept = durability_variables(options)
     if kept.get(DURABILITY, "none") == "log" and LOG_STORE not in kept and not os.environ.get(LOG_STORE):
         raise RoleError(
@@ -164,7 +164,7 @@ def _variables(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
 def _limits(job: JobSpec, options: argparse.Namespace) -> dict[str, str]:
     elastic = {MIN_WORKERS: str(job.min_workers)} if job.min_workers else {}
     rules = loss_variables(options, job.num_workers or 1, {**os.environ, **elastic})
-    return {**server_bounds(options), **rules, **elastic}
+    return {**server_bounds(options), **rules, **elastic, **job.telling_variables}
 
 
 def _described(plan: RayPlan, base: dict[str, str]) -> list[Task]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from torchfleet.errors import RoleError
 from torchfleet.launch.clusters.job_options import add_counts, add_resources, add_script, check_script, job_spec_of
 from torchfleet.launch.job_spec import JobSpec, Resources
+from torchfleet.monitor.json_lines import log_format
 from torchfleet.watch.watchers import add_exports
 
 _TIME = re.compile(r"[0-9]{1,6}([:-][0-9]{1,3}){0,3}|UNLIMITED")
@@ -140,7 +141,8 @@ def _fleetrun(job: JobSpec, options: argparse.Namespace) -> list[str]:
     for name in ("save_on_stop", "key_dir", "metrics_port", "metrics_host"):
         found += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
     found += ["--log_dir", options.log_dir] if options.log_dir != "log" else []
-    found += ["--log_format", options.log_format] if options.log_format != "text" else []
+    if "json" in (options.log_format, log_format()):  # tasks may have the variable that says json
+        found += ["--log_format", options.log_format]
     found += [f"--{name}" for name in ("requeue", "insecure") if getattr(options, name)]
     return found
 

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 from torchfleet.errors import RoleError
 from torchfleet.launch.clusters.foreground import Ending, asks_blocked, run_child
 from torchfleet.launch.clusters.member import read_role
 from torchfleet.launch.clusters.slurm_meeting import SlurmMeeting
 from torchfleet.launch.clusters.slurm_step import SlurmStep, read_step
+from torchfleet.launch.clusters.slurm_watch import watched
 from torchfleet.launch.endurance.durability import durability_variables
 from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Report, Task, describe_task
-from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.processes import Process
 from torchfleet.launch.rank_launcher import RankLauncher
 from torchfleet.launch.server_launcher import server_bounds
@@ -92,7 +89,7 @@ class SlurmLauncher:
             status = (_run_ranks if _is_collective(options) else _run_role)(job, options, step, meeting)
         num_servers = 0 if _is_collective(options) else _counts(job, step)[0]
         if status == REQUEUE and options.requeue and step.rank == num_servers:  # worker 0, or machine 0
-            _requeue(step)
+            _requeue(step, line_printer(job.watching))
         return status
 
 
@@ -126,47 +123,16 @@ def _run_role(job: JobSpec, options: argparse.Namespace, step: SlurmStep, meetin
             task, job.command, meeting.folder, say, is_shown, False, job.max_log_bytes, job.watching.is_json
         )
         ending = Ending()
-        with _display(job, step, meeting.folder, num_servers, num_workers) as show:
+        with watched(job, step, meeting.folder, num_servers, num_workers) as (show, show_end):
             status = run_child(child, ending, show)
+            if not status:
+                show_end()
     finally:
         meeting.remove_keys()
     if status:
         _tell(task, child, status, ending, say)
     child.close()
     return status
-
-
-class _Role(Process):
-    """A role of any task, as its status file shows it in the folder that all tasks see."""
-
-    def __init__(self, role: str, index: int, folder: Path) -> None:
-        self.task = Task(role, index)
-        self.log, self.status_file = folder / self.task.log_name, folder / f".status.{role}.{index}"
-        self._was_there = False
-
-    @property
-    def returncode(self) -> int | None:
-        """A task that has ended removes its status; how it ended, its own task says."""
-        is_there = self.status_file.exists()
-        self._was_there |= is_there
-        return 0 if self._was_there and not is_there else None
-
-
-@contextlib.contextmanager
-def _display(
-    job: JobSpec, step: SlurmStep, folder: Path, num_servers: int, num_workers: int
-) -> Iterator[Callable[[], None]]:
-    """What looks at all roles: the first task records them, and shows them if it has a terminal (srun --pty)."""
-    if step.rank:
-        yield lambda: None
-        return
-    counts = (("server", num_servers), ("worker", num_workers))
-    roles = [_Role(role, index, folder) for role, num in counts for index in range(num)]
-    watch = JobWatch(job, folder, shows=sys.stdout.isatty())
-    try:
-        yield lambda: watch.show(roles)
-    finally:
-        watch.close()
 
 
 def _counts(job: JobSpec, step: SlurmStep) -> tuple[int, int]:
@@ -243,11 +209,11 @@ def _tell(task: Task, child: Process, status: int, ending: Ending, say: Report) 
         say(f"    {line}")
 
 
-def _requeue(step: SlurmStep) -> None:
+def _requeue(step: SlurmStep, say: Report) -> None:
     """Slurm ends the whole job, and starts it again."""
     told = subprocess.run(
         ["scontrol", "requeue", str(step.job)], capture_output=True, text=True, timeout=60, check=False
     )
     text = told.stderr.strip() or told.stdout.strip()
     done = f"job {step.job} is requeued" if not told.returncode else f"job {step.job} cannot be requeued: {text}"
-    print(f"[fleetrun] {done}", flush=True)
+    say(f"[fleetrun] {done}")

@@ -8,10 +8,11 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 
 from torchfleet.errors import RoleError
+from torchfleet.monitor.http_listener import HttpListener
 from torchfleet.monitor.prometheus.exposition import Exposition, Published
 from torchfleet.monitor.prometheus.step_times import StepTimes
 
@@ -32,7 +33,8 @@ class MetricsPort:
         self._exposition = Exposition(labels, self._steps)
         registry = _registry(self._exposition)
         try:
-            self._listener = _Listener((host, port), _handler(registry))
+            # One request at a time, so that scrapes cost the process one thread, however many come.
+            self._listener = HttpListener((host, port), _handler(registry))
         except OSError as error:
             raise RoleError(
                 f"the metrics port {host}:{port} ({PORT}) cannot be opened: {error}. Give another --metrics_port, or "
@@ -79,24 +81,6 @@ def _registry(exposition: Exposition) -> CollectorRegistry:
     registry.register(exposition)
     ProcessCollector(registry=registry)
     return registry
-
-
-class _Listener(HTTPServer):
-    """Takes one request at a time, so that scrapes cost the process one thread, however many come."""
-
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        super().__init__(address, handler)
-
-    def server_bind(self) -> None:
-        """Without asking the name service for the name of this machine, as HTTPServer does."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is its own concern."""
 
 
 def _handler(registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:

@@ -7,8 +7,11 @@ import io
 import socket
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingMixIn
 from typing import Any, cast
+
+from torchfleet.monitor.http_listener import HttpListener
 
 MOST_CONNECTIONS = 64
 REQUEST_SECONDS = 10.0  # for all of a request
@@ -16,7 +19,7 @@ REPLY_SECONDS = 10.0  # for one write: who reads more slowly is dropped
 _REFUSAL = b"HTTP/1.0 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-class BoundedServer(ThreadingHTTPServer):
+class BoundedServer(ThreadingMixIn, HttpListener):
     """One thread per connection, and a bounded number of them. A connection more is told so and closed."""
 
     daemon_threads = True
@@ -24,16 +27,8 @@ class BoundedServer(ThreadingHTTPServer):
     request_queue_size = 32
 
     def __init__(self, address: tuple[str, int], handler: type[BoundedHandler]) -> None:
-        self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         super().__init__(address, handler)
-
-    def server_bind(self) -> None:
-        """Without the search for the name of this machine, which may wait for a name server."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._free.acquire(blocking=False):
@@ -49,9 +44,6 @@ class BoundedServer(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away, or was too slow, is nothing to tell of."""
 
 
 class BoundedHandler(BaseHTTPRequestHandler):

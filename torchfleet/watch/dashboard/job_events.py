@@ -6,13 +6,14 @@ from collections import deque
 from typing import Any
 
 from torchfleet.watch.dashboard.browser_values import mapping, number, plain
+from torchfleet.watch.figures import plural
 
 _MOST_EVENTS, _MOST_SAVES = 1000, 500
 _COUNTED = {  # fields of a status that only grow: what an increase means
-    "retries": ("warning", "{} requests were sent again"),
-    "errors": ("warning", "{} requests failed"),
-    "dropped": ("warning", "{} messages were dropped"),
-    "workers_lost": ("fault", "{} workers were lost"),
+    "retries": ("warning", "sent", "request", " again"),
+    "errors": ("warning", "answered", "request", " with an error"),
+    "dropped": ("warning", "dropped", "gradient", " of the network, too old"),
+    "workers_lost": ("fault", "lost", "worker", ""),
 }
 
 
@@ -40,12 +41,12 @@ class JobEvents:
         status, status_before = mapping(after.get("status")), mapping(before.get("status"))
         if before.get("num_restarts", 0) != after.get("num_restarts", 0):
             status_before = {}  # counted from zero again
-        for field, (kind, text) in _COUNTED.items():
+        for field, (kind, did, noun, how) in _COUNTED.items():
             if status.get(field) == status_before.get(field):
                 continue
             grown = (number(status.get(field)) or 0) - (number(status_before.get(field)) or 0)
             if grown > 0 and field in status_before:  # a worker may ask before its server is there: no event
-                self.add(time, kind, f"{key}: " + text.format(grown), key)
+                self.add(time, kind, f"{key} {did} {plural(int(grown), noun)}{how}", key)
         if status.get("saves") != status_before.get("saves"):
             self._compare_saves(time, key, mapping(status.get("saves")), mapping(status_before.get("saves")))
 

@@ -151,7 +151,7 @@ class JobRecord:
             if role.get("role") == "server":
                 if not status.get("backup"):
                     _add_tables(sums, status)
-            elif role.get("state") == "running":
+            elif role.get("state") == "running" and not status.get("left"):
                 _add(sums, "samples_per_s", status.get("samples_per_s"))
                 _add(sums, "steps_per_s", status.get("steps_per_s"))
         self._job.put(self._grid.point(self._unsummed), sums)

@@ -15,7 +15,10 @@ _EVERYWHERE = "0.0.0.0"  # whoever scrapes is outside of the pod
 def metrics_port_of(text: str | None, host: str | None, num: int) -> int | None:
     """--metrics_port, of a pod with `num` processes. Raises RoleError."""
     if host is not None:
-        raise RoleError("--metrics_host: pods serve their metrics to the network of the cluster; leave it out")
+        raise RoleError(
+            f"--metrics_host {host}: pods serve their metrics to the network of the cluster; leave it out, or unset "
+            f"{HOST}"
+        )
     if text is None:
         return None
     port = port_of(text, "--metrics_port")

@@ -22,7 +22,8 @@ export function showBars(store) {
   }
 }
 
-function merged(all) {
+/** One histogram of several, by age: pairs of an age and a number of pushes. */
+export function merged(all) {
   const made = new Map();
   for (const each of all) for (const [age, num] of Object.entries(each ?? {})) made.set(age, (made.get(age) ?? 0) + num);
   return [...made].sort(([a], [b]) => parseFloat(a) - parseFloat(b));
@@ -36,8 +37,14 @@ function histogram(id, title, unit, counts) {
   if (rest.length) shown.push([`${rest[0][0]}+`, late]);
   const most = Math.max(...shown.map(([, num]) => num));
   const rows = shown.map(([age, num]) => bar(age, num, most, `${number(num)} (${((100 * num) / total).toFixed(0)} %)`));
-  const mean = counts.reduce((sum, [age, num]) => sum + parseFloat(age) * num, 0) / total;
-  return card(id, title, unit, `mean ${number(mean)}`, element("ol", "", ...rows));
+  return card(id, title, unit, `median ${median(counts)}`, element("ol", "", ...rows));
+}
+
+/** The age that half of the pushes do not exceed, as the terminal has it; null without pushes. */
+export function median(counts) {
+  const half = counts.reduce((sum, [, num]) => sum + num, 0) / 2;
+  let seen = 0;
+  return half ? parseFloat(counts.find(([, num]) => (seen += num) >= half)[0]) : null;
 }
 
 function hotKeys(servers) {

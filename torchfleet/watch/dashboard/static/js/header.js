@@ -1,5 +1,6 @@
 // The head of the page: what the job is, how it goes, how far it is; and tiles with the numbers of now.
 
+import { median, merged } from "./bars.js";
 import { byId, element, insertByOrder, setAttribute, setText } from "./dom.js";
 import { bytes, clock, date, duration, metric, number } from "./format.js";
 import { metricNames } from "./panels.js";
@@ -15,7 +16,7 @@ export function showHead(store, run) {
   const name = script.split("/").at(-1) || "torchfleet";
   setText(byId("job-name"), name);
   const silence = head.last ? store.time() - head.last : 0;
-  const period = Math.min(60, (head.last - head.started) / 600); // as watch/history.py has it
+  const period = Math.min(60, (head.last - head.started) / 600); // as watch/due_roles.py has it
   const isSilent = !store.isOver && silence > Math.max(SILENT, 3 * period);
   const state = isSilent ? "silent" : head.state;
   setText(byId("state"), isSilent ? `no news for ${duration(silence)}` : state);
@@ -50,7 +51,8 @@ function showProgress(store) {
   if (store.head.state === "finished") parts.push(first.epochs ? `${first.epochs} epochs` : "done");
   else if (first.epoch !== undefined) parts.push(`epoch ${first.epoch + 1}${first.epochs ? ` of ${first.epochs}` : ""}`);
   const whole = store.head.state === "finished" ? 1 : shares.length ? sum(shares) / shares.length : null;
-  if (whole !== null) parts.push(`${(100 * whole).toFixed(0)} %`);
+  const isOfAll = first.epochs && store.head.state !== "finished"; // the terminal has the share of this epoch
+  if (whole !== null) parts.push(`${(100 * whole).toFixed(0)} %${isOfAll ? " of all" : ""}`);
   const left = found.map((each) => each.eta_s).filter((value) => typeof value === "number");
   if (left.length && !store.isOver) parts.push(`${duration(Math.max(...left))} left`);
   if (whole === null) byId("progress-bar").removeAttribute("value");
@@ -88,7 +90,7 @@ export function showTiles(store) {
 }
 
 function* training(store) {
-  const running = store.workers.filter((role) => role.state === "running");
+  const running = store.workers.filter((role) => role.state === "running" && !role.status.left);
   const speeds = known(running, "samples_per_s"), means = known(store.workers, "samples_per_s_mean");
   const mean = means.length ? `mean ${number(sum(means))}` : "";
   if (store.isOver && means.length) yield { id: "samples_per_s", name: "samples/s, mean", value: sum(means), text: number(sum(means)) };
@@ -113,12 +115,8 @@ function* servers(store) {
   const rows = store.servers.flatMap((role) => Object.values(role.status.rows ?? {}));
   if (rows.length) yield { order: 200, id: "rows", name: "rows", value: sum(rows), text: number(sum(rows)), note: "all tables" };
   if (memory.length) yield { order: 201, id: "memory", name: "server memory", value: sum(memory), text: bytes(sum(memory)), note: `largest ${bytes(Math.max(...memory))}` };
-  const ages = store.servers.flatMap((role) => Object.entries(role.status.staleness_dense ?? {}));
-  const pushes = sum(ages.map(([, num]) => num));
-  if (pushes) {
-    const age = sum(ages.map(([years, num]) => years * num)) / pushes;
-    yield { order: 202, id: "staleness", name: "network age", value: age, text: number(age), note: "updates, mean" };
-  }
+  const age = median(merged(store.servers.map((role) => role.status.staleness_dense)));
+  if (age !== null) yield { order: 202, id: "staleness", name: "network age", value: age, text: number(age), note: "updates, median" };
   if (store.saves.length) {
     const last = store.saves.at(-1), num = Math.max(...store.servers.map((role) => role.status.saves?.num ?? 0));
     yield { order: 203, id: "saves", name: "saves", value: num, text: String(num), note: `last at ${clock(last.time)}` };
