@@ -68,7 +68,7 @@ class TestRefusedCommandLines:
             (("--orphan_timeout", "60", "--nproc_per_node", "2"), "use one kind"),
             (("--simulate", *LISTS), "leave --servers, --workers out"),
             (("--simulate", "--gpus", "0", "--max_restart", "1"), "leave --gpus, --max_restart out"),
-            (("--simulate", "--trace_every", "10", "--verbose"), "leave --trace_every, --verbose out"),
+            (("--simulate", "--trace_every", "10", "--verbose"), "leave --verbose, --trace_every out"),
             (("--simulate", "--worker_num", "0"), "must be at least 1, found 1 and 0"),
             (("--simulate", "--link", "10"), "--link 10: expected a bandwidth in Mbit or Gbit"),
             (("--simulate", "--step_ms", "0"), "--step_ms must be a number above 0, found 0"),
