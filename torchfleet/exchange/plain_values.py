@@ -5,7 +5,8 @@ What workers give to each other, and to a notebook, travels so. Anything else is
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -16,13 +17,18 @@ from torchfleet.errors import FleetError
 _TENSOR, _ARRAY, _TUPLE, _PAIRS = 1, 2, 3, 4  # kinds of msgpack's extensions
 _KNOWN = "None, numbers, strings, bytes, lists, tuples, dictionaries, tensors and numpy arrays"
 _PLAIN_ARRAYS = "biufc"  # kinds of numpy's types whose bytes are all that there is to them
+_ARRAY_TYPE = re.compile(f"[<>|][{_PLAIN_ARRAYS}][0-9]{{1,2}}", re.ASCII)
+# Not getattr(torch, name): it imports modules of torch for names that it does not have.
+_TENSOR_TYPES = {
+    str(found).removeprefix("torch."): found for found in vars(torch).values() if isinstance(found, torch.dtype)
+}
 
 
 class _Header(msgspec.Struct, array_like=True):
     """Before the bytes of a tensor or an array."""
 
     dtype: str
-    shape: list[int]
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]]
     data: bytes
 
 
@@ -33,7 +39,7 @@ def pack(value: Any, what: str = "the value") -> bytes:
     """The bytes of a value. Raises FleetError for what is not plain; `what` names it there."""
     try:
         return msgspec.msgpack.encode(_plain(value, what))
-    except (OverflowError, ValueError, msgspec.MsgspecError) as error:
+    except (OverflowError, ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise FleetError(f"{what} cannot be sent: {error}") from None
 
 
@@ -41,7 +47,7 @@ def unpack(data: bytes) -> Any:
     """The value that `pack` was given. Tensors are on the CPU. Raises FleetError if the bytes are not of its making."""
     try:
         return msgspec.msgpack.decode(data, ext_hook=_read_extension)
-    except (msgspec.MsgspecError, ValueError, TypeError, AttributeError, RuntimeError) as error:
+    except (msgspec.MsgspecError, ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise FleetError(f"these bytes are no value that torchfleet has written: {error}") from None
 
 
@@ -92,13 +98,13 @@ def _read_extension(code: int, data: memoryview) -> Any:
         raise ValueError(f"extension {code} is unknown")
     header = _header.decode(data)
     if code == _ARRAY:
-        dtype = np.dtype(header.dtype)
-        if dtype.kind not in _PLAIN_ARRAYS:
-            raise ValueError(f"an array of {dtype}")
-        return np.frombuffer(bytearray(header.data), dtype).reshape(header.shape)[()]  # of numpy's scalars: one again
-    found = getattr(torch, header.dtype, None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"a tensor of {header.dtype!r}")
+        if not _ARRAY_TYPE.fullmatch(header.dtype):
+            raise ValueError(f"an array of {header.dtype!r:.100}")
+        flat = np.frombuffer(bytearray(header.data), np.dtype(header.dtype))
+        return flat.reshape(header.shape)[()]  # of numpy's scalars: one again
+    found = _TENSOR_TYPES.get(header.dtype)
+    if found is None:
+        raise ValueError(f"a tensor of {header.dtype!r:.100}")
     if not header.data and 0 in header.shape:
         return torch.empty(header.shape, dtype=found)
     return torch.frombuffer(bytearray(header.data), dtype=found).reshape(header.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import TYPE_CHECKING, Any
 
 from torchfleet.errors import RoleError
+from torchfleet.monitor.notices import tell
 from torchfleet.monitor.prometheus.exposition import Exposition, Published
 from torchfleet.monitor.prometheus.step_times import StepTimes
 
@@ -84,6 +86,8 @@ def _registry(exposition: Exposition) -> CollectorRegistry:
 class _Listener(HTTPServer):
     """Takes one request at a time, so that scrapes cost the process one thread, however many come."""
 
+    _has_told = False
+
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, handler)
@@ -96,7 +100,11 @@ class _Listener(HTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is its own concern."""
+        """A client that went away is its own concern; metrics that cannot be made are told of once."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError) and not self._has_told:
+            self._has_told = True
+            tell(f"the metrics port {self.server_port}: a scrape could not be answered: {error!r:.500}")
 
 
 def _handler(registry: CollectorRegistry) -> type[BaseHTTPRequestHandler]:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import socket
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, cast
+
+from torchfleet.monitor.notices import tell
 
 MOST_CONNECTIONS = 64
 REQUEST_SECONDS = 10.0  # for all of a request
@@ -22,6 +25,7 @@ class BoundedServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 32
+    _has_told = False
 
     def __init__(self, address: tuple[str, int], handler: type[BoundedHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -51,7 +55,11 @@ class BoundedServer(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away, or was too slow, is nothing to tell of."""
+        """A client that went away, or was too slow, is nothing to tell of; a mistake of ours is, once."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError) and not self._has_told:
+            self._has_told = True
+            tell(f"[dashboard] a request could not be answered: {error!r:.500}")
 
 
 class BoundedHandler(BaseHTTPRequestHandler):
