@@ -76,7 +76,8 @@ def test_a_list_that_holds_itself_is_refused() -> None:
 @pytest.mark.parametrize(
     ("kind", "dtype", "shape"),
     [
-        (1, "_dynamo", [1]), (1, "float32", [2**64 - 1]), (1, "float32", [2**63, 0]), (1, "Tensor", [1]),
+        (1, "_dynamo", [1]), (1, "float32", [2**64 - 1]), (1, "float32", [2**63, 0]),
+        (1, "Tensor", [1]), (1, "quint8", [4]),
         (2, "1" * 5000 + "i4", [1]), (2, "O", [1]), (2, "i4,i4", [1]), (2, "<f4", [2**64 - 1]), (2, "<f4", [-7]),
     ],
 )  # fmt: skip

@@ -18,10 +18,16 @@ _TENSOR, _ARRAY, _TUPLE, _PAIRS = 1, 2, 3, 4  # kinds of msgpack's extensions
 _KNOWN = "None, numbers, strings, bytes, lists, tuples, dictionaries, tensors and numpy arrays"
 _PLAIN_ARRAYS = "biufc"  # kinds of numpy's types whose bytes are all that there is to them
 _ARRAY_TYPE = re.compile(f"[<>|][{_PLAIN_ARRAYS}][0-9]{{1,2}}", re.ASCII)
-# Not getattr(torch, name): it imports modules of torch for names that it does not have.
+# Types of tensors whose bytes are all that there is to them: torch crashes on a quantized one that is made of bytes.
 _TENSOR_TYPES = {
-    str(found).removeprefix("torch."): found for found in vars(torch).values() if isinstance(found, torch.dtype)
-}
+    name: getattr(torch, name)
+    for name in (
+        "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
+        "float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128",
+        "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+    )
+    if hasattr(torch, name)
+}  # fmt: skip
 
 
 class _Header(msgspec.Struct, array_like=True):
@@ -77,9 +83,11 @@ def _plain(value: Any, what: str) -> Any:
 def _tensor_bytes(tensor: torch.Tensor, what: str) -> bytes:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         raise FleetError(f"{what} is a tensor of layout {tensor.layout} on {tensor.device}: make it dense first")
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in _TENSOR_TYPES:
+        raise FleetError(f"{what} is a tensor of {tensor.dtype}, which cannot be sent: convert it with .to()")
     own = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     data = own.reshape(-1).view(torch.uint8).numpy().tobytes() if own.numel() else b""
-    name = str(own.dtype).removeprefix("torch.")
     return msgspec.msgpack.encode(_Header(name, list(own.shape), data))
 
 

@@ -70,11 +70,12 @@ class HistoryWriter:
         self._write("role", now, key=role.key, **vars(role))
 
     def _write(self, kind: str, now: float | None = None, **fields: Any) -> None:
-        if self._file is None:
+        file = self._file
+        if file is None:
             return
         when = time.time() if now is None else now
         try:
-            self._file.write(json.dumps({"time": round(when, 3), "kind": kind, **fields}) + "\n")
+            file.write(json.dumps({"time": round(when, 3), "kind": kind, **fields}) + "\n")
         except OSError as error:
             self._give_up(error)
 
