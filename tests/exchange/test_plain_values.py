@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -62,6 +64,29 @@ def test_arrays_and_states_of_models_come_back() -> None:
 def test_what_is_not_plain_is_refused_by_its_place(value: Any, text: str) -> None:
     with pytest.raises(FleetError, match=text):
         pack(value, "result")
+
+
+def test_a_list_that_holds_itself_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(FleetError, match="result cannot be sent"):
+        pack(endless, "result")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "shape"),
+    [
+        (1, "_dynamo", [1]), (1, "float32", [2**64 - 1]), (1, "float32", [2**63, 0]),
+        (1, "Tensor", [1]), (1, "quint8", [4]),
+        (2, "1" * 5000 + "i4", [1]), (2, "O", [1]), (2, "i4,i4", [1]), (2, "<f4", [2**64 - 1]), (2, "<f4", [-7]),
+    ],
+)  # fmt: skip
+def test_a_made_up_type_or_shape_is_refused_and_imports_nothing(kind: int, dtype: str, shape: list[int]) -> None:
+    before = len(sys.modules)
+    made = msgspec.msgpack.Ext(kind, msgspec.msgpack.encode([dtype, shape, bytes(4)]))
+    with pytest.raises(FleetError, match="no value that torchfleet has written"):
+        unpack(msgspec.msgpack.encode(made))
+    assert len(sys.modules) == before
 
 
 def test_bytes_that_nobody_packed_are_refused() -> None:

@@ -70,6 +70,11 @@ def test_a_reader_gets_the_text_of_both_formats() -> None:
         assert readable(line) == line
 
 
+def test_a_line_that_only_looks_like_an_object_is_read_as_it_is() -> None:
+    for line in ('{"time": ' + "[" * 60_000, '{"time": 3'):
+        assert readable(line) == line
+
+
 def test_last_lines_are_for_people_also_where_the_first_object_is_cut() -> None:
     lines = [json_line(f"line {i}", "worker", 0) for i in range(30)]
     end = "\n".join(lines).encode() + b"\n"

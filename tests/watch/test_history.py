@@ -78,3 +78,27 @@ def test_torn_and_foreign_lines_are_passed_over_and_one_that_is_being_written_is
     with path.open("a") as file:
         file.write("\n")
     assert [record["text"] for record in reader.records()] == ["one"]
+
+
+def test_lines_that_are_deep_or_endless_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "_MOST_LINE", 300_000)
+    whole = json.dumps({"time": 1.0, "kind": "event", "text": "one"})
+    (tmp_path / history.NAME).write_text(f"{'[' * 200_000}\n{whole}\n{'x' * 1_000_000}\n{whole}\n")
+    assert [record["text"] for record in HistoryReader(tmp_path).records()] == ["one", "one"]
+
+
+def test_a_record_goes_on_behind_a_torn_line(tmp_path: Path) -> None:
+    (tmp_path / history.NAME).write_text('{"time": 1.0, "kind": "ev')
+    HistoryWriter(tmp_path, ["train.py"], attempt=1).close()
+    assert [record["kind"] for record in HistoryReader(tmp_path).records()] == ["start", "end"]
+
+
+def test_a_clock_that_is_set_back_does_not_stop_the_record(tmp_path: Path) -> None:
+    writer = HistoryWriter(tmp_path, ["train.py"])
+    for look in range(6):
+        writer.look(JobSnapshot(5000.0 + 2 * look, [worker(0, steps=look)]))
+    for look in range(6):
+        writer.look(JobSnapshot(1400.0 + 2 * look, [worker(0, steps=6 + look)]))
+    steps = [record["status"]["steps"] for record in HistoryReader(tmp_path).records() if record["kind"] == "role"]
+    assert steps[-1] == 11
+    writer.close()

@@ -22,16 +22,20 @@ class JobWatch:
     """Until it is closed. Lines given to `report` are shown at once, also from other threads."""
 
     def __init__(self, job: JobSpec, run_dir: Path, attempt: int = 0, shows: bool = True) -> None:
-        """`shows`: False to record the job, and to show nothing of it."""
+        """`shows`: False to record the job, and to show nothing of it. Raises FleetError, and nothing stays open."""
         watching = job.watching
         self._watchers: list[Watcher] = [HistoryWriter(run_dir, job.command, attempt)]
         if shows:
             self._watchers.insert(0, JsonDisplay() if watching.is_json else Display(run_dir, watching.verbose))
-        if watching.tensorboard is not None:
-            self._watchers.append(TensorBoardEvents(Path(watching.tensorboard) / run_dir.name, job.command))
-        if watching.dashboard is not None:  # behind the record, which it sends to the end
-            self._watchers.append(DashboardWatcher(run_dir, watching.dashboard, attempt, self.report))
         self._next = 0.0
+        try:
+            if watching.tensorboard is not None:
+                self._watchers.append(TensorBoardEvents(Path(watching.tensorboard) / run_dir.name, job.command))
+            if watching.dashboard is not None:  # behind the record, which it sends to the end
+                self._watchers.append(DashboardWatcher(run_dir, watching.dashboard, attempt, self.report))
+        except BaseException:
+            self.close()
+            raise
 
     def report(self, line: str) -> None:
         """Show a line, which may come from a process."""

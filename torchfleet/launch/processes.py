@@ -157,7 +157,7 @@ class Process:
             if version != self._version:
                 self._status = json.loads(self.status_file.read_text())
                 self._version = version
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             self._status, self._version = {}, None
         return self._status if isinstance(self._status, dict) else {}
 

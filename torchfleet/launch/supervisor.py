@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
@@ -58,12 +59,13 @@ class JobSupervisor:
         """
         is_main = threading.current_thread() is threading.main_thread()
         before = {number: signal.signal(number, self._stop) for number in _SIGNALS} if is_main else {}
-        watch = JobWatch(self._job, self._log_dir, self._attempt)
         try:
-            return self._run(watch)
+            with contextlib.closing(JobWatch(self._job, self._log_dir, self._attempt)) as watch:
+                try:
+                    return self._run(watch)
+                finally:
+                    end_all(self._processes)
         finally:
-            end_all(self._processes)
-            watch.close()
             for number, handler in before.items():
                 signal.signal(number, handler)
 

@@ -58,7 +58,7 @@ def readable(line: str) -> str:
     if line.startswith('{"time": '):
         try:
             found = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return line
         if isinstance(found, dict) and found.get("level") in _LEVELS and isinstance(found.get("text"), str):
             return str(found["text"])

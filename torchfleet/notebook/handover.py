@@ -51,8 +51,12 @@ def sealed_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
             "within the function, or give it as args."
         ) from error
     file = os.memfd_create("fleet-call", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    _write(file, msgspec.msgpack.encode(Call(list(sys.path), _cells(), pickled)))
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+    try:
+        _write(file, msgspec.msgpack.encode(Call(list(sys.path), _cells(), pickled)))
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:  # no memory for it, or an interrupt
+        os.close(file)
+        raise
     return file
 
 

@@ -15,7 +15,7 @@ from torchfleet.profiling.step_hooks import StepHooks
 from torchfleet.tracing import span_recorder as tracing
 from torchfleet.tracing.otlp import OtlpExport
 from torchfleet.tracing.process_part import ProcessName
-from torchfleet.tracing.profile_folder import Begin, ProfileFolder, ProfileRequest, read
+from torchfleet.tracing.profile_folder import LOOK, Begin, ProfileFolder, ProfileRequest, read
 from torchfleet.tracing.span_recorder import Recorder
 from torchfleet.tracing.step_spans import StepSpans
 
@@ -111,9 +111,17 @@ class _Profile:
             return False
         self._next = now + _BEGIN_LOOK
         word = read(self.folder / "begin.json", Begin)
-        if time.time() > self.request.until:
+        if time.time() > self.request.until or not self.folder.is_dir():
             self.is_over = True
         return word is not None and time.time_ns() >= word.at
+
+    def is_given_up(self) -> bool:
+        """Whether nobody waits for it any more: its folder is gone."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + LOOK
+        return not self.folder.is_dir()
 
     def begin(self, tracer: _Tracer) -> None:
         self.tracer, self.num_steps = tracer, 0
@@ -126,9 +134,13 @@ class _Profile:
         tracer, self.tracer = self.tracer, None
         if tracer is None:
             return
-        if self.torch is not None:
-            self.torch.stop_trace()
-        tracer.remove()
+        try:
+            if self.torch is not None:
+                self.torch.stop_trace()
+        finally:
+            tracer.remove()
+        if not self.folder.is_dir():
+            return  # whoever asked has given up
         if self.torch is not None:
             self.torch.export_chrome_trace(str(self.name.path(self.folder, "torch.json")))
         self.name.leave_part(self.folder, tracer.recorder)
@@ -192,7 +204,7 @@ class StepTracing:
             return
         try:
             self._advance(self._profile)
-        except (OSError, FleetError) as error:
+        except (OSError, FleetError, RuntimeError) as error:  # of torch: the script has a profiler of its own
             self._tell(error)
             self._profile.is_over = True
         if self._profile.is_over:
@@ -204,7 +216,7 @@ class StepTracing:
         profile.num_steps += 1
         if profile.tracer is not None:
             profile.tracer.end_step()
-            if profile.num_steps >= profile.request.steps:
+            if profile.num_steps >= profile.request.steps or profile.is_given_up():
                 profile.end()
         elif not profile.is_ready:
             if profile.num_steps > profile.request.skip:
@@ -217,7 +229,7 @@ class StepTracing:
         try:
             if profile is not None:
                 profile.end()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             self._tell(error)
 
     def _tell(self, error: Exception) -> None:

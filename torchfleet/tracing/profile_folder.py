@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import stat
 import time
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -25,6 +26,7 @@ from torchfleet.tracing.span import Span
 VARIABLE = "FLEET_PROFILE"
 NAME = ".profile"  # of the folder beside the logs of a run
 LOOK = 0.5  # seconds between two looks for a request
+MOST_STEPS = 10_000  # of one profile
 _ID = re.compile("[0-9a-f]{16}")
 _MAX_BYTES = 1 << 16  # of a request
 LIFE = 600.0  # seconds after which a request is not looked at any more, unless it says otherwise
@@ -32,12 +34,15 @@ LIFE = 600.0  # seconds after which a request is not looked at any more, unless 
 Body = TypeVar("Body")
 
 
+_Steps = Annotated[int, msgspec.Meta(ge=0, le=MOST_STEPS)]
+
+
 class ProfileRequest(msgspec.Struct):
     """Steps `skip` to `skip + steps` of every worker, counted from when it sees this."""
 
     id: str
-    steps: int
-    skip: int
+    steps: _Steps
+    skip: _Steps
     with_torch: bool
     until: float  # seconds since 1970: nobody begins later
 
@@ -94,9 +99,11 @@ def machine_number() -> str:
 
 
 def write(path: Path, body: object) -> None:
-    """Replaced in one step: a reader never sees half of it."""
+    """Replaced in one step: a reader never sees half of it. A link that stands in its way is not followed."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.new")
-    unfinished.write_bytes(msgspec.json.encode(body))
+    unfinished.unlink(missing_ok=True)
+    with open(unfinished, "xb") as file:
+        file.write(msgspec.json.encode(body))
     os.replace(unfinished, path)
 
 
@@ -125,7 +132,7 @@ class ProfileFolder:
         self._next = now + LOOK
         path = None if self._root is None else self._root / "request.json"
         try:
-            if path is None or path.stat().st_size > _MAX_BYTES:
+            if path is None or not _may_ask(path.lstat()):
                 return None
             found = read(path, ProfileRequest)
         except (FleetError, OSError):
@@ -139,6 +146,12 @@ class ProfileFolder:
         """Where the parts of this profile are left. The folder was made by whoever asked."""
         assert self._root is not None
         return self._root / request.id
+
+
+def _may_ask(about: os.stat_result) -> bool:
+    """Whether this is a request of our own user, or of root: no link, and no pipe that a reader would wait for."""
+    is_small_file = stat.S_ISREG(about.st_mode) and about.st_size <= _MAX_BYTES
+    return is_small_file and about.st_uid in (os.geteuid(), 0)
 
 
 def folder_of(status_file: str | None) -> ProfileFolder:

@@ -31,4 +31,5 @@ class DueRoles:
     def _is_due(self, role: RoleSnapshot, now: float, period: float) -> bool:
         when, before = self._taken.get(role.key, (0.0, None))
         is_new = before is None or (before.state, before.num_restarts) != (role.state, role.num_restarts)
-        return is_new or (now - when >= period and role != before)
+        is_time = not 0 <= now - when < period  # a clock that was set back must not stop the record
+        return is_new or (is_time and role != before)

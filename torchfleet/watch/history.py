@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from torchfleet.watch.due_roles import DueRoles
 
 NAME = "history.jsonl"
 _MOST_TEXT = 2000  # characters of an event
+_MOST_LINE = 16 << 20  # bytes of a record that is read
 
 
 class HistoryWriter:
@@ -38,6 +40,8 @@ class HistoryWriter:
         self._finished = self._has_told = False
         try:
             self._file = open(self._path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+            if not _ends_a_line(self._path):
+                self._file.write("\n")
         except OSError as error:
             self._give_up(error)
         self._write("start", command=list(command), attempt=attempt, version=__version__)
@@ -66,11 +70,12 @@ class HistoryWriter:
         self._write("role", now, key=role.key, **vars(role))
 
     def _write(self, kind: str, now: float | None = None, **fields: Any) -> None:
-        if self._file is None:
+        file = self._file
+        if file is None:
             return
         when = time.time() if now is None else now
         try:
-            self._file.write(json.dumps({"time": round(when, 3), "kind": kind, **fields}) + "\n")
+            file.write(json.dumps({"time": round(when, 3), "kind": kind, **fields}) + "\n")
         except OSError as error:
             self._give_up(error)
 
@@ -91,11 +96,19 @@ class HistoryReader:
         """What was written since the last call: whole lines."""
         with open(self._path, "rb") as file:
             file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
+            while line := file.readline(_MOST_LINE):
+                if not line.endswith(b"\n") and len(line) < _MOST_LINE:
                     return  # the rest is being written
                 self._offset += len(line)
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError, RecursionError):
                     found = json.loads(line)
                     if isinstance(found, dict) and isinstance(found.get("time"), (int, float)) and "kind" in found:
                         yield found
+
+
+def _ends_a_line(path: Path) -> bool:
+    """Whether a record can go on as it is: an earlier attempt may have left half a line on a disk that was full."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 1))
+        return file.read(1) in (b"", b"\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
@@ -20,10 +21,21 @@ class Shown:
             if self.is_gone:
                 return
             try:
-                show()
+                _show_in_letters_it_has(show)
             except (OSError, ValueError):  # the terminal, or whoever reads, is gone; or the stream is closed
                 self.is_gone = True
                 _write_to_nowhere()
+
+
+def _show_in_letters_it_has(show: Callable[[], object]) -> None:
+    """A terminal of another encoding has not all letters, and nothing has half a character: escapes stand for them."""
+    try:
+        show()
+    except UnicodeEncodeError:
+        if not isinstance(sys.stdout, io.TextIOWrapper):
+            raise
+        sys.stdout.reconfigure(errors="backslashreplace")
+        show()
 
 
 def _write_to_nowhere() -> None:

@@ -154,6 +154,35 @@ def test_paths_lead_to_files_of_the_page_alone(run: Path, path: str) -> None:
         assert b"secret" not in body
 
 
+def test_numbers_without_end_are_no_numbers(run: Path) -> None:
+    endless = "9" * 5000
+    with served(run) as dashboard:
+        assert get(dashboard, f"/api/log?role=worker.0&file={endless}&start={endless}")[0] == 200
+        assert get(dashboard, "/login", method="POST", Content_Length=endless)[0] == 400
+        assert get(dashboard, "ftp://[")[0] == 404
+
+
+def test_names_that_are_no_utf8_reach_the_page(run: Path) -> None:
+    append(run, [{"time": 2.0, "kind": "start", "command": ["caf\udce9.py"], "attempt": 0}])
+    with served(run) as dashboard:
+        stream = Events(dashboard)
+        assert stream.next()[2]["head"]["command"] == ["caf\udce9.py"]
+        stream.close()
+
+
+def test_a_mistake_of_the_server_is_told_once(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(self: Dashboard, name: str) -> None:
+        raise KeyError(name)
+
+    monkeypatch.setattr(Dashboard, "feed", fails)
+    with served(run) as dashboard:
+        for _ in range(2):
+            assert not _answers(dashboard)
+    assert capsys.readouterr().err.count("a request could not be answered: KeyError") == 1
+
+
 def test_a_request_by_another_name_or_from_another_site_is_refused(run: Path) -> None:
     with served(run) as dashboard:
         for host in ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "localhost.evil.example"):

@@ -17,9 +17,8 @@ from torchfleet.commands.profile.phase_summary import Summary
 from torchfleet.commands.profile.profile_run import ProfileRun
 from torchfleet.errors import FleetError
 from torchfleet.guard.printable import say
-from torchfleet.tracing.profile_folder import LIFE, NAME, VARIABLE, ProfileRequest, new_request
+from torchfleet.tracing.profile_folder import LIFE, MOST_STEPS, NAME, VARIABLE, ProfileRequest, new_request
 
-_MOST_STEPS = 10_000
 _LONGEST = 7 * 24 * 3600.0  # seconds that a profile is waited for
 _GRACE = 20.0  # seconds that a job has to end
 _DESCRIPTION = """Record some steps of a job: phases of every worker's step, what torch.profiler sees, requests and what
@@ -79,8 +78,9 @@ def profile(options: argparse.Namespace) -> int:
 def running_folder(log_dir: Path) -> Path:
     """Where the processes of the newest run below `log_dir` look for requests. Raises FleetError if none runs."""
     run_dir = (log_dir / "latest").resolve() if (log_dir / "latest").exists() else log_dir.resolve()
-    if (run_dir / "request.json").exists():
-        raise FleetError(f"{run_dir} has a request already: another profile is under way, or remove request.json")
+    for root in (run_dir, run_dir / NAME):
+        if (root / "request.json").exists():
+            raise FleetError(f"{root} has a request already: another profile is under way, or remove request.json")
     if any(run_dir.glob("*.here")) or os.environ.get(VARIABLE) == str(run_dir):
         return run_dir
     if not any(run_dir.glob(".status.*")):
@@ -140,8 +140,8 @@ def _num_own(given: Sequence[str], own: dict[str, bool]) -> int:
 
 
 def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= _MOST_STEPS):
-        raise argparse.ArgumentTypeError(f"expected a number of steps from 1 to {_MOST_STEPS}, found {text!r}")
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_STEPS):
+        raise argparse.ArgumentTypeError(f"expected a number of steps from 1 to {MOST_STEPS}, found {text!r}")
     return int(text)
 
 

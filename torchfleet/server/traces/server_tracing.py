@@ -34,7 +34,7 @@ class ServerTracing:
         if now < self._next:
             return
         self._next = now + LOOK / 10
-        if (self._profile / "end").exists() or time() > self._until:
+        if (self._profile / "end").exists() or time() > self._until or not self._profile.is_dir():
             self._end_profile()
 
     def _begin_profile(self, request: ProfileRequest) -> None:
@@ -60,8 +60,8 @@ class ServerTracing:
         profile, self._profile = self._profile, None
         recorder = self._requests.recorder
         self._record(None)
-        if profile is None or recorder is None:
-            return
+        if profile is None or recorder is None or not profile.is_dir():
+            return  # whoever asked may have given up
         try:
             self._name.leave_part(profile, recorder)
         except OSError as error:

@@ -25,7 +25,9 @@ class Access:
         if token is None and not is_loopback(host):
             raise FleetError(f"the dashboard on {host} can be reached from other machines: it needs a token")
         self.token = token
-        self._names = {"localhost", host.lower(), socket.gethostname().lower(), socket.getfqdn().lower()}
+        self._names = {"localhost", host.lower(), socket.gethostname().lower()}
+        if not is_loopback(host):
+            self._names.add(socket.getfqdn().lower())  # may wait for a name server
 
     def is_known_host(self, header: str | None) -> bool:
         """Whether the Host of a request is ours. A page of another site whose name was made to lead here has its own.

@@ -11,9 +11,10 @@ POST /login          the token as the body: a cookie comes back
 from __future__ import annotations
 
 import json
+import re
 import threading
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from torchfleet.errors import FleetError
 from torchfleet.watch.dashboard.access import Access
@@ -27,6 +28,7 @@ DEFAULT_PORT = 8470
 _NEXT_PORTS = 20  # that are tried if the default one is taken
 _HEARTBEAT = 15  # periods without news after which a comment shows that the server is there
 _LONGEST_LOGIN = 512  # bytes
+_NUMBER = re.compile("[0-9]{1,20}")
 _GUARDS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -127,12 +129,12 @@ class _Request(BoundedHandler):
     def do_GET(self) -> None:
         if not self._is_welcome():
             return
-        parts = urlsplit(self.path)
-        query = _query(parts.query)
-        file = page_files().get(parts.path)
+        path, _, fields = self.path.partition("?")
+        query = _query(fields)
+        file = page_files().get(path)
         if file is not None:
             self.send(200, file.content_type, file.body)
-        elif parts.path not in ("/events", "/api/runs", "/api/log", "/api/find"):
+        elif path not in ("/events", "/api/runs", "/api/log", "/api/find"):
             self.refuse(404, "there is no such page")
         elif not self.dashboard.access.may_read(self.headers, self._cookie_name()):
             self.refuse(
@@ -141,13 +143,13 @@ class _Request(BoundedHandler):
         elif query is None:
             self.refuse(400, "too many fields")
         else:
-            self.dashboard.answer(self, parts.path, query)
+            self.dashboard.answer(self, path, query)
 
     def do_POST(self) -> None:
         if not self._is_welcome():
             return
         length = self.headers.get("Content-Length", "")
-        if self.path != "/login" or not (length.isascii() and length.isdigit() and int(length) <= _LONGEST_LOGIN):
+        if self.path != "/login" or not (_NUMBER.fullmatch(length) and int(length) <= _LONGEST_LOGIN):
             self.refuse(400, "expected POST /login with the token as its body")
         elif not self.dashboard.access.is_token(self.rfile.read(int(length)).decode("utf-8", "replace").strip()):
             self.refuse(403, "this is not the token that was printed at the start")
@@ -207,7 +209,7 @@ def _log_answer(feed: Feed, path: str, query: dict[str, str]) -> Any:
         return find_lines(folder, name, text[:200]) if text else {"lines": [], "num": 0, "searched": 0, "size": 0}
     if query.get("before_file"):
         return read_before(folder, name)
-    numbers = {key: int(query[key]) for key in ("file", "start", "end") if query.get(key, "").isdecimal()}
+    numbers = {key: int(query[key]) for key in ("file", "start", "end") if _NUMBER.fullmatch(query.get(key, ""))}
     return read_piece(folder, name, numbers.get("file", 0), numbers.get("start"), numbers.get("end"))
 
 

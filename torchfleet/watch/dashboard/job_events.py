@@ -34,12 +34,13 @@ class JobEvents:
 
     def compare(self, time: float, key: str, before: dict[str, Any], after: dict[str, Any]) -> None:
         """Find what happened between two records of a process; `before` is empty if this is the first."""
-        if before and after.get("num_restarts", 0) > before.get("num_restarts", 0):
-            self.add(time, "restart", f"{key} was started again ({after['num_restarts']})", key)
+        num, num_before = (number(record.get("num_restarts")) or 0 for record in (after, before))
+        if before and num > num_before:
+            self.add(time, "restart", f"{key} was started again ({num})", key)
         if after.get("state") == "failed" and before.get("state") != "failed":
-            self.add(time, "fault", f"{key} ended with {after.get('returncode')}", key)
+            self.add(time, "fault", f"{key} ended with {number(after.get('returncode'))}", key)
         status, status_before = mapping(after.get("status")), mapping(before.get("status"))
-        if before.get("num_restarts", 0) != after.get("num_restarts", 0):
+        if num != num_before:
             status_before = {}  # counted from zero again
         for field, (kind, did, noun, how) in _COUNTED.items():
             if status.get(field) == status_before.get(field):

@@ -65,8 +65,9 @@ def find_lines(folder: Path, name: str, text: str) -> Any:
         file.seek(begin)
         lines = file.read(_SEARCHED).decode("utf-8", "replace").split("\n")
     wanted = text.casefold()
-    found = [_shown(line) for line in lines if wanted in line.casefold()]
-    return {"lines": found[-_MOST_FOUND:], "num": len(found), "searched": size - begin, "size": size}
+    found = [line for line in lines if wanted in line.casefold()]
+    last = [_shown(line) for line in found[-_MOST_FOUND:]]
+    return {"lines": last, "num": len(found), "searched": size - begin, "size": size}
 
 
 def _open(path: Path, name: str) -> IO[bytes] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import re
 import secrets
 import threading
 import time
@@ -46,7 +48,7 @@ class Feed:
             if now or time.monotonic() - self._read_at >= PERIOD * max(1.0, self._record.num_roles / _MANY):
                 self._read()
             identity, _, number = last.partition("-")
-            has = int(number) if identity == self._id and number.isascii() and number.isdigit() else -1
+            has = int(number) if identity == self._id and re.fullmatch("[0-9]{1,18}", number) else -1
             name = f"{self._id}-{self._number}"
             if has == self._number:
                 return b"", name
@@ -92,8 +94,15 @@ class Feed:
     def _message(self, kind: str, body: dict[str, Any]) -> bytes:
         body = {**body, "now": round(time.time(), 3)}
         return b"id: %s-%d\nevent: %s\ndata: %s\n\n" % (
-            self._id.encode(), self._number, kind.encode(), msgspec.json.encode(body),
+            self._id.encode(), self._number, kind.encode(), _encoded(body),
         )  # fmt: skip
+
+
+def _encoded(body: dict[str, Any]) -> bytes:
+    try:
+        return msgspec.json.encode(body)
+    except UnicodeEncodeError:  # the name of a file that is no UTF-8, such as that of the script: escapes can say it
+        return json.dumps(body).encode()
 
 
 class Feeds:
