@@ -26,6 +26,7 @@ from support import jobs
 from support.paths import ROOT
 from support.scripts.launching import Forked, clean_environment, forked_fleetrun
 
+from torchfleet.watch.history import HistoryReader
 from torchfleet.word2vec.vectors import WordVectors
 from torchfleet.word2vec.vocabulary import Vocabulary
 
@@ -480,11 +481,10 @@ def test_one_fleetrun_command_learns_the_analogies_as_one_process_does(
     assert [f"[worker 0] {name}" in job.output for name in found] == [True] * 7
     assert [reads_the_text(log) for log in logs] == [True, *[False] * (num_workers - 1)]
     assert f"\n{3 * NUM_WORDS:,} words in " in logs[0]
-    # The display repeats a worker that is done while others are not.
-    steps = dict(re.findall(r"worker (\d): done, step (\d+)", job.output))
-    assert sorted(steps) == [str(i) for i in range(num_workers)]
+    records = HistoryReader((tmp_path / "log" / "latest").resolve()).records()
+    last = {record["key"]: record["status"] for record in records if record["kind"] == "role"}
     expected = pytest.approx(3 * NUM_WORDS / num_workers / 9000, rel=0.2)
-    assert [int(num) for num in steps.values()] == [expected] * num_workers
+    assert [last[f"worker.{i}"]["steps"] for i in range(num_workers)] == [expected] * num_workers
     judged = run("evaluate.py", "--vectors", tmp_path / "v.bin", "--questions", texts / "questions")
     assert accuracies(judged) == found
 

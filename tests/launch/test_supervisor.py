@@ -113,7 +113,7 @@ class TestTraining:
     def test_ctrl_c_ends_everything(self, tmp_path: Path) -> None:
         with forked_fleetrun(tmp_path, "--worker_num", "2", TINY, *ENDLESS) as job:
             wait_for_training(job, tmp_path, 2)
-            line = r"\[fleetrun\] server 0: running, \d+ rows; .*worker 1: running, step \d+, \d+ samples/s, loss \d"
+            line = r"\[fleetrun\] \d+ s  [\d,]+ samples/s \(mean [\d,]+\) \| loss \d\.\d+ \| \d+ rows, servers busy"
             wait_until(lambda: re.search(line, job.output) is not None, 20, "line of the display")
             os.kill(job.process.pid, signal.SIGINT)
             with seconds() as taken:

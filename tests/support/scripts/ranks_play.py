@@ -47,7 +47,9 @@ def act(name: str, value: str) -> None:
             time.sleep(0.02)
     elif name == "status":
         Path(os.environ["FLEET_STATUS_FILE"]).write_text(
-            json.dumps({"role": "worker", "steps": 12, "steps_per_s": 3.0, "samples_per_s": 345.6, "loss": 0.25})
+            json.dumps(
+                {"role": "worker", "steps": 12, "samples": 1400, "samples_per_s_mean": 345.6, "metrics": {"loss": 0.25}}
+            )
         )
     elif name == "child":  # as a data loader's worker would be
         subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({SECONDS})"])

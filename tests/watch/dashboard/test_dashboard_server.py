@@ -277,18 +277,19 @@ def test_a_client_that_does_not_read_is_dropped(run: Path, monkeypatch: pytest.M
     command = ["x" * 199] * 199
     begin = {"time": 1.0, "kind": "start", "command": command, "attempt": 0}
     append(run, [begin, *({"time": 2.0, "kind": "event", "text": "y" * 2000} for _ in range(1000))])  # megabytes
+    before = _streams()  # clients of other tests may be going still
     with served(run) as dashboard:
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", dashboard.port))
         client.sendall(b"GET /events HTTP/1.0\r\nHost: localhost\r\n\r\n")
-        wait_until(lambda: _num_streams() == 1, 10, "stream")
-        wait_until(lambda: _num_streams() == 0, 10, "end of the stream")
+        wait_until(lambda: len(_streams() - before) == 1, 10, "stream")
+        wait_until(lambda: not _streams() - before, 10, "end of the stream")
         client.close()
 
 
-def _num_streams() -> int:
-    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+def _streams() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if "process_request_thread" in thread.name}
 
 
 def test_a_taken_port_is_an_error_and_the_default_one_gives_way(run: Path) -> None:

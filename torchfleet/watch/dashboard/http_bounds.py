@@ -25,7 +25,6 @@ class BoundedServer(ThreadingMixIn, HttpListener):
     daemon_threads = True
     block_on_close = False
     request_queue_size = 32
-    _has_told = False
 
     def __init__(self, address: tuple[str, int], handler: type[BoundedHandler]) -> None:
         self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
