@@ -1,15 +1,17 @@
-"""What stays behind when a job cannot be watched as it was asked for: nothing."""
+"""What stays behind when a job cannot be watched as it was asked for: nothing. A watcher that fails ends no job."""
 
 from __future__ import annotations
 
 import signal
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from torchfleet.errors import FleetError
-from torchfleet.launch.job_spec import JobSpec
+from torchfleet.launch.job_spec import JobSpec, Task
+from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.roles import JobLayout
 from torchfleet.launch.supervisor import JobSupervisor
 from torchfleet.watch.history import HistoryReader
@@ -25,3 +27,24 @@ def test_a_taken_port_of_the_dashboard_leaves_signals_as_they_were_and_ends_the_
             JobSupervisor(job, JobLayout((), (), (), ()), [], tmp_path).run()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert [record["kind"] for record in HistoryReader(tmp_path).records()] == ["start", "end"]
+
+
+class Odd:
+    """A process whose status is of another release."""
+
+    task, log, num_restarts, returncode, is_waiting = Task("worker", 0), Path("workerlog.0"), 0, None, False
+
+    def status(self) -> dict[str, Any]:
+        return {"role": "worker", "metrics": 3, "samples": "many", "samples_per_s": {"now": 1}}
+
+
+def test_a_status_that_a_watcher_cannot_show_ends_the_watcher_and_not_the_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watch = JobWatch(JobSpec(("train.py",), tmp_path), tmp_path)
+    watch.show([Odd()])  # type: ignore[list-item]
+    watch.show_end([Odd()])  # type: ignore[list-item]
+    watch.close()
+    assert capsys.readouterr().err.count("[fleetrun] Display ends: ") == 1
+    kinds = [record["kind"] for record in HistoryReader(tmp_path).records()]
+    assert (kinds[0], kinds[-1]) == ("start", "end")

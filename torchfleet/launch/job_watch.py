@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchfleet.launch.job_spec import JobSpec, RunningTask
+from torchfleet.monitor.notices import tell
 from torchfleet.monitor.snapshot import JobSnapshot, RoleSnapshot
 from torchfleet.watch.dashboard.dashboard_watcher import DashboardWatcher
 from torchfleet.watch.display import Display
@@ -16,6 +17,8 @@ from torchfleet.watch.tensorboard_events import TensorBoardEvents
 from torchfleet.watch.watchers import Watcher
 
 _PERIOD = 0.5  # seconds between two looks at the statuses
+# What a status of another shape, or a full disk, leads to. Not all exceptions: a signal may raise one of its own.
+_FAULTS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError)
 
 
 class JobWatch:
@@ -39,8 +42,7 @@ class JobWatch:
 
     def report(self, line: str) -> None:
         """Show a line, which may come from a process."""
-        for watcher in self._watchers:
-            watcher.note(line, line.startswith("[fleetrun]"))
+        self._each(lambda watcher: watcher.note(line, line.startswith("[fleetrun]")))
 
     def show(self, processes: Sequence[RunningTask]) -> None:
         """Several times a second. Statuses are read less often than processes are looked at."""
@@ -48,18 +50,24 @@ class JobWatch:
             return
         self._next = time.monotonic() + _PERIOD
         snapshot = snapshot_of(processes)
-        for watcher in self._watchers:
-            watcher.look(snapshot)
+        self._each(lambda watcher: watcher.look(snapshot))
 
     def show_end(self, processes: Sequence[RunningTask]) -> None:
         """The job has finished."""
         snapshot = snapshot_of(processes)
-        for watcher in self._watchers:
-            watcher.end(snapshot)
+        self._each(lambda watcher: watcher.end(snapshot))
 
     def close(self) -> None:
-        for watcher in self._watchers:
-            watcher.close()
+        self._each(lambda watcher: watcher.close())
+
+    def _each(self, act: Callable[[Watcher], None]) -> None:
+        """A watcher that fails, as at a status of another release, is told of and left out: the job goes on."""
+        for watcher in tuple(self._watchers):
+            try:
+                act(watcher)
+            except _FAULTS as error:
+                self._watchers.remove(watcher)
+                tell(f"[fleetrun] {type(watcher).__name__} ends: {error!r:.500}. The job goes on without it.")
 
 
 def snapshot_of(processes: Sequence[RunningTask]) -> JobSnapshot:

@@ -60,6 +60,9 @@ def tell_targets(run_dir: Path, processes: Mapping[str, Mapping[str, str]]) -> s
     if not places:
         return ""
     groups = [{"targets": list(places.values()), "labels": {"run": run_dir.name}}]
-    (run_dir / TARGETS).write_text(json.dumps(groups, indent=1))
+    try:
+        (run_dir / TARGETS).write_text(json.dumps(groups, indent=1))
+    except OSError as error:
+        raise RoleError(f"cannot write {run_dir / TARGETS}, the list of metrics ports: {error}") from None
     told = ", ".join(f"{name} at {place}" for name, place in places.items())
     return f"metrics: {told}; all of them in {run_dir / TARGETS}"
