@@ -1,4 +1,4 @@
-"""The loop of training that several examples share: an ordinary loop of torch over a worker's own batches."""
+"""What several examples share: an ordinary loop of torch over a worker's own batches, and the save at its end."""
 
 from __future__ import annotations
 
@@ -37,3 +37,10 @@ def train(
     fleet.flush()
     fleet.barrier_worker()
     fleet.flush()  # once more: what the others sent before the barrier
+
+
+def save(options: argparse.Namespace) -> None:
+    """By the first worker, if --save says where to."""
+    if options.save:
+        fleet.save_persistables(options.save)
+        print(f"saved to {options.save}; predict with predict.py --model {options.save}")

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from examples.columns import auc, predicted, split
 from examples.din.model import DIN
 from examples.flags import optimizer_of, parsed, parser_of, strategy_of
-from examples.loop import train
+from examples.loop import save, train
 from examples.movielens.data import Ratings
 from examples.movielens.generate import add_options, ratings_of
 
@@ -45,9 +45,7 @@ def main() -> None:
         model.eval()
         found = auc(predicted(model, held_out), held_out["label"])
         print(f"AUC {found:.4f} on {len(held_out['label']):,} held-out ratings", flush=True)
-        if options.save:
-            fleet.save_persistables(options.save)
-            print(f"saved to {options.save}; predict with predict.py --model {options.save}")
+        save(options)
     fleet.stop_worker()
 
 

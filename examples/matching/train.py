@@ -20,7 +20,7 @@ import torchfleet as fleet
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from examples.columns import predicted
 from examples.flags import optimizer_of, parsed, parser_of, strategy_of
-from examples.loop import train
+from examples.loop import save, train
 from examples.matching.data import generated, read
 from examples.matching.model import Matching, hinge, in_order
 
@@ -43,9 +43,7 @@ def main() -> None:
         model.eval()
         found = in_order(predicted(model, held_out))
         print(f"in order {found:.4f} of {len(held_out['query']):,} held-out pairs", flush=True)
-        if options.save:
-            fleet.save_persistables(options.save)
-            print(f"saved to {options.save}; predict with predict.py --model {options.save}")
+        save(options)
     fleet.stop_worker()
 
 
