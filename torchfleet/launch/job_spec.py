@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 
 from torchfleet.errors import RoleError
 from torchfleet.monitor.log_file import DEFAULT_BYTES
+from torchfleet.monitor.snapshot import name_for_people, number_in_files
 from torchfleet.net.private_jobs import Way
 from torchfleet.watch.watchers import Watching
 
@@ -112,12 +113,12 @@ class Task:
 
     @property
     def name(self) -> str:
-        return f"{self.role} {self.index}{f', replica {self.replica}' if self.replica else ''}"
+        return name_for_people(self.role, self.index, self.replica)
 
     @property
     def file_name(self) -> str:
         """What tells its files from those of others."""
-        return f"{self.index}{f'.replica{self.replica}' if self.replica else ''}"
+        return number_in_files(self.index, self.replica)
 
     @property
     def log_name(self) -> str:

@@ -7,6 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+def name_for_people(role: str, index: int, replica: int) -> str:
+    """server 0; of the process that began as its backup: server 0, replica 1."""
+    return f"{role} {index}{f', replica {replica}' if replica else ''}"
+
+
+def number_in_files(index: int, replica: int) -> str:
+    """What tells the files of a process from those of others of its role."""
+    return f"{index}{f'.replica{replica}' if replica else ''}"
+
+
 @dataclass(frozen=True)
 class RoleSnapshot:
     """One process of a job."""
@@ -23,12 +33,12 @@ class RoleSnapshot:
     @property
     def key(self) -> str:
         """What tells it from the other processes, as in the names of files: server.0, server.0.replica1, worker.3."""
-        return f"{self.role}.{self.index}{f'.replica{self.replica}' if self.replica else ''}"
+        return f"{self.role}.{number_in_files(self.index, self.replica)}"
 
     @property
     def name(self) -> str:
         """For people: server 0."""
-        return f"{self.role} {self.index}{f', replica {self.replica}' if self.replica else ''}"
+        return name_for_people(self.role, self.index, self.replica)
 
     @property
     def metrics(self) -> dict[str, float]:
