@@ -21,7 +21,7 @@ from torchfleet.tables.settings.spec import Rule, TableSpec
 from torchfleet.worker.client.client import Client, Future
 from torchfleet.worker.client.connection import Patience
 
-NUM_SCHEDULES = examples(300)
+NUM_SCHEDULES = examples(250)
 NUM_STEPS = 12
 KEYS = np.arange(10, dtype=np.uint64)
 ROWS = TableSpec("rows", dim=2, rule=Rule("sgd", lr=1.0))
@@ -156,10 +156,10 @@ def run_all(seeds: range) -> list[int]:
     return [seed for seed in seeds if not Schedule(seed, PATIENT, worst=0.25).run()]
 
 
-@pytest.mark.parametrize("start", range(0, NUM_SCHEDULES, 150))
+@pytest.mark.parametrize("start", range(0, NUM_SCHEDULES, 250))
 def test_bad_networks_change_nothing_about_the_result(start: int) -> None:
-    given_up = run_all(range(start, start + 150))
-    assert len(given_up) <= 2, f"these schedules were to come to their end: {given_up}"
+    given_up = run_all(range(start, start + 250))
+    assert len(given_up) <= 3, f"these schedules were to come to their end: {given_up}"
 
 
 def test_a_change_that_was_given_up_is_made_once_or_not_at_all() -> None:
