@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import time
 import uuid
 from collections.abc import Iterator
@@ -61,17 +62,30 @@ class Kernel:
         """What a cell printed, and the name of its error, or nothing."""
         printed: list[str] = []
         reply = self.client.execute_interactive(
-            code, timeout=PATIENCE, output_hook=lambda message: printed.append(text_of(message))
+            code, timeout=PATIENCE, output_hook=lambda message: printed.append(text_of(message)), stop_on_error=False
         )
         return "".join(printed), reply["content"].get("ename", "")
 
-    def interrupt(self, code: str, sign: str) -> str:
-        """Interrupt a cell once it has printed this; the name of its error."""
-        identity = self.client.execute(code)
+    def begin(self, code: str, sign: str) -> str:
+        """Start a cell and wait until it has printed this; the number of the request.
+
+        Without `stop_on_error` a cell that comes right after one that failed is run: a kernel that has sent the reply
+        is not always done with giving up what waits.
+        """
+        identity = str(self.client.execute(code, stop_on_error=False))
         seen, end = "", time.monotonic() + PATIENCE
         while sign not in seen:
             assert time.monotonic() < end, f"no {sign!r} in {seen}"
-            seen += text_of(self.client.get_iopub_msg(timeout=PATIENCE))
+            with contextlib.suppress(queue.Empty):
+                message = self.client.get_iopub_msg(timeout=1.0)
+                seen += text_of(message)
+                is_over = message["content"].get("execution_state") == "idle"
+                assert not (is_over and message["parent_header"]["msg_id"] == identity), f"it ended with {seen}"
+        return identity
+
+    def interrupt(self, code: str, sign: str) -> str:
+        """Interrupt a cell once it has printed this; the name of its error."""
+        identity = self.begin(code, sign)
         self.manager.interrupt_kernel()
         while (reply := self.client.get_shell_msg(timeout=PATIENCE))["parent_header"]["msg_id"] != identity:
             pass
@@ -192,7 +206,7 @@ assert torch.equal(found[0]["weight"], found[1]["weight"])
     assert kernel.interrupt("fleet.notebook.run(waits)", "[worker 0] waiting") == "KeyboardInterrupt"
     assert not kernel.started()
 
-    kernel.client.execute("fleet.notebook.run(waits)")
-    wait_until(lambda: len(kernel.started()) >= 2, PATIENCE, "processes")
+    kernel.begin("fleet.notebook.run(waits)", "[worker 0] waiting")
+    assert len(kernel.started()) >= 2
     os.kill(kernel.manager.provisioner.pid, 9)
     wait_until(lambda: not kernel.started(), 30.0, "end of the processes")
