@@ -244,7 +244,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "background",
         "errors",
     },
-    "fleet": {
+    "facade": {
         *WORKER,
         "callbacks",
         "tables/settings",
@@ -263,6 +263,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "adoption",
         "errors",
     },
+    "fleet": {"facade"},
     "util": {"fleet", "errors"},
     "metrics": {"fleet", "util", "errors"},
     "datasets": {"fleet", "data", "data/reading", "data/samples", "errors"},
