@@ -26,6 +26,7 @@ from torchfleet.storage import Storage
 from torchfleet.tables.rows.row_statistics import is_pushed
 from torchfleet.tables.settings.clock import MAX_TIME
 from torchfleet.tables.settings.policy import Shrink
+from torchfleet.worker.client.client import Client
 from torchfleet.worker.lookup.engine import Engine
 from torchfleet.worker.membership import Membership
 from torchfleet.worker.model_saving import Kind, save_model, tell_of_replacing
@@ -49,7 +50,6 @@ class WorkerRole:
         self._ends = contextlib.ExitStack()  # what `abandon` does, the latest first
         patience = patience_with(self.strategy, self.info)
         self._links = ServerLinks(self.info, self._plan, patience, dirname, var_names)
-        self._connect = self._links.connect
         self.first_step = 0  # with which this worker begins: in sync mode more than 0 if it was started again
         self._saved_to: set[str] = set()
         self._passes: Counter[str] = Counter()  # over shared lists of files, by name
@@ -205,6 +205,10 @@ class WorkerRole:
         ages = ages_by_kind(table for server in servers for table in server["tables"].values())
         dropped = sum(server.get("dropped", 0) for server in servers)  # a server of before does not say
         return {"mode": self.strategy.mode, "worker": worker, "servers": servers, **ages, "dropped": dropped}
+
+    def _connect(self, worker: int | None = None) -> Client:
+        """`worker`: another one for whom this one speaks."""
+        return self._links.connect(worker)
 
     def _join(self) -> Membership | None:
         if self.info.is_local:
