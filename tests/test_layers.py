@@ -39,6 +39,7 @@ CORE = {
 # Room → the rooms below it that it may import. A new room is one line here, behind everything that it needs.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "extras": {"errors"},
     "cgroups": set(),
     "adoption": set(),
     "guard": {"errors"},
@@ -46,13 +47,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "exchange": {"errors"},
     "kernels": {"guard", "errors"},
     "monitor": {"errors"},
-    "monitor/prometheus": {"monitor", "errors"},
+    "monitor/prometheus": {"monitor", "extras", "errors"},
     "role": {"errors"},
     "storage": {"errors"},
     "fetch": {"errors"},
     "net": {"guard", "errors"},
     "coordination": {"guard", "errors"},
-    "tracing": {"errors"},
+    "tracing": {"extras", "errors"},
     "profiling": {"tracing", "monitor", "errors"},
     # tables and their servers: no torch
     "tables/settings": {"monitor", "kernels", "errors"},
@@ -60,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tables/policies": {"tables/settings", "tables/rows", "kernels", "errors"},
     "tables": {"tables/settings", "tables/rows", "tables/policies", "kernels", "errors"},
     "checkpoint": {*TABLES, "storage", "errors"},
-    "checkpoint/exporting": {"checkpoint", "storage", "errors"},
+    "checkpoint/exporting": {"checkpoint", "storage", "extras", "errors"},
     "server/meeting": {"net", "role", "errors"},
     "server/state": {*TABLES, "server/meeting", "net", "kernels", "cgroups", "guard", "errors"},
     "server/saving": {
@@ -143,7 +144,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "worker": {*TABLES, *WORKER, "checkpoint", "storage", "role", "net", "kernels", "adoption", "background", "errors"},
     "data/samples": {"tables/rows", "kernels", "errors"},
-    "data/columns": {"data/samples", "kernels", "errors"},
+    "data/columns": {"data/samples", "kernels", "extras", "errors"},
     "data/reading": {"data/samples", "data/columns", "kernels", "errors"},
     "data": {
         "data/samples",
@@ -153,6 +154,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "monitor",
         "kernels",
         "background",
+        "extras",
         "errors",
     },
     "training": {"data", "data/samples", "worker", "worker/lookup", "fetch", "monitor", "background", "errors"},
@@ -216,7 +218,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "background",
         "errors",
     },
-    "callbacks": {"monitor", "errors"},
+    "callbacks": {"monitor", "extras", "errors"},
     "options": {"strategy"},
     "nn": {"worker/lookup", "collective/layers", "errors"},
     "job/attaching": {
@@ -299,6 +301,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "collective/tensors",
         "strategy",
         "role",
+        "extras",
         "errors",
     },
     "transformers": {
@@ -308,9 +311,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "collective/tensors",
         "strategy",
         "role",
+        "extras",
         "errors",
     },
-    "online": {"data", "storage", "fleet", "metrics", "errors"},
+    "online": {"data", "storage", "fleet", "metrics", "extras", "errors"},
     "word2vec": {
         "worker/lookup",
         "worker/modes",
@@ -324,7 +328,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "classify": {"collective/layers", "fleet", "strategy", "errors"},
     # command lines
-    "watch": {"monitor", "monitor/prometheus", "cgroups", "guard", "errors"},
+    "watch": {"monitor", "monitor/prometheus", "cgroups", "guard", "extras", "errors"},
     "watch/dashboard": {"watch", "monitor", "guard", "errors"},
     "doctor": {"tables", "tables/settings", "net", "cgroups", "errors"},
     "commands/profile": {"tracing", "guard", "errors"},
@@ -376,8 +380,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "guard",
         "errors",
     },
-    "launch/clusters/on_ray": {"watch", "launch", "launch/endurance", "monitor", "net", "errors"},
-    "launch/clusters/k8s": {"launch", "monitor", "monitor/prometheus", "net", "guard", "errors"},
+    "launch/clusters/on_ray": {"watch", "launch", "launch/endurance", "monitor", "net", "extras", "errors"},
+    "launch/clusters/k8s": {"launch", "monitor", "monitor/prometheus", "net", "guard", "extras", "errors"},
     "launch/clusters": {
         "watch",
         "launch",
@@ -395,10 +399,20 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
     },
     "launch/launchers": {"launch", "launch/clusters"},
-    "launch/cli": {"watch", "launch", "launch/launchers", "launch/clusters", "net", "guard", "errors"},
+    "launch/cli": {
+        "watch",
+        "launch",
+        "launch/launchers",
+        "launch/clusters",
+        "tracing",
+        "net",
+        "guard",
+        "extras",
+        "errors",
+    },
     "launch/__main__": {"launch/cli"},
     "ray": {"launch/cli", "launch/launchers", "launch/clusters", "launch/clusters/on_ray", "errors"},
-    "notebook": {"launch/cli", "launch/launchers", "launch/clusters", "fleet", "exchange", "errors"},
+    "notebook": {"launch/cli", "launch/launchers", "launch/clusters", "fleet", "exchange", "extras", "errors"},
     "__init__": set(),  # loads its names when they are first used
 }
 WITHOUT_TORCH = {
@@ -407,6 +421,7 @@ WITHOUT_TORCH = {
     "checkpoint",
     "coordination",
     "errors",
+    "extras",
     "guard",
     "kernels",
     "monitor",
