@@ -17,7 +17,7 @@ from torchfleet.server.log.durable_server import DEFAULT_FSYNC_MS, Durability, D
 from torchfleet.server.server import Server
 from torchfleet.server.server_log import speaker
 from torchfleet.server.traces.server_tracing import ServerTracing
-from torchfleet.server.warm import warm_up
+from torchfleet.server.warm import COMPILING, telling_compilation, warm_up
 from torchfleet.tables.settings.table_size import parse_bytes
 from torchfleet.tracing.otlp import trace_every
 from torchfleet.tracing.process_part import ProcessName
@@ -132,7 +132,8 @@ def main(arguments: list[str] | None = None) -> int:
         every = trace_every()
         server = Server(_table_bytes(options), options.num_workers, options.save_root, _orphan_timeout(options), **loss)
         handler = _with_log(server, options)
-        warm_up()
+        with telling_compilation(lambda: speaker()(COMPILING)):
+            warm_up()
         listener = listen(options.endpoint, KeyFolder(options.key_dir) if options.key_dir else None, options.insecure)
     except FleetError as error:
         print(f"torchfleet server: {error}", file=sys.stderr)
