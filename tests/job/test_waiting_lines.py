@@ -15,9 +15,13 @@ def test_lines_come_when_something_changes_and_else_ever_more_seldom(
     now = 0.0
     monkeypatch.setattr(waiting_lines.time, "monotonic", lambda: now)
     lines = WaitingLines()
+
+    def waits_for() -> list[str]:
+        return ["server 0: it is starting" if now < 100 else "server 0: it is loading model"]
+
     while now < 300:
         now = round(now + 0.1, 1)
-        lines.look(lambda: ["server 0: it is starting" if now < 100 else "server 0: it is loading model"])
+        lines.look(waits_for)
     told = capsys.readouterr().out.splitlines()
     assert [line.rsplit(", ")[-1] for line in told if "starting" in line] == ["5 s", "15 s", "35 s", "75 s"]
     assert [line.rsplit(", ")[-1] for line in told if "loading" in line] == [

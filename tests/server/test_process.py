@@ -220,7 +220,7 @@ def test_it_tells_for_what_share_of_the_time_it_computes(capsys: pytest.CaptureF
     assert 0 <= idle < 0.1 < busy <= 1
     told = capsys.readouterr().out
     assert re.search(r"up for \d+ s, computing \d+% of the time", told)
-    assert re.search(r"servers compute \d+% of the time, workers wait 70% of it", told)
+    assert re.search(r"servers compute \d+ % of the time, workers wait 70 % of it", told)
 
 
 class TestBounds:
