@@ -236,6 +236,12 @@ def test_beyond_loopback_there_is_always_a_token(tmp_path: Path) -> None:
         token_of(str(tmp_path / "short"))
 
 
+@pytest.mark.parametrize("host", ["203.0.113.9", "no-such-name.invalid"])
+def test_an_address_of_another_machine_is_told_as_such(run: Path, host: str) -> None:
+    with pytest.raises(FleetError, match=f"cannot listen on {host}: .* Expected an address of this machine"):
+        Dashboard(RunFolders([run]), host, port=0, token=TOKEN)
+
+
 def test_a_job_prints_its_token_once_keeps_it_over_attempts_and_records_none(tmp_path: Path) -> None:
     job, lines = JobSpec(("train.py",), tmp_path, watching=Watching(dashboard=0)), list[str]()
     for attempt in range(2):
