@@ -15,10 +15,10 @@ from support.jobs import SECONDS, Net, make_part, sgd, strategy
 from torchfleet.errors import FleetError, ServerLoading, ServerUnreachable
 from torchfleet.job import server_role, waiting_lines
 from torchfleet.job.server_role import ServerRole
-from torchfleet.job.server_status import ServerStatus
 from torchfleet.job.worker_start import wait_for_servers
 from torchfleet.launch.roles import free_ports
 from torchfleet.role import SERVER, RoleInfo
+from torchfleet.server.state.server_status import ServerStatus
 from torchfleet.server.warm import COMPILING
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
@@ -130,6 +130,6 @@ def test_a_server_that_compiles_its_kernels_says_so_to_those_who_wait(
 
 
 def test_the_rows_that_the_launcher_shows_are_those_of_sparse_tables(role: ServerRole) -> None:
-    status = ServerStatus(RoleInfo(), role._server.state, None)._make()
+    status = ServerStatus(role._server.state)._make()
     assert status["rows"] == dict.fromkeys(jobs.TABLES, 0)
     assert {name for name, table in status["tables"].items() if table["kind"] != "dense"} == set(jobs.TABLES)

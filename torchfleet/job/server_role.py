@@ -15,7 +15,6 @@ from torchfleet.background import BackgroundThreads
 from torchfleet.coordination.coordinators import make_coordinator
 from torchfleet.errors import FleetError
 from torchfleet.job.job_setup import JobSetup
-from torchfleet.job.server_status import ServerStatus
 from torchfleet.job.worker_start import patience_with, wait_for_servers
 from torchfleet.net import addresses
 from torchfleet.net.addresses import listen
@@ -30,6 +29,7 @@ from torchfleet.server.replicas.replica import Replica
 from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
 from torchfleet.server.server_log import rows_text, speaker, tables_text
+from torchfleet.server.state.server_status import ServerStatus
 from torchfleet.server.traces.server_tracing import ServerTracing
 from torchfleet.server.warm import COMPILING, telling_compilation, warm_up
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
@@ -161,7 +161,7 @@ class ServerRole:
             signal.signal(signal.SIGTERM, self._on_signal)
         self._has_run = True
         listener = self._begin_serving()
-        status = ServerStatus(self._info, self._server.state, self._replica)
+        status = self._status()
 
         if self._replica is not None:
             self._replica.begin()
@@ -188,6 +188,10 @@ class ServerRole:
             raise FleetError(self._replica.deposed)
         if self._server.desertion:
             raise FleetError(f"{self._server.desertion}. No worker is left; the server ends.")
+
+    def _status(self) -> ServerStatus:
+        info = self._info
+        return ServerStatus(self._server.state, info.server_index, info.status_file, info.replica, self._replica)
 
     def _why_over(self) -> str:
         if self._ended:
