@@ -166,7 +166,10 @@ WRONG: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "missing parameters": (Deeper, r"has no parameter more\.bias, more\.weight; it has .*hidden\.weight"),
     "a shape": (Wider, r"parameter 'hidden\.(weight|bias)' was saved with shape .*and the model has"),
     "dim": (lambda: Other(words=nn.SparseEmbedding(4, name="words")), "'words' was saved with dim=3, .* dim=4"),
-    "a table": (lambda: Other(words=nn.SparseEmbedding(3, name="wrods")), "no table 'wrods' in it; it has .*words"),
+    "a table": (
+        lambda: Other(words=nn.SparseEmbedding(3, name="wrods")),
+        "the saved model has no table 'wrods', its tables are .*words",
+    ),
     "kind": (lambda: Other(items=nn.SparseEmbedding(4, name="items")), "'items' was saved with kind=array"),
     "size": (lambda: Other(items=torch.nn.Embedding(39, 4, sparse=True)), "'items' was saved with size=40"),
     "a buffer": (lambda: Other(norm=torch.nn.BatchNorm1d(8)), r"parameter 'norm\.\w+' was saved with shape \(7,\)"),

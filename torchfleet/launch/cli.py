@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from torchfleet import __version__
 from torchfleet.errors import FleetError, RoleError
@@ -146,12 +146,14 @@ def options_from(caller: str, values: Mapping[str, Any], script: Sequence[str]) 
             continue
         for each in value if isinstance(value, (list, tuple)) else [value]:
             flags += [f"--{name}"] if each is True else [f"--{name}", str(each)]
-    try:
-        return parse_with_ports(parser(), [*flags, *script])
-    except SystemExit as error:
-        raise RoleError(
-            f"{caller}: not options of fleetrun: {' '.join(flags)}. `fleetrun --help` lists those that it has."
-        ) from error
+
+    def refuse(message: str) -> NoReturn:
+        """In place of argparse's, which would print all options of fleetrun into a notebook and exit."""
+        raise RoleError(f"{caller}: {message}. `fleetrun --help` lists the options and what they take.")
+
+    made = parser()
+    made.error = refuse  # type: ignore[method-assign]
+    return parse_with_ports(made, [*flags, *script])
 
 
 def _subcommand(name: str) -> Callable[[Sequence[str]], int]:
