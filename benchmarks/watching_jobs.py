@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import pty
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
@@ -28,6 +29,7 @@ from torchfleet.launch.roles import free_ports, one_machine, tasks
 _WORKER = Path(__file__).with_name("watching_worker.py")
 _START = 300.0  # seconds that a job may take until all its workers train, with kernels to compile
 _END = 60.0  # and until it has ended
+_MOST_SHOWN = 1 << 16  # bytes of the terminal in which the address of the page is looked for
 _SCRAPE = 1.0  # seconds between two scrapes of a process
 HAS_TRACES = find_spec("opentelemetry") is not None and find_spec("opentelemetry.exporter") is not None
 
@@ -160,8 +162,8 @@ def watched(options: argparse.Namespace, steps: int) -> Iterator[Job]:
         job = Job(board, options.servers, folder, [fleetrun], fleetrun.pid, num_read)
         stack.enter_context(ended(fleetrun))
         roles = [f"http://127.0.0.1:{metrics + i}/metrics" for i in range(num)]
-        stack.enter_context(reading(ours, num_read))
-        stack.enter_context(asking(f"http://127.0.0.1:{page}/events", roles, board, num_read))
+        token = stack.enter_context(reading(ours, num_read))
+        stack.enter_context(asking(f"http://127.0.0.1:{page}/events", roles, token, board, num_read))
         yield job
         job.end()
 
@@ -189,29 +191,38 @@ def first_of_free(num: int) -> int:
 
 
 @contextlib.contextmanager
-def reading(terminal: int, num_read: dict[str, int]) -> Iterator[None]:
-    """Somebody reads what the terminal shows."""
-    num_read["terminal"] = 0
+def reading(terminal: int, num_read: dict[str, int]) -> Iterator[Callable[[], str]]:
+    """Somebody reads what the terminal shows. Yields what asks for the token of the dashboard, as it is shown."""
+    num_read["terminal"], first = 0, bytearray()
 
     def read() -> None:
         with contextlib.suppress(OSError):  # the other side is closed
             while got := os.read(terminal, 1 << 16):
                 num_read["terminal"] += len(got)
+                if len(first) < _MOST_SHOWN:
+                    first.extend(got)
+
+    def token() -> str:
+        found = re.search(rb"#token=([A-Za-z0-9_-]+)", first)
+        return found[1].decode() if found else ""
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    yield
+    yield token
     reader.join(5)
 
 
 @contextlib.contextmanager
-def asking(page: str, roles: list[str], board: Board, num_read: dict[str, int]) -> Iterator[None]:
+def asking(
+    page: str, roles: list[str], token: Callable[[], str], board: Board, num_read: dict[str, int]
+) -> Iterator[None]:
     """A page that is open, and a scrape of every role each second while the job is watched."""
     over = threading.Event()
     num_read |= dict.fromkeys((page, *roles), 0)
 
     def ask(url: str) -> None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=30) as reply:
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token()}"} if url == page else {})
+        with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=30) as reply:
             while (got := reply.read1(1 << 16)) and not over.is_set():
                 num_read[url] += len(got)
 
