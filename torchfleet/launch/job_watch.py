@@ -50,7 +50,12 @@ class JobWatch:
 
     def _warn(self, text: str) -> None:
         """The display has seen, and shown, that something is off: it belongs into the record."""
-        self._each(lambda watcher: watcher is self._display or watcher.note(f"{WARNING}{text}", True))
+
+        def record(watcher: Watcher) -> None:
+            if watcher is not self._display:
+                watcher.note(f"{WARNING}{text}", True)
+
+        self._each(record)
 
     def show(self, processes: Sequence[RunningTask]) -> None:
         """Several times a second. Statuses are read less often than processes are looked at."""
@@ -68,7 +73,7 @@ class JobWatch:
     def close(self) -> None:
         self._each(lambda watcher: watcher.close())
 
-    def _each(self, act: Callable[[Watcher], object]) -> None:
+    def _each(self, act: Callable[[Watcher], None]) -> None:
         """A watcher that fails, as at a status of another release, is told of and left out: the job goes on."""
         for watcher in tuple(self._watchers):
             try:
