@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import processes
 
 from torchfleet.errors import FleetError
 from torchfleet.launch.job_spec import Task
@@ -243,3 +244,26 @@ class TestWorkerStatus:
             fleet.report(**{name: 123.0})
         fleet.stop_worker()
         assert json.loads((tmp_path / "status").read_text()).get(name) != 123.0
+
+
+def test_the_last_steps_of_a_rank_count_though_its_script_just_ends(tmp_path: Path) -> None:
+    script = """
+import os, torch, torchfleet as fleet
+fleet.init(is_collective=True)
+model = fleet.distributed_model(torch.nn.Linear(2, 1))
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(50):
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if os.fork() == 0:
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    raise SystemExit
+os.wait()
+"""
+    environment = {**os.environ, "FLEET_STATUS_FILE": str(tmp_path / "status")}
+    done = processes.run([sys.executable, "-c", script], timeout=60, env=environment)
+    assert done.returncode == 0, done.stdout
+    told = json.loads((tmp_path / "status").read_text())
+    assert (told["steps"], told["samples"]) == (50, 200)
