@@ -193,6 +193,7 @@ def test_gpus_that_a_process_cannot_have_are_refused(job: Any, monkeypatch: pyte
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("lightning_imported")
 @pytest.mark.parametrize(
     ("kind", "processes", "options"),
     [

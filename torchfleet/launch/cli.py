@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from torchfleet import __version__
 from torchfleet.errors import FleetError, RoleError
+from torchfleet.extras import check_installed
 from torchfleet.guard.printable import say
 from torchfleet.launch.clusters.job_options import (
     RESOURCES,
@@ -22,6 +23,7 @@ from torchfleet.launch.clusters.job_options import (
 )
 from torchfleet.launch.launchers import LAUNCHERS, launcher_of
 from torchfleet.net.keys import KeyFolder, keygen
+from torchfleet.tracing.otlp import EXPORTER, VARIABLE, trace_every
 from torchfleet.watch.watchers import add_options as add_watching
 from torchfleet.watch.watchers import parse_with_ports
 
@@ -180,6 +182,8 @@ def check(options: argparse.Namespace) -> None:
             raise RoleError(f"--{name} must be at least 0, found {getattr(options, name)}")
     if options.trace_every is not None and not 1 <= options.trace_every < 10**9:
         raise RoleError(f"--trace_every must be a number of steps, at least 1; found {options.trace_every}")
+    if options.trace_every or trace_every():
+        check_installed(EXPORTER, "--trace_every" if options.trace_every else VARIABLE, "otel")
     ranks = [f"--{name}" for name in _RANKS if getattr(options, name) is not None]
     if options.verbose and ranks:
         raise RoleError(
