@@ -52,8 +52,8 @@ while True:
 
 
 @contextlib.contextmanager
-def job(folder: Path, has_dashboard: bool) -> Iterator[tuple[psutil.Process, int]]:
-    """The launcher, and the port of its dashboard, 0 without one."""
+def job(folder: Path, has_dashboard: bool) -> Iterator[tuple[psutil.Process, int, str]]:
+    """The launcher, the port of its dashboard, 0 without one, and its token."""
     script = folder / "role.py"
     script.write_text(_ROLE)
     options = ["--dashboard", "0"] if has_dashboard else []
@@ -62,23 +62,25 @@ def job(folder: Path, has_dashboard: bool) -> Iterator[tuple[psutil.Process, int
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             assert process.stdout is not None
-            port, wanted = 0, "dashboard: http://127.0.0.1:" if has_dashboard else "logs in"
+            port, token, wanted = 0, "", "dashboard: http://127.0.0.1:" if has_dashboard else "logs in"
             line = next(line for line in process.stdout if wanted in line)
-            if found := re.search(r"dashboard: http://127.0.0.1:(\d+)", line):
-                port = int(found[1])
+            if found := re.search(r"dashboard: http://127.0.0.1:(\d+)\S*#token=([A-Za-z0-9_-]+)", line):
+                port, token = int(found[1]), found[2]
             threading.Thread(target=process.stdout.read, daemon=True).start()
-            yield psutil.Process(process.pid), port
+            yield psutil.Process(process.pid), port, token
         finally:
             process.terminate()
             process.wait(30)
 
 
 @contextlib.contextmanager
-def client(port: int) -> Iterator[None]:
+def client(port: int, token: str) -> Iterator[None]:
     """Reads the stream of events."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
-    connection.request("GET", "/events")
+    connection.request("GET", "/events", headers={"Authorization": f"Bearer {token}"})
     answer = connection.getresponse()
+    if answer.status != http.client.OK:
+        raise RuntimeError(f"the dashboard answered {answer.status} {answer.reason}, expected 200: nothing to measure")
 
     def read() -> None:
         with contextlib.suppress(OSError, ValueError, http.client.HTTPException, AttributeError):
@@ -99,9 +101,9 @@ def measure(rounds: int, seconds: float) -> dict[str, list[float]]:
         launchers = {}
         for name in VARIANTS:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            launcher, port = stack.enter_context(job(folder, name != "without"))
+            launcher, port, token = stack.enter_context(job(folder, name != "without"))
             if name == VARIANTS[2]:
-                stack.enter_context(client(port))
+                stack.enter_context(client(port, token))
             launchers[name] = launcher
         time.sleep(10)  # all processes have started
         for number in range(rounds):
