@@ -10,10 +10,10 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from gensim.models import KeyedVectors
 from support.fleets import in_process
 from support.paths import ROOT
 from support.scripts.saved_models import save
@@ -24,6 +24,8 @@ from torchfleet.word2vec import evaluation
 from torchfleet.word2vec.evaluation import AnalogySection, analogies, read_pairs, read_questions, word_pairs
 from torchfleet.word2vec.vectors import WordVectors
 from torchfleet.word2vec.vocabulary import Vocabulary
+
+pytestmark = pytest.mark.xdist_group("gensim")  # imported once, which takes seconds
 
 EVALUATE = ROOT / "examples" / "word2vec" / "evaluate.py"
 ANALOGY = ROOT.parent / "shared" / "data" / "analogy"
@@ -38,7 +40,9 @@ def quiet_division() -> Iterator[None]:
         yield
 
 
-def keyed(vectors: WordVectors) -> KeyedVectors:
+def keyed(vectors: WordVectors) -> Any:
+    from gensim.models import KeyedVectors  # not needed to collect the tests
+
     made = KeyedVectors(vectors.dim)
     made.add_vectors(vectors.words, vectors.vectors)
     return made

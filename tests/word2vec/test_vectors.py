@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from gensim.models import KeyedVectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fleets import in_process
@@ -19,6 +19,8 @@ from torchfleet.tables.settings.spec import Rule, TableSpec
 from torchfleet.word2vec.decimals import lines_of
 from torchfleet.word2vec.vectors import WordVectors
 from torchfleet.word2vec.vocabulary import Vocabulary
+
+pytestmark = pytest.mark.xdist_group("gensim")  # imported once, which takes seconds
 
 ODD_WORDS = ["the", "<UNK>", "naïve", "日本", "a\u00a0b", "\udcff\udcfe", "1", "-0.5", "#", ":", '"', "\x1c"]
 
@@ -31,8 +33,15 @@ def named(num: int) -> list[str]:
     return [f"word{i}" for i in range(num)]
 
 
-def keyed(words: Sequence[str], vectors: np.ndarray) -> KeyedVectors:
-    made = KeyedVectors(vectors.shape[1])
+def gensim() -> Any:
+    """Takes seconds to import, and is not needed to collect the tests."""
+    import gensim.models
+
+    return gensim.models
+
+
+def keyed(words: Sequence[str], vectors: np.ndarray) -> Any:
+    made = gensim().KeyedVectors(vectors.shape[1])
     made.add_vectors(list(words), vectors)
     return made
 
@@ -86,7 +95,7 @@ def test_gensim_reads_what_we_write(binary: bool, tmp_path: Path) -> None:
     path = str(tmp_path / "vectors")
     saved = WordVectors(words, vectors)
     (saved.save_binary if binary else saved.save_text)(path)
-    loaded = KeyedVectors.load_word2vec_format(path, binary=binary)
+    loaded = gensim().KeyedVectors.load_word2vec_format(path, binary=binary)
     assert loaded.index_to_key == words
     assert np.array_equal(loaded.vectors, vectors)
 
@@ -118,7 +127,7 @@ def test_lines_of_other_programs_are_read(tmp_path: Path) -> None:
 
 def test_of_a_word_that_comes_twice_the_first_is_read_as_gensim_does(tmp_path: Path) -> None:
     path = str(write(tmp_path / "vectors", b"4 1\na 1\nb 2\na 3\nc 4\n"))
-    loaded, theirs = WordVectors.load(path), KeyedVectors.load_word2vec_format(path)
+    loaded, theirs = WordVectors.load(path), gensim().KeyedVectors.load_word2vec_format(path)
     assert loaded.words == theirs.index_to_key[:3] == ["a", "b", "c"]  # gensim leaves an empty one behind them
     assert loaded.vectors.tolist() == theirs.vectors[:3].tolist() == [[1], [2], [4]]
 
