@@ -1,17 +1,19 @@
 """The nursery: a process that has imported torch and all of torchfleet, and forks what is asked for.
 
 `python nursery.py MODULE ...` has imported these modules, too, and reads requests from the Unix socket that is its
-standard input, one packet each: three standard streams and one end of a line, along which come the command, its folder
-and its environment, and go the process's id and, at last, its exit status. A nursery may itself be forked by another
-one. What it forks behaves as `python -c CODE`, `python -m MODULE` or `python SCRIPT` does, and starts Python
-processes of its own, and replaces itself by them, through the nursery too. A process is killed when whoever asked for
-it is gone. The nursery itself ends when nobody is left to ask.
+standard input, one packet each: three standard streams, one end of a line, and files that the process is to inherit.
+Along the line come the command, its folder, its environment and the numbers of those files, and go the process's id
+and, at last, its exit status. A nursery may itself be forked by another one. What it forks behaves as
+`python -c CODE`, `python -m MODULE` or `python SCRIPT` does, and starts Python processes of its own, and replaces
+itself by them, through the nursery too. A process is killed when whoever asked for it is gone. The nursery itself ends
+when nobody is left to ask.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import io
 import json
@@ -30,7 +32,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-_KEPT = 100  # where the socket of requests lies in every process that was forked
+_KEPT = 500  # where the socket of requests lies in every process that was forked
+_FILES = 100  # that a process may inherit
 ENVIRONMENTS = Path(tempfile.gettempdir()) / f"torchfleet-forked-{os.getuid()}"  # by process id; /proc knows only execs
 
 
@@ -78,7 +81,7 @@ class Nursery:
     def _accept(self, requests: Any) -> None:
         fds: list[int] = []
         with contextlib.suppress(ConnectionResetError):
-            _, fds, _, _ = socket.recv_fds(requests, 1, 4)
+            _, fds, _, _ = socket.recv_fds(requests, 1, 4 + _FILES)
         if not fds:  # the tests are over
             for end in (self._requests, self._inner, self._woken):
                 self._selector.unregister(end)
@@ -90,7 +93,7 @@ class Nursery:
         child = os.fork()
         if not child:
             self._begin(json.loads(request), fds, line)
-        for fd in fds[:3]:
+        for fd in (*fds[:3], *fds[4:]):
             os.close(fd)
         self._lines[child] = line
         self._selector.register(line, selectors.EVENT_READ, child)
@@ -131,13 +134,23 @@ class Nursery:
             _publish_environment()
             line.sendall(f"{os.getpid()}\n".encode())
             line.detach()
-            os.closerange(3, _KEPT)
-            os.closerange(_KEPT + 1, 1 << 12)
+            _keep(fds[4:], request["files"])
             code = _run(request["command"], self._paths)
         except BaseException:
             traceback.print_exc()
             code = 1
         os._exit(code)
+
+
+def _keep(fds: Sequence[int], numbers: Sequence[int]) -> None:
+    """These files, under their numbers of the process that asked, and the socket of requests; no other stays open."""
+    first = max([_KEPT, *numbers]) + 1  # above all that is to be kept
+    files = [fcntl.fcntl(fd, fcntl.F_DUPFD, first) for fd in fds]
+    os.closerange(3, _KEPT)
+    os.closerange(_KEPT + 1, first)
+    for file, number in zip(files, numbers, strict=True):
+        os.dup2(file, number)
+    os.closerange(first, 1 << 12)
 
 
 def _publish_environment() -> None:

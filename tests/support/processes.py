@@ -49,12 +49,13 @@ class Forked(subprocess.Popen[Any]):
         self._line, theirs = socket.socketpair()
         with theirs:
             fds = [own if pipe == -1 else pipe for own, pipe in enumerate((p2cread, c2pwrite, errwrite))]
-            socket.send_fds(self.requests, [b"?"], [*fds, theirs.fileno()])
+            socket.send_fds(self.requests, [b"?"], [*fds, theirs.fileno(), *pass_fds])
         request = {
             "command": [os.fspath(part) for part in args],
             "folder": os.fspath(cwd or os.getcwd()),
             "environment": dict(os.environ if env is None else env),
             "session": start_new_session,
+            "files": list(pass_fds),
         }
         self._line.sendall(json.dumps(request).encode() + b"\n")
         pid = self._read(SECONDS)

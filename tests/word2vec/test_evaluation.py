@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fleets import in_process
+from support.late_imports import Late
 from support.paths import ROOT
 from support.scripts.saved_models import save
 
@@ -25,6 +26,7 @@ from torchfleet.word2vec.evaluation import AnalogySection, analogies, read_pairs
 from torchfleet.word2vec.vectors import WordVectors
 from torchfleet.word2vec.vocabulary import Vocabulary
 
+gensim = Late("gensim.models")
 pytestmark = pytest.mark.xdist_group("gensim")  # imported once, which takes seconds
 
 EVALUATE = ROOT / "examples" / "word2vec" / "evaluate.py"
@@ -41,9 +43,7 @@ def quiet_division() -> Iterator[None]:
 
 
 def keyed(vectors: WordVectors) -> Any:
-    from gensim.models import KeyedVectors  # not needed to collect the tests
-
-    made = KeyedVectors(vectors.dim)
+    made = gensim.KeyedVectors(vectors.dim)
     made.add_vectors(vectors.words, vectors.vectors)
     return made
 
@@ -341,7 +341,7 @@ def test_a_saved_model_is_judged_with_its_dictionary(tmp_path: Path) -> None:
     assert lines[0].startswith("2 words of 3 numbers")
     assert lines[1:] == ["king:", "  0.8944  queen"]
     assert "a saved model: which words its rows are says --dictionary" in refused(*model)
-    assert "no table 'other' in it; it has emb" in refused(
+    assert "no table 'other', its tables are emb" in refused(
         *model, "--dictionary", tmp_path / "dict", "--table", "other"
     )
 
