@@ -1,8 +1,10 @@
 """The nursery: a process that has imported torch and all of torchfleet, and forks what is asked for.
 
-`python nursery.py FD` reads requests from the Unix socket FD, one packet each: three standard streams, one end of a
-line, and files that the process is to inherit. Along the line come the command, its folder, its environment and the
-numbers of those files, and go the process's id and, at last, its exit status. What it forks behaves as `python -c CODE`, `python -m MODULE` or `python SCRIPT` does, and starts Python
+`python nursery.py MODULE ...` has imported these modules, too, and reads requests from the Unix socket that is its
+standard input, one packet each: three standard streams, one end of a line, and files that the process is to inherit.
+Along the line come the command, its folder, its environment and the numbers of those files, and go the process's id
+and, at last, its exit status. A nursery may itself be forked by another one. What it forks behaves as `python -c CODE`,
+`python -m MODULE` or `python SCRIPT` does, and starts Python
 processes of its own, and replaces itself by them, through the nursery too. A process is killed when whoever asked for
 it is gone. The nursery itself ends when nobody is left to ask.
 """
@@ -26,6 +28,7 @@ import threading
 import traceback
 import types
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -256,8 +259,8 @@ def _path_of(environment: Any) -> list[str]:
     return [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
-def _import() -> None:
-    """All that any test needs, but nothing that would not survive a fork: no backward pass, no thread."""
+def _import(modules: Sequence[str]) -> None:
+    """These, and all that any test needs; nothing that would not survive a fork: no backward pass, no thread."""
     import subprocess
 
     from support.processes import Forked
@@ -277,6 +280,11 @@ def _import() -> None:
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports more than one would think
     torch.set_num_threads(1)
     _load_kernels()
+    for name in modules:
+        import_module(name)
+    if Forked.requests is not None:  # of the nursery that has forked this one
+        Forked.requests.close()
+        Forked.requests = None
 
 
 def _load_kernels() -> None:
@@ -294,16 +302,16 @@ def _load_kernels() -> None:
         talk.push(spec, keys, talk.pull(spec, keys))
 
 
-def _serve(fd: int) -> None:
+def _serve(modules: Sequence[str]) -> None:
     if os.fork():  # the one that serves is nobody's child: other tests look for processes that are left
         os._exit(0)
     os.setsid()  # Ctrl-C is for the tests, which end what they started
     ENVIRONMENTS.mkdir(exist_ok=True)
-    _import()
+    _import(modules)
     gc.collect()
     gc.freeze()  # pages that nobody touches stay shared
-    Nursery(socket.socket(fileno=fd)).serve()
+    Nursery(socket.socket(fileno=0)).serve()
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    _serve(sys.argv[1:])
