@@ -140,8 +140,6 @@ def test_its_fit_by_two_workers_equals_torch_at_half_its_learning_rate(inputs: I
 
 
 def test_async_training_by_two_workers_is_as_good_as_torch_from_another_seed() -> None:
-    from sklearn.metrics import roc_auc_score
-
     (x, y), (test_x, test_y) = rows_of(8_000), rows_of(4_000, seed=1)
 
     def auc(model: Any) -> float:

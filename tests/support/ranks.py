@@ -32,6 +32,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from support import processes
 from support.paths import ROOT
 
 SECONDS = 60.0
@@ -42,14 +43,14 @@ class Ranks:
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-        self._process = subprocess.Popen(
+        self._process = processes.Popen(  # by the nursery of all processes, which has imported most of it already
             [sys.executable, __file__],
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FLEET_DEVICE": "cpu"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._process.wait(30)
+        self._process.wait(SECONDS)
 
     def run(self, function: Callable[..., dict[str, Any]], size: int, **arguments: Any) -> list[dict[str, Any]]:
         """What `function` returned on every rank, in their order."""
@@ -109,7 +110,7 @@ def _serve() -> None:
     gc.collect()
     gc.freeze()  # ranks share these pages, and do not search a million objects of torch's for garbage
     answers = os.fdopen(os.dup(1), "w")
-    for line in sys.stdin:
+    for line in os.fdopen(0):
         job = json.loads(line)
         if job["path"] not in sys.path:  # tests lie in folders, from which pytest imports them by their bare names
             sys.path.append(job["path"])
