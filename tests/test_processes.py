@@ -68,3 +68,11 @@ def test_it_ends_with_the_process_that_started_it() -> None:
         assert psutil.pid_exists(started)
         process.kill()
     wait_until(lambda: not psutil.pid_exists(started), "what it had started has ended", 10)
+
+
+def test_a_nursery_that_has_imported_more_is_used_where_it_is_asked_for() -> None:
+    command = [sys.executable, "-c", "import sys; print('mailbox' in sys.modules)"]
+    with processes.preloaded("mailbox"):
+        inside = processes.run(command, timeout=30)
+    outside = processes.run(command, timeout=30)
+    assert (inside.stdout, outside.stdout) == ("True\n", "False\n")

@@ -8,6 +8,7 @@
     def test_something(ranks: Ranks) -> None:
         first, second = ranks.run(train, 2, learning_rate=0.1)
 
+A function `prepare_ranks` of the module runs once, before the first of its ranks is forked: for what is slow at first.
 Arguments are what JSON can hold; results are dicts of numbers, text and tensors. A rank that raises fails the test with
 its traceback; the other ranks are then killed.
 """
@@ -31,6 +32,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from support import processes
 from support.paths import ROOT
 
 SECONDS = 60.0
@@ -41,14 +43,14 @@ class Ranks:
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-        self._process = subprocess.Popen(
+        self._process = processes.Popen(  # by the nursery of all processes, which has imported most of it already
             [sys.executable, __file__],
             env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "FLEET_DEVICE": "cpu"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._process.wait(30)
+        self._process.wait(SECONDS)
 
     def run(self, function: Callable[..., dict[str, Any]], size: int, **arguments: Any) -> list[dict[str, Any]]:
         """What `function` returned on every rank, in their order."""
@@ -76,6 +78,13 @@ def nursery() -> Iterator[Ranks]:
         yield made
 
 
+def export_once() -> None:
+    """For `prepare_ranks`: what torch.export imports when it is first called takes most of a second."""
+    import torch
+
+    torch.export.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),))
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -101,12 +110,15 @@ def _serve() -> None:
     gc.collect()
     gc.freeze()  # ranks share these pages, and do not search a million objects of torch's for garbage
     answers = os.fdopen(os.dup(1), "w")
-    for line in sys.stdin:
+    for line in os.fdopen(0):
         job = json.loads(line)
         if job["path"] not in sys.path:  # tests lie in folders, from which pytest imports them by their bare names
             sys.path.append(job["path"])
         with contextlib.suppress(Exception):  # once for all ranks; if it fails, it fails in each of them, with a log
-            import_module(job["module"])
+            is_new = job["module"] not in sys.modules
+            prepare = getattr(import_module(job["module"]), "prepare_ranks", None)
+            if is_new and prepare is not None:
+                prepare()
         port = free_port()
         children = [_fork(job, rank, port) for rank in range(job["size"])]
         print(json.dumps(_wait(children)), file=answers, flush=True)

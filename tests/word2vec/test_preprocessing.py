@@ -10,7 +10,6 @@ import json
 import lzma
 import runpy
 import signal
-import subprocess
 import sys
 import zlib
 from collections import Counter
@@ -20,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import processes
 from support.paths import ROOT
 
 from torchfleet.data.reading import streams
@@ -465,7 +465,7 @@ def test_a_killed_run_leaves_nothing_that_looks_complete(tmp_path: Path, num_ren
         make(tmp_path, f"in/{name}", "x y x")
     source, dictionary, out = str(tmp_path / "in"), make(tmp_path, "dict", "x 4\ny 2\n"), str(tmp_path / "out")
     arguments = [sys.executable, "-c", STOP_AT, str(num_renamed), source, dictionary, out]
-    assert subprocess.run(arguments, timeout=60, check=False).returncode == -signal.SIGKILL
+    assert processes.run(arguments, timeout=60).returncode == -signal.SIGKILL
     vocabulary = Vocabulary.load(dictionary)
     with pytest.raises(DataError, match="out is not complete, whatever wrote it was stopped"):
         Corpus(out, vocabulary)
