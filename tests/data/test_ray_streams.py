@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 from support import jobs
+from support.late_imports import Late
 
 import torchfleet as fleet
 from torchfleet.data.arrow_dataset import ArrowDataset
 from torchfleet.data.ray_streams import stream_of_worker
 from torchfleet.errors import DataError
 
-ray = pytest.importorskip("ray")
-pytest.importorskip("ray.data")
+ray = Late("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("ray_data")]
 
 NUM = 600

@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
 from support import jobs
+from support.late_imports import Late
 from torch.nn import functional as F
 
 import torchfleet as fleet
 from examples.deepctr.data import SPARSE, feature_columns, generated
 from torchfleet.errors import ModelError
+
+oracle = Late("sklearn.metrics")
 
 pytestmark = pytest.mark.xdist_group("deepctr")  # imported once, which takes seconds
 
@@ -141,7 +143,7 @@ def test_async_training_by_two_workers_is_as_good_as_torch_from_another_seed() -
     (x, y), (test_x, test_y) = rows_of(8_000), rows_of(4_000, seed=1)
 
     def auc(model: Any) -> float:
-        return float(roc_auc_score(test_y.numpy(), predicted(model, test_x).numpy()))
+        return float(oracle.roc_auc_score(test_y.numpy(), predicted(model, test_x).numpy()))
 
     def shuffled(seed: int, share: slice, size: int) -> list[Inputs]:
         order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))[share]

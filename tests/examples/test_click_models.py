@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from sklearn.metrics import roc_auc_score
-from support.example_scripts import by_a_fleet, click_loss, number, plain, printed, train_plain
+from support.example_scripts import WORKERS, by_a_fleet, click_loss, number, plain, printed, train_plain
+from support.late_imports import Late
 from support.paths import REAL_DATA
 
 from examples.columns import auc, predicted, split
 from examples.deepfm.model import DeepFM, pairs_of
 from examples.dlrm.model import DLRM, pairwise_dots
+from examples.flags import own_batch_size, parser_of
 from examples.wide_deep.data import generated
+
+oracle = Late("sklearn.metrics")
 
 REAL = REAL_DATA / "criteo" / "kaggle.txt.xz"
 ROWS, BATCH, SEED = 8000, 64, 1
@@ -31,21 +34,31 @@ def test_pairs_of_a_factorization_machine_and_of_dlrm_are_all_pairs() -> None:
 def test_auc_is_that_of_scikit_learn_with_ties() -> None:
     rng = torch.Generator().manual_seed(0)
     scores, labels = torch.randint(0, 20, (500,), generator=rng).float(), torch.randint(0, 2, (500,), generator=rng)
-    assert auc(scores, labels) == pytest.approx(roc_auc_score(labels, scores))
+    assert auc(scores, labels) == pytest.approx(oracle.roc_auc_score(labels, scores))
+
+
+def test_a_batch_is_that_of_all_workers_unless_an_example_compares_samples_within_it() -> None:
+    shared = parser_of(None, 1, 256, 0.1, None).parse_args([])
+    assert [own_batch_size(shared, workers) for workers in (1, 2, 3)] == [256, 128, 85]
+    with pytest.raises(SystemExit, match="--batch_size 256 is less than a sample for each of 300 workers"):
+        own_batch_size(shared, 300)
+    assert own_batch_size(parser_of(None, 1, 256, 0.1, None, is_batch_shared=False).parse_args([]), 4) == 256
+    with pytest.raises(SystemExit, match="--rows 100 are not a batch of 256 for each of 1 workers: give more rows"):
+        printed("wide_deep/train_dataset.py", "--rows", 100)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "make"), [("deepfm", lambda: DeepFM(4)), ("dlrm", lambda: DLRM(4))])
 def test_two_servers_and_two_workers_tell_clicks_as_well_as_plain_torch(name: str, make: type, tmp_path: Path) -> None:
     flags = ["--rows", ROWS, "--seed", SEED, "--dim", 4]
-    saved, training = tmp_path / "model", ["--mode", "sync", "--epochs", 1, "--batch_size", BATCH, "--lr", 0.05]
+    saved, training = tmp_path / "model", ["--epochs", 1, "--batch_size", WORKERS * BATCH, "--lr", 0.05]
     output = by_a_fleet(tmp_path / "log", f"{name}/train.py", *training, *flags, "--save", saved)
     columns = dict(zip(("ids", "dense", "label"), generated(ROWS, SEED), strict=True))
     rows, held_out = split(columns)
     model = plain(make, columns["ids"], SEED)
     train_plain(model, click_loss, torch.optim.Adagrad(model.parameters(), 0.05), rows, BATCH, SEED)
     # rows of ids that no training sample had are zeros in a saved model, and first values in torch's
-    expected = roc_auc_score(held_out["label"], predicted(model, held_out))
+    expected = oracle.roc_auc_score(held_out["label"], predicted(model, held_out))
     assert expected > 0.7
     assert number(PATTERN, output) == pytest.approx(expected, abs=0.01)
     assert number(PATTERN, printed(f"{name}/predict.py", "--model", saved, *flags)) == number(PATTERN, output)

@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import accuracy_score, mean_absolute_error, mean_squared_error, roc_auc_score
 from support.jobs import clean_facade
+from support.late_imports import Late
 from support.scripts import meeting
 from support.scripts.launching import forked_fleetrun
 
 from torchfleet import fleet as facade
 from torchfleet import metrics, util
 from torchfleet.errors import FleetError
+
+oracle = Late("sklearn.metrics")
 
 pytestmark = pytest.mark.xdist_group("metrics_distributed")  # its fixtures are made once
 
@@ -156,25 +158,25 @@ def everybodys(num_workers: int) -> list[Any]:
 def test_the_area_is_that_of_all_workers_samples(found: Found, case: str) -> None:
     results = values(found, case)
     logits, labels, _ = everybodys(len(results))
-    assert results == [pytest.approx(roc_auc_score(labels, logits), abs=1e-4)] * len(results)
+    assert results == [pytest.approx(oracle.roc_auc_score(labels, logits), abs=1e-4)] * len(results)
     assert len(set(results)) == 1
     binned = np.floor(4095 / (1 + np.exp(-logits)))
-    assert results[0] == pytest.approx(roc_auc_score(labels, binned), abs=1e-12)
+    assert results[0] == pytest.approx(oracle.roc_auc_score(labels, binned), abs=1e-12)
 
 
 @pytest.mark.parametrize("case", ["acc", "acc of arrays", "acc of tensors"])
 def test_the_accuracy_is_that_of_all_workers_samples(found: Found, case: str) -> None:
     results = values(found, case)
     logits, labels, _ = everybodys(len(results))
-    assert results == [pytest.approx(accuracy_score(labels, logits > 0), rel=1e-12)] * len(results)
+    assert results == [pytest.approx(oracle.accuracy_score(labels, logits > 0), rel=1e-12)] * len(results)
     assert len(set(results)) == 1
 
 
 def test_the_errors_are_those_of_all_workers_samples(found: Found) -> None:
     num = len(found) - 1
     logits, _, predicted = everybodys(num)
-    squared = mean_squared_error(logits, predicted)
-    expected = {"mae": mean_absolute_error(logits, predicted), "mse": squared, "rmse": math.sqrt(squared)}
+    squared = oracle.mean_squared_error(logits, predicted)
+    expected = {"mae": oracle.mean_absolute_error(logits, predicted), "mse": squared, "rmse": math.sqrt(squared)}
     for case, value in expected.items():
         results = values(found, case)
         assert results == [pytest.approx(value, rel=1e-12)] * num, case
@@ -256,7 +258,10 @@ def test_a_worker_that_has_left_is_left_out(found: Found) -> None:
     logits, labels, _ = everybodys(num)
     for worker in staying:
         assert worker["sum without the one that left"] == ("ok", sum(range(1, num + 1)))
-        assert worker["auc without the one that left"] == ("ok", pytest.approx(roc_auc_score(labels, logits), abs=1e-4))
+        assert worker["auc without the one that left"] == (
+            "ok",
+            pytest.approx(oracle.roc_auc_score(labels, logits), abs=1e-4),
+        )
         assert worker["gathered without the one that left"] == ("ok", list(range(num)))
         assert worker["barrier without the one that left"] == ("ok", None)
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from support import jobs, processes
 from support.cut_proxy import SECONDS, CutProxy, cut_proxy
+from support.late_imports import Late
 from support.one_number import NUM_IDS, Model, held, set_all
 from support.paths import ROOT, SCRIPTS
 from support.scripts import killed_saves, resuming
@@ -33,8 +34,7 @@ from torchfleet.commands import command
 from torchfleet.errors import CheckpointError
 from torchfleet.storage import Storage
 
-s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed: pip install 'torchfleet[dev]'")
-moto = pytest.importorskip("moto.server", reason="moto is not installed: pip install 'torchfleet[dev]'")
+s3fs, moto = Late("s3fs"), Late("moto.server")
 
 BUCKET = "models"
 ALONE: Any = types.SimpleNamespace(rank=0, size=1)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from gensim.models import KeyedVectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fleets import in_process
+from support.late_imports import Late
 from support.scripts.saved_models import save
 
 from torchfleet.errors import CheckpointError, DataError
@@ -19,6 +20,8 @@ from torchfleet.tables.settings.spec import Rule, TableSpec
 from torchfleet.word2vec.decimals import lines_of
 from torchfleet.word2vec.vectors import WordVectors
 from torchfleet.word2vec.vocabulary import Vocabulary
+
+gensim = Late("gensim.models")
 
 ODD_WORDS = ["the", "<UNK>", "naïve", "日本", "a\u00a0b", "\udcff\udcfe", "1", "-0.5", "#", ":", '"', "\x1c"]
 
@@ -31,8 +34,8 @@ def named(num: int) -> list[str]:
     return [f"word{i}" for i in range(num)]
 
 
-def keyed(words: Sequence[str], vectors: np.ndarray) -> KeyedVectors:
-    made = KeyedVectors(vectors.shape[1])
+def keyed(words: Sequence[str], vectors: np.ndarray) -> Any:
+    made = gensim.KeyedVectors(vectors.shape[1])
     made.add_vectors(list(words), vectors)
     return made
 
@@ -86,7 +89,7 @@ def test_gensim_reads_what_we_write(binary: bool, tmp_path: Path) -> None:
     path = str(tmp_path / "vectors")
     saved = WordVectors(words, vectors)
     (saved.save_binary if binary else saved.save_text)(path)
-    loaded = KeyedVectors.load_word2vec_format(path, binary=binary)
+    loaded = gensim.KeyedVectors.load_word2vec_format(path, binary=binary)
     assert loaded.index_to_key == words
     assert np.array_equal(loaded.vectors, vectors)
 
@@ -118,7 +121,7 @@ def test_lines_of_other_programs_are_read(tmp_path: Path) -> None:
 
 def test_of_a_word_that_comes_twice_the_first_is_read_as_gensim_does(tmp_path: Path) -> None:
     path = str(write(tmp_path / "vectors", b"4 1\na 1\nb 2\na 3\nc 4\n"))
-    loaded, theirs = WordVectors.load(path), KeyedVectors.load_word2vec_format(path)
+    loaded, theirs = WordVectors.load(path), gensim.KeyedVectors.load_word2vec_format(path)
     assert loaded.words == theirs.index_to_key[:3] == ["a", "b", "c"]  # gensim leaves an empty one behind them
     assert loaded.vectors.tolist() == theirs.vectors[:3].tolist() == [[1], [2], [4]]
 
@@ -298,7 +301,7 @@ def test_a_dictionary_or_table_of_another_model_is_told(tmp_path: Path) -> None:
         WordVectors.load_checkpoint(tmp_path / "sparse", vocabulary_of(20))
     with pytest.raises(CheckpointError, match="has 40 rows, and the dictionary has 50 words"):
         WordVectors.load_checkpoint(tmp_path / "array", vocabulary_of(50))
-    with pytest.raises(CheckpointError, match=r"no table 'embedding' in it; it has emb, dense.0"):
+    with pytest.raises(CheckpointError, match=r"no table 'embedding', its tables are emb, dense.0"):
         WordVectors.load_checkpoint(tmp_path / "sparse", vocabulary_of(40), "embedding")
     with pytest.raises(CheckpointError, match=r"'dense.0' is dense"):
         WordVectors.load_checkpoint(tmp_path / "sparse", vocabulary_of(40), "dense.0")

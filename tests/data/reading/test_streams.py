@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import functools
 import gc
 import gzip
 import io
@@ -26,17 +27,34 @@ from torchfleet.data.reading.decompression import FORMATS, Decompressed
 from torchfleet.data.reading.streams import CHUNK, check_files, chunks, compression, open_file
 from torchfleet.errors import DataError
 
-# Three chunks of text that does not compress well.
-_RANDOM = random.Random(0)
-TEXT = "".join(f"1 {_RANDOM.getrandbits(63)}\n" for _ in range(140_000)).encode()
+
+@functools.cache
+def text() -> bytes:
+    """Three chunks, which do not compress well."""
+    dice = random.Random(0)
+    return "".join(f"1 {dice.getrandbits(63)}\n" for _ in range(140_000)).encode()
+
+
 COMPRESS: dict[str, Callable[[bytes], bytes]] = {
     ".gz": lambda data: gzip.compress(data, 1),
     ".zst": lambda data: zstandard.ZstdCompressor(1, write_checksum=True).compress(data),
     ".xz": lambda data: lzma.compress(data, preset=0),
     ".bz2": lambda data: bz2.compress(data, 1),
 }
-WHOLE = {ending: compress(TEXT) for ending, compress in COMPRESS.items()}
 endings = pytest.mark.parametrize("ending", list(COMPRESS))
+pytestmark = pytest.mark.xdist_group("streams")  # the text is compressed once, which takes a second
+
+
+@functools.cache
+def whole(ending: str) -> bytes:
+    return COMPRESS[ending](text()) if ending else text()
+
+
+@pytest.fixture(scope="module")
+def no_old_garbage() -> None:
+    """What other tests have left is not looked at again by every collection of garbage in these."""
+    gc.collect()
+    gc.freeze()
 
 
 def read(path: Any) -> bytes:
@@ -68,9 +86,9 @@ def memory() -> Iterator[MemoryFileSystem]:
 
 
 def test_a_plain_file_comes_in_chunks(tmp_path: Path) -> None:
-    path = make(tmp_path, "part-0", TEXT)
+    path = make(tmp_path, "part-0", text())
     pieces = list(chunks(open_file(path), path))
-    assert b"".join(pieces) == TEXT
+    assert b"".join(pieces) == text()
     assert max(map(len, pieces)) <= CHUNK
     assert len(pieces) > 2
 
@@ -78,14 +96,14 @@ def test_a_plain_file_comes_in_chunks(tmp_path: Path) -> None:
 @endings
 @pytest.mark.parametrize("named", [True, False])
 def test_a_compressed_file_is_decompressed_whatever_its_name(tmp_path: Path, ending: str, named: bool) -> None:
-    path = make(tmp_path, "part-0" + ending * named, WHOLE[ending])
+    path = make(tmp_path, "part-0" + ending * named, whole(ending))
     assert compression(path) == ending
-    assert read(path) == TEXT
+    assert read(path) == text()
 
 
 @endings
 def test_compressed_members_one_behind_the_other_are_all_read(tmp_path: Path, ending: str) -> None:
-    parts = [b"1 1\n", b"", TEXT, b"1 2"]
+    parts = [b"1 1\n", b"", text(), b"1 2"]
     path = make(tmp_path, "part-0" + ending, b"".join(map(COMPRESS[ending], parts)))
     assert read(path) == b"".join(parts)
 
@@ -98,8 +116,8 @@ def test_a_compressed_file_of_nothing_is_empty(tmp_path: Path, ending: str) -> N
 def test_a_streamed_zstandard_file_without_its_size_is_read(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     with zstandard.ZstdCompressor(1).stream_writer(buffer, closefd=False) as writer:
-        writer.write(TEXT)
-    assert read(make(tmp_path, "part-0.zst", buffer.getvalue())) == TEXT
+        writer.write(text())
+    assert read(make(tmp_path, "part-0.zst", buffer.getvalue())) == text()
 
 
 @pytest.mark.parametrize("name", ["part-0", "part-0.txt", *(f"part-0{ending}" for ending in COMPRESS)])
@@ -115,15 +133,15 @@ def test_a_text_that_only_begins_like_a_compressed_file_is_text(tmp_path: Path, 
 @pytest.mark.parametrize("ending", ["", *COMPRESS])
 @pytest.mark.parametrize("scheme", ["memory", "file"])
 def test_urls_are_read_as_files_are(tmp_path: Path, memory: MemoryFileSystem, scheme: str, ending: str) -> None:
-    data = WHOLE.get(ending, TEXT)
+    data = whole(ending)
     if scheme == "memory":
         path = f"memory://folder/part-0{ending}"
         memory.pipe(path, data)
     else:
         path = "file://" + make(tmp_path, f"part-0{ending}", data)
     assert check_files([path]) == [path]
-    assert read(path) == TEXT
-    assert read(path) == TEXT
+    assert read(path) == text()
+    assert read(path) == text()
 
 
 @pytest.mark.parametrize(
@@ -137,8 +155,9 @@ def test_any_name_of_a_local_file_is_a_name(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("ending", ["", *COMPRESS])
 @pytest.mark.parametrize("to_the_end", [True, False])
+@pytest.mark.usefixtures("no_old_garbage")
 def test_no_file_is_left_open(tmp_path: Path, ending: str, to_the_end: bool) -> None:
-    path = make(tmp_path, "part-0" + ending, WHOLE.get(ending, TEXT))
+    path = make(tmp_path, "part-0" + ending, whole(ending))
     gc.collect()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -160,31 +179,31 @@ def test_no_file_is_left_open(tmp_path: Path, ending: str, to_the_end: bool) -> 
 @pytest.mark.parametrize("share", [0.02, 0.5, 0.97, 1.0])
 def test_a_compressed_file_that_is_cut_off_is_named(tmp_path: Path, ending: str, share: float) -> None:
     """Also if only its last byte is missing: nobody else would tell that samples were lost."""
-    data = WHOLE[ending]
+    data = whole(ending)
     check_broken(make(tmp_path, "part-0" + ending, data[: min(int(len(data) * share), len(data) - 1)]))
 
 
 @endings
 def test_a_compressed_file_cut_off_right_behind_its_first_bytes_is_named(tmp_path: Path, ending: str) -> None:
-    check_broken(make(tmp_path, "part-0" + ending, WHOLE[ending][:12]))
+    check_broken(make(tmp_path, "part-0" + ending, whole(ending)[:12]))
 
 
 @endings
 def test_a_second_member_that_is_cut_off_is_named(tmp_path: Path, ending: str) -> None:
     check_broken(
-        make(tmp_path, "part-0" + ending, COMPRESS[ending](b"1 1\n") + WHOLE[ending][: len(WHOLE[ending]) // 2])
+        make(tmp_path, "part-0" + ending, COMPRESS[ending](b"1 1\n") + whole(ending)[: len(whole(ending)) // 2])
     )
 
 
 @endings
 def test_a_second_member_with_a_damaged_beginning_is_named(tmp_path: Path, ending: str) -> None:
-    damaged = b"\x00\xff" + WHOLE[ending][2:]
+    damaged = b"\x00\xff" + whole(ending)[2:]
     check_broken(make(tmp_path, "part-0" + ending, COMPRESS[ending](b"1 1\n") + damaged))
 
 
 @endings
 def test_a_compressed_file_with_a_wrong_byte_in_the_middle_is_named(tmp_path: Path, ending: str) -> None:
-    data = bytearray(WHOLE[ending])
+    data = bytearray(whole(ending))
     data[len(data) // 2] ^= 0xFF
     check_broken(make(tmp_path, "part-0" + ending, bytes(data)))
 
@@ -193,7 +212,7 @@ def test_a_compressed_file_with_a_wrong_byte_in_the_middle_is_named(tmp_path: Pa
 @pytest.mark.parametrize("contents", ["text", "one byte", "another compression"])
 def test_a_name_that_promises_another_compression_is_an_error(tmp_path: Path, ending: str, contents: str) -> None:
     other = ".xz" if ending == ".gz" else ".gz"
-    data = {"text": b"1 5\n1 6\n", "one byte": WHOLE[ending][:1], "another compression": WHOLE[other]}[contents]
+    data = {"text": b"1 5\n1 6\n", "one byte": whole(ending)[:1], "another compression": whole(other)}[contents]
     path = make(tmp_path, "part-0" + ending, data)
     with pytest.raises(DataError, match=re.escape(f"{path}: named {ending}, but its first bytes {data[:6]!r}")):
         open_file(path)
@@ -295,7 +314,7 @@ def test_what_is_no_list_of_paths_is_refused(files: Any) -> None:
 
 @endings
 def test_what_a_few_bytes_stand_for_is_never_in_memory_as_a_whole(tmp_path: Path, ending: str) -> None:
-    size = 64 << 20
+    size = 32 << 20
     bomb = make(tmp_path, "bomb" + ending, COMPRESS[ending](bytes(size)))
     assert os.path.getsize(bomb) < size / 200
     tracemalloc.start()
@@ -313,9 +332,11 @@ def test_every_shape_of_zstd_frame_comes_back_whole(tmp_path: Path) -> None:
     dice = random.Random(3)
     parts, frames = [], []
     for i in range(60):
-        data = [dice.randbytes(dice.randrange(400_000)), bytes(dice.randrange(900_000)), TEXT[: dice.randrange(10**6)]][
-            i % 3
-        ]
+        data = [
+            dice.randbytes(dice.randrange(400_000)),
+            bytes(dice.randrange(900_000)),
+            text()[: dice.randrange(10**6)],
+        ][i % 3]
         made = zstandard.ZstdCompressor(
             level=1 + i % 5, write_checksum=bool(i & 1), write_content_size=bool(i & 2), threads=0
         )

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.late_imports import Late
 from support.paths import ROOT
 from support.ray_nodes import RayNodes, places, ray_nodes
 from support.scripts.launching import TINY, fleetrun, run_dir
@@ -27,7 +28,7 @@ from torchfleet.launch.clusters.on_ray.ray_node import private_folder
 from torchfleet.launch.roles import free_ports
 from torchfleet.ray.run import run
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'torchfleet[ray]'")
+ray = Late("ray")
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
 
 FOREVER = "654321"  # steps; also what tells these processes from those of others

@@ -14,11 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
+from support.late_imports import Late
 from support.paths import SCRIPTS
 from support.ray_nodes import RayNodes, places, ray_nodes
 from support.scripts.launching import TINY, Started, fleetrun, seconds, wait_until
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'torchfleet[ray]'")
+ray = Late("ray")
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]
 
 LONG = 400.0  # seconds that a job may take on a busy machine

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
+from support.late_imports import Late
 
 from torchfleet.worker.batch.uncompiled_calls import hold, let_go
+
+testing = Late("torch._dynamo.testing")
 
 
 class Owner:
@@ -14,7 +16,7 @@ class Owner:
 
 
 def test_an_owner_that_is_gone_holds_nothing() -> None:
-    counter, owner = CompileCounter(), Owner()
+    counter, owner = testing.CompileCounter(), Owner()
     hold(owner)
     del owner
     torch.compile(lambda x: x + 1, backend=counter)(torch.ones(2))
@@ -23,7 +25,7 @@ def test_an_owner_that_is_gone_holds_nothing() -> None:
 
 @pytest.mark.parametrize("is_first_in", [True, False])
 def test_the_last_to_let_go_brings_the_compiler_back(is_first_in: bool) -> None:
-    counter, owners = CompileCounter(), [Owner(), Owner()]
+    counter, owners = testing.CompileCounter(), [Owner(), Owner()]
     compiled = torch.compile(lambda x: x + 1, backend=counter)
     for owner in owners:
         hold(owner)
