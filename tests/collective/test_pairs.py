@@ -1,17 +1,18 @@
-"""The networks of examples/resnet and examples/bert, tiny, under every pair of strategies that may be combined.
+"""The networks of examples/resnet and examples/bert, tiny, under pairs of strategies that may be combined: some of them
+in `make test`, every one in `make test-long`.
 
 Pairs that change nothing but who computes what must make the steps that plain torch makes in one process.
 """
 
 from __future__ import annotations
 
-import os
+from collections import Counter
 from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
-from support.ranks import Ranks
+from support.ranks import Ranks, export_once
 from support.sharded_models import start
 from torch.nn import functional as F
 
@@ -20,6 +21,9 @@ from examples.resnet.model import resnet_small
 from torchfleet.collective.build import ORDER, check
 from torchfleet.errors import StrategyError
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
+
+pytestmark = pytest.mark.xdist_group("traced")
+prepare_ranks = export_once
 
 ROWS, WORDS, LENGTH, STEPS, LR = 4, 23, 6, 2, 0.05
 MOST = 30  # pairs of one start of the ranks
@@ -61,17 +65,18 @@ def fields_of(pair: tuple[str, ...], kind: str) -> dict[str, Any]:
     return fields
 
 
-def pairs_of(kind: str) -> list[tuple[str, str]]:
+def pairs_of(kind: str, every: bool) -> list[tuple[str, str]]:
     """Those that the table of docs/collective/README.md allows, of strategies that this network has the layers for.
 
-    Pairs that both networks could train go by turns to one of them; with FLEET_ALL_PAIRS=1 to both.
+    `every`: all of them. Else they go by turns to one network, to the other, and to nobody; a pair of the third turn
+    that only one network can train is trained, too.
     """
+    lacks = {"resnet": "tensor_parallel", "bert": "sync_batch_norm"}
     found: list[tuple[str, str]] = []
     for number, pair in enumerate(combinations(FIELDS, 2)):
-        lacks = {"resnet": "tensor_parallel", "bert": "sync_batch_norm"}
-        both = not any(name in pair for name in lacks.values())
-        is_other = both and number % 2 == (kind == "bert") and "FLEET_ALL_PAIRS" not in os.environ
-        if lacks[kind] in pair or pair[0].split()[0] == pair[1].split()[0] or is_other:
+        turns = {(kind == "resnet"), 2} if any(name in pair for name in lacks.values()) else {(kind == "resnet")}
+        is_due = every or number % 3 in turns
+        if not is_due or lacks[kind] in pair or pair[0].split()[0] == pair[1].split()[0]:
             continue
         if pair[0] == "build_strategy" and pair[1] in ("dgc", "lars", "lamb"):
             continue  # which have no kernels to fuse, and say so
@@ -158,8 +163,9 @@ def plain(kind: str, replicas: int) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["bert", "resnet"])
-def test_every_pair_trains_the_examples(ranks: Ranks, kind: str, size: int) -> None:
-    pairs = [pair for pair in pairs_of(kind) if num_ranks(pair) == size]
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["some", "every"])
+def test_pairs_train_the_examples(ranks: Ranks, every: bool, kind: str, size: int) -> None:
+    pairs = [pair for pair in pairs_of(kind, every) if num_ranks(pair) == size]
     found = [dict[str, Any]() for _ in range(size)]
     for some in range(0, len(pairs), MOST):
         for own, more in zip(found, ranks.run(train, size, kind=kind, pairs=pairs[some : some + MOST]), strict=True):
@@ -187,5 +193,7 @@ def test_every_pair_trains_the_examples(ranks: Ranks, kind: str, size: int) -> N
             assert "localsgd" in name or all(torch.equal(value, other) for other in same), (name, key)
 
 
-def test_every_strategy_is_in_the_pairs() -> None:
+def test_every_strategy_is_in_several_pairs() -> None:
     assert {name.split()[0] for name in FIELDS} == set(ORDER)
+    tried = Counter(name for kind in SECOND for pair in pairs_of(kind, every=False) for name in pair)
+    assert min(tried[name] for name in FIELDS) >= 3, tried

@@ -8,6 +8,7 @@
     def test_something(ranks: Ranks) -> None:
         first, second = ranks.run(train, 2, learning_rate=0.1)
 
+A function `prepare_ranks` of the module runs once, before the first of its ranks is forked: for what is slow at first.
 Arguments are what JSON can hold; results are dicts of numbers, text and tensors. A rank that raises fails the test with
 its traceback; the other ranks are then killed.
 """
@@ -77,6 +78,13 @@ def nursery() -> Iterator[Ranks]:
         yield made
 
 
+def export_once() -> None:
+    """For `prepare_ranks`: what torch.export imports when it is first called takes most of a second."""
+    import torch
+
+    torch.export.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),))
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -107,7 +115,10 @@ def _serve() -> None:
         if job["path"] not in sys.path:  # tests lie in folders, from which pytest imports them by their bare names
             sys.path.append(job["path"])
         with contextlib.suppress(Exception):  # once for all ranks; if it fails, it fails in each of them, with a log
-            import_module(job["module"])
+            is_new = job["module"] not in sys.modules
+            prepare = getattr(import_module(job["module"]), "prepare_ranks", None)
+            if is_new and prepare is not None:
+                prepare()
         port = free_port()
         children = [_fork(job, rank, port) for rank in range(job["size"])]
         print(json.dumps(_wait(children)), file=answers, flush=True)

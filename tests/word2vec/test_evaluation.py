@@ -27,6 +27,7 @@ from torchfleet.word2vec.vectors import WordVectors
 from torchfleet.word2vec.vocabulary import Vocabulary
 
 gensim = Late("gensim.models")
+pytestmark = pytest.mark.xdist_group("gensim")  # imported once, which takes seconds
 
 EVALUATE = ROOT / "examples" / "word2vec" / "evaluate.py"
 ANALOGY = ROOT.parent / "shared" / "data" / "analogy"

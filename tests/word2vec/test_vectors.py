@@ -22,6 +22,7 @@ from torchfleet.word2vec.vectors import WordVectors
 from torchfleet.word2vec.vocabulary import Vocabulary
 
 gensim = Late("gensim.models")
+pytestmark = pytest.mark.xdist_group("gensim")  # imported once, which takes seconds
 
 ODD_WORDS = ["the", "<UNK>", "naïve", "日本", "a\u00a0b", "\udcff\udcfe", "1", "-0.5", "#", ":", '"', "\x1c"]
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
+from support.ranks import Ranks, export_once
 from torch import nn
 
 import torchfleet as fleet
@@ -23,6 +23,9 @@ from torchfleet.collective.pipeline.flow import order, shape_of
 from torchfleet.collective.pipeline.micro_batches import batch_size_of, cut_batch, num_micro_batches
 from torchfleet.collective.pipeline.stages import device_guard
 from torchfleet.errors import ModelError, StrategyError
+
+pytestmark = pytest.mark.xdist_group("traced")
+prepare_ranks = export_once
 
 EXACT = {"rtol": 1e-6, "atol": 1e-6}
 BATCH, DIM, WORDS = 8, 6, 11

@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from support.ranks import Ranks
+from support.ranks import Ranks, export_once
 from support.sharded_models import of_case, start
 from torch import nn
 from torch.nn import functional as F
 
 import torchfleet as fleet
 from torchfleet.collective.checkpoint.loading import load_parameters
+
+pytestmark = pytest.mark.xdist_group("traced")
+prepare_ranks = export_once
 
 WORDS, DIM, BATCH = 12, 6, 8
 
