@@ -60,7 +60,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     chosen = parser.parse_args()
     if chosen.quick:
-        chosen.kills, chosen.hours, chosen.samples, chosen.longest = 3, 30, 4_000, 1.0
+        chosen.kills, chosen.hours, chosen.samples, chosen.longest = 3, 30, 1_500, 1.0
     return chosen
 
 

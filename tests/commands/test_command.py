@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support import chains
+from support import chains, processes
 from support.fleets import Fleet, in_process, in_threads
 from support.scripts.saved_models import save
 
@@ -74,14 +74,8 @@ def model(tmp_path: Path, values: np.ndarray) -> str:
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """As a user does, without a terminal."""
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    return subprocess.run(
-        [sys.executable, "-m", "torchfleet.commands", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment,
-        check=False,
-    )
+    line = [sys.executable, "-m", "torchfleet.commands", *arguments]
+    return processes.run(line, stderr=subprocess.PIPE, timeout=60, env=environment)
 
 
 # Export

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support import jobs
+from support import jobs, processes
 from support.paths import ROOT
 from support.scripts.launching import Forked, clean_environment, forked_fleetrun
 
@@ -149,7 +149,7 @@ class Nursery:
     """A process that forks the processes of fleets."""
 
     def __init__(self, folder: Path) -> None:
-        self._process = subprocess.Popen(
+        self._process = processes.Popen(
             [sys.executable, "-c", NURSERY, str(EXAMPLE / "train.py"), str(folder)],
             env=clean_environment(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")])),
             stdin=subprocess.PIPE,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support import jobs
+from support import jobs, processes
 from support.cut_proxy import SECONDS, CutProxy, cut_proxy
 from support.late_imports import Late
 from support.one_number import NUM_IDS, Model, held, set_all
@@ -169,7 +168,7 @@ def test_a_process_killed_in_the_middle_of_its_last_upload_leaves_the_old_model(
     with cut_proxy(address, "/manifest.json", 300, first=2, holds=True) as proxy, pytest.MonkeyPatch.context() as patch:
         use(patch, proxy.endpoint)
         patch.setenv("PYTHONPATH", path)
-        process = subprocess.Popen([sys.executable, "-c", code, folder], cwd=ROOT)
+        process = processes.Popen([sys.executable, "-c", code, folder], cwd=ROOT)
         try:
             assert proxy.is_held.wait(2 * SECONDS), "the upload has not begun"
         finally:

@@ -30,7 +30,7 @@ class Job:
         self.started: Started = forked_fleetrun(log_dir, *flags, *script)
 
     def wait_for_steps(self, num: int) -> None:
-        """Until worker 0 has made so many more steps, in hundreds."""
+        """Until worker 0 has made so many more steps, in twenties."""
         before = self._num_steps()
         wait_until(lambda: self._num_steps() >= before + num, START, "steps")
 
@@ -73,12 +73,12 @@ def test_a_killed_primary_is_replaced_and_nothing_is_lost_or_doubled(tmp_path: P
     job = Job(tmp_path, mode)
     with job.started:
         job.wait_for_backup(1)
-        job.wait_for_steps(100)
+        job.wait_for_steps(20)
         for kill in range(2):  # the second time it is the one that took over
             os.kill(job.pid(kill), signal.SIGKILL)
-            job.wait_for_steps(100)
+            job.wait_for_steps(20)
             job.wait_for_backup(2 + kill)
-            job.wait_for_steps(100)
+            job.wait_for_steps(20)
         longest, text = job.finish()
         assert " 0 numbers are wrong" in text
         assert longest < 5, "a step waits for the backup to take over"
@@ -89,15 +89,15 @@ def test_a_stopped_primary_wakes_up_and_acknowledges_nothing(tmp_path: Path) -> 
     job = Job(tmp_path, "async")
     with job.started:
         job.wait_for_backup(1)
-        job.wait_for_steps(100)
+        job.wait_for_steps(20)
         stopped = job.pid(0)
         os.kill(stopped, signal.SIGSTOP)
-        job.wait_for_steps(200)  # of the backup, which has taken over
+        job.wait_for_steps(40)  # of the backup, which has taken over
         os.kill(stopped, signal.SIGCONT)
         wait_until(in_log(job.log(0), "another replica has taken over"), START, "end of the old primary")
         job.wait_for_backup(2)
         os.kill(job.pid(1), signal.SIGKILL)
-        job.wait_for_steps(100)
+        job.wait_for_steps(20)
         _, text = job.finish()
         assert " 0 numbers are wrong" in text
 
@@ -107,9 +107,9 @@ def test_training_goes_on_without_a_backup_and_a_new_one_is_filled(tmp_path: Pat
     job = Job(tmp_path, "sync")
     with job.started:
         job.wait_for_backup(1)
-        job.wait_for_steps(100)
+        job.wait_for_steps(20)
         os.kill(job.pid(1), signal.SIGKILL)
-        job.wait_for_steps(100)
+        job.wait_for_steps(20)
         job.wait_for_backup(2)
         _, text = job.finish()
         assert " 0 numbers are wrong" in text
@@ -121,9 +121,9 @@ def test_etcd_decides_in_the_place_of_fleetrun(tmp_path: Path) -> None:
         job = Job(tmp_path, "async", "--coordinator", f"etcd://{place}/{tmp_path.name}")
         with job.started:
             job.wait_for_backup(1)
-            job.wait_for_steps(100)
+            job.wait_for_steps(20)
             os.kill(job.pid(0), signal.SIGKILL)
-            job.wait_for_steps(100)
+            job.wait_for_steps(20)
             job.wait_for_backup(2)
             _, text = job.finish()
             assert " 0 numbers are wrong" in text

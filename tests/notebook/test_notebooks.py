@@ -95,9 +95,10 @@ class Kernel:
                 assert not (is_over and message["parent_header"]["msg_id"] == identity), f"it ended with {seen}"
         return identity
 
-    def interrupt(self, code: str, sign: str) -> str:
-        """Interrupt a cell once it has printed this; the name of its error."""
+    def interrupt(self, code: str, sign: str, num_started: int = 0) -> str:
+        """Interrupt a cell once it has printed this, and has started so many processes; the name of its error."""
         identity = self.begin(code, sign)
+        assert len(self.started()) == num_started
         self.manager.interrupt_kernel()
         while (reply := self.client.get_shell_msg(timeout=PATIENCE))["parent_header"]["msg_id"] != identity:
             pass
@@ -221,7 +222,7 @@ assert torch.equal(found[0]["weight"], found[1]["weight"])
     assert error == "FleetError"
     assert "what the function returned is a __main__.Result, which cannot be sent" in text
 
-    assert kernel.interrupt("fleet.notebook.run(waits)", "[worker 0] waiting") == "KeyboardInterrupt"
+    assert kernel.interrupt("fleet.notebook.run(waits)", "[worker 0] waiting", 2) == "KeyboardInterrupt"
     assert not kernel.started()
 
 

@@ -123,6 +123,7 @@ class Nursery:
         try:
             for target, fd in enumerate(fds[:3]):
                 os.dup2(fd, target)
+            sys.stdin = open(0, closefd=False)  # noqa: SIM115
             sys.stdout, sys.stderr = _stream(1, "strict"), _stream(2, "backslashreplace")
             os.dup2(self._inners.fileno(), _KEPT, inheritable=False)
             if request["session"]:
@@ -289,9 +290,12 @@ def _import(modules: Sequence[str]) -> None:
 
 def _load_kernels() -> None:
     """The first kernel of a process makes numba import half a second's worth of modules; the others are loaded, too."""
+    from unittest import mock
+
     import numpy as np
     from support.fleets import Talk
 
+    from torchfleet.server import warm
     from torchfleet.server.server import Server
     from torchfleet.tables.settings.spec import Rule, TableSpec
 
@@ -300,6 +304,8 @@ def _load_kernels() -> None:
         spec = TableSpec(rule, dim=2, rule=Rule(rule))
         talk.create(spec)
         talk.push(spec, keys, talk.pull(spec, keys))
+    with mock.patch.object(warm, "keep_freed_memory"):  # which is for servers alone
+        warm.warm_up()
 
 
 def _serve(modules: Sequence[str]) -> None:

@@ -110,7 +110,7 @@ def _serve() -> None:
     gc.collect()
     gc.freeze()  # ranks share these pages, and do not search a million objects of torch's for garbage
     answers = os.fdopen(os.dup(1), "w")
-    for line in os.fdopen(0):
+    for line in sys.stdin:
         job = json.loads(line)
         if job["path"] not in sys.path:  # tests lie in folders, from which pytest imports them by their bare names
             sys.path.append(job["path"])

@@ -48,7 +48,7 @@ def main() -> None:
         num_steps += 1
         now = time.monotonic()
         longest, last = max(longest, now - last), now
-        if num_steps % 100 == 0:
+        if num_steps % 20 == 0:
             print(f"step {num_steps}", flush=True)
     fleet.flush()
     counts = fleet.util.all_gather(num_steps)
