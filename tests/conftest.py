@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 from support.fleets import Fleet, in_process
+from support.processes import preloaded
 from support.ranks import Ranks, nursery
 
 from torchfleet.server.server import Server
@@ -90,3 +91,16 @@ def ranks() -> Iterator[Ranks]:
     """Processes of collective jobs, forked from one that has imported torch."""
     with nursery() as made:
         yield made
+
+
+@pytest.fixture
+def lightning_imported() -> Iterator[None]:
+    """Processes of the test have imported Lightning, which takes seconds, when they are forked."""
+    with preloaded("support.scripts.lightning_job", "torchfleet.lightning"):
+        yield
+
+
+@pytest.fixture
+def transformers_imported() -> Iterator[None]:
+    with preloaded("support.scripts.fleet_trainer_job", "torchfleet.transformers"):
+        yield

@@ -139,6 +139,7 @@ def test_mixed_precision_of_the_trainer_which_a_collective_model_would_not_get_i
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("transformers_imported")
 @pytest.mark.parametrize(
     ("kind", "processes"),
     [("servers", ["--server_num", "1", "--worker_num", "2"]), ("collective", ["--nproc_per_node", "2"])],

@@ -350,7 +350,7 @@ class TestKeys:
 @pytest.mark.timeout(180)
 def test_two_servers_and_two_workers_train_and_tell_what_they_do(tmp_path: Path) -> None:
     arguments = ("--server_num", "2", "--worker_num", "2", TINY, "--note", "all's well", "--steps", "3")
-    with fleetrun(tmp_path, *arguments, PSERVER_DEBUG="1") as job:
+    with forked_fleetrun(tmp_path, *arguments, PSERVER_DEBUG="1") as job:
         assert job.wait(150) == 0
     logs = sorted(path.name for path in run_dir(tmp_path).iterdir())
     assert logs == ["history.jsonl", "serverlog.0", "serverlog.1", "workerlog.0", "workerlog.1"]

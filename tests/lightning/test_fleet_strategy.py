@@ -145,6 +145,7 @@ def test_what_cannot_be_is_said(job: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("lightning_imported")
 @pytest.mark.parametrize(
     ("kind", "processes", "options"),
     [

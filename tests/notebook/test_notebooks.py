@@ -1,4 +1,7 @@
-"""Notebooks in a real kernel: the examples, cells that fail or are interrupted, and fleets that a cell starts."""
+"""Notebooks in a real kernel: the examples, cells that fail or are interrupted, and fleets that a cell starts.
+
+Kernels are forked, and so is all that their cells start; but for the one whose end has to end its fleet.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jupyter_client.launcher
 import jupyter_client.manager
 import nbformat
 import psutil
 import pytest
 from nbclient import NotebookClient
+from support import processes
 from support.paths import ROOT
 from support.scripts.launching import clean_environment, wait_until
 
@@ -29,7 +34,13 @@ def kernel_environment(**more: str) -> dict[str, str]:
     return clean_environment(PYTHONPATH=str(ROOT), MPLBACKEND="agg", **more)
 
 
+@pytest.fixture
+def forked_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jupyter_client.launcher, "Popen", processes.Popen)
+
+
 @pytest.mark.parametrize("name", ["one_process", "fleet_from_a_cell"])
+@pytest.mark.usefixtures("forked_kernels")
 def test_an_example_runs_to_its_end(name: str, tmp_path: Path) -> None:
     notebook = nbformat.read(ROOT / "examples" / "notebooks" / f"{name}.ipynb", as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "examples are kept without outputs"
@@ -57,6 +68,7 @@ class Kernel:
         self._mark = uuid.uuid4().hex
         environment = kernel_environment(**{MARK: self._mark})
         self.manager, self.client = jupyter_client.manager.start_new_kernel(cwd=str(folder), env=environment)
+        self.pid = int(self.manager.provisioner.pid)
 
     def run(self, code: str) -> tuple[str, str]:
         """What a cell printed, and the name of its error, or nothing."""
@@ -96,7 +108,7 @@ class Kernel:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                is_own = process.environ().get(MARK) == self._mark and "ipykernel_launcher" not in process.cmdline()
+                is_own = processes.environment_of(process).get(MARK) == self._mark and process.pid != self.pid
                 if is_own and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
@@ -115,13 +127,19 @@ def text_of(message: dict[str, Any]) -> str:
     return str(content.get("text", "")) if message["msg_type"] == "stream" else ""
 
 
-@pytest.fixture
-def kernel(tmp_path: Path) -> Iterator[Kernel]:
-    made = Kernel(tmp_path)
+@contextlib.contextmanager
+def started_kernel(folder: Path) -> Iterator[Kernel]:
+    made = Kernel(folder)
     try:
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, forked_kernels: None) -> Iterator[Kernel]:
+    with started_kernel(tmp_path) as made:
+        yield made
 
 
 TRAIN = """
@@ -183,13 +201,13 @@ def train(num, strange=False):
     return Result() if strange else {"worker": fleet.worker_index(), "scale": scale, "weight": model[2].weight}
 
 def waits():
-    fleet.init()
+    train(3)
     print("waiting", flush=True)
     time.sleep(600)
 """
 
 
-def test_a_cell_starts_a_fleet_and_ends_it_when_it_is_interrupted_or_killed(kernel: Kernel) -> None:
+def test_a_cell_starts_a_fleet_and_ends_it_when_it_is_interrupted(kernel: Kernel) -> None:
     assert kernel.run(TRAIN + FLEET) == ("", "")
     check = """
 found = fleet.notebook.run(train, server_num=1, worker_num=2, args=(5,))
@@ -206,7 +224,12 @@ assert torch.equal(found[0]["weight"], found[1]["weight"])
     assert kernel.interrupt("fleet.notebook.run(waits)", "[worker 0] waiting") == "KeyboardInterrupt"
     assert not kernel.started()
 
-    kernel.begin("fleet.notebook.run(waits)", "[worker 0] waiting")
-    assert len(kernel.started()) >= 2
-    os.kill(kernel.manager.provisioner.pid, 9)
-    wait_until(lambda: not kernel.started(), 30.0, "end of the processes")
+
+def test_a_fleet_ends_with_its_kernel(tmp_path: Path) -> None:
+    """Of new interpreters, all of them: the nursery would end what it forked."""
+    with started_kernel(tmp_path) as kernel:
+        assert kernel.run(TRAIN + FLEET) == ("", "")
+        kernel.begin("fleet.notebook.run(waits)", "[worker 0] waiting")
+        assert len(kernel.started()) >= 2
+        os.kill(kernel.pid, 9)
+        wait_until(lambda: not kernel.started(), 30.0, "end of the processes")

@@ -1,8 +1,10 @@
 """The nursery: a process that has imported torch and all of torchfleet, and forks what is asked for.
 
-`python nursery.py FD` reads requests from the Unix socket FD, one packet each: three standard streams and one end of
-a line, along which come the command, its folder and its environment, and go the process's id and, at last, its exit
-status. What it forks behaves as `python -c CODE`, `python -m MODULE` or `python SCRIPT` does, and starts Python
+`python nursery.py MODULE ...` has imported these modules, too, and reads requests from the Unix socket that is its
+standard input, one packet each: three standard streams, one end of a line, and files that the process is to inherit.
+Along the line come the command, its folder, its environment and the numbers of those files, and go the process's id
+and, at last, its exit status. A nursery may itself be forked by another one. What it forks behaves as `python -c CODE`,
+`python -m MODULE` or `python SCRIPT` does, and starts Python
 processes of its own, and replaces itself by them, through the nursery too. A process is killed when whoever asked for
 it is gone. The nursery itself ends when nobody is left to ask.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import io
 import json
@@ -25,10 +28,12 @@ import threading
 import traceback
 import types
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-_KEPT = 100  # where the socket of requests lies in every process that was forked
+_KEPT = 500  # where the socket of requests lies in every process that was forked
+_FILES = 100  # that a process may inherit
 ENVIRONMENTS = Path(tempfile.gettempdir()) / f"torchfleet-forked-{os.getuid()}"  # by process id; /proc knows only execs
 
 
@@ -76,7 +81,7 @@ class Nursery:
     def _accept(self, requests: Any) -> None:
         fds: list[int] = []
         with contextlib.suppress(ConnectionResetError):
-            _, fds, _, _ = socket.recv_fds(requests, 1, 4)
+            _, fds, _, _ = socket.recv_fds(requests, 1, 4 + _FILES)
         if not fds:  # the tests are over
             for end in (self._requests, self._inner, self._woken):
                 self._selector.unregister(end)
@@ -88,7 +93,7 @@ class Nursery:
         child = os.fork()
         if not child:
             self._begin(json.loads(request), fds, line)
-        for fd in fds[:3]:
+        for fd in (*fds[:3], *fds[4:]):
             os.close(fd)
         self._lines[child] = line
         self._selector.register(line, selectors.EVENT_READ, child)
@@ -129,13 +134,23 @@ class Nursery:
             _publish_environment()
             line.sendall(f"{os.getpid()}\n".encode())
             line.detach()
-            os.closerange(3, _KEPT)
-            os.closerange(_KEPT + 1, 1 << 12)
+            _keep(fds[4:], request["files"])
             code = _run(request["command"], self._paths)
         except BaseException:
             traceback.print_exc()
             code = 1
         os._exit(code)
+
+
+def _keep(fds: Sequence[int], numbers: Sequence[int]) -> None:
+    """These files, under their numbers of the process that asked, and the socket of requests; no other stays open."""
+    first = max([_KEPT, *numbers]) + 1  # above all that is to be kept
+    files = [fcntl.fcntl(fd, fcntl.F_DUPFD, first) for fd in fds]
+    os.closerange(3, _KEPT)
+    os.closerange(_KEPT + 1, first)
+    for file, number in zip(files, numbers, strict=True):
+        os.dup2(file, number)
+    os.closerange(first, 1 << 12)
 
 
 def _publish_environment() -> None:
@@ -244,8 +259,8 @@ def _path_of(environment: Any) -> list[str]:
     return [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
-def _import() -> None:
-    """All that any test needs, but nothing that would not survive a fork: no backward pass, no thread."""
+def _import(modules: Sequence[str]) -> None:
+    """These, and all that any test needs; nothing that would not survive a fork: no backward pass, no thread."""
     import subprocess
 
     from support.processes import Forked
@@ -265,6 +280,11 @@ def _import() -> None:
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports more than one would think
     torch.set_num_threads(1)
     _load_kernels()
+    for name in modules:
+        import_module(name)
+    if Forked.requests is not None:  # of the nursery that has forked this one
+        Forked.requests.close()
+        Forked.requests = None
 
 
 def _load_kernels() -> None:
@@ -282,16 +302,16 @@ def _load_kernels() -> None:
         talk.push(spec, keys, talk.pull(spec, keys))
 
 
-def _serve(fd: int) -> None:
+def _serve(modules: Sequence[str]) -> None:
     if os.fork():  # the one that serves is nobody's child: other tests look for processes that are left
         os._exit(0)
     os.setsid()  # Ctrl-C is for the tests, which end what they started
     ENVIRONMENTS.mkdir(exist_ok=True)
-    _import()
+    _import(modules)
     gc.collect()
     gc.freeze()  # pages that nobody touches stay shared
-    Nursery(socket.socket(fileno=fd)).serve()
+    Nursery(socket.socket(fileno=0)).serve()
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]))
+    _serve(sys.argv[1:])

@@ -16,14 +16,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import psutil
 from support import nursery
 from support.paths import ROOT
 
-SECONDS = 60.0  # that the nursery may take to import everything, on busy cores
+SECONDS = 100.0  # that the nursery may take to import everything, on busy cores
+_nurseries: dict[tuple[str, ...], socket.socket] = {}  # by what they have imported
 
 
 class Forked(subprocess.Popen[Any]):
@@ -48,12 +49,13 @@ class Forked(subprocess.Popen[Any]):
         self._line, theirs = socket.socketpair()
         with theirs:
             fds = [own if pipe == -1 else pipe for own, pipe in enumerate((p2cread, c2pwrite, errwrite))]
-            socket.send_fds(self.requests, [b"?"], [*fds, theirs.fileno()])
+            socket.send_fds(self.requests, [b"?"], [*fds, theirs.fileno(), *pass_fds])
         request = {
             "command": [os.fspath(part) for part in args],
             "folder": os.fspath(cwd or os.getcwd()),
             "environment": dict(os.environ if env is None else env),
             "session": start_new_session,
+            "files": list(pass_fds),
         }
         self._line.sendall(json.dumps(request).encode() + b"\n")
         pid = self._read(SECONDS)
@@ -93,26 +95,39 @@ class Forked(subprocess.Popen[Any]):
         return self.returncode
 
 
-def _start_nursery() -> socket.socket:
-    """The socket at which it takes requests; it ends when that is closed."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLEET_", "PADDLE_"))}
-    with theirs:
-        starter = subprocess.Popen(
-            [sys.executable, nursery.__file__, str(theirs.fileno())],
-            env={**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-        )
-    assert starter.wait(SECONDS) == 0
-    return ours
+def _nursery_of(modules: tuple[str, ...]) -> socket.socket:
+    """The socket at which one that has imported these modules takes requests; it ends when that is closed."""
+    if modules not in _nurseries:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLEET_", "PADDLE_"))}
+        with theirs:
+            starter = Forked(
+                [sys.executable, nursery.__file__, *modules],
+                env={**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                stdin=theirs,
+            )
+        assert starter.wait(SECONDS) == 0
+        _nurseries[modules] = ours
+    return _nurseries[modules]
+
+
+@contextlib.contextmanager
+def preloaded(*modules: str) -> Iterator[None]:
+    """Within it, processes have imported these modules, too: once for all tests that need the same ones. For packages
+    that take seconds, and whose import starts no thread."""
+    Forked.requests = _nursery_of(())
+    Forked.requests = _nursery_of(modules)
+    try:
+        yield
+    finally:
+        Forked.requests = _nursery_of(())
 
 
 def Popen(command: Sequence[str], **options: Any) -> Forked:
     assert nursery.is_python(command), f"not a Python command: {command}"
     if Forked.requests is None:
-        Forked.requests = _start_nursery()
+        Forked.requests = _nursery_of(())
     return Forked(command, **options)
 
 

@@ -15,6 +15,7 @@ its traceback; the other ranks are then killed.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import pkgutil
@@ -97,6 +98,8 @@ def _serve() -> None:
     for found in pkgutil.walk_packages(torchfleet.collective.__path__, "torchfleet.collective."):
         if not found.name.endswith("_kernels"):  # in Triton, for GPUs
             import_module(found.name)
+    gc.collect()
+    gc.freeze()  # ranks share these pages, and do not search a million objects of torch's for garbage
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         job = json.loads(line)
@@ -107,6 +110,7 @@ def _serve() -> None:
         port = free_port()
         children = [_fork(job, rank, port) for rank in range(job["size"])]
         print(json.dumps(_wait(children)), file=answers, flush=True)
+    os._exit(0)  # nothing is left to be done at exit, and taking torch apart takes a while
 
 
 def _fork(job: dict[str, Any], rank: int, port: int) -> int:

@@ -113,6 +113,7 @@ def test_a_checkpoint_of_another_trainer_is_refused(work: Any, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("transformers_imported")
 def test_two_ranks_train_to_the_result_of_one_process_under_every_strategy(work: Any, tmp_path: Path) -> None:
     out = tmp_path / "found.pt"
     with forked_fleetrun(tmp_path / "log", "--nproc_per_node", "2", str(SCRIPT), str(out)) as started:

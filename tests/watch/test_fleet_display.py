@@ -14,9 +14,11 @@ import sys
 import termios
 import time
 from pathlib import Path
+from typing import Any
 
 import pyte
 import pytest
+from support import processes
 from support.paths import ROOT
 from support.scripts.launching import STAND_IN, TINY, clean_environment, run_dir
 
@@ -44,7 +46,7 @@ def test_a_fleet_at_a_terminal_is_shown_with_the_numbers_that_its_record_has(tmp
     command = [sys.executable, "-m", "torchfleet.launch", "--log_dir", str(tmp_path), "--worker_num", "2"]
     command += [TINY, "--mode", "async", "--steps", "60", "--pause", "0.05"]
     environment = clean_environment(TERM="xterm-256color", PYTHONPATH=str(ROOT))
-    with subprocess.Popen(command, env=environment, stdout=theirs, stdin=theirs, stderr=theirs) as job:
+    with processes.Popen(command, env=environment, stdout=theirs, stdin=theirs, stderr=theirs) as job:
         os.close(theirs)
         written = read_all(ours, 120)
         assert job.wait(20) == 0
@@ -76,9 +78,10 @@ def test_a_fleet_at_a_terminal_is_shown_with_the_numbers_that_its_record_has(tmp
 def test_the_job_goes_on_when_nobody_reads_what_is_shown(tmp_path: Path, how: str, log_format: str) -> None:
     command = [sys.executable, "-m", "torchfleet.launch", "--log_dir", str(tmp_path), "--log_format", log_format]
     command += [STAND_IN, "sleep:2", "async,sleep:2"]
+    popen: Any = processes.Popen
     if how == "closed":
-        command = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
-    with subprocess.Popen(command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        command, popen = ["sh", "-c", 'exec "$@" >&-', "sh", *command], subprocess.Popen
+    with popen(command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
         assert job.stdout is not None
         if how == "reader leaves":
             assert b"logs in" in job.stdout.readline()
