@@ -49,6 +49,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def no_old_garbage() -> None:
+    """For tests that collect garbage: what others have left is looked at once, not by each of them."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_server_outlives_the_tests() -> Iterator[None]:
     yield
