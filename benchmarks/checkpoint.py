@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import psutil
 
+from benchmarks.steady_pulls import SteadyPulls
 from benchmarks.timing import log, report
 from torchfleet.checkpoint.lock import reserve
 from torchfleet.checkpoint.manifest import Manifest, described, folder_of, write_manifest
@@ -32,6 +33,7 @@ from torchfleet.tables.sparse_table import SparseTable
 from torchfleet.worker.client.client import Client
 
 CHUNK = 1 << 17
+PULL = 1000  # rows
 SPEC = TableSpec("rows", dim=10, rule=Rule("adam", 1e-3, eps=1e-8), initializer=Initializer("uniform", -0.1, 0.1))
 
 
@@ -71,32 +73,6 @@ def timed(work: Any) -> float:
     return time.perf_counter() - start
 
 
-class Requests:
-    """Pulls of 1,000 rows, one after another, from a client of its own."""
-
-    def __init__(self, endpoint: str, num_rows: int) -> None:
-        self._endpoint, self._num_rows = endpoint, num_rows
-        self._over = threading.Event()
-        self.times: list[float] = []
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Requests:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        rng = np.random.default_rng(0)
-        with Client.connect([self._endpoint], role=Role.WORKER) as client:
-            client.attach(SPEC)
-            while not self._over.is_set():
-                keys = rng.integers(0, self._num_rows, 1000).astype(np.uint64)
-                self.times.append(timed(lambda keys=keys: client.pull("rows", keys)))
-
-
 def save(chosen: argparse.Namespace, storage: Storage) -> tuple[dict[str, float], Manifest]:
     with ServerProcess("tcp://127.0.0.1:0") as server, Client.connect([server.endpoint], role=Role.LAUNCHER) as client:
         client.create_table(SPEC)
@@ -106,13 +82,13 @@ def save(chosen: argparse.Namespace, storage: Storage) -> tuple[dict[str, float]
             client.push("rows", keys, rng.standard_normal((len(keys), 10), np.float32)).result()
         process = psutil.Process(server.pid)
         table_bytes = client.stats()[0]["tables"]["rows"]["bytes"]
-        with Requests(server.endpoint, chosen.rows) as quiet:
+        with SteadyPulls(server.endpoint, SPEC, chosen.rows, PULL) as quiet:
             time.sleep(3)
         before, peak = process.memory_info().rss, [0]
         over = threading.Event()
         watch = threading.Thread(target=lambda: watch_memory(process, peak, over))
         watch.start()
-        with Requests(server.endpoint, chosen.rows) as busy:
+        with SteadyPulls(server.endpoint, SPEC, chosen.rows, PULL) as busy:
             began = time.perf_counter()
             token = secrets.randbits(62) + 1
             with reserve(storage, 1, token) as held:
@@ -129,10 +105,10 @@ def save(chosen: argparse.Namespace, storage: Storage) -> tuple[dict[str, float]
         "save_mb_per_s": num_bytes / seconds / 1e6,
         "bytes": num_bytes,
         "save_memory_ratio": max(0, peak[0] - before) / table_bytes,
-        "pull_p50_ms": 1000 * float(np.percentile(quiet.times, 50)),
-        "pull_p50_while_saving_ms": 1000 * float(np.percentile(busy.times, 50)),
-        "pull_p99_while_saving_ms": 1000 * float(np.percentile(busy.times, 99)),
-        "longest_pull_while_saving_ms": 1000 * max(busy.times),
+        "pull_p50_ms": float(np.percentile(quiet.times, 50)),
+        "pull_p50_while_saving_ms": float(np.percentile(busy.times, 50)),
+        "pull_p99_while_saving_ms": float(np.percentile(busy.times, 99)),
+        "longest_pull_while_saving_ms": max(busy.times),
     }
     return found, manifest
 

@@ -10,12 +10,12 @@ turns, so that drift hits both alike. Shrinks of each kind drop a share of the r
 from __future__ import annotations
 
 import argparse
-import threading
 import time
 from typing import Any
 
 import numpy as np
 
+from benchmarks.steady_pulls import SteadyPulls
 from benchmarks.timing import log, report
 from torchfleet.net.wire import Role
 from torchfleet.server.process import ServerProcess
@@ -61,9 +61,9 @@ def run(chosen: argparse.Namespace) -> dict[str, Any]:
             look_up(client, chosen.rows // 2, chosen.rows)
             client.set_clock(now + 2 * DAY)
             look_up(client, 0, chosen.rows // 2)  # seen now; the other half was last seen two days ago
-            with Pulls(process.endpoint, chosen.rows // 2) as quiet:
+            with SteadyPulls(process.endpoint, SPEC, chosen.rows // 2, PULL) as quiet:
                 time.sleep(1 if chosen.quick else 8)
-            with Pulls(process.endpoint, chosen.rows // 2) as busy:
+            with SteadyPulls(process.endpoint, SPEC, chosen.rows // 2, PULL) as busy:
                 begun = time.perf_counter()
                 dropped = client.shrink("rows", Shrink())["rows"]
                 seconds.append(time.perf_counter() - begun)
@@ -95,34 +95,6 @@ def look_up(client: Client, start: int, stop: int) -> None:
 def longest(times: list[float]) -> float:
     """The 99.9th percentile."""
     return float(np.quantile(times, 0.999))
-
-
-class Pulls:
-    """Pulls for prediction, one after another, from a client of their own; times in milliseconds."""
-
-    def __init__(self, endpoint: str, num_keys: int) -> None:
-        self._endpoint, self._num_keys = endpoint, num_keys
-        self._over = threading.Event()
-        self.times: list[float] = []
-        self._thread = threading.Thread(target=self._run)
-
-    def __enter__(self) -> Pulls:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        rng = np.random.default_rng(0)
-        with Client.connect([self._endpoint], role=Role.WORKER) as client:
-            client.attach(SPEC)
-            while not self._over.is_set():
-                keys = rng.integers(0, self._num_keys, PULL).astype(np.uint64)
-                start = time.perf_counter()
-                client.pull("rows", keys, create=False).result()
-                self.times.append(1000 * (time.perf_counter() - start))
 
 
 if __name__ == "__main__":

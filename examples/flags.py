@@ -13,21 +13,30 @@ MODES = ["sync", "half_async", "async", "geo", "hybrid"]
 
 
 def parser_of(
-    doc: str | None, epochs: int, batch_size: int, lr: float, geo_lr: float | None
+    doc: str | None,
+    epochs: int,
+    batch_size: int,
+    lr: float,
+    geo_lr: float | None,
+    is_batch_shared: bool = True,
 ) -> argparse.ArgumentParser:
-    """The flags of training; an example adds those of its data and model. Without a `geo_lr` there is no geo mode."""
+    """The flags of training; an example adds those of its data and model. Without a `geo_lr` there is no geo mode.
+
+    A shared batch is cut among the workers: more of them make as many steps, of as many samples, as one does.
+    """
     modes = [mode for mode in MODES if mode != "geo" or geo_lr is not None]
     rates = f"{lr:g}" if geo_lr is None else f"{lr:g} for Adagrad, {geo_lr:g} for geo's SGD"
+    whose = "of all workers together" if is_batch_shared else "of each worker"
     parser = argparse.ArgumentParser(description=doc, formatter_class=HelpFormatter)
-    parser.add_argument("--mode", default="async", choices=modes, help="when gradients travel")
+    parser.add_argument("--mode", default="sync", choices=modes, help="when gradients travel")
     if geo_lr is not None:
         parser.add_argument("--k_steps", type=int, default=20, help="steps between two exchanges in geo mode")
     parser.add_argument("--epochs", type=int, default=epochs, help="passes over the data")
-    parser.add_argument("--batch_size", type=int, default=batch_size, help="samples of a step, of each worker")
+    parser.add_argument("--batch_size", type=int, default=batch_size, help=f"samples of a step, {whose}")
     parser.add_argument("--lr", type=float, help=f"learning rate (default: {rates})")
     parser.add_argument("--save", help="a folder to save the model to")
     parser.add_argument("--seed", type=int, default=0, help="of the data, of first values and of the order of samples")
-    parser.set_defaults(rates=(lr, geo_lr))
+    parser.set_defaults(rates=(lr, geo_lr), is_batch_shared=is_batch_shared)
     return parser
 
 
@@ -38,6 +47,18 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
         if name != "seed" and type(value) is int and value < 1:
             parser.error(f"--{name} must be at least 1, found {value}")
     return options
+
+
+def own_batch_size(options: argparse.Namespace, num_workers: int) -> int:
+    """Samples of a step on each worker."""
+    if not options.is_batch_shared:
+        return int(options.batch_size)
+    if options.batch_size < num_workers:
+        raise SystemExit(
+            f"--batch_size {options.batch_size} is less than a sample for each of {num_workers} workers: give at least "
+            f"{num_workers}"
+        )
+    return int(options.batch_size) // num_workers
 
 
 def strategy_of(options: argparse.Namespace) -> fleet.DistributedStrategy:

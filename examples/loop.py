@@ -11,6 +11,7 @@ import torch
 
 import torchfleet as fleet
 from examples.columns import Batches, Columns
+from examples.flags import own_batch_size
 
 
 def train(
@@ -21,8 +22,9 @@ def train(
     When it returns, the updates of all workers are with the servers, and the network is here as they have left it.
     """
     losses: list[float] = []
+    batch_size = own_batch_size(options, fleet.worker_num())
     for epoch in fleet.epochs(options.epochs):
-        own = Batches(columns, options.batch_size, fleet.worker_index(), fleet.worker_num(), options.seed + epoch)
+        own = Batches(columns, batch_size, fleet.worker_index(), fleet.worker_num(), options.seed + epoch)
         for step, batch in enumerate(
             fleet.prefetch(own)
         ):  # asks for the rows of the next batch while this one computes

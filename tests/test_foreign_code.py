@@ -56,9 +56,8 @@ EXCEPTIONS = {
     ): "torch's own modules, by names in the code",
     ("collective/strategies/layerwise/multi_tensor.py", "importlib.util.find_spec"): "whether triton is there",
     ("collective/strategies/fusion.py", "importlib.util.find_spec"): "whether triton is there",
-    ("callbacks/callback.py", "importlib.import_module"): "packages of callbacks, by their names in the code",
-    ("watch/watchers.py", "importlib.util.find_spec"): "whether a package of an option is there",
-    ("online/kafka.py", "importlib.import_module"): "the Kafka client, by its name in the code",
+    ("extras.py", "importlib.import_module"): "packages of extras, by their names in the code",
+    ("extras.py", "importlib.util.find_spec"): "whether the package of an option is there",
     ("collective/checkpoint/tensor_files.py", "fsspec.open"): "a save that the script names",
     ("data/reading/streams.py", "fsspec.open"): "data files that the script names",
     ("datasets.py", "fsspec.core.url_to_fs"): "a folder of Parquet files that the script names",
@@ -133,6 +132,8 @@ def is_watched(name: str) -> bool:
 def modules(tree: ast.AST) -> set[str]:
     found = {alias.name for node in nodes(tree) if isinstance(node, ast.Import) for alias in node.names}
     found |= {node.module or "" for node in nodes(tree) if isinstance(node, ast.ImportFrom)}
+    extras = [call.args[0] for name, call in calls(tree) if name == "torchfleet.extras.required"]
+    found |= {name.value for name in extras if isinstance(name, ast.Constant)}
     return {name.split(".")[0] for name in found}
 
 
@@ -170,6 +171,7 @@ def test_no_module_can_run_code_out_of_data_and_every_exception_is_needed() -> N
     "line",
     [
         "import pickle",
+        "from torchfleet.extras import required\nrequired('dill', 'x', 'y')",
         "from marshal import loads",
         "def f():\n    import dill",
         "eval('1')",

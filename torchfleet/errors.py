@@ -29,6 +29,10 @@ class NumberTaken(RoleError):
     """Another process has this worker's number, and was heard of not long ago."""
 
 
+class MissingPackage(FleetError, ModuleNotFoundError):
+    """A package that is not installed; also a ModuleNotFoundError, which those who try to import something expect."""
+
+
 class ModelError(FleetError):
     """A model or optimizer that cannot be distributed as it is."""
 

@@ -1,10 +1,10 @@
 """DeepFM with its embeddings on parameter servers: clicks on generated or real Criteo rows.
 
-python examples/deepfm/train.py                                              one process
-fleetrun --server_num 2 --worker_num 2 examples/deepfm/train.py              servers and workers on this machine
-fleetrun --server_num 2 --worker_num 2 examples/deepfm/train.py --mode sync  another mode
-... --data kaggle.txt.xz                                                     raw rows of the Criteo challenge
-... --save model                                                             then: predict.py --model model
+python examples/deepfm/train.py                                                one process
+fleetrun --server_num 2 --worker_num 2 examples/deepfm/train.py                servers and workers on this machine
+fleetrun --server_num 2 --worker_num 2 examples/deepfm/train.py --mode hybrid  another mode
+... --data kaggle.txt.xz                                                       raw rows of the Criteo challenge
+... --save model                                                               then: predict.py --model model
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """DIN with its embeddings on parameter servers: will the user like the film, given what the user has liked before?
 
-python examples/din/train.py                                              one process
-fleetrun --server_num 2 --worker_num 2 examples/din/train.py              servers and workers on this machine
-fleetrun --server_num 2 --worker_num 2 examples/din/train.py --mode sync  another mode
-... --data ml-latest-small                                                ratings of MovieLens in place of made-up ones
-... --save model                                                          then: predict.py --model model
+python examples/din/train.py                                                one process
+fleetrun --server_num 2 --worker_num 2 examples/din/train.py                servers and workers on this machine
+fleetrun --server_num 2 --worker_num 2 examples/din/train.py --mode hybrid  another mode
+... --data ml-latest-small                                                  ratings of MovieLens instead of made-up ones
+... --save model                                                            then: predict.py --model model
 """
 
 from __future__ import annotations

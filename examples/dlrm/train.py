@@ -1,8 +1,8 @@
 """DLRM with its embeddings on parameter servers: clicks on generated or real Criteo rows.
 
-python examples/dlrm/train.py                                              one process
-fleetrun --server_num 2 --worker_num 2 examples/dlrm/train.py              servers and workers on this machine
-fleetrun --server_num 2 --worker_num 2 examples/dlrm/train.py --mode sync  another mode
+python examples/dlrm/train.py                                                one process
+fleetrun --server_num 2 --worker_num 2 examples/dlrm/train.py                servers and workers on this machine
+fleetrun --server_num 2 --worker_num 2 examples/dlrm/train.py --mode hybrid  another mode
 ... --data kaggle.txt.xz                                                     raw rows of the Criteo challenge
 ... --save model                                                             then: predict.py --model model
 """

@@ -1,10 +1,10 @@
 """Bag-of-words semantic matching with its words on parameter servers: which title belongs to a query?
 
-python examples/matching/train.py                                              one process
-fleetrun --server_num 2 --worker_num 2 examples/matching/train.py              servers and workers on this machine
-fleetrun --server_num 2 --worker_num 2 examples/matching/train.py --mode sync  another mode
-... --data pairs.tsv                                                           lines of a query, a tab and a title
-... --save model                                                               then: predict.py --model model
+python examples/matching/train.py                                                one process
+fleetrun --server_num 2 --worker_num 2 examples/matching/train.py                servers and workers on this machine
+fleetrun --server_num 2 --worker_num 2 examples/matching/train.py --mode hybrid  another mode
+... --data pairs.tsv                                                             lines of a query, a tab and a title
+... --save model                                                                 then: predict.py --model model
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    parser = parser_of(__doc__, epochs=2, batch_size=256, lr=0.2, geo_lr=100.0)
+    parser = parser_of(__doc__, epochs=2, batch_size=256, lr=0.2, geo_lr=100.0, is_batch_shared=False)
     parser.add_argument("--dim", type=int, default=16, help="numbers in a vector")
     parser.add_argument(
         "--log_q",

@@ -105,7 +105,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--mode", default="async", choices=modes, help="when gradients travel")
     parser.add_argument("--k_steps", type=int, default=20, help="steps between two exchanges in geo mode")
     parser.add_argument("--epochs", type=int, default=2, help="passes over the data")
-    parser.add_argument("--batch_size", type=int, default=512, help="samples of a step")
+    parser.add_argument("--batch_size", type=int, default=512, help="samples of a step, of each worker")
     parser.add_argument("--lr", type=float, help="learning rate (default: 2e-3 for Adam, 0.5 for geo's SGD)")
     parser.add_argument("--rows", type=int, default=200_000, help="rows to make up when there is no --data")
     parser.add_argument("--data", help="a file of raw Criteo rows, plain or .xz")
@@ -130,7 +130,8 @@ def own_share(rows: Rows, batch_size: int) -> Rows:
     size = len(rows[2]) // fleet.worker_num() // batch_size * batch_size
     if not size:
         raise SystemExit(
-            f"{len(rows[2])} rows are not a batch of {batch_size} for each of {fleet.worker_num()} workers"
+            f"{len(rows[2])} rows are not a batch of {batch_size} for each of {fleet.worker_num()} workers: give more "
+            "rows, or a smaller --batch_size"
         )
     return tuple(part[fleet.worker_index() :: fleet.worker_num()][:size] for part in rows)  # type: ignore[return-value]
 

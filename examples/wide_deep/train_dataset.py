@@ -1,8 +1,9 @@
 """Wide & Deep trained from files by a dataset: fleet reads, shuffles, pulls rows ahead, trains and prints.
 
 python examples/wide_deep/train_dataset.py                                                 one process
-fleetrun --server_num 2 --worker_num 2 examples/wide_deep/train_dataset.py --mode sync     also async and geo
-... --dataset queue                                                                        read while training
+fleetrun --server_num 2 --worker_num 2 examples/wide_deep/train_dataset.py --mode async    also hybrid and geo
+... --dataset queue                                                                        read while training; in sync
+                                                                                           mode from files of one size
 ... --data ctr_data                                                                        files of ctr_dnn/prepare.py
 
 train.py is the same model with a DataLoader and a loop of its own.
@@ -23,7 +24,7 @@ import torchfleet as fleet
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from examples.ctr_dnn.prepare import generated
-from examples.flags import optimizer_of, parsed, parser_of, strategy_of
+from examples.flags import optimizer_of, own_batch_size, parsed, parser_of, strategy_of
 from examples.wide_deep.data import NUM_SLOTS
 from examples.wide_deep.model import WideDeep
 
@@ -90,7 +91,7 @@ def dataset_of(options: argparse.Namespace, name: str, own: Path) -> Any:
     in_memory = options.dataset == "memory" and name == "train"
     dataset = fleet.InMemoryDataset() if in_memory else fleet.QueueDataset()
     dataset.init(
-        options.batch_size,
+        own_batch_size(options, fleet.worker_num()),
         use_var=fleet.CriteoFormat.slots(),
         data_format=fleet.CriteoFormat(log_scale=True),
         drop_last=name == "train",  # in sync mode all workers must have as many batches
@@ -110,7 +111,13 @@ def files_of(options: argparse.Namespace, name: str, own: Path) -> list[str]:
         return fleet.util.get_file_shard(files)
     lines = list(generated(options.rows, options.seed))
     cut = len(lines) * 9 // 10
-    whole = cut // fleet.worker_num() // options.batch_size * options.batch_size  # batches, as many for every worker
+    size = own_batch_size(options, fleet.worker_num())
+    whole = cut // fleet.worker_num() // size * size  # batches, as many for every worker
+    if not whole:
+        raise SystemExit(
+            f"--rows {options.rows} are not a batch of {size} for each of {fleet.worker_num()} workers: give more "
+            "rows, or a smaller --batch_size"
+        )
     share = slice(fleet.worker_index(), whole * fleet.worker_num() if name == "train" else None, fleet.worker_num())
     rows = (lines[:cut] if name == "train" else lines[cut:])[share]
     files = [own / f"{name}-{part}" for part in range(PARTS)]

@@ -118,7 +118,7 @@ def test_other_workers_and_servers_do_not_call_it(monkeypatch: pytest.MonkeyPatc
         fleet.init()
         fleet.add_callback(Recorder())
         fleet.add_callback(Recorder(), every_worker=True)
-        assert len(fleet.fleet._callbacks._waiting) == num_called  # type: ignore[attr-defined]
+        assert len(fleet.fleet.current.callbacks._waiting) == num_called  # type: ignore[attr-defined]
         fleet.reset()
 
 

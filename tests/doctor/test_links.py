@@ -69,6 +69,8 @@ def test_a_link_is_measured_with_and_without_keys(with_keys: bool, tmp_path: Pat
 def test_a_place_where_nothing_listens_is_named() -> None:
     with pytest.raises(FleetError, match=r"127.0.0.1:1: nothing listens there"):
         Link("127.0.0.1:1", None)
+    with pytest.raises(FleetError, match=r"no-such-name.invalid:1: no-such-name.invalid is not known here"):
+        Link("no-such-name.invalid:1", None)
 
 
 def test_whatever_it_is_sent_the_other_end_answers_and_sends_no_more_than_its_bound() -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.example_scripts import by_a_fleet, click_loss, number, plain, printed, train_plain
+from support.example_scripts import WORKERS, by_a_fleet, click_loss, number, plain, printed, train_plain
 from support.late_imports import Late
 from support.paths import REAL_DATA
 
 from examples.columns import auc, predicted, split
 from examples.deepfm.model import DeepFM, pairs_of
 from examples.dlrm.model import DLRM, pairwise_dots
+from examples.flags import own_batch_size, parser_of
 from examples.wide_deep.data import generated
 
 oracle = Late("sklearn.metrics")
@@ -36,11 +37,21 @@ def test_auc_is_that_of_scikit_learn_with_ties() -> None:
     assert auc(scores, labels) == pytest.approx(oracle.roc_auc_score(labels, scores))
 
 
+def test_a_batch_is_that_of_all_workers_unless_an_example_compares_samples_within_it() -> None:
+    shared = parser_of(None, 1, 256, 0.1, None).parse_args([])
+    assert [own_batch_size(shared, workers) for workers in (1, 2, 3)] == [256, 128, 85]
+    with pytest.raises(SystemExit, match="--batch_size 256 is less than a sample for each of 300 workers"):
+        own_batch_size(shared, 300)
+    assert own_batch_size(parser_of(None, 1, 256, 0.1, None, is_batch_shared=False).parse_args([]), 4) == 256
+    with pytest.raises(SystemExit, match="--rows 100 are not a batch of 256 for each of 1 workers: give more rows"):
+        printed("wide_deep/train_dataset.py", "--rows", 100)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "make"), [("deepfm", lambda: DeepFM(4)), ("dlrm", lambda: DLRM(4))])
 def test_two_servers_and_two_workers_tell_clicks_as_well_as_plain_torch(name: str, make: type, tmp_path: Path) -> None:
     flags = ["--rows", ROWS, "--seed", SEED, "--dim", 4]
-    saved, training = tmp_path / "model", ["--mode", "sync", "--epochs", 1, "--batch_size", BATCH, "--lr", 0.05]
+    saved, training = tmp_path / "model", ["--epochs", 1, "--batch_size", WORKERS * BATCH, "--lr", 0.05]
     output = by_a_fleet(tmp_path / "log", f"{name}/train.py", *training, *flags, "--save", saved)
     columns = dict(zip(("ids", "dense", "label"), generated(ROWS, SEED), strict=True))
     rows, held_out = split(columns)

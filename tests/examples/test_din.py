@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.example_scripts import assert_trained_as_by_torch, by_a_fleet, click_loss, number, printed, train_plain
+from support.example_scripts import (
+    WORKERS,
+    assert_trained_as_by_torch,
+    by_a_fleet,
+    click_loss,
+    number,
+    printed,
+    train_plain,
+)
 from support.late_imports import Late
 
 from examples.columns import auc, predicted, split
@@ -50,7 +58,7 @@ def test_two_workers_in_sync_mode_train_attention_over_histories_as_torch_does()
 
 @pytest.mark.slow
 def test_two_servers_and_two_workers_tell_likes_as_well_as_plain_torch(tmp_path: Path) -> None:
-    flags = ["--mode", "sync", "--epochs", 1, "--batch_size", BATCH, "--lr", LR, "--save", tmp_path / "model", *FLAGS]
+    flags = ["--epochs", 1, "--batch_size", WORKERS * BATCH, "--lr", LR, "--save", tmp_path / "model", *FLAGS]
     output = by_a_fleet(tmp_path / "log", "din/train.py", *flags)
 
     ratings = generated(SIZES["users"], SIZES["films"], SIZES["ratings"], SIZES["seed"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.example_scripts import assert_trained_as_by_torch, by_a_fleet, number, printed, train_plain
+from support.example_scripts import WORKERS, assert_trained_as_by_torch, by_a_fleet, number, printed, train_plain
 from torch.nn import functional as F
 
 import torchfleet as fleet
@@ -59,7 +59,7 @@ def test_two_workers_in_sync_mode_train_a_pairwise_loss_over_shared_words_as_tor
 
 @pytest.mark.slow
 def test_two_servers_and_two_workers_find_titles_as_well_as_plain_torch(tmp_path: Path) -> None:
-    flags = ["--mode", "sync", "--epochs", 1, "--batch_size", BATCH, "--lr", LR, "--save", tmp_path / "model", *FLAGS]
+    flags = ["--epochs", 1, "--batch_size", WORKERS * BATCH, "--lr", LR, "--save", tmp_path / "model", *FLAGS]
     output = by_a_fleet(tmp_path / "log", "matching/train.py", *flags)
 
     pairs, held_out = generated(SIZES["pairs"], SIZES["films"], SIZES["seed"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from support import jobs
 from support.jobs import TABLES, Batch, Net, Part
+from support.ranks import free_port
 
 import torchfleet as fleet
 from torchfleet.collective.strategies.layerwise.lamb import LambAdam
@@ -300,3 +302,12 @@ def test_an_unknown_optimizer_without_a_row_rule_says_how_to_give_one() -> None:
 
     with pytest.raises(ModelError, match=r"RMSprop cannot run on servers.*'row_rule': 'adagrad'"):
         jobs.make_part(Net, make, DistributedStrategy(**HYBRID), jobs.roles(1, 1)[0])
+
+
+def test_a_worker_and_its_network_share_one_metrics_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEET_METRICS_PORT", str(port := free_port()))
+    with hybrid(jobs.sgd) as part:
+        train(part, BATCHES[:2])
+        part.worker.status.write(now=True)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as found:
+            assert 'torchfleet_steps_total{index="0",role="worker"} 2.0' in found.read().decode()

@@ -426,7 +426,7 @@ def test_policies_of_training_do_not_act_while_nobody_trains() -> None:
     with jobs.clean_facade():
         fleet.init()
         fleet.distributed_model(Model())
-        job = facade._get_job()
+        job = facade.get_job()
         job.distribute_for_prediction()
         spec = job.plan.sparse["ids"].spec
         assert (spec.entry, spec.shrink) == (AdmissionEntry(), Shrink())

@@ -84,7 +84,7 @@ class Facade:
     def stop_worker(self) -> None:
         self._worker.client.leave()
 
-    def _get_job(self) -> Any:
+    def get_job(self) -> Any:
         return self._own.part.job
 
 

@@ -93,7 +93,7 @@ def save_local(folder: str, make_model: Make = Model, rule: str = "adam", num_st
 
 
 def rows(table: str, keys: Any) -> np.ndarray:
-    return facade._get_worker().client.pull(table, keys, create=False).result()
+    return facade.get_worker().client.pull(table, keys, create=False).result()
 
 
 def values(model: torch.nn.Module) -> dict[str, np.ndarray]:

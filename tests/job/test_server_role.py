@@ -7,17 +7,19 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numba
 import pytest
 from support import jobs
 from support.jobs import SECONDS, Net, make_part, sgd, strategy
 
 from torchfleet.errors import FleetError, ServerLoading, ServerUnreachable
-from torchfleet.job import server_role, worker_start
+from torchfleet.job import server_role, waiting_lines
 from torchfleet.job.server_role import ServerRole
-from torchfleet.job.server_status import ServerStatus
 from torchfleet.job.worker_start import wait_for_servers
 from torchfleet.launch.roles import free_ports
 from torchfleet.role import SERVER, RoleInfo
+from torchfleet.server.state.server_status import ServerStatus
+from torchfleet.server.warm import COMPILING
 from torchfleet.worker.client.client import Client
 from torchfleet.worker.client.connection import Patience
 
@@ -44,7 +46,7 @@ def client(place: str) -> Iterator[Client]:
 def test_a_server_answers_while_it_loads_and_serves_when_it_runs(
     role: ServerRole, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(worker_start, "_PERIOD", 0.2)
+    monkeypatch.setattr(waiting_lines, "PERIOD", 0.2)
     begun, go_on = threading.Event(), threading.Event()
 
     def load_slowly(*arguments: object) -> None:
@@ -66,8 +68,7 @@ def test_a_server_answers_while_it_loads_and_serves_when_it_runs(
         client.stats()
     threading.Timer(1.0, go_on.set).start()
     wait_for_servers(client, 0.5)  # longer than that without an end: one that is loading gives signs
-    assert "waiting for server 0 (tcp://127.0.0.1:" in (told := capsys.readouterr().out)
-    assert "): it is loading models/today, " in told
+    assert "waiting for server 0: it is loading models/today, " in capsys.readouterr().out
     assert client.unready(SECONDS) == {}
     client.join({"host": "h", "pid": 1, "num_workers": 1, "timeout": 60.0, "sync_timeout": 60.0})
     client.leave()
@@ -97,14 +98,38 @@ def test_a_model_that_cannot_be_loaded_frees_the_address(role: ServerRole, place
 def test_a_server_that_never_comes_is_waited_for_aloud_and_named_in_the_end(
     client: Client, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(worker_start, "_PERIOD", 0.2)
+    monkeypatch.setattr(waiting_lines, "PERIOD", 0.2)
     with pytest.raises(ServerUnreachable, match=rf"server 0 \(tcp://{place}\) has given no answer for 1 s") as raised:
         wait_for_servers(client, 1.0)
     assert "FLEET_START_TIMEOUT" in str(raised.value)
     assert f"waiting for server 0 (tcp://{place}): no answer yet, " in capsys.readouterr().out
 
 
+def test_a_server_that_compiles_its_kernels_says_so_to_those_who_wait(
+    role: ServerRole, client: Client, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def compile_slowly() -> None:
+        numba.njit(lambda: 1)()  # kept nowhere: it is compiled here
+        numba.njit(lambda: 2)()
+        begun.set()
+        assert go_on.wait(SECONDS)
+
+    monkeypatch.setattr(server_role, "warm_up", compile_slowly)
+    role.listen()
+    thread = threading.Thread(target=role.run, daemon=True)
+    thread.start()
+    assert begun.wait(SECONDS)
+    assert list(client.unready(SECONDS).values()) == [f"it is {COMPILING}"]
+    go_on.set()
+    wait_for_servers(client, SECONDS)
+    role.end()
+    thread.join(SECONDS)
+    assert capfd.readouterr().err.count(COMPILING) == 1
+
+
 def test_the_rows_that_the_launcher_shows_are_those_of_sparse_tables(role: ServerRole) -> None:
-    status = ServerStatus(RoleInfo(), role._server.state, None)._make()
+    status = ServerStatus(role._server.state)._make()
     assert status["rows"] == dict.fromkeys(jobs.TABLES, 0)
     assert {name for name, table in status["tables"].items() if table["kind"] != "dense"} == set(jobs.TABLES)

@@ -35,7 +35,14 @@ class Odd:
     task, log, num_restarts, returncode, is_waiting = Task("worker", 0), Path("workerlog.0"), 0, None, False
 
     def status(self) -> dict[str, Any]:
-        return {"role": "worker", "metrics": 3, "samples": "many", "samples_per_s": {"now": 1}}
+        return {
+            "role": "worker",
+            "metrics": 3,
+            "samples": "many",
+            "samples_per_s": {"now": 1},
+            "steps_per_s": "?",
+            "progress": 1,
+        }
 
 
 def test_a_status_that_a_watcher_cannot_show_ends_the_watcher_and_not_the_job(

@@ -144,6 +144,54 @@ def test_what_cannot_be_is_said(job: Any, tmp_path: Path) -> None:
     fleet.stop_worker()
 
 
+RANK_1 = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+WORKERS = {"FLEET_SERVER_ENDPOINTS": "a:1", "FLEET_NUM_WORKERS": "4", "FLEET_WORKER_ENDPOINTS": "b:1,b:2,c:1,c:2"}
+WORKER_3 = {**WORKERS, "FLEET_ROLE": "WORKER", "FLEET_WORKER_INDEX": "3"}
+SERVER_0 = {**WORKERS, "FLEET_ROLE": "SERVER", "FLEET_SERVER_INDEX": "0"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "named", "expected"),
+    [
+        (RANK_1, [0, 1], "cuda:1"),  # Trainer(devices="auto") on two GPUs: one for each rank of the machine
+        (RANK_1, [0], "cuda:1"),  # Trainer(devices=1): not the same GPU for both ranks
+        (WORKER_3, [0, 1], "cuda:1"),  # the second worker of machine c
+        ({**WORKER_3, "FLEET_WORKER_ENDPOINTS": "b:1,b:2,b:3,b:4"}, [0, 1], "cuda:1"),  # four workers share two
+        (SERVER_0, [0, 1], "cpu"),
+        ({}, [1], "cuda:1"),  # one process, Trainer(devices=[1])
+        ({}, [0, 1], "cuda:0"),
+    ],
+)
+def test_each_process_of_a_machine_has_a_gpu_of_its_own(
+    job: Any, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], named: list[int], expected: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    strategy = fleet.lightning.FleetStrategy("sync")
+    strategy.parallel_devices = [torch.device("cuda", number) for number in named]
+    strategy.check_devices()
+    assert strategy.root_device == torch.device(expected)
+
+
+def test_gpus_that_a_process_cannot_have_are_refused(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in RANK_1.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    strategy = fleet.lightning.FleetStrategy("sync")
+    strategy.parallel_devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    with pytest.raises(StrategyError, match="found devices=2 on a machine with 4: leave it out"):
+        strategy.check_devices()
+    strategy.parallel_devices = [torch.device("cuda", 0)]
+    monkeypatch.setenv("FLEET_DEVICE", "cpu")
+    with pytest.raises(StrategyError, match="say Trainer\\(accelerator='cpu'\\)"):
+        strategy.check_devices()
+    monkeypatch.delenv("FLEET_DEVICE")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(StrategyError, match="rank 1 of this machine has no GPU: there are 1"):
+        strategy.check_devices()
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("lightning_imported")
 @pytest.mark.parametrize(

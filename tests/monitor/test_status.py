@@ -154,7 +154,7 @@ class TestWorkerStatus:
         """A local job of one linear layer, at its first step, with a status file."""
         import torchfleet.fleet as facade
 
-        monkeypatch.setattr(facade, "_job", None)
+        monkeypatch.setattr(facade.current, "job", None)
         monkeypatch.setenv("FLEET_STATUS_FILE", str(tmp_path / "status"))
         monkeypatch.delenv("FLEET_ROLE", raising=False)
         monkeypatch.delenv("TRAINING_ROLE", raising=False)
@@ -178,7 +178,7 @@ class TestWorkerStatus:
     def test_progress_is_of_passes_of_training_and_samples_are_without_evaluation(
         self, fleet: Any, tmp_path: Path
     ) -> None:
-        worker = fleet._get_worker()
+        worker = fleet.get_worker()
         model, optimizer = worker.model, worker._optimizers[0]
         batches = [torch.ones(4, 2)] * 3
 

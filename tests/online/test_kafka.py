@@ -23,7 +23,7 @@ from support.scripts.online_parts import Tiny, step
 
 import torchfleet as fleet
 from torchfleet import online
-from torchfleet.errors import DataError
+from torchfleet.errors import DataError, MissingPackage
 from torchfleet.online import KafkaSource, Part
 from torchfleet.online import kafka as kafka_module
 from torchfleet.online.ranges import OffsetRange, cut, share
@@ -262,7 +262,7 @@ def test_brokers_that_do_not_answer_are_named() -> None:
 
 def test_without_the_library_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "confluent_kafka", None)
-    with pytest.raises(DataError, match=r"pip install 'torchfleet\[kafka\]'"):
+    with pytest.raises(MissingPackage, match=r"pip install 'torchfleet\[kafka\]'"):
         KafkaSource("clicks", "127.0.0.1:9092")
 
 
@@ -365,7 +365,7 @@ class StandIn:
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, logs: Any, ends: Any, num: int) -> tuple[StandIn, KafkaSource]:
     library = StandIn(logs, ends)
-    monkeypatch.setattr(kafka_module, "import_module", lambda name: library)
+    monkeypatch.setattr(kafka_module, "required", lambda *names: library)
     return library, KafkaSource("clicks", "somewhere", num, timeout=0.05)
 
 

@@ -49,7 +49,7 @@ def local(folder: str | Path, does_load: bool = True, policy: Any = None) -> Ite
                 step(model, optimizer, 10 * int(part.time) + i)
 
         yield train
-        if facade._job is not None:
+        if facade.current.job is not None:
             fleet.stop_worker()
 
 
@@ -268,7 +268,7 @@ def run_crashing(folder: Path, crashes: Crashes) -> bool:
                 on_pass=lambda report: crashes.at("on_pass"),
             )
         except Crash:
-            assert facade._job is None  # it has left, so that nobody waits for it
+            assert facade.current.job is None  # it has left, so that nobody waits for it
             return False
         return True
 
@@ -324,7 +324,7 @@ def test_later_a_delta_that_cannot_be_saved_is_an_error(tmp_path: Path) -> None:
     def on_pass(report: online.PassReport) -> None:
         if report.part == HOURS[1]:
             facade.save_persistables(folder)
-            facade._get_worker()._local._server.state.chain.attempt = 0  # this job does not know of it
+            facade.get_worker()._links.local._server.state.chain.attempt = 0  # this job does not know of it
 
     with pytest.raises(CheckpointError, match="do not come from the last save"):
         run_local(folder, on_pass=on_pass)
@@ -352,7 +352,7 @@ def test_mistakes_are_named(tmp_path: Path, options: dict[str, Any], text: str) 
 
 def test_a_worker_that_was_started_again_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with local(tmp_path / "m"):
-        monkeypatch.setattr(facade._get_job(), "info", replace(facade._get_job().info, restart=1))
+        monkeypatch.setattr(facade.get_job(), "info", replace(facade.get_job().info, restart=1))
         with pytest.raises(FleetError, match="use --max_job_restart, not --max_restart"):
             online.train_passes(Parts(), str(tmp_path / "m"), lambda part, files: None)
 
@@ -370,7 +370,7 @@ def test_nothing_grows_with_the_number_of_passes(monkeypatch: pytest.MonkeyPatch
         saved_extra=lambda dirname: saved or None,
         save_persistables=lambda dirname, mode, extra: saved.update(extra),
         stats=lambda: {"worker": {"samples": 0}, "servers": [{"model": "", "tables": {}}]},
-        _get_job=lambda: job,
+        get_job=lambda: job,
     )
     for module in (passes, agreement, pass_progress):
         monkeypatch.setattr(module, "fleet", stand_in)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -18,9 +19,11 @@ import pytest
 import zmq
 from support import processes
 from support.fleets import WAIT, ForkedServer, keys_of
+from support.jobs import wait_until
 
 from torchfleet.commands.server_stats import show_stats
 from torchfleet.errors import FleetError, ServerUnreachable
+from torchfleet.launch.roles import free_ports
 from torchfleet.net.wire import Command, Message, Role, encode
 from torchfleet.server.__main__ import parse
 from torchfleet.server.process import ServerProcess
@@ -89,8 +92,15 @@ assert not late, f"compiled when the request was here: {late}"
 """
 
 
+def scraped(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        return str(answer.read(), "utf-8")
+
+
 class TestStart:
-    def test_it_prints_the_address_that_it_listens_on(self) -> None:
+    def test_it_prints_the_address_that_it_listens_on_and_serves_metrics(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        (metrics,) = free_ports(1)
+        monkeypatch.setenv("FLEET_METRICS_PORT", str(metrics))
         with ServerProcess() as server:
             host, port = server.endpoint.removeprefix("tcp://").split(":")
             assert host == "127.0.0.1"
@@ -98,6 +108,8 @@ class TestStart:
             with closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
                 client.ping()
                 assert client.stats()[0]["pid"] == server.pid
+                asked = 'torchfleet_server_requests_total{command="ping",index="0",role="server"} 1.0'
+                wait_until(lambda: asked in scraped(metrics), "the request among the metrics")
 
     def test_it_listens_on_a_path(self, tmp_path: Path) -> None:
         with ServerProcess(f"ipc://{tmp_path}/s") as server:
@@ -220,7 +232,7 @@ def test_it_tells_for_what_share_of_the_time_it_computes(capsys: pytest.CaptureF
     assert 0 <= idle < 0.1 < busy <= 1
     told = capsys.readouterr().out
     assert re.search(r"up for \d+ s, computing \d+% of the time", told)
-    assert re.search(r"servers compute \d+% of the time, workers wait 70% of it", told)
+    assert re.search(r"servers compute \d+ % of the time, workers wait 70 % of it", told)
 
 
 class TestBounds:

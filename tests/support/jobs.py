@@ -354,7 +354,7 @@ def clean_facade() -> Iterator[None]:
     try:
         yield
     finally:
-        facade._job = None
+        facade.current.job = None
 
 
 def wait_until(is_so: Callable[[], bool], what: str, seconds: float = SECONDS) -> None:

@@ -3,10 +3,10 @@
 `python nursery.py MODULE ...` has imported these modules, too, and reads requests from the Unix socket that is its
 standard input, one packet each: three standard streams, one end of a line, and files that the process is to inherit.
 Along the line come the command, its folder, its environment and the numbers of those files, and go the process's id
-and, at last, its exit status. A nursery may itself be forked by another one. What it forks behaves as `python -c CODE`,
-`python -m MODULE` or `python SCRIPT` does, and starts Python
-processes of its own, and replaces itself by them, through the nursery too. A process is killed when whoever asked for
-it is gone. The nursery itself ends when nobody is left to ask.
+and, at last, its exit status. A nursery may itself be forked by another one. What it forks behaves as
+`python -c CODE`, `python -m MODULE` or `python SCRIPT` does, and starts Python processes of its own, and replaces
+itself by them, through the nursery too. A process is killed when whoever asked for it is gone. The nursery itself ends
+when nobody is left to ask.
 """
 
 from __future__ import annotations

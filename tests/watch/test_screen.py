@@ -6,6 +6,7 @@ import io
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyte
@@ -138,6 +139,14 @@ def test_what_is_folded_is_told_by_its_median_least_and_largest(monkeypatch: pyt
     assert of_role(lines, r"workers \d+")["steps"] == f"{(first + 99) / 2:,.0f}"
     assert (of_role(lines, "min")["steps"], of_role(lines, "max")["steps"]) == (str(first), "99")
     assert of_role(lines, "max")["waits"] == "99 %"
+
+
+def test_a_server_and_its_backup_are_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(monkeypatch, 80, 24)
+    backups = [replace(server(i, "starting" if i else "running", backup=True), replica=1) for i in range(2)]
+    lines = shown(terminal, JobSnapshot(1000.0, [server(0), server(1), *backups, *map(worker, range(8))]))
+    assert lines[0].startswith("async  2 servers × 8 workers")
+    assert any(line.startswith("servers 0–1 median") for line in lines)
 
 
 def test_a_narrow_terminal_loses_columns_and_keeps_those_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from torchfleet.errors import RoleError
+from torchfleet import notebook
+from torchfleet.errors import FleetError, RoleError
 from torchfleet.launch.cli import main, options_from, parser
 from torchfleet.watch.watchers import ANY_PORT, parse_with_ports, watching_of
 
@@ -43,6 +45,29 @@ def test_a_dashboard_may_be_asked_for_from_python() -> None:
     for given, port in ((True, ANY_PORT), (8500, 8500), (0, 0), (None, None)):
         options = options_from("run", {"dashboard": given}, ["train.py", "--dashboard", "x"])
         assert (options.dashboard, options.script, options.arguments) == (port, "train.py", ["--dashboard", "x"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"server_num": 1, "sever_num": 2}, "^run: unrecognized arguments: --sever_num"),
+        ({"server_num": 1, "dashboard": 1 << 20}, "^run: argument --dashboard: expected a port from 0 to 65535"),
+    ],
+)
+def test_the_option_from_python_that_is_wrong_is_named_alone(
+    given: dict[str, int], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(RoleError, match=message):
+        options_from("run", given, ["train.py"])
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"), [({"args": 3}, "a tuple or list, found 3"), ({"worker_num": "2"}, "whole number, found '2'")]
+)
+def test_a_call_from_a_cell_that_cannot_be_made_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(FleetError, match=message):
+        notebook.run(print, **wrong)
 
 
 @pytest.mark.parametrize("name", ["dry_run", "keygen"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any
 
 from torchfleet.errors import FleetError
@@ -92,14 +91,6 @@ class Callbacks:
                 method(*arguments)
             except Exception:
                 tell(f"{type(callback).__name__}.{name} has failed; training goes on:\n{traceback.format_exc()}")
-
-
-def required(package: str, user: str, extra: str) -> Any:
-    """The module of this name. Raises FleetError if it is not installed."""
-    try:
-        return import_module(package)
-    except ImportError as error:
-        raise FleetError(f"{user} needs the package {package} ({error}): pip install 'torchfleet[{extra}]'") from None
 
 
 def flat(info: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,7 +6,8 @@ import atexit
 from collections.abc import Mapping
 from typing import Any
 
-from torchfleet.callbacks.callback import Callback, flat, required
+from torchfleet.callbacks.callback import Callback, flat
+from torchfleet.extras import required
 
 _MOST_PARAMETER = 500  # characters, which every store of MLflow takes
 

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from torchfleet.callbacks.callback import Callback, flat, required
+from torchfleet.callbacks.callback import Callback, flat
+from torchfleet.extras import required
 
 
 class TensorBoardCallback(Callback):

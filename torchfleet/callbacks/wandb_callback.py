@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchfleet.callbacks.callback import Callback, flat, required
+from torchfleet.callbacks.callback import Callback, flat
+from torchfleet.extras import required
 
 
 class WandbCallback(Callback):

@@ -50,7 +50,10 @@ def has_manifest(storage: Storage) -> bool:
 def _replacement(storage: Storage) -> bytes:
     """What was to replace manifest.json, which is damaged or missing."""
     if not has_manifest(storage):
-        raise CheckpointError(f"no saved model in {storage.path}: there is no {FILE}. Was the save interrupted?")
+        raise CheckpointError(
+            f"no saved model in {storage.path}: there is no {FILE}. Give the "
+            "folder that a model was saved to; if that save was interrupted, save again"
+        )
     place, numbered = storage.place(FILE), _numbered(storage)
     if not numbered:
         raise CheckpointError(f"{place} is damaged: its checksum does not fit. Load another save of the model.")

@@ -138,7 +138,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for table in self.tables:
             if table.name == name:
                 return table
-        raise CheckpointError(f"no table '{name}' in it; it has {', '.join(table.name for table in self.tables)}")
+        names = ", ".join(table.name for table in self.tables)
+        raise CheckpointError(f"the saved model has no table '{name}', its tables are {names}: was it another model?")
 
     def parts_of(self, table: str) -> list[Part]:
         return [part for part in self.parts if part.table == table]

@@ -28,20 +28,22 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "several folders, which are the machines of one job",
     )
     parser.add_argument("--port", type=port_or_any, help=f"default: {DEFAULT_PORT}, or the next that is free; 0: any")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="the address to listen on; other than loopback needs a token (127.0.0.1)"
-    )
-    parser.add_argument(
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1, this machine alone)")
+    token = parser.add_mutually_exclusive_group()
+    token.add_argument(
         "--token_file",
         metavar="FILE",
-        help="a file with the token, which is made if it is not there (default: none on loopback, else a random token)",
+        help="a file with the token, which is made if it is not there (default: a random token, in the address)",
+    )
+    token.add_argument(
+        "--no_token", action="store_true", help="let every user of this machine see the page; on loopback alone"
     )
     parser.set_defaults(run=_dashboard)
 
 
 def _dashboard(options: argparse.Namespace) -> int:
     folders = RunFolders(options.folders)
-    token = token_of(options.token_file, options.host)
+    token = None if options.no_token else token_of(options.token_file)
     asked = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> None:

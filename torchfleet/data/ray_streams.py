@@ -8,18 +8,15 @@ from typing import Any
 
 from torchfleet.data.dataset import WorkerGroup
 from torchfleet.errors import DataError
+from torchfleet.extras import required
 
 _NAMESPACE = "torchfleet"
 
 
 def ray_module() -> Any:
-    """The module with Ray Data, or DataError that says how to get it."""
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise DataError(f"from_ray needs Ray Data ({error}): pip install 'torchfleet[ray,parquet]'") from None
-    return ray
+    """The module, with Ray Data loaded. Raises MissingPackage."""
+    required("ray.data", "from_ray", "ray,parquet")
+    return required("ray", "from_ray", "ray,parquet")
 
 
 def stream_of_worker(source: Any, workers: WorkerGroup, is_equal: bool) -> tuple[Callable[[], Iterable[Any]], Any]:

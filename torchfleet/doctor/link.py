@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Sequence
 
@@ -44,6 +45,12 @@ class Link:
     def __init__(self, place: str, key_dir: str | None) -> None:
         """`place`: HOST:PORT. Raises FleetError if nothing answers there."""
         host, _, port = place.rpartition(":")
+        try:
+            socket.getaddrinfo(host.strip("[]"), None)
+        except OSError as error:
+            raise FleetError(
+                f"{place}: {host} is not known here ({error}). Expected a name that this machine knows, or an address."
+            ) from None
         mechanism = mechanism_at(host.strip("[]"), int(port))
         if not mechanism:
             found = "nothing listens there" if mechanism is None else "something else listens there"

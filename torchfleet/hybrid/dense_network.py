@@ -7,21 +7,18 @@ and, in training, through DistributedDataParallel. The empty weights of sparse e
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from torchfleet.collective.build import check_together
-from torchfleet.collective.collective_job import CollectiveJob
-from torchfleet.collective.collective_model import CollectiveModel
-from torchfleet.collective.collective_optimizer import CollectiveOptimizer
 from torchfleet.collective.data_parallel import WrappedModel
 from torchfleet.collective.job_settings import use_execution
+from torchfleet.collective.model_and_optimizer import ModelAndOptimizer
 from torchfleet.collective.strategy import Forward
 from torchfleet.collective.tensors.local_tensors import is_local
-from torchfleet.collective.world import World, begun
+from torchfleet.collective.world import World
 from torchfleet.errors import FleetError, ModelError, TableError
 from torchfleet.role import RoleInfo
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
@@ -31,15 +28,14 @@ _MOST_NAMES = 3
 _PARTS: Any = object()  # what the model is called with when its parts are going to be called by themselves
 
 
-class NetworkJob(CollectiveJob):
-    """A collective job in which the model is called by its own name, and looks rows up."""
+class NetworkJob(ModelAndOptimizer):
+    """The network in a collective job, called by its own name. Steps and meetings are the matter of the worker."""
 
     _kind = "hybrid training: the network"
     _beside_rows = True
 
     def __init__(self, info: RoleInfo, settings: DistributedStrategy, world: World, forward: Forward) -> None:
-        super().__init__(dataclasses.replace(info, status_file=None), None)
-        begun.info = None  # layers that are cut over ranks have no part in this
+        super().__init__(info)
         self._settings, self._world, self._forward = settings, world, forward
 
     def _forward_of(self, model: torch.nn.Module) -> Forward:
@@ -48,9 +44,6 @@ class NetworkJob(CollectiveJob):
     def innermost(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward; nothing, if this is the announcement of calls of its parts."""
         return () if args and args[0] is _PARTS else self._forward(*args, **kwargs)
-
-    def _attend(self, model: CollectiveModel, optimizer: CollectiveOptimizer) -> None:
-        """Who waits for whom is the worker's matter: its meetings are on the servers."""
 
     def _refuse_local_parameters(self, model: torch.nn.Module) -> None:
         """Those of rows are empty: no strategy need care."""

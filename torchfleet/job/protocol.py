@@ -1,4 +1,4 @@
-"""What every kind of job can do: the methods that fleet.py calls without asking which kind it is."""
+"""What every kind of job can do: the methods that facade/ calls without asking which kind it is."""
 
 from __future__ import annotations
 

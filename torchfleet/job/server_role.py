@@ -15,7 +15,6 @@ from torchfleet.background import BackgroundThreads
 from torchfleet.coordination.coordinators import make_coordinator
 from torchfleet.errors import FleetError
 from torchfleet.job.job_setup import JobSetup
-from torchfleet.job.server_status import ServerStatus
 from torchfleet.job.worker_start import patience_with, wait_for_servers
 from torchfleet.net import addresses
 from torchfleet.net.addresses import listen
@@ -30,8 +29,9 @@ from torchfleet.server.replicas.replica import Replica
 from torchfleet.server.saving.table_loading import load_model
 from torchfleet.server.server import Server
 from torchfleet.server.server_log import rows_text, speaker, tables_text
+from torchfleet.server.state.server_status import ServerStatus
 from torchfleet.server.traces.server_tracing import ServerTracing
-from torchfleet.server.warm import warm_up
+from torchfleet.server.warm import COMPILING, telling_compilation, warm_up
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.tracing.otlp import trace_every
 from torchfleet.tracing.process_part import ProcessName
@@ -161,7 +161,7 @@ class ServerRole:
             signal.signal(signal.SIGTERM, self._on_signal)
         self._has_run = True
         listener = self._begin_serving()
-        status = ServerStatus(self._info, self._server.state, self._replica)
+        status = self._status()
 
         if self._replica is not None:
             self._replica.begin()
@@ -183,13 +183,22 @@ class ServerRole:
             status.close()
             tracing.close()
             self.close()
-            lost = "workers are lost" if self._server.desertion else "all workers have left"
-            why = "told to end" if self._ended else lost
-            self._say(f"stopped ({why}) after {self._server.state.num_requests:,} requests")
+            self._say(f"stopped ({self._why_over()}) after {self._server.state.num_requests:,} requests")
         if self._replica is not None and self._replica.deposed:
             raise FleetError(self._replica.deposed)
         if self._server.desertion:
             raise FleetError(f"{self._server.desertion}. No worker is left; the server ends.")
+
+    def _status(self) -> ServerStatus:
+        info = self._info
+        return ServerStatus(self._server.state, info.server_index, info.status_file, info.replica, self._replica)
+
+    def _why_over(self) -> str:
+        if self._ended:
+            return "told to end"
+        if self._replica is not None and self._replica.deposed:
+            return "another replica has taken over"
+        return "workers are lost" if self._server.desertion else "all workers have left"
 
     def _trace(self) -> ServerTracing:
         info = self._info
@@ -206,7 +215,8 @@ class ServerRole:
             self.listen()
         assert self._listener is not None
         if not self._is_ready:
-            warm_up()
+            with telling_compilation(self._tell_compilation):
+                warm_up()
             if self._info.durability == "log" and self._durable is None:
                 self._server.loading = "it is writing the first copy of its tables to its log"
             self._end_answers()
@@ -214,6 +224,11 @@ class ServerRole:
         if self._info.durability == "log" and self._durable is None:
             self._durable = begin_log(self._server, self._durability)
         return self._listener
+
+    def _tell_compilation(self) -> None:
+        self._say(COMPILING)
+        if self._durable is None:
+            self._server.loading = f"it is {COMPILING}"
 
     @property
     def _handler(self) -> Replica | DurableServer | Server:

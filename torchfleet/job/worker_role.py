@@ -9,11 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from torchfleet.checkpoint.manifest import Manifest
 from torchfleet.errors import FleetError
 from torchfleet.hybrid.hybrid_optimizer import HybridOptimizer
+from torchfleet.job.attaching.model_hooks import LEFT, hook_model, trace_steps, watch_schedules
+from torchfleet.job.attaching.server_links import ServerLinks
 from torchfleet.job.job_claims import check_releases, claims_of
 from torchfleet.job.job_setup import JobSetup
 from torchfleet.job.mode_choice import make_communicator, make_whole_tables
@@ -22,40 +22,21 @@ from torchfleet.job.worker_start import check_loaded, make_tables, patience_with
 from torchfleet.job.worker_status import WorkerStatus
 from torchfleet.monitor.freshness import ages_by_kind
 from torchfleet.monitor.stop_request import end_with_save, stop_request
-from torchfleet.net.keys import KeyFolder
-from torchfleet.net.private_jobs import Way
-from torchfleet.net.transport import InProcess
-from torchfleet.net.wire import Role
-from torchfleet.profiling.step_tracing import StepTracing
-from torchfleet.server.saving.table_loading import load_model
-from torchfleet.server.server import Server
 from torchfleet.storage import Storage
 from torchfleet.tables.rows.row_statistics import is_pushed
 from torchfleet.tables.settings.clock import MAX_TIME
 from torchfleet.tables.settings.policy import Shrink
-from torchfleet.tracing.otlp import trace_every
-from torchfleet.tracing.process_part import ProcessName
-from torchfleet.tracing.profile_folder import folder_of
 from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import incarnation
 from torchfleet.worker.lookup.engine import Engine
-from torchfleet.worker.lookup.sources import NoRows
 from torchfleet.worker.membership import Membership
 from torchfleet.worker.model_saving import Kind, save_model, tell_of_replacing
 from torchfleet.worker.model_state import ModelState, Servers
 from torchfleet.worker.modes.communicator import Communicator
 from torchfleet.worker.modes.whole_tables import WholeTables
 from torchfleet.worker.peers import Workers
-from torchfleet.worker.schedule_watch import ScheduleWatch
 
 if TYPE_CHECKING:
     from torchfleet.hybrid.hybrid_worker import HybridWorker
-
-LEFT = (
-    "fleet.stop_worker() was called: this worker has left its servers, and the rows of the model are with them. Train "
-    "and predict before it, and take its state_dict(); or save the model before it, and predict with "
-    "fleet.load_inference_model."
-)
 
 
 class WorkerRole:
@@ -67,10 +48,8 @@ class WorkerRole:
         assert setup.model is not None
         self.strategy, self.model, self._optimizers = setup.strategy, setup.model, setup.optimizers
         self._ends = contextlib.ExitStack()  # what `abandon` does, the latest first
-        self._local = self._local_server(dirname, var_names) if self.info.is_local else None
-        self._keys = KeyFolder(self.info.key_dir) if self.info.key_dir else None
-        self._way = Way(self.info.key_dir, self.info.socket_dir, self.info.address_book)
-        self._way.check()
+        patience = patience_with(self.strategy, self.info)
+        self._links = ServerLinks(self.info, self._plan, patience, dirname, var_names)
         self.first_step = 0  # with which this worker begins: in sync mode more than 0 if it was started again
         self._saved_to: set[str] = set()
         self._passes: Counter[str] = Counter()  # over shared lists of files, by name
@@ -105,10 +84,10 @@ class WorkerRole:
             self.info, self.strategy.mode, lambda: self.communicator, self.engine
         )
         self._ends.callback(self.status.close)
-        self._schedules = self._watch(setup.global_schedulers)
+        self._schedules = watch_schedules(self.info, self.strategy.mode, self._optimizers[0], setup.global_schedulers)
         self._bind()
         self._ends.callback(self._model_state().close, LEFT)
-        self._tracing = self._trace()
+        self._tracing = trace_steps(self.info, self.strategy.mode, self.model, self._optimizers)
         self._ends.callback(self._tracing.close)
         self.communicator.start()
         self.status.write(now=True)
@@ -229,20 +208,7 @@ class WorkerRole:
 
     def _connect(self, worker: int | None = None) -> Client:
         """`worker`: another one for whom this one speaks."""
-        patience = patience_with(self.strategy, self.info)
-        # One process is its own launcher: nobody has to join, or may leave in its name.
-        alone = Role.LAUNCHER if self._local is not None else Role.FIRST_WORKER
-        role = alone if self.info.worker_index == 0 else Role.WORKER
-        number = self.info.worker_index if worker is None else worker
-        options: dict[str, Any] = {"worker": number, "role": role, "patience": patience}
-        if self._local is not None:
-            client = Client([self._local.connect()], names=["the local server"], **options)
-        else:
-            endpoints = [self._way.endpoint(place) for place in self.info.server_endpoints]
-            client = Client.connect(endpoints, self._keys, **options)
-        for spec in self._plan.specs:
-            client.attach(spec)
-        return client
+        return self._links.connect(worker)
 
     def _join(self) -> Membership | None:
         if self.info.is_local:
@@ -261,14 +227,6 @@ class WorkerRole:
     def _waiting_share(self) -> float | None:
         return None if self._known_status is None else self._known_status.waiting_share()
 
-    def _local_server(self, dirname: str | None, var_names: Sequence[str] | None) -> InProcess:
-        server = Server(num_workers=1)
-        if dirname is not None:
-            for spec in self._plan.specs:
-                server.state.add_table(spec)
-            load_model(server.state, dirname, var_names, self._plan.layouts)
-        return InProcess(server)
-
     def _hybrid_worker(self) -> HybridWorker | None:
         optimizer = self._optimizers[0]
         if not isinstance(optimizer, HybridOptimizer):
@@ -278,21 +236,8 @@ class WorkerRole:
         with self.workers() as others:
             return HybridWorker(self.model, optimizer, self.strategy, self.info, self.client, others.gather)
 
-    def _watch(self, wrapped: Sequence[Any]) -> ScheduleWatch | None:
-        """Geo is the one mode in which a worker's steps are not those of the job."""
-        is_geo = self.strategy.mode == "geo" and self.info.num_workers > 1
-        return ScheduleWatch(self._optimizers[0], self.info.num_workers, wrapped) if is_geo else None
-
     def _bind(self) -> None:
-        for group in self._plan.sparse.values():
-            for module in group.modules:
-                module.bind(self.engine)
-        freshen = torch.compiler.disable(self._freshen)  # type: ignore[no-untyped-call]
-        hook = self.model.register_forward_pre_hook(lambda called, _: freshen(called))
-        for handle in (*self.engine.follow(self.model), hook):
-            self._ends.callback(handle.remove)
-        self._ends.callback(self.engine.use, NoRows(LEFT))
-        self._ends.callback(self.engine.end_recording)
+        hook_model(self.model, self._plan, self.engine, lambda: self.communicator, self._ends)
         for optimizer in self._optimizers:
             self._ends.callback(optimizer.unbind, LEFT)
         if self._hybrid is not None:
@@ -302,22 +247,12 @@ class WorkerRole:
             optimizer.after_step = self._step_made
         self._optimizers[-1].after_step = self._whole_step_made
 
-    def _trace(self) -> StepTracing:
-        info, mode = self.info, self.strategy.mode
-        name = ProcessName("worker", info.worker_index, info.num_workers, info.num_servers, incarnation(), mode)
-        folder = folder_of(info.status_file)
-        return StepTracing(name, self.model, self._optimizers, folder, trace_every())
-
     def _model_state(self) -> ModelState:
         put_network = None if self._hybrid is None else self._hybrid.put_network
         meet = partial(self.barrier, "load_state_dict()", "load_state_dict")
         servers = Servers(self.client, self._connect, lambda: self.communicator, meet, put_network)
         is_first, is_restarted = self.info.worker_index == 0, bool(self.info.restart)
         return ModelState(self.model, self._plan, self.engine, is_first, is_restarted, servers)
-
-    def _freshen(self, called: torch.nn.Module) -> None:
-        if called is self.model:  # a copy of the model has the hook, too, and parameters of its own
-            self.communicator.freshen()
 
     def _whole_step_made(self) -> None:
         """Of all optimizers."""

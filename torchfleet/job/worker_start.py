@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torchfleet.errors import FleetError, ServerUnreachable
+from torchfleet.job import waiting_lines
+from torchfleet.job.waiting_lines import WaitingLines
 from torchfleet.role import RoleInfo
 from torchfleet.storage import Storage
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
@@ -20,9 +23,8 @@ from torchfleet.worker.row_state.table_rows import slices
 
 RECOVERY_TIMEOUT = 600.0  # seconds that a server with a log may be away: it reads all of it when it is started again
 RESEND_PAUSE = 5.0  # seconds between two attempts to reach one
-_PERIOD = 5.0  # seconds between two lines about servers that are not ready
 _PAUSE = 0.1  # seconds between two questions to a server that is loading, or about workers
-_MOST_NAMED = 20  # workers in one line
+_MOST_NAMED = 20  # workers, or servers, in one line
 _HOST = re.compile(r"tcp://(?:\[([^\]]*)\]|([^:|)]*)):")
 _NO_VALUES = "worker 0 has not set the first values; look at its log"
 
@@ -41,18 +43,28 @@ def wait_for_servers(client: Client, seconds: float) -> None:
     """
     started = time.monotonic()
     heard: dict[str, float] = {}  # by server, its last sign
-    next_line = started + _PERIOD
-    while waiting := client.unready(min(_PERIOD, seconds)):
+    lines = WaitingLines()
+    while waiting := client.unready(min(waiting_lines.PERIOD, seconds)):
         now = time.monotonic()
         heard |= {name: now for name, doing in waiting.items() if doing}
         silent = [name for name in waiting if now - heard.get(name, started) >= seconds]
         if silent:
             raise ServerUnreachable(_never_came(silent, seconds))
-        if now >= next_line:
-            next_line = now + _PERIOD
-            for name, doing in waiting.items():
-                print(f"waiting for {name}: {doing or _why_silent(name)}, {now - started:.0f} s", flush=True)
+        lines.look(functools.partial(_by_state, waiting))
         time.sleep(_PAUSE)
+
+
+def _by_state(waiting: Mapping[str, str]) -> list[str]:
+    """Servers that do the same, in one text. Addresses are told of those that do not answer."""
+    found: dict[str, list[str]] = {}
+    for name, doing in waiting.items():
+        found.setdefault(doing or _why_silent(name), []).append(name.partition(" (")[0] if doing else name)
+    return [f"{_named_in_short(names)}: {state}" for state, names in found.items()]
+
+
+def _named_in_short(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
 
 
 def _why_silent(name: str) -> str:
@@ -162,9 +174,7 @@ def _wait_for_workers(client: Client, info: RoleInfo) -> None:
         return bool(found["members"]["joined"] >= info.num_workers)
 
     def absent() -> str:
-        shown = ", ".join(f"worker {worker}" for worker in missing[:_MOST_NAMED])
-        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
-        return f"{shown}{more} of {info.num_workers}"
+        return f"{_named_in_short([f'worker {worker}' for worker in missing])} of {info.num_workers}"
 
     _wait_for(are_here, info, lambda: f"these have not joined: {absent()}. Look at their logs.", absent)
 
@@ -175,16 +185,12 @@ def _wait_for(
     otherwise: Callable[[], str],
     waits_for: Callable[[], str] = lambda: "worker 0 to set the first values",
 ) -> None:
-    """Return when it is so; every few seconds a line says what this worker waits for."""
-    started = time.monotonic()
-    next_line = started + _PERIOD
+    """Return when it is so; now and then a line says what this worker waits for."""
+    started, lines = time.monotonic(), WaitingLines()
     while not is_so():
-        now = time.monotonic()
-        if now - started >= info.start_timeout:
+        if time.monotonic() - started >= info.start_timeout:
             raise FleetError(f"after {info.start_timeout:g} s (FLEET_START_TIMEOUT) {otherwise()}")
-        if now >= next_line:
-            next_line = now + _PERIOD
-            print(f"waiting for {waits_for()}, {now - started:.0f} s", flush=True)
+        lines.look(lambda: [waits_for()])
         time.sleep(_PAUSE)
 
 

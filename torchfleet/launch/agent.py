@@ -15,7 +15,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
 
-from torchfleet.launch.job_spec import JobSpec, Task
+from torchfleet.launch.job_spec import JobSpec, Task, ending_of
 from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.machines.rendezvous import Rendezvous
 from torchfleet.launch.processes import Process, end_all
@@ -106,15 +106,6 @@ class Rank(Process):
         """Never empty: a rank counts as running from the start, even if its script reports nothing."""
         return {"role": "rank", **super().status()}
 
-    @property
-    def ending(self) -> str:
-        """How it ended: its exit status or its signal."""
-        code = self.returncode or 0
-        if code >= 0:
-            return f"ended with exit status {code}"
-        known = -code in tuple(signal.Signals)
-        return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
-
 
 class Tail:
     """Reads the lines that are appended to a log after the offset `begin`."""
@@ -178,7 +169,7 @@ class Agent(LocalElasticAgent):
     def _fail(self, rank: Rank) -> None:
         self._end_ranks()
         report, most = self._watch.report, self._worker_group.spec.max_restarts
-        what = f"{rank.task.name} {rank.ending}"
+        what = f"{rank.task.name} {ending_of(rank)}"
         if self._remaining_restarts:
             report(f"[fleetrun] {what}; starting all ranks again ({most - self._remaining_restarts + 1} of {most})")
             return

@@ -7,10 +7,11 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from torchfleet import __version__
 from torchfleet.errors import FleetError, RoleError
+from torchfleet.extras import check_installed
 from torchfleet.guard.printable import say
 from torchfleet.launch.clusters.job_options import (
     RESOURCES,
@@ -22,6 +23,7 @@ from torchfleet.launch.clusters.job_options import (
 )
 from torchfleet.launch.launchers import LAUNCHERS, launcher_of
 from torchfleet.net.keys import KeyFolder, keygen
+from torchfleet.tracing.otlp import EXPORTER, VARIABLE, trace_every
 from torchfleet.watch.watchers import add_options as add_watching
 from torchfleet.watch.watchers import parse_with_ports
 
@@ -144,12 +146,14 @@ def options_from(caller: str, values: Mapping[str, Any], script: Sequence[str]) 
             continue
         for each in value if isinstance(value, (list, tuple)) else [value]:
             flags += [f"--{name}"] if each is True else [f"--{name}", str(each)]
-    try:
-        return parse_with_ports(parser(), [*flags, *script])
-    except SystemExit as error:
-        raise RoleError(
-            f"{caller}: not options of fleetrun: {' '.join(flags)}. `fleetrun --help` lists those that it has."
-        ) from error
+
+    def refuse(message: str) -> NoReturn:
+        """In place of argparse's, which would print all options of fleetrun into a notebook and exit."""
+        raise RoleError(f"{caller}: {message}. `fleetrun --help` lists the options and what they take.")
+
+    made = parser()
+    made.error = refuse  # type: ignore[method-assign]
+    return parse_with_ports(made, [*flags, *script])
 
 
 def _subcommand(name: str) -> Callable[[Sequence[str]], int]:
@@ -178,6 +182,8 @@ def check(options: argparse.Namespace) -> None:
             raise RoleError(f"--{name} must be at least 0, found {getattr(options, name)}")
     if options.trace_every is not None and not 1 <= options.trace_every < 10**9:
         raise RoleError(f"--trace_every must be a number of steps, at least 1; found {options.trace_every}")
+    if options.trace_every or trace_every():
+        check_installed(EXPORTER, "--trace_every" if options.trace_every else VARIABLE, "otel")
     ranks = [f"--{name}" for name in _RANKS if getattr(options, name) is not None]
     if options.verbose and ranks:
         raise RoleError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torchfleet.errors import RoleError
 from torchfleet.monitor.log_file import DEFAULT_BYTES
 from torchfleet.monitor.snapshot import name_for_people, number_in_files
 from torchfleet.net.private_jobs import Way
+from torchfleet.role import DURABILITY
 from torchfleet.watch.watchers import Watching
 
 
@@ -169,6 +171,20 @@ class RunningTask(Protocol):
 
     def close(self) -> None:
         """Kill what is left of it, and remove what it leaves beside its log."""
+
+
+def ending_of(process: RunningTask) -> str:
+    """How it ended, in words: its exit status or its signal."""
+    code = process.returncode or 0
+    if code >= 0:
+        return f"ended with exit status {code}"
+    is_known = -code in tuple(signal.Signals)
+    return f"was killed by {signal.Signals(-code).name if is_known else f'signal {-code}'}"
+
+
+def keeps_log(task: Task) -> bool:
+    """Whether it is a server whose changes are on disk."""
+    return task.role == "server" and task.environment.get(DURABILITY) == "log"
 
 
 class Start(Protocol):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchfleet.launch.job_spec import JobSpec, RunningTask
 from torchfleet.monitor.notices import tell
-from torchfleet.monitor.snapshot import JobSnapshot, RoleSnapshot
+from torchfleet.monitor.snapshot import JobSnapshot, RatesOfNow, RoleSnapshot
 from torchfleet.watch.dashboard.dashboard_watcher import DashboardWatcher
 from torchfleet.watch.display import Display
 from torchfleet.watch.history import HistoryWriter
@@ -30,7 +30,7 @@ class JobWatch:
         self._watchers: list[Watcher] = [HistoryWriter(run_dir, job.command, attempt)]
         if shows:
             self._watchers.insert(0, JsonDisplay() if watching.is_json else Display(run_dir, watching.verbose))
-        self._next = 0.0
+        self._next, self._rates = 0.0, RatesOfNow()
         try:
             if watching.tensorboard is not None:
                 self._watchers.append(TensorBoardEvents(Path(watching.tensorboard) / run_dir.name, job.command))
@@ -49,7 +49,7 @@ class JobWatch:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + _PERIOD
-        snapshot = snapshot_of(processes)
+        snapshot = self._rates.of(snapshot_of(processes))
         self._each(lambda watcher: watcher.look(snapshot))
 
     def show_end(self, processes: Sequence[RunningTask]) -> None:

@@ -13,14 +13,13 @@ from types import FrameType
 from torchfleet.errors import FleetError
 from torchfleet.launch.endurance.loss import leave_for, tell_of_loss
 from torchfleet.launch.endurance.worker_loss import FREE_MODES, may_be_missed, may_restart
-from torchfleet.launch.job_spec import JobSpec, Report, RunningTask, Start, Task
+from torchfleet.launch.job_spec import JobSpec, Report, RunningTask, Start, Task, ending_of, keeps_log
 from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.processes import Process, end_all
 from torchfleet.launch.roles import JobLayout
 from torchfleet.monitor.freshness import advice, summed
 from torchfleet.net.keys import KeyFolder
 from torchfleet.net.replica_channels import SEPARATOR
-from torchfleet.role import DURABILITY
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that end a job
 _PAUSE = 0.1  # seconds between two looks at the processes
@@ -194,7 +193,7 @@ class JobSupervisor:
         self._lost.append(process.task.name)
         rest = any(p.returncode is None for p in self._of("worker"))
         then = f"; {mode} training goes on without it" if rest else ""
-        watch.report(f"[fleetrun] {process.task.name} {_how(process)}{then}")
+        watch.report(f"[fleetrun] {process.task.name} {ending_of(process)}{then}")
         return self._leave_for(process.task.index, watch)
 
     def _replace_server(self, process: RunningTask, watch: JobWatch) -> bool:
@@ -210,17 +209,18 @@ class JobSupervisor:
         keys = KeyFolder(self._job.key_dir) if self._job.key_dir else None
         other = self._job.way.endpoint(places[1 - task.replica])
         tell_of_loss(other, keys, task.index, task.replica, process.num_restarts)
-        watch.report(f"[fleetrun] {task.name} {_how(process)}; the other replica goes on, and a new backup starts")
+        watch.report(f"[fleetrun] {task.name} {ending_of(process)}; the other replica goes on, and a new backup starts")
         process.restart()
         return True
 
     def _restart_server(self, process: RunningTask, watch: JobWatch) -> bool:
         """A server that keeps a log starts again, with all that it has promised; workers wait for it."""
-        if not _keeps_log(process) or process.num_restarts >= self._job.max_restart or self._job.max_job_restart:
+        if not keeps_log(process.task) or process.num_restarts >= self._job.max_restart or self._job.max_job_restart:
             return False
         number = f"{process.num_restarts + 1} of {self._job.max_restart}"
         watch.report(
-            f"[fleetrun] {process.task.name} {_how(process)}; starting it again from its log ({number}). Workers wait."
+            f"[fleetrun] {process.task.name} {ending_of(process)}; starting it again from its log ({number}). "
+            "Workers wait."
         )
         process.restart()
         return True
@@ -231,7 +231,7 @@ class JobSupervisor:
         elsewhere = len(self._layout.workers) > len(workers)
         if elsewhere or any(p.num_restarts >= self._job.max_restart or p.status().get("left") for p in workers):
             return False
-        watch.report(f"[fleetrun] {failed.task.name} {_how(failed)}; starting all workers again")
+        watch.report(f"[fleetrun] {failed.task.name} {ending_of(failed)}; starting all workers again")
         for worker in workers:  # all end before one begins: none may talk to one of before
             worker.kill()
         for worker in workers:
@@ -251,9 +251,9 @@ class JobSupervisor:
         if process.task.role == "server":
             address = f" ({self._layout.servers[process.task.index]})"
         watch.report(
-            f"[fleetrun] {process.task.name}{address} {_how(process)}; the job ends. Last lines of {process.log}:"
+            f"[fleetrun] {process.task.name}{address} {ending_of(process)}; the job ends. Last lines of {process.log}:"
         )
-        if _keeps_log(process) and not self._job.max_job_restart:
+        if keeps_log(process.task) and not self._job.max_job_restart:
             watch.report(
                 f"[fleetrun] a server that keeps a log is started again as often as --max_restart says: "
                 f"{self._job.max_restart} times"
@@ -266,17 +266,3 @@ class JobSupervisor:
             watch.report(f"[fleetrun] --max_restart {text}")
         for line in process.last_lines():
             watch.report(f"    {line}")
-
-
-def _keeps_log(process: RunningTask) -> bool:
-    return process.task.role == "server" and process.task.environment.get(DURABILITY) == "log"
-
-
-def _how(process: RunningTask) -> str:
-    """How it ended, for a text."""
-    code = process.returncode or 0
-    return f"was killed by {_signal_name(-code)}" if code < 0 else f"ended with exit status {code}"
-
-
-def _signal_name(number: int) -> str:
-    return signal.Signals(number).name if number in tuple(signal.Signals) else f"signal {number}"

@@ -6,13 +6,10 @@ Importing it registers the names "fleet_sync", "fleet_half_async", "fleet_async"
 
 from __future__ import annotations
 
-try:
-    from torchfleet.lightning.fleet_strategy import FleetStrategy
-except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] != "lightning":
-        raise
-    raise ModuleNotFoundError(
-        "fleet.lightning needs Lightning: pip install 'torchfleet[lightning]'", name=error.name
-    ) from None
+from torchfleet.extras import required
+
+required("lightning", "fleet.lightning", "lightning")
+
+from torchfleet.lightning.fleet_strategy import FleetStrategy  # noqa: E402
 
 __all__ = ["FleetStrategy"]

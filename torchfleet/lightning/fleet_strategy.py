@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
@@ -16,6 +15,7 @@ from torchfleet import fleet
 from torchfleet.errors import FleetError, ModelError, StrategyError
 from torchfleet.lightning.checkpoint_folders import CheckpointFolders
 from torchfleet.lightning.logged_metrics import LoggedMetrics
+from torchfleet.lightning.process_device import ProcessDevice
 from torchfleet.lightning.worker_exchange import WorkerExchange
 from torchfleet.preparation.prepare_job import start
 from torchfleet.role import SERVER, PaddleCloudRoleMaker, is_collective_job
@@ -30,7 +30,7 @@ _MODES: dict[str, dict[str, Any]] = {
 }
 
 
-class FleetStrategy(CheckpointFolders, WorkerExchange, LoggedMetrics, ParallelStrategy):  # type: ignore[misc]
+class FleetStrategy(ProcessDevice, CheckpointFolders, WorkerExchange, LoggedMetrics, ParallelStrategy):  # type: ignore[misc]
     """A LightningModule in a job: alone, under `fleetrun --server_num S --worker_num W`, or as ranks.
 
     `settings`: "sync", "half_async", "async", "geo" or "hybrid", or a DistributedStrategy, whose collective fields act
@@ -66,10 +66,6 @@ class FleetStrategy(CheckpointFolders, WorkerExchange, LoggedMetrics, ParallelSt
         return self._info.num_workers + self._info.server_index if is_server else self._info.worker_index
 
     @property
-    def local_rank(self) -> int:
-        return self.global_rank
-
-    @property
     def node_rank(self) -> int:
         return 0
 
@@ -87,10 +83,6 @@ class FleetStrategy(CheckpointFolders, WorkerExchange, LoggedMetrics, ParallelSt
         index, number = fleet.data_shard()
         return {"num_replicas": number, "rank": index}
 
-    @property
-    def root_device(self) -> torch.device:
-        return self.parallel_devices[0] if self.parallel_devices else torch.device("cpu")
-
     # The beginning of the job
 
     def connect(self, model: LightningModule) -> None:
@@ -98,15 +90,11 @@ class FleetStrategy(CheckpointFolders, WorkerExchange, LoggedMetrics, ParallelSt
         self._folder = None  # of an earlier call
 
     def setup_environment(self) -> None:
-        devices = len(self.parallel_devices or [0])
-        if devices > 1:
-            raise StrategyError(
-                f"FleetStrategy: expected one device for each process, found devices={devices}: leave it at 1, and "
-                "start more processes with fleetrun --worker_num"
-            )
+        self.check_devices()
         if self.world_size > 1:
             self._refuse_prepare_data()
-        super().setup_environment()
+        if self._info.role != SERVER:  # it takes no GPU
+            super().setup_environment()
 
     def _refuse_prepare_data(self) -> None:
         """One worker would prepare, and the others would not wait: they meet when the job has begun, after it."""

@@ -22,26 +22,37 @@ class Machine:
         return max(0, self.num_cores - self.num_processes)
 
 
-def bottleneck(busy: Sequence[float], waits: Sequence[float], machine: Machine | None, is_sync: bool = False) -> str:
+def bottleneck(
+    busy: Sequence[float],
+    waits: Sequence[float],
+    machine: Machine | None,
+    is_sync: bool = False,
+    tells_shares: bool = True,
+) -> str:
     """`busy`: per server the share of time that its loop computes; `waits`: per worker the share of time that it waits
     for a pull or a push. Empty if either is not known.
 
-    `machine`: where more servers would run; None: not known.
+    `machine`: where more processes would run; None: not known. `tells_shares`: with both means behind the sentence.
     """
     if not busy or not waits:
         return ""
     load, wait = sum(busy) / len(busy), sum(waits) / len(waits)
-    told = f"servers compute {load:.0%} of the time, workers wait {wait:.0%} of it"
+    shares = f" (servers compute {load:.0%} of the time, workers wait {wait:.0%} of it)".replace("%", " %")
+    return _sentence(busy, wait, machine, is_sync) + (shares if tells_shares else "")
+
+
+def _sentence(busy: Sequence[float], wait: float, machine: Machine | None, is_sync: bool) -> str:
     if max(busy) >= FULL and wait >= MUCH:
-        return f"servers are full: {_advice(num_more_servers(busy, wait), machine)} ({told})"
-    if wait < MUCH:
+        return f"servers are full: {_advice(num_more_servers(busy, wait), machine)}"
+    is_full = machine is not None and machine.num_processes > machine.num_cores
+    if wait < MUCH and not is_full:
         also = ", though servers are full too" if max(busy) >= FULL else ""
-        return f"workers are what the job waits for: more of them would help{also} ({told})"
-    if machine is not None and machine.num_processes > machine.num_cores:
-        return f"the machine is full: {machine.num_processes} processes on {_cores(machine.num_cores)} ({told})"
+        return f"workers are what the job waits for: more of them would help{also}"
+    if machine is not None and is_full:
+        return f"the machine is full: {machine.num_processes} processes on {_cores(machine.num_cores)}"
     if is_sync:
-        return f"workers wait for the slowest of them, or for the network: sync steps are made together ({told})"
-    return f"the network is what the job waits for, or how fast messages are made and taken apart ({told})"
+        return "workers wait for the slowest of them, or for the network: sync steps are made together"
+    return "the network is what the job waits for, or how fast messages are made and taken apart"
 
 
 def num_more_servers(busy: Sequence[float], wait: float) -> int:

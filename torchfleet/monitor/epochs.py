@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, Literal
 
 Unit = Literal["samples", "batches"]
+_RECENT = 30.0  # seconds whose speed tells the time left, or
+_SHARE = 0.25  # of the pass so far, if that is longer: the time left of a long one stays steady
+_NUM_LOOKS = 60  # kept of these seconds
 
 
 class Epoch:
@@ -17,6 +21,19 @@ class Epoch:
         self.total, self.unit, self.started, self.first_step = total, unit, started, first_step
         self.done = 0  # samples or batches so far
         self.values: Mapping[str, Any] = {}  # what the last step has come to
+        self._looks: deque[tuple[float, int]] = deque()  # at which time how many were done
+
+    def seconds_each(self, now: float) -> float | None:
+        """Of late: the first step, which compiles and connects, says little about the others."""
+        if not self.done:
+            return None
+        window, looks = max(_RECENT, _SHARE * (now - self.started)), self._looks
+        while len(looks) > 1 and now - looks[1][0] >= window:
+            looks.popleft()
+        then, before = looks[0] if looks and self.done > looks[0][1] else (self.started, 0)
+        if not looks or now - looks[-1][0] >= window / _NUM_LOOKS:
+            looks.append((now, self.done))
+        return (now - then) / (self.done - before)
 
 
 class Epochs:
@@ -66,9 +83,8 @@ class Epochs:
             found["epochs"] = num
         if total is not None:
             found["total"] = max(total, epoch.done)
-            if epoch.done:
+            if (seconds := epoch.seconds_each(self._now())) is not None:
                 more = total * (found.get("epochs", 1 + self._num_over) - self._num_over - 1)
-                seconds = (self._now() - epoch.started) / epoch.done
                 found["eta_s"] = round(seconds * (max(0, total - epoch.done) + more), 1)
         return found
 

@@ -21,7 +21,10 @@ class JobLoad:
         self._num_looks: dict[Name, int] = defaultdict(int)
 
     def look(self, statuses: Mapping[Name, Mapping[str, Any]]) -> str:
-        """The last status of every process: returns what the job waits for now, or nothing while that is not known."""
+        """The last status of every process: returns what the job waits for now, or nothing while that is not known.
+
+        Without the shares: whoever looks shows them beside it.
+        """
         self._num_processes = max(self._num_processes, len(statuses))  # those that end last make no room
         now: dict[Name, float] = {}
         for name, status in statuses.items():
@@ -33,12 +36,12 @@ class JobLoad:
             for name, share in now.items():
                 self._sums[name] += share
                 self._num_looks[name] += 1
-        return self._sentence(now)
+        return self._sentence(now, tells_shares=False)
 
     def whole(self) -> str:
         """What the job waited for, on average over all looks."""
         return self._sentence({name: total / self._num_looks[name] for name, total in self._sums.items()})
 
-    def _sentence(self, shares: Mapping[Name, float]) -> str:
+    def _sentence(self, shares: Mapping[Name, float], tells_shares: bool = True) -> str:
         busy, waits = ([share for (role, _), share in shares.items() if role == it] for it in ("server", "worker"))
-        return bottleneck(busy, waits, Machine(self._num_cores, self._num_processes), self._is_sync)
+        return bottleneck(busy, waits, Machine(self._num_cores, self._num_processes), self._is_sync, tells_shares)

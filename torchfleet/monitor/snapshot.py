@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+_STILL = 10.0  # seconds without a step after which a worker is at a standstill, or
+_NUM_STEPS = 3  # of its steps, if these take longer
+_OF_STEPS = ("waiting", "pull_wait_ms", "push_wait_ms")  # what is known only while steps are made
 
 
 def name_for_people(role: str, index: int, replica: int) -> str:
@@ -55,3 +59,38 @@ class JobSnapshot:
 
     def of(self, role: str) -> list[RoleSnapshot]:
         return [found for found in self.roles if found.role == role]
+
+
+class RatesOfNow:
+    """Workers report when they make a step. One that makes none for long keeps its last report, whose rates and time
+    left are not those of now: it waits for a server, evaluates, or is stuck."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, tuple[float, dict[str, Any]]] = {}  # by key: since when it is so, and the status
+
+    def of(self, snapshot: JobSnapshot) -> JobSnapshot:
+        """The snapshot with rates of nothing for those at a standstill. To be asked for every snapshot, in order."""
+        return JobSnapshot(snapshot.time, [self._role(role, snapshot.time) for role in snapshot.roles])
+
+    def _role(self, role: RoleSnapshot, now: float) -> RoleSnapshot:
+        status, pace = role.status, role.status.get("steps_per_s")
+        if role.state != "running" or not isinstance(pace, (int, float)) or status.get("left"):
+            self._reports.pop(role.key, None)
+            return role
+        since, before = self._reports.get(role.key, (now, {}))
+        if before != status:
+            self._reports[role.key] = now, status
+            return role
+        return replace(role, status=_at_standstill(status)) if now - since >= _patience(pace) else role
+
+
+def _patience(steps_per_s: float) -> float:
+    return max(_STILL, _NUM_STEPS / steps_per_s) if steps_per_s > 0 else _STILL
+
+
+def _at_standstill(status: dict[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in status.items() if name not in _OF_STEPS}
+    found |= {name: 0.0 for name in ("steps_per_s", "samples_per_s") if name in status}
+    if isinstance(status.get("progress"), dict):
+        found["progress"] = {name: value for name, value in status["progress"].items() if name != "eta_s"}
+    return found

@@ -6,6 +6,7 @@ docs/watching.md has all fields. A field that does not apply to a process is lef
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import threading
@@ -36,7 +37,8 @@ class StatusFile:
 
     def __init__(self, path: str | None, make: Callable[[], dict[str, Any]], port: Port | None = None) -> None:
         self._path, self._make, self._port = path, make, port
-        self._next, self._has_told = 0.0, False
+        self._next = math.inf if path is None and port is None else 0.0  # when the next one is due
+        self._has_told = False
         self._one = threading.Lock()  # the training thread writes it, and others beside it
         self._host = socket.gethostname()
 
@@ -49,20 +51,23 @@ class StatusFile:
     def write(self, now: bool = False) -> None:
         """Write the status if a period has passed since the last time, or at once. A reader never sees half of it.
 
-        A status that cannot be written, as on a full disk, is told once on stderr: training goes on without.
+        Called for every step, and for every turn of a server's loop: one look at a clock is all that most calls do. A
+        status that cannot be written, as on a full disk, is told once on stderr: training goes on without.
         """
-        if (self._path is None and self._port is None) or (not now and time.monotonic() < self._next):
-            return
-        with self._one:
-            if now or time.monotonic() >= self._next:  # another thread may have written it meanwhile
-                self._next = time.monotonic() + _PERIOD
-                self._tell({**self._make(), **self._process()})
+        if now or time.monotonic() >= self._next:
+            self._write_due(now)
 
-    def _tell(self, status: dict[str, Any]) -> None:
-        if self._port is not None:
-            self._port.publish(status)
-        if self._path is not None:
-            self._write_file(self._path, status)
+    def _write_due(self, now: bool) -> None:
+        with self._one:
+            is_due = time.monotonic() >= self._next  # another thread may have written it meanwhile
+            if (self._path is None and self._port is None) or not (now or is_due):
+                return
+            self._next = time.monotonic() + _PERIOD
+            status = {**self._make(), **self._process()}
+            if self._port is not None:
+                self._port.publish(status)
+            if self._path is not None:
+                self._write_file(self._path, status)
 
     def close(self) -> None:
         """The port is given back; the file stays for its reader."""

@@ -42,6 +42,10 @@ def run(
         raise FleetError(
             f"fleet.notebook.run: expected a function, found {function!r:.200}. For a script: !fleetrun train.py"
         )
+    if not isinstance(args, (list, tuple)):
+        raise FleetError(f"fleet.notebook.run: expected args=(...), a tuple or list, found {args!r:.200}")
+    if not isinstance(worker_num, int):
+        raise FleetError(f"fleet.notebook.run: expected worker_num to be a whole number, found {worker_num!r:.200}")
     script = ["-m", _PROCESS]
     given = options_from("fleet.notebook.run", {"server_num": server_num, "worker_num": worker_num, **options}, script)
     if launcher_of(given) is not LAUNCHERS["servers"] or given.servers or given.workers:

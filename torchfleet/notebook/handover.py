@@ -20,6 +20,7 @@ import msgspec
 
 from torchfleet.errors import FleetError
 from torchfleet.exchange.plain_values import pack, unpack
+from torchfleet.extras import missing
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _VALUE, _FAILURE = b"v", b"f"  # first bytes of an outcome
@@ -118,9 +119,7 @@ def _pickle() -> ModuleType:
     try:
         return import_module("cloudpickle")
     except ImportError:
-        raise FleetError(
-            "fleet.notebook.run needs the package cloudpickle: pip install 'torchfleet[notebook]'"
-        ) from None
+        raise missing("cloudpickle", "fleet.notebook.run", "notebook") from None
 
 
 def _replace(file: int, data: bytes) -> None:

@@ -6,12 +6,12 @@ import os
 import sys
 import tempfile
 import time
-from importlib import import_module
 from typing import Any
 
 import msgspec
 
 from torchfleet.errors import DataError
+from torchfleet.extras import required
 from torchfleet.online.kafka_reader import KafkaReader
 from torchfleet.online.parts import Part, day_and_hour
 from torchfleet.online.ranges import OffsetRange, cut, share
@@ -55,7 +55,7 @@ class KafkaSource:
         if start not in ("earliest", "latest"):
             raise DataError(f"KafkaSource(start=...): expected 'earliest' or 'latest', found {start!r}")
         self._topic, self._num, self._max_wait, self._start = topic, messages_per_part, max_wait, start
-        self._kafka = _library()
+        self._kafka = required("confluent_kafka", "KafkaSource", "kafka")
         self._reader = KafkaReader(self._kafka, topic, servers, timeout, config or {})
         self._folder = folder
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
@@ -145,12 +145,3 @@ class KafkaSource:
         if self._temporary is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="torchfleet-kafka-", dir=self._folder)
         return self._temporary.name
-
-
-def _library() -> Any:
-    try:
-        return import_module("confluent_kafka")
-    except ImportError as error:
-        raise DataError(
-            f"KafkaSource needs the package confluent-kafka ({error}): pip install 'torchfleet[kafka]'"
-        ) from None

@@ -16,8 +16,9 @@ from torchfleet.role import LOSS_RULES, MIN_WORKERS, ON_LOSS, loss_of
 from torchfleet.server.log.durable_server import DEFAULT_FSYNC_MS, Durability, DurableServer, begin_log, go_on
 from torchfleet.server.server import Server
 from torchfleet.server.server_log import speaker
+from torchfleet.server.state.server_status import ServerStatus
 from torchfleet.server.traces.server_tracing import ServerTracing
-from torchfleet.server.warm import warm_up
+from torchfleet.server.warm import COMPILING, telling_compilation, warm_up
 from torchfleet.tables.settings.table_size import parse_bytes
 from torchfleet.tracing.otlp import trace_every
 from torchfleet.tracing.process_part import ProcessName
@@ -132,8 +133,10 @@ def main(arguments: list[str] | None = None) -> int:
         every = trace_every()
         server = Server(_table_bytes(options), options.num_workers, options.save_root, _orphan_timeout(options), **loss)
         handler = _with_log(server, options)
-        warm_up()
+        with telling_compilation(lambda: speaker()(COMPILING)):
+            warm_up()
         listener = listen(options.endpoint, KeyFolder(options.key_dir) if options.key_dir else None, options.insecure)
+        status = ServerStatus(server.state)
     except FleetError as error:
         print(f"torchfleet server: {error}", file=sys.stderr)
         return 2
@@ -145,6 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     def is_over() -> bool:
         server.state.load.look()
+        status.write()
         tracing.look()
         return ended or handler.is_stopping
 
@@ -152,6 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
         listener.serve(handler, is_over)
     finally:
         listener.close()
+        status.close()
         tracing.close()
         if isinstance(handler, DurableServer):
             handler.close(is_over=server.is_stopping and not server.desertion and not ended)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import numpy as np
+from numba.core import event
 
 from torchfleet.tables.dense_table import DenseTable
 from torchfleet.tables.rows.memory import keep_freed_memory
@@ -12,6 +16,26 @@ from torchfleet.tables.settings.spec import RULES, Initializer, Rule, TableSpec
 from torchfleet.tables.sparse_table import SparseTable
 
 _BYTES = 1 << 20
+COMPILING = "compiling kernels, as at the first start on a machine: a minute or more"
+
+
+@contextmanager
+def telling_compilation(tell: Callable[[], None]) -> Iterator[None]:
+    """Call `tell` when a kernel is compiled within, once. Kernels that are kept on disk are loaded instead."""
+
+    class Once(event.Listener):  # type: ignore[misc]
+        is_told = False
+
+        def on_start(self, found: event.Event) -> None:
+            if not self.is_told:
+                self.is_told = True
+                tell()
+
+        def on_end(self, found: event.Event) -> None:
+            pass
+
+    with event.install_listener("numba:compile", Once()):
+        yield
 
 
 def warm_up() -> None:

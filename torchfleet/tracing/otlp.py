@@ -9,12 +9,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchfleet.errors import FleetError, RoleError
+from torchfleet.errors import RoleError
+from torchfleet.extras import required
 from torchfleet.tracing.span import HANDLE, HELD, REQUEST, STEP, Span, request_id, step_id, trace_id
 from torchfleet.tracing.span_recorder import Recorder
 
 VARIABLE = "FLEET_TRACE_EVERY"
-EXTRA = "traces need opentelemetry's exporter: pip install 'torchfleet[otel]'"
+EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 _PERIOD = 1.0  # seconds between two exports
 _BATCH = 512  # spans of one message
 _QUEUED = 20_000  # spans that wait for a collector; later ones are dropped and counted
@@ -33,13 +34,10 @@ class OtlpExport:
     """Takes spans from a recorder and sends them. What training sees of it is a deque that spans are appended to."""
 
     def __init__(self, role: str, index: int, origin: int = 0) -> None:
-        """Raises FleetError if opentelemetry is not there."""
-        try:
-            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        except ImportError:
-            raise FleetError(f"{VARIABLE} is set: {EXTRA}") from None
+        """Raises MissingPackage if opentelemetry is not there."""
+        exporting = required(EXPORTER, VARIABLE, "otel")
         self.recorder = Recorder(origin, limit=_QUEUED)
-        self._exporter = OTLPSpanExporter()  # reads OTEL_EXPORTER_OTLP_ENDPOINT and its like
+        self._exporter = exporting.OTLPSpanExporter()  # reads OTEL_EXPORTER_OTLP_ENDPOINT and its like
         self._resource = _resource(role, index)
         self._is_over = threading.Event()
         self.num_exported = self.num_failed = 0
@@ -50,7 +48,7 @@ class OtlpExport:
         """Send what is left, for some seconds at most. Returns what was lost, in words, or nothing."""
         self._is_over.set()
         self._thread.join(_LAST)
-        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+        self._exporter.shutdown()
         lost = self.recorder.num_dropped + self.num_failed
         if not lost:
             return ""

@@ -5,13 +5,11 @@ It needs transformers and accelerate: pip install 'torchfleet[transformers]'.
 
 from __future__ import annotations
 
-try:
-    from torchfleet.transformers.fleet_trainer import FleetTrainer, FleetTrainerMixin
-except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] not in ("transformers", "accelerate"):
-        raise
-    raise ModuleNotFoundError(
-        f"fleet.transformers needs the package {error.name}: pip install 'torchfleet[transformers]'", name=error.name
-    ) from None
+from torchfleet.extras import required
+
+for _package in ("transformers", "accelerate"):
+    required(_package, "fleet.transformers", "transformers")
+
+from torchfleet.transformers.fleet_trainer import FleetTrainer, FleetTrainerMixin  # noqa: E402
 
 __all__ = ["FleetTrainer", "FleetTrainerMixin"]

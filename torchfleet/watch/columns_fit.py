@@ -41,7 +41,7 @@ def table(roles: Sequence[RoleSnapshot], columns: Sequence[Column], width: int, 
     rows = [[column.cell(role) for column in columns] for role in shown]
     styles = [_STATES.get(role.state, "") for role in shown]
     for i, (name, fold) in enumerate(list(_FOLDS.items())[: height - 1 - num] if folded else []):
-        who = f"{folded[0].role}s {figures.ranges([role.index for role in folded])} " if not i else ""
+        who = f"{folded[0].role}s {figures.ranges(list({role.index for role in folded}))} " if not i else ""
         rows.append([who + name, *(_folded(folded, column, fold) for column in columns[1:])])
         styles.append("dim")
     kept = _fitting(columns, rows, width)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from torchfleet.watch.due_roles import DueRoles
 
 NAME = "history.jsonl"
 _MOST_TEXT = 2000  # characters of an event
+_TOKEN = re.compile(r"#token=\S+")  # of the dashboard's address: who may read the record need not have it
 _MOST_LINE = 16 << 20  # bytes of a record that is read
 
 
@@ -52,7 +54,7 @@ class HistoryWriter:
 
     def note(self, line: str, is_event: bool) -> None:
         if is_event:
-            self._write("event", text=line[:_MOST_TEXT])
+            self._write("event", text=_TOKEN.sub("", line)[:_MOST_TEXT])
 
     def end(self, snapshot: JobSnapshot) -> None:
         self._finished = True

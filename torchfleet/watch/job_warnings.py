@@ -60,7 +60,7 @@ class JobWarnings:
             looks.append((snapshot.time, role))
             while snapshot.time - looks[0][0] > _WINDOW:
                 looks.popleft()
-            said = role.state, role.num_restarts, role.status
+            said = role.state, role.num_restarts, _report(role)
             if role.key not in self._changed or self._changed[role.key][1] != said:
                 self._changed[role.key] = snapshot.time, said
 
@@ -90,6 +90,8 @@ class JobWarnings:
                 means[worker.key] = sum(look.status.get("samples_per_s", 0.0) for look in looks) / len(looks)
         for worker in workers if len(means) == len(workers) > 1 else []:
             others = median(rate for key, rate in means.items() if key != worker.key)
+            if not worker.status.get("samples_per_s"):
+                continue  # at a standstill: it evaluates or saves, or its silence will be told
             if others > 0 and means[worker.key] < _SLOW * others:
                 told = f"{figures.rate(means[worker.key])} samples/s, {figures.share(means[worker.key] / others)} of"
                 yield (
@@ -155,3 +157,9 @@ class JobWarnings:
                 return
             if free < _LITTLE_DISK:
                 yield "disk", f"the disk of {self._log_dir} is full: {figures.size(free)} are left"
+
+
+def _report(role: RoleSnapshot) -> object:
+    """What is new as long as the process reports. The rates of a worker are set to nothing when it does not."""
+    status = role.status
+    return status if role.role == "server" else [status.get(name) for name in ("pid", "steps", "samples", "metrics")]

@@ -106,7 +106,7 @@ class Screen:
         return head + self._tables(snapshot, width, height - len(head))
 
     def _header(self, snapshot: JobSnapshot, totals: JobTotals, elapsed: float) -> Text:
-        servers = [role for role in snapshot.of("server") if not role.status.get("backup")]
+        servers = {role.index for role in snapshot.of("server")}  # a server and its backup are one
         others = [role for role in snapshot.roles if role.role != "server"]
         parts = [figures.plural(len(servers), "server")] if servers else []
         parts += [figures.plural(len(others), others[0].role)] if others else []

@@ -6,10 +6,10 @@ import argparse
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Protocol
 
 from torchfleet.errors import RoleError
+from torchfleet.extras import check_installed
 from torchfleet.monitor.json_lines import FORMATS, log_format
 from torchfleet.monitor.prometheus.metrics_port import HOST, LOOPBACK, PORT, port_of
 from torchfleet.monitor.snapshot import JobSnapshot
@@ -96,9 +96,9 @@ def watching_of(options: argparse.Namespace) -> Watching:
         raise RoleError("--metrics_host says where metrics are served, and there is no port: add --metrics_port PORT")
     tensorboard = getattr(options, "tensorboard", None)  # fleetrun slurm leaves these to the tasks
     if tensorboard is not None:
-        _require("tensorboard", "--tensorboard", "tensorboard")
+        check_installed("tensorboard", "--tensorboard", "tensorboard")
     if options.metrics_port is not None:
-        _require("prometheus_client", "--metrics_port", "prometheus")
+        check_installed("prometheus_client", "--metrics_port", "prometheus")
     return Watching(
         verbose=getattr(options, "verbose", False),
         dashboard=getattr(options, "dashboard", None),
@@ -107,13 +107,6 @@ def watching_of(options: argparse.Namespace) -> Watching:
         tensorboard=tensorboard,
         log_format=options.log_format,
     )
-
-
-def _require(package: str, option: str, extra: str) -> None:
-    if find_spec(package) is None:
-        raise RoleError(
-            f"{option} needs the package {package}, which is not installed: pip install 'torchfleet[{extra}]'"
-        )
 
 
 class _NoPort(str):

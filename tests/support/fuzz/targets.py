@@ -20,14 +20,14 @@ import zstandard
 from support.fuzz.messages import SPEC, server_target, wire_target
 from support.fuzz.search import Target
 
-from torchfleet import role
 from torchfleet.checkpoint import manifest, manifest_file, part_file
 from torchfleet.collective.checkpoint import collective_manifest
 from torchfleet.data.reading import criteo, decompression, formats, streams
 from torchfleet.data.samples.slots import SampleLayout, Slot
-from torchfleet.errors import FleetError
+from torchfleet.errors import FleetError, RoleError
 from torchfleet.guard import printable
 from torchfleet.launch import server_launcher
+from torchfleet.role import named_variables
 from torchfleet.server.log import log_entry, log_records
 from torchfleet.simulate import conditions
 from torchfleet.simulate.network import links
@@ -191,12 +191,12 @@ def _addresses(folder: Path) -> Target:
         for read in (
             lambda: server_launcher._addresses("--servers", text),
             lambda: server_launcher._addresses("--workers", text),
-            lambda: role._endpoints(text, "FLEET_SERVER_ENDPOINTS"),
+            lambda: named_variables.endpoints_of(text, "FLEET_SERVER_ENDPOINTS"),
         ):
-            with contextlib.suppress(role.RoleError):
+            with contextlib.suppress(RoleError):
                 assert len(read()) < 1 << 18
 
-    return Target("addresses", run, [b"a:7000*4,[::1]:7,b:0"], [server_launcher, role], [b":0*9", b":65535"])
+    return Target("addresses", run, [b"a:7000*4,[::1]:7,b:0"], [server_launcher, named_variables], [b":0*9", b":65535"])
 
 
 def _sizes(folder: Path) -> Target:

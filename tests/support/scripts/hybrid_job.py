@@ -115,7 +115,7 @@ def record_pushes(worker: int, folder: str) -> list[Path]:
     """The files of what is handed over from now on."""
     from torchfleet import fleet as facade
 
-    communicator = facade._get_worker().communicator
+    communicator = facade.get_worker().communicator
     step, pushed = communicator.step, []
 
     def recording(gradients: Any) -> None:

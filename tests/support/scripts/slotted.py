@@ -36,7 +36,7 @@ def job(
     """A worker in this thread, which the functions of fleet.* act on. `options`: those of jobs.one_worker."""
     with jobs.clean_facade(), jobs.one_worker(model, make_optimizer, **options) as part:
         part.job._worker = part.worker
-        facade._job = part.job
+        facade.current.job = part.job
         yield part
 
 

@@ -17,10 +17,14 @@ from support.made_history import MadeJob, append, write
 from support.scripts.launching import wait_until
 
 from torchfleet.errors import FleetError
+from torchfleet.launch.job_spec import JobSpec
+from torchfleet.launch.job_watch import JobWatch
 from torchfleet.watch.dashboard import http_bounds
-from torchfleet.watch.dashboard.access import Access, token_of
+from torchfleet.watch.dashboard.access import Access, token_of, token_of_this_process
 from torchfleet.watch.dashboard.dashboard_server import Dashboard
 from torchfleet.watch.dashboard.run_folders import RunFolders
+from torchfleet.watch.history import HistoryReader
+from torchfleet.watch.watchers import Watching
 
 TOKEN = "a-token-of-sixteen-letters"
 
@@ -219,18 +223,40 @@ def test_data_needs_the_token_and_the_page_does_not(run: Path) -> None:
 def test_beyond_loopback_there_is_always_a_token(tmp_path: Path) -> None:
     with pytest.raises(FleetError, match="needs a token"):
         Access("0.0.0.0", None)
-    assert token_of(None, "127.0.0.1") is None
-    assert len(token_of(None, "0.0.0.0") or "") >= 40
-    made = token_of(str(tmp_path / "token"), "127.0.0.1")
-    assert made == token_of(str(tmp_path / "token"), "0.0.0.0")
+    assert token_of(None) != token_of(None)
+    made = token_of(str(tmp_path / "token"))
+    assert made == token_of(str(tmp_path / "token"))
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
     (tmp_path / "token").chmod(0o644)
     with pytest.raises(FleetError, match="chmod 600"):
-        token_of(str(tmp_path / "token"), "127.0.0.1")
+        token_of(str(tmp_path / "token"))
     (tmp_path / "short").write_text("short")
     (tmp_path / "short").chmod(0o600)
     with pytest.raises(FleetError, match="expected a token of 16"):
-        token_of(str(tmp_path / "short"), "127.0.0.1")
+        token_of(str(tmp_path / "short"))
+
+
+@pytest.mark.parametrize("host", ["203.0.113.9", "no-such-name.invalid"])
+def test_an_address_of_another_machine_is_told_as_such(run: Path, host: str) -> None:
+    with pytest.raises(FleetError, match=f"cannot listen on {host}: .* Expected an address of this machine"):
+        Dashboard(RunFolders([run]), host, port=0, token=TOKEN)
+
+
+def test_a_job_prints_its_token_once_keeps_it_over_attempts_and_records_none(tmp_path: Path) -> None:
+    job, lines = JobSpec(("train.py",), tmp_path, watching=Watching(dashboard=0)), list[str]()
+    for attempt in range(2):
+        watch = JobWatch(job, tmp_path, attempt, shows=False)
+        lines += [record["text"] for record in HistoryReader(tmp_path).records() if record["kind"] == "event"]
+        dashboard = watch._watchers[-1]._dashboard  # type: ignore[attr-defined]
+        try:
+            url, _, token = dashboard.url.partition("#token=")
+            assert get(dashboard, "/api/runs")[0] == 401
+            assert get(dashboard, "/api/runs", Authorization=f"Bearer {token_of_this_process()}")[0] == 200
+            assert (len(f"[fleetrun] dashboard: {dashboard.url}") <= 80, token) == (True, token_of_this_process())
+            assert lines[-1] == f"[fleetrun] dashboard: {url}"
+        finally:
+            watch.close()
+    assert token_of_this_process() not in (tmp_path / "history.jsonl").read_text()
 
 
 def test_garbage_slow_clients_and_too_many_of_them_do_no_harm(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

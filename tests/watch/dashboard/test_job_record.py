@@ -133,6 +133,18 @@ def test_a_job_that_was_cut_short_has_failed_and_another_attempt_runs() -> None:
     assert (head["state"], head["attempt"], head["ended"], head["started"]) == ("running", 1, None, BEGIN)
 
 
+def test_processes_that_the_end_of_a_job_has_stopped_do_not_run_any_more() -> None:
+    job = MadeJob(seconds=90)
+    record = taken([*job.start(), *job.second(1)])
+    before = record.snapshot()
+    record.take({"time": BEGIN + 9, "kind": "end", "finished": False})
+    delta = record.delta()
+    assert delta is not None
+    assert {role["state"] for role in before["roles"].values()} == {"running"}
+    assert {role["state"] for role in applied(before, delta)["roles"].values()} == {"stopped"}
+    assert record.snapshot()["job"] == before["job"]  # their speed was what it was
+
+
 def test_machines_of_one_job_have_all_ended_before_it_has() -> None:
     record = JobRecord()
     for source in ("a", "b"):

@@ -46,6 +46,24 @@ def sent(part: Part) -> int:
     return int(part.worker.communicator.stats()["pushes"])
 
 
+def test_requests_that_threads_sent_again_count_among_those_of_the_worker() -> None:
+    with one_worker(Linear(), mode="async") as part:
+        communicator = part.worker.communicator
+        wait_until(lambda: bool(communicator._others), "the client of the thread that sends")
+        communicator._others[0]._connections[0].num_retries = 3
+
+        def train() -> None:
+            step(part)
+            communicator._own.client._connections[0].num_retries = 2
+            communicator.leave_thread()
+
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join(jobs.SECONDS)
+        assert communicator.stats()["retries"] == 5
+        assert len(communicator._others) == 1
+
+
 # One worker: as torch
 
 

@@ -13,6 +13,7 @@ from torchfleet.checkpoint.chain import live_rows, statistics_of
 from torchfleet.checkpoint.manifest import read_manifest
 from torchfleet.checkpoint.part_file import STATISTICS, Arrays
 from torchfleet.errors import CheckpointError
+from torchfleet.extras import required
 from torchfleet.storage import Storage, split_place
 
 FORMATS = ("parquet", "text")
@@ -84,11 +85,7 @@ def _digits(value: float) -> str:
 
 
 def _write_parquet(rows: Iterator[Rows], file: Any, width: int, names: tuple[str, ...]) -> int:
-    try:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-    except ImportError:
-        raise CheckpointError("Parquet needs pyarrow: pip install 'torchfleet[parquet]', or use format text") from None
+    pa, pq = (required(m, "Parquet", "parquet", ", or use format text") for m in ("pyarrow", "pyarrow.parquet"))
     columns: list[tuple[str, Any]] = [("key", pa.int64()), ("values", pa.list_(pa.float32(), width))]
     columns += [(name, pa.from_numpy_dtype(STATISTICS[name])) for name in names]
     num = 0

@@ -14,20 +14,16 @@ import torch
 from torchfleet.data.columns.column_samples import Column, ColumnSamples, Lists
 from torchfleet.data.samples.slots import DTYPES, Slot
 from torchfleet.errors import DataError
+from torchfleet.extras import required
 
 _INTEGERS = {np.dtype(np.int64): "integers", np.dtype(np.float32): "numbers"}
 
 
 def pyarrow() -> Any:
-    """The module, or DataError that says how to get it."""
-    try:
-        import pyarrow.compute
-        import pyarrow.parquet
-    except ImportError as error:
-        raise DataError(
-            f"columns of Arrow and Parquet need pyarrow ({error}): pip install 'torchfleet[parquet]'"
-        ) from None
-    return pyarrow
+    """The module, with those for columns and for Parquet loaded. Raises MissingPackage."""
+    for module in ("pyarrow.compute", "pyarrow.parquet"):
+        required(module, "data in columns", "parquet")
+    return required("pyarrow", "data in columns", "parquet")
 
 
 class ColumnReader:

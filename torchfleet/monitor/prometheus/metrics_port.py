@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import TYPE_CHECKING, Any
 
 from torchfleet.errors import RoleError
+from torchfleet.extras import required
 from torchfleet.monitor.http_listener import HttpListener
 from torchfleet.monitor.prometheus.exposition import Exposition, Published
 from torchfleet.monitor.prometheus.step_times import StepTimes
@@ -71,15 +72,10 @@ def port_of(text: str, source: str) -> int:
 
 
 def _registry(exposition: Exposition) -> CollectorRegistry:
-    try:
-        from prometheus_client import CollectorRegistry, ProcessCollector
-    except ImportError:
-        raise RoleError(
-            "metrics for Prometheus need the package prometheus_client: pip install 'torchfleet[prometheus]'"
-        ) from None
-    registry = CollectorRegistry()
+    client = required("prometheus_client", f"a metrics port ({PORT})", "prometheus")
+    registry: CollectorRegistry = client.CollectorRegistry()
     registry.register(exposition)
-    ProcessCollector(registry=registry)
+    client.ProcessCollector(registry=registry)
     return registry
 
 

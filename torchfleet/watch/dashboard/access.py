@@ -1,7 +1,8 @@
-"""Who may see the page: requests by a name of this machine, from the page itself, and beyond loopback with a token."""
+"""Who may see the page: requests by a name of this machine, from the page itself, with the token that was printed."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import ipaddress
@@ -14,6 +15,7 @@ from pathlib import Path
 
 from torchfleet.errors import FleetError
 
+_NUM_BYTES = 16  # of a random token: its address is a line of an 80-column terminal
 _SHORTEST = 16  # characters of a token
 _LONGEST = 200
 
@@ -71,15 +73,25 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def token_of(path: str | None, host: str) -> str | None:
-    """The token in this file, which is made if it is not there. Without a file a random one beyond loopback."""
+def new_token() -> str:
+    return secrets.token_urlsafe(_NUM_BYTES)
+
+
+@functools.cache
+def token_of_this_process() -> str:
+    """The same for every attempt of a job, so that a page that is open stays open."""
+    return new_token()
+
+
+def token_of(path: str | None) -> str:
+    """The token in this file, which is made if it is not there; without a file a random one. Raises FleetError."""
     if path is None:
-        return None if is_loopback(host) else secrets.token_urlsafe(32)
+        return new_token()
     file = Path(path)
     try:
         if not file.exists():
             with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as made:
-                made.write(secrets.token_urlsafe(32) + "\n")
+                made.write(new_token() + "\n")
         if file.stat().st_mode & 0o077:
             raise FleetError(f"others can read the token in {file}: chmod 600 {file}")
         token = file.read_text().strip()

@@ -10,8 +10,10 @@ POST /login          the token as the body: a cookie comes back
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+import socket
 import threading
 from typing import Any
 from urllib.parse import parse_qs
@@ -220,6 +222,10 @@ def _listen(host: str, port: int | None, handler: type[_Request]) -> BoundedServ
         try:
             return BoundedServer((host, number), handler)
         except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                raise FleetError(
+                    f"the dashboard cannot listen on {host}: {error}. Expected an address of this machine."
+                ) from None
             if number == wanted[-1]:
                 raise FleetError(
                     f"the dashboard cannot listen on {host}:{number}: {error}. Give another port, or none."

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torchfleet.errors import FleetError
 from torchfleet.monitor.snapshot import JobSnapshot
+from torchfleet.watch.dashboard.access import token_of_this_process
 from torchfleet.watch.dashboard.dashboard_server import Dashboard
 from torchfleet.watch.dashboard.run_folders import RunFolders
 from torchfleet.watch.watchers import ANY_PORT
@@ -21,7 +22,8 @@ class DashboardWatcher:
     def __init__(self, run_dir: Path, port: int, attempt: int, report: Callable[[str], None]) -> None:
         self._dashboard: Dashboard | None = None
         try:
-            self._dashboard = Dashboard(RunFolders([run_dir]), port=None if port == ANY_PORT else port)
+            folders, own_port = RunFolders([run_dir]), None if port == ANY_PORT else port
+            self._dashboard = Dashboard(folders, port=own_port, token=token_of_this_process())
         except FleetError as error:
             if not attempt:
                 raise

@@ -21,6 +21,7 @@ _FIELDS = (
     "requests_per_s", "busy", "bytes_in", "bytes_out",
 )  # fmt: skip
 _TABLE_FIELDS = ("rows", "bytes", "evicted")
+_OPEN = ("starting", "running", "waiting")  # states that no process of a job that is over has
 
 
 class JobRecord:
@@ -108,6 +109,7 @@ class JobRecord:
         if not self._open:
             is_cut = self._head.pop("is_cut", False)
             self._head |= {"state": "failed" if is_cut else "finished", "ended": time}
+            self._changed |= self._roles.keys()  # those that it has stopped
             self._events.add(time, "end", "the job did not come to its end" if is_cut else "the job has finished")
 
     def _take_role(self, time: float, record: dict[str, Any]) -> None:
@@ -159,6 +161,8 @@ class JobRecord:
     def _told(self, key: str) -> dict[str, Any]:
         role = self._roles[key]
         told = {name: plain(role.get(name)) for name in ("role", "index", "replica", "state", "returncode", "log")}
+        if self._head["ended"] is not None and told["state"] in _OPEN:
+            told["state"] = "stopped"
         return {**told, "restarts": plain(role.get("num_restarts", 0)), "status": plain(mapping(role.get("status")))}
 
 

@@ -78,7 +78,9 @@ class Communicator(ABC):
     ) -> None:
         self._gathering = gathering
         self._samples = gathering.samples if gathering else None
-        self._main_client, self._plan, self._connect = client, plan, connect
+        self._main_client, self._plan, self._new_client = client, plan, connect
+        self._others: list[Client] = []  # of training threads and of those that send
+        self._past_retries = 0  # of clients that are closed
         self._main_thread = threading.get_ident()
         self._own = threading.local()
         self._count = threading.Lock()
@@ -96,6 +98,13 @@ class Communicator(ABC):
         client: Client = self._own.client
         return client
 
+    def _connect(self) -> Client:
+        """A client for another thread, which closes it. Its requests count among those of this worker."""
+        client = self._new_client()
+        with self._count:
+            self._others.append(client)
+        return client
+
     @property
     def num_steps(self) -> int:
         """Steps that this worker has made so far, of all its threads."""
@@ -104,8 +113,12 @@ class Communicator(ABC):
     def leave_thread(self) -> None:
         """A training thread has done its work."""
         if hasattr(self._own, "client"):
-            self._own.client.close()
+            client: Client = self._own.client
+            client.close()
             del self._own.client
+            with self._count:
+                self._others.remove(client)
+                self._past_retries += client.num_retries
 
     def freshen(self) -> None:
         """The model is about to be called by this thread: give it the newest dense values that were asked for."""
@@ -196,7 +209,13 @@ class Communicator(ABC):
         """Times in milliseconds per step that the training thread waited."""
         steps = max(1, self._num_steps)
         waits = {f"{name}_wait_ms": 1000 * seconds / steps for name, seconds in self._seconds.items()}
-        return {"steps": self._num_steps, **waits, "retries": self._main_client.num_retries, "queue": 0}
+        return {"steps": self._num_steps, **waits, "retries": self._num_retries, "queue": 0}
+
+    @property
+    def _num_retries(self) -> int:
+        with self._count:
+            clients = [self._main_client, *self._others]
+            return self._past_retries + sum(client.num_retries for client in clients)
 
     @abstractmethod
     def _push(self, gradients: Gradients) -> None: ...

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torchfleet.errors import FleetError, RoleError
+from torchfleet.extras import required
 from torchfleet.launch.clusters.k8s.k8s_job import Document
 
 MANAGER = "fleetrun"  # the owner of the fields that it has set, as server-side apply has it
@@ -125,15 +126,9 @@ class Cluster:
 
 
 def _client() -> tuple[Any, Any]:
-    try:
-        import kubernetes.client
-        import kubernetes.config
-    except ImportError:
-        raise RoleError(
-            "fleetrun k8s apply, status, logs and delete need Kubernetes' client: pip install 'torchfleet[k8s]'; or "
-            "use kubectl apply --server-side -f DIR"
-        ) from None
-    return kubernetes.client, kubernetes.config
+    user, otherwise = "fleetrun k8s apply, status, logs and delete", "; or use kubectl apply --server-side -f DIR"
+    client, config = (required(f"kubernetes.{name}", user, "k8s", otherwise) for name in ("client", "config"))
+    return client, config
 
 
 def _namespace(config: Any, kubeconfig: str | None, context: str | None) -> str:

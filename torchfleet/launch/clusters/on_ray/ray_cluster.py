@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torchfleet.errors import RoleError
+from torchfleet.extras import required
 from torchfleet.launch.clusters.on_ray.ray_node import Look, Node, Work
 from torchfleet.launch.clusters.on_ray.ray_task import NodeLost
 from torchfleet.launch.job_spec import JobSpec, Report, Resources
@@ -28,14 +29,8 @@ _TELL = 5.0  # seconds between two lines about it
 
 
 def require_ray() -> Any:
-    """The module ray. Raises RoleError if it is not installed."""
-    try:
-        return import_module("ray")
-    except ImportError as error:
-        raise RoleError(
-            f"--cluster ray needs Ray, which is not installed ({error}): pip install 'torchfleet[ray]', on every node "
-            "of the cluster"
-        ) from None
+    """The module ray. Raises MissingPackage if it is not installed."""
+    return required("ray", "--cluster ray", "ray", ", on every node of the cluster")
 
 
 @contextlib.contextmanager

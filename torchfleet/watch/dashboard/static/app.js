@@ -40,12 +40,21 @@ function draw() {
     showTiles(store);
     panels.update(store, roles.selected);
     showBars(store);
+    showEmpty();
     roles.update(store);
     events.update(store, run);
     logs.update(store, run);
     document.body.dataset.drawMs = (performance.now() - begin).toFixed(1);
     document.body.dataset.drawn = String(Number(document.body.dataset.drawn ?? 0) + 1);
   });
+}
+
+/** What a new page would leave open: whether more will come. */
+function showEmpty() {
+  const isEmpty = !byId("charts-training").childElementCount;
+  byId("training-empty").hidden = !isEmpty;
+  setText(byId("training-empty"), store.isOver ? "No step was recorded." : "Nothing yet: numbers come with the first steps.");
+  if (link === "live") setText(byId("link"), store.isOver ? "recorded" : LINKS.live);
 }
 
 function showLink(state) {

@@ -18,7 +18,8 @@ export function showHead(store, run) {
   const silence = head.last ? store.time() - head.last : 0;
   const period = Math.min(60, (head.last - head.started) / 600); // as watch/due_roles.py has it
   const isSilent = !store.isOver && silence > Math.max(SILENT, 3 * period);
-  const state = isSilent ? "silent" : head.state;
+  const isStarting = head.state === "running" && store.roles.size && store.workers.every((role) => role.state === "starting");
+  const state = isSilent ? "silent" : isStarting ? "starting" : head.state;
   setText(byId("state"), isSilent ? `no news for ${duration(silence)}` : state);
   setAttribute(byId("state"), "data-state", state);
   document.title = `${state} · ${name} · torchfleet`;
@@ -30,7 +31,8 @@ function about(store) {
   const { head } = store, parts = [];
   const mode = store.workers.find((role) => role.status.mode)?.status.mode;
   if (mode) parts.push(mode);
-  const counts = [["server", store.servers.length], [store.of("rank").length ? "rank" : "worker", store.workers.length]];
+  const servers = new Set(store.of("server").map((role) => role.index)); // a server and its backup are one
+  const counts = [["server", servers.size], [store.of("rank").length ? "rank" : "worker", store.workers.length]];
   const told = counts.filter(([, num]) => num).map(([what, num]) => `${num} ${what}${num > 1 ? "s" : ""}`);
   if (told.length) parts.push(told.join(" × "));
   if (head.started) {

@@ -1,30 +1,45 @@
-"""What a server tells its launcher: docs/watching.md has the fields."""
+"""What a server tells its launcher and Prometheus: docs/watching.md has the fields."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from torchfleet.monitor.freshness import ages_by_kind
 from torchfleet.monitor.prometheus.metrics_port import open_metrics_port
 from torchfleet.monitor.status import StatusFile
 from torchfleet.monitor.training_pace import RecentRates
 from torchfleet.net.wire import Command
-from torchfleet.role import RoleInfo
-from torchfleet.server.replicas.replica import Replica
 from torchfleet.server.state.state import State
 
 _FEW = 64  # tables of a server whose numbers are told one by one; of more, the largest
 
 
-class ServerStatus:
-    """Gathers what is known of a server, and writes it to its status file."""
+class Standing(Protocol):
+    """Of a server with a backup."""
 
-    def __init__(self, info: RoleInfo, state: State, replica: Replica | None) -> None:
-        self._state, self._replica = state, replica
-        port = open_metrics_port("server", info.server_index, info.replica)
-        self._file = StatusFile(info.status_file, self._make, port)
+    @property
+    def is_primary(self) -> bool: ...
+
+    @property
+    def deposed(self) -> str: ...
+
+
+class ServerStatus:
+    """Gathers what is known of a server, writes it to its status file, and serves it where FLEET_METRICS_PORT says."""
+
+    def __init__(
+        self,
+        state: State,
+        index: int = 0,
+        status_file: str | None = None,
+        replica: int = 0,
+        standing: Standing | None = None,
+    ) -> None:
+        """`status_file`: None for a server that has no launcher. Raises FleetError if the port cannot be had."""
+        self._state, self._standing = state, standing
+        self._file = StatusFile(status_file, self._make, open_metrics_port("server", index, replica))
         self._rates = RecentRates()
-        state.hot_keys.is_on = info.status_file is not None
+        state.hot_keys.is_on = status_file is not None
 
     def write(self, now: bool = False) -> None:
         """If it is time for it, or at once."""
@@ -34,14 +49,14 @@ class ServerStatus:
         self._file.close()
 
     def _make(self) -> dict[str, Any]:
-        state, replica = self._state, self._replica
+        state, standing = self._state, self._standing
         stats = {table.spec.name: {"kind": table.spec.kind, **table.stats()} for table in state.tables.values()}
         rates = self._rates.look({"requests_per_s": state.num_requests})
         maybe: dict[str, Any] = {"busy": state.load.busy, "hot_keys": state.hot_keys.top() or None}
         if state.saves.num:
             maybe["saves"] = dict(vars(state.saves))
-        if replica is not None:
-            maybe |= {"backup": not replica.is_primary, "deposed": bool(replica.deposed)}
+        if standing is not None:
+            maybe |= {"backup": not standing.is_primary, "deposed": bool(standing.deposed)}
         return {
             "role": "server",
             "requests": state.num_requests,

@@ -369,7 +369,7 @@ class TestFacade:
     def fleet(self, monkeypatch: pytest.MonkeyPatch) -> Any:
         import torchfleet.fleet as facade
 
-        monkeypatch.setattr(facade, "_job", None)
+        monkeypatch.setattr(facade.current, "job", None)
         for environment in ENVIRONMENTS.values():
             for name in environment:
                 monkeypatch.delenv(name, raising=False)
