@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import psutil
 import pytest
@@ -41,6 +41,16 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available() or os.environ.get("FLEET_TEST_DEVICE") == "cpu"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Files of tests are imported and their tests made without searches for garbage, of which there is hardly any."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
