@@ -6,7 +6,8 @@ import mmap
 from pathlib import Path
 
 _FIELDS = (
-    "pid", "trains", "steps", "is_on", "loss", "auc", "statuses_s", "metrics_ports_s", "trace_export_s",
+    "pid", "trains", "steps", "is_on", "loss", "auc",
+    "statuses_s", "status_files_s", "metrics_ports_s", "trace_export_s",
 )  # fmt: skip
 _ORDERS = ("on", "stop")  # of the first row: whether the job is to be watched, whether it is to end
 _ROW = max(len(_FIELDS), len(_ORDERS))

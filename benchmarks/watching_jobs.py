@@ -6,7 +6,8 @@ import argparse
 import contextlib
 import os
 import pty
-import signal
+import random
+import re
 import socket
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
@@ -28,7 +29,9 @@ from torchfleet.launch.roles import free_ports, one_machine, tasks
 _WORKER = Path(__file__).with_name("watching_worker.py")
 _START = 300.0  # seconds that a job may take until all its workers train, with kernels to compile
 _END = 60.0  # and until it has ended
-_SCRAPE = 1.0  # seconds between two scrapes of a process
+_MOST_SHOWN = 1 << 16  # bytes of the terminal in which the address of the page is looked for
+_SCRAPE = 1.0  # seconds between two scrapes of a process, on average
+CORES = "WATCHING_CORES"  # the cores of all roles, two for each
 HAS_TRACES = find_spec("opentelemetry") is not None and find_spec("opentelemetry.exporter") is not None
 
 
@@ -61,9 +64,9 @@ class Job:
     fleetrun: int = 0
     num_read: dict[str, int] = field(default_factory=dict)  # bytes that those who watch have got, by where
 
-    def look(self) -> Look:
+    def look(self, with_fleetrun: bool = True) -> Look:
         pids = [int(pid) for pid in self.board.of("pid")]
-        own = processor_seconds(self.fleetrun) if self.fleetrun else 0.0
+        own = processor_seconds(self.fleetrun) if self.fleetrun and with_fleetrun else 0.0
         steps = sum(self.board.of("steps", self.num_servers))
         return Look(time.perf_counter(), sum(processor_seconds(pid) for pid in pids), own, steps)
 
@@ -82,14 +85,13 @@ class Job:
             raise SystemExit(f"the job has failed:\n{self.logs()}")
 
     def watch(self, wanted: bool) -> None:
-        """Switch watching on or off, and wait until all processes have. fleetrun stands still while it is off."""
+        """Let servers and workers be watched, or not, and wait until all have followed."""
         self.board.order("on", float(wanted))
-        os.kill(self.fleetrun, signal.SIGCONT if wanted else signal.SIGSTOP)
         deadline = time.monotonic() + _START
         while set(self.board.of("is_on")) != {float(wanted)}:
             if time.monotonic() > deadline:
                 raise SystemExit(f"a process does not follow the switch: {self.board.of('is_on')}")
-            time.sleep(0.01)
+            time.sleep(0.002)
 
     def end(self) -> None:
         self.board.order("stop", 1.0)
@@ -107,6 +109,30 @@ def processor_seconds(pid: int) -> float:
     """Of a process and all its threads, in user and system mode, to the nanosecond: its clock, as clock_getcpuclockid
     makes the number of it."""
     return time.clock_gettime((~pid << 3) | 2)
+
+
+@contextlib.contextmanager
+def own_cores(num_roles: int) -> Iterator[bool]:
+    """Servers and workers have two cores each, and all else the others, if there are so many. Yields whether."""
+    before = os.sched_getaffinity(0)
+    cores = sorted(before, key=lambda core: (_siblings(core), core))
+    if len(cores) < 2 * num_roles + 2:
+        yield False
+        return
+    os.environ[CORES] = ",".join(str(core) for core in cores[: 2 * num_roles])
+    os.sched_setaffinity(0, cores[2 * num_roles :])
+    try:
+        yield True
+    finally:
+        os.sched_setaffinity(0, before)
+        del os.environ[CORES]
+
+
+def _siblings(core: int) -> str:
+    """What cores that are one to the hardware have in common."""
+    with contextlib.suppress(OSError):
+        return Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text().strip().zfill(20)
+    return ""
 
 
 def script(options: argparse.Namespace, steps: int, board: Path) -> list[str]:
@@ -160,8 +186,8 @@ def watched(options: argparse.Namespace, steps: int) -> Iterator[Job]:
         job = Job(board, options.servers, folder, [fleetrun], fleetrun.pid, num_read)
         stack.enter_context(ended(fleetrun))
         roles = [f"http://127.0.0.1:{metrics + i}/metrics" for i in range(num)]
-        stack.enter_context(reading(ours, num_read))
-        stack.enter_context(asking(f"http://127.0.0.1:{page}/events", roles, board, num_read))
+        token = stack.enter_context(reading(ours, num_read))
+        stack.enter_context(asking(f"http://127.0.0.1:{page}/events", roles, token, board, num_read))
         yield job
         job.end()
 
@@ -173,7 +199,6 @@ def ended(fleetrun: subprocess.Popen[bytes]) -> Iterator[None]:
         yield
     finally:
         if fleetrun.poll() is None:
-            fleetrun.send_signal(signal.SIGCONT)
             fleetrun.terminate()
             fleetrun.wait(_END)
 
@@ -189,34 +214,43 @@ def first_of_free(num: int) -> int:
 
 
 @contextlib.contextmanager
-def reading(terminal: int, num_read: dict[str, int]) -> Iterator[None]:
-    """Somebody reads what the terminal shows."""
-    num_read["terminal"] = 0
+def reading(terminal: int, num_read: dict[str, int]) -> Iterator[Callable[[], str]]:
+    """Somebody reads what the terminal shows. Yields what asks for the token of the dashboard, as it is shown."""
+    num_read["terminal"], first = 0, bytearray()
 
     def read() -> None:
         with contextlib.suppress(OSError):  # the other side is closed
             while got := os.read(terminal, 1 << 16):
                 num_read["terminal"] += len(got)
+                if len(first) < _MOST_SHOWN:
+                    first.extend(got)
+
+    def token() -> str:
+        found = re.search(rb"#token=([A-Za-z0-9_-]+)", first)
+        return found[1].decode() if found else ""
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    yield
+    yield token
     reader.join(5)
 
 
 @contextlib.contextmanager
-def asking(page: str, roles: list[str], board: Board, num_read: dict[str, int]) -> Iterator[None]:
+def asking(
+    page: str, roles: list[str], token: Callable[[], str], board: Board, num_read: dict[str, int]
+) -> Iterator[None]:
     """A page that is open, and a scrape of every role each second while the job is watched."""
     over = threading.Event()
     num_read |= dict.fromkeys((page, *roles), 0)
 
     def ask(url: str) -> None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=30) as reply:
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {token()}"} if url == page else {})
+        with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=30) as reply:
             while (got := reply.read1(1 << 16)) and not over.is_set():
                 num_read[url] += len(got)
 
     def keep_asking(url: str) -> None:
-        while not over.wait(_SCRAPE):
+        while not over.wait(_SCRAPE * random.uniform(0.5, 1.5)):  # at no fixed distance from the switches
             if board.ordered("on") > 0:
                 ask(url)
 

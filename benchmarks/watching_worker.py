@@ -24,6 +24,7 @@ import torch
 import torchfleet as fleet
 from benchmarks.sparse_worker import Batch, SummedIds, batches
 from benchmarks.watching_board import Board
+from benchmarks.watching_jobs import CORES
 from torchfleet.monitor.status import StatusFile
 from torchfleet.profiling.step_tracing import StepTracing
 from torchfleet.server.state.hot_keys import HotKeys
@@ -31,7 +32,7 @@ from torchfleet.tracing import span_recorder
 
 _HELD_OUT = 1_000_000  # the number of the first batch that nobody trains on
 _LOOK = 0.02  # seconds between two looks of a server at the orders
-_THREADS = {"metrics port": "metrics_ports_s", "OTLP export": "trace_export_s"}
+_THREADS = {"status file": "status_files_s", "metrics port": "metrics_ports_s", "OTLP export": "trace_export_s"}
 
 
 class Switch:
@@ -136,6 +137,10 @@ def main() -> None:
     board = Board(options.board)
     role = fleet.server_index() if fleet.is_server() else fleet.server_num() + fleet.worker_index()
     board.put(role, "pid", os.getpid())
+    if cores := os.environ.get(CORES):
+        own = [int(core) for core in cores.split(",")[2 * role : 2 * role + 2]]
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), own)
     measure_statuses(board, role)
     model = fleet.distributed_model(SummedIds(options.dim))
     strategy = fleet.DistributedStrategy(a_sync=True)

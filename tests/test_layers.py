@@ -342,7 +342,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # command lines
     "watch": {"monitor", "monitor/prometheus", "cgroups", "guard", "extras", "errors"},
     "watch/dashboard": {"watch", "monitor", "guard", "errors"},
-    "doctor": {"tables", "tables/settings", "net", "cgroups", "errors"},
+    "doctor": {"watch", "tables", "tables/settings", "net", "cgroups", "errors"},
     "commands/profile": {"tracing", "guard", "errors"},
     "commands": {
         "watch",

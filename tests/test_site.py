@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,18 @@ def test_the_reference_has_every_public_name() -> None:
     for name in modules - {"metrics", "util"}:  # which have no __all__
         module = getattr(torchfleet, name)
         assert sorted(set(module.__all__) - last) == [], module.__name__
+
+
+def test_every_function_of_fleet_says_what_it_does_and_what_its_arguments_are() -> None:
+    missing = {}
+    for name in described(REFERENCE / "fleet.md"):
+        found = getattr(torchfleet, name.rpartition(".")[2])
+        text = inspect.getdoc(found) or ""
+        if inspect.isfunction(found):
+            words = [word for word in inspect.signature(found).parameters if word not in text]
+            if words or not text:
+                missing[name] = words or "no docstring"
+    assert missing == {}
 
 
 @with_all_packages

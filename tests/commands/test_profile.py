@@ -127,6 +127,7 @@ def test_a_job_that_ends_too_soon_is_an_error_that_says_so(tmp_path: Path) -> No
         (["--timeout", "-1", "x"], 2, "expected a number of seconds"),
         (["--out", "/no/such/folder/t.json", "x"], 1, "--out"),
         (["."], 1, "no job is running"),
+        (["no_such_folder"], 1, "no_such_folder is not there: expected the folder of logs"),
         (["--keep_running", "."], 2, "--keep_running is for a job that is started"),
     ],
 )

@@ -73,13 +73,13 @@ def test_nothing_is_found_on_a_machine_that_is_well() -> None:
 @pytest.mark.parametrize(
     ("change", "kind", "part"),
     [
-        ({"memory_left": GB // 2}, STOPS, "512.0 MB of memory are left"),
-        ({"swap_used": 10 * GB}, SLOWS, "10.0 GB of memory are swapped out"),
-        ({"shared_memory_free": 32 << 20}, STOPS, "/dev/shm has 32.0 MB"),
-        ({"shared_memory_free": 128 << 20}, SLOWS, "/dev/shm has 128.0 MB"),
+        ({"memory_left": GB // 2}, STOPS, "537 MB of memory are left"),
+        ({"swap_used": 10 * GB}, SLOWS, "11 GB of memory are swapped out"),
+        ({"shared_memory_free": 32 << 20}, STOPS, "/dev/shm has 34 MB"),
+        ({"shared_memory_free": 128 << 20}, SLOWS, "/dev/shm has 134 MB"),
         ({"open_files": 1024}, SLOWS, "1,024 files"),
         ({"processes": 100}, STOPS, "100 processes"),
-        ({"gpus": ["G"], "locked_memory": 65536}, SLOWS, "64.0 KB of memory may be locked"),
+        ({"gpus": ["G"], "locked_memory": 65536}, SLOWS, "66 kB of memory may be locked"),
         ({"is_synchronized": False}, NOTE, "clock"),
     ],
 )
@@ -109,7 +109,7 @@ def test_rows_are_counted_as_servers_hold_them() -> None:
     assert [finding.kind for finding in fits] == [NOTE]
     too_many = list(check_fit(WELL, 8, 16, 1e9, 16, "adam"))
     assert [finding.kind for finding in too_many] == [STOPS, SLOWS]  # memory, and 24 processes on 16 cores
-    needed = 1e9 * row_bytes(16, "adam") + 8 * (250 << 20) + 16 * (600 << 20)
+    needed = 1e9 * row_bytes(16, "adam") + 8 * 250e6 + 16 * 600e6
     assert f"use {-(-needed // (60 * GB)):.0f} machines" in too_many[0].to_do
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from torchfleet import cgroups
 from torchfleet.errors import FleetError
 from torchfleet.launch.job_spec import JobSpec, Task
 from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.roles import JobLayout
 from torchfleet.launch.supervisor import JobSupervisor
+from torchfleet.watch.dashboard.job_record import JobRecord
 from torchfleet.watch.history import HistoryReader
 from torchfleet.watch.watchers import Watching
 
@@ -55,3 +58,26 @@ def test_a_status_that_a_watcher_cannot_show_ends_the_watcher_and_not_the_job(
     assert capsys.readouterr().err.count("[fleetrun] Display ends: ") == 1
     kinds = [record["kind"] for record in HistoryReader(tmp_path).records()]
     assert (kinds[0], kinds[-1]) == ("start", "end")
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_what_is_off_is_shown_and_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], log_format: str
+) -> None:
+    monkeypatch.setattr(cgroups, "memory_left", lambda: 1_000_000)
+    monkeypatch.setattr(cgroups, "memory_limit", lambda: 4_000_000_000)
+    text = "memory is short: 1.0 MB of 4.0 GB are left here"
+    watch = JobWatch(JobSpec(("train.py",), tmp_path, watching=Watching(log_format=log_format)), tmp_path)
+    watch.show([])
+    watch.show_end([])
+    watch.close()
+    shown = capsys.readouterr().out.splitlines()
+    if log_format == "json":
+        (line,) = (found for each in shown if (found := json.loads(each))["level"] == "warning")
+        assert (line["role"], line["text"]) == ("fleetrun", f"warning: {text}")
+    else:
+        assert shown.count(f"[fleetrun] warning: {text}") == 1
+    record = JobRecord()
+    for each in HistoryReader(tmp_path).records():
+        record.take(each)
+    assert next((event["kind"], event["text"]) for event in record.snapshot()["events"]) == ("warning", text)

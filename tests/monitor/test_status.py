@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import processes
 
 from torchfleet.errors import FleetError
 from torchfleet.launch.job_spec import Task
@@ -41,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 class TestStatusFile:
     def test_what_is_made_is_in_the_file(self, tmp_path: Path) -> None:
-        StatusFile(str(tmp_path / "status"), lambda: {"steps": 3, "mode": "sync"}).write()
+        StatusFile(str(tmp_path / "status"), lambda: {"steps": 3, "mode": "sync"}).write(now=True)
         told = json.loads((tmp_path / "status").read_text())
         assert (told["steps"], told["mode"], told["pid"], told["host"]) == (
             3,
@@ -65,6 +67,7 @@ class TestStatusFile:
         for _ in range(300):  # three seconds of steps, a hundredth of a second each
             file.write()
             clock.now += 0.01
+        file.close()
         assert 6 <= len(made) <= 7
         assert json.loads((tmp_path / "status").read_text())["at"] == made[-1]
 
@@ -101,12 +104,41 @@ class TestStatusFile:
             for written in [pool.submit(file.write, now=True) for _ in range(20)]:
                 written.result(10)
         assert most == [1]
-        assert not file._has_told, "a write failed: another thread had taken its unfinished file away"
+        assert not file._file._has_told, "a write failed: another thread had taken its unfinished file away"
         assert [found.name for found in tmp_path.iterdir()] == ["status"]
+
+    def test_training_does_not_wait_for_the_disk(self, tmp_path: Path, clock: Clock) -> None:
+        """A pipe that nobody reads stands in the place of a disk that does not answer."""
+        path, unfinished, steps = tmp_path / "status", tmp_path / "status.part", iter(range(10))
+        os.mkfifo(unfinished)
+        file = StatusFile(str(path), lambda: {"steps": next(steps)})
+        file.write()
+        deadline = time.monotonic() + 30
+        while file._file._latest is not None:  # until its thread is at it
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for _ in range(2):
+            clock.now += 1
+            file.write()
+        assert not path.exists()
+        with open(unfinished) as disk:  # now it answers
+            assert json.load(disk)["steps"] == 0
+        file.close()
+        assert json.loads(path.read_text())["steps"] == 2, "the last one is there at the end"
+
+    def test_no_thread_is_left_when_it_is_closed(self, tmp_path: Path, clock: Clock) -> None:
+        before = threading.active_count()
+        file = StatusFile(str(tmp_path / "status"), dict)
+        for _ in range(3):
+            file.write()
+            clock.now += 1
+        assert threading.active_count() == before + 1
+        file.close()
+        assert threading.active_count() == before
 
     def test_one_that_fails_while_it_is_made_leaves_the_old_one(self, tmp_path: Path) -> None:
         path = tmp_path / "status"
-        StatusFile(str(path), lambda: {"steps": 1}).write()
+        StatusFile(str(path), lambda: {"steps": 1}).write(now=True)
         with pytest.raises(TypeError):
             StatusFile(str(path), lambda: {"steps": object()}).write()
         assert json.loads(path.read_text())["steps"] == 1
@@ -124,7 +156,7 @@ class TestProcessStatus:
         assert process.status() == {}
 
     def test_it_is_what_the_process_said(self, process: Process) -> None:
-        StatusFile(str(process.status_file), lambda: {"steps": 4, "loss": float("nan")}).write()
+        StatusFile(str(process.status_file), lambda: {"steps": 4, "loss": float("nan")}).write(now=True)
         assert process.status()["steps"] == 4
 
     @pytest.mark.parametrize(
@@ -212,3 +244,26 @@ class TestWorkerStatus:
             fleet.report(**{name: 123.0})
         fleet.stop_worker()
         assert json.loads((tmp_path / "status").read_text()).get(name) != 123.0
+
+
+def test_the_last_steps_of_a_rank_count_though_its_script_just_ends(tmp_path: Path) -> None:
+    script = """
+import os, torch, torchfleet as fleet
+fleet.init(is_collective=True)
+model = fleet.distributed_model(torch.nn.Linear(2, 1))
+optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+for _ in range(50):
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+if os.fork() == 0:
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    raise SystemExit
+os.wait()
+"""
+    environment = {**os.environ, "FLEET_STATUS_FILE": str(tmp_path / "status")}
+    done = processes.run([sys.executable, "-c", script], timeout=60, env=environment)
+    assert done.returncode == 0, done.stdout
+    told = json.loads((tmp_path / "status").read_text())
+    assert (told["steps"], told["samples"]) == (50, 200)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import secrets
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -42,8 +45,10 @@ class CollectiveJob(ModelAndOptimizer):
         self._saves: BackgroundSaves | None = None
         self._reported: dict[str, float] = {}
         self._tracing: StepTracing | None = None
+        self._is_over = False
         port = open_metrics_port("rank", info.worker_index)
         self._status = StatusFile(info.status_file, self._status_now, port)
+        atexit.register(_write_last, weakref.ref(self), os.getpid())
         self._pace, self.epochs = TrainingPace(), Epochs(lambda: self.optimizer.num_steps if self.optimizer else 0)
         if settings is not None:
             self.use(settings, "fleet.init")
@@ -88,7 +93,7 @@ class CollectiveJob(ModelAndOptimizer):
     def stop(self) -> dict[str, Any]:
         final = {"worker": {"steps": self.num_steps, "samples": self.model.num_samples if self.model else 0}}
         self._status.write(now=True)
-        self._status.close()
+        self._close_status()
         self._end_tracing()
         self._finish_save()
         self._meetings.meet("fleet.stop_worker()")
@@ -113,11 +118,20 @@ class CollectiveJob(ModelAndOptimizer):
             self._finish_save(_PATIENCE)
         self._meetings.leave(alone=True)
         begun.info = None
-        self._status.close()
+        self._close_status()
         if self._settings is not None:
             self._settings.unlock()
         if self._world is not None:
             self._world.close(alone=True)
+
+    def write_last(self) -> None:
+        """The last steps count, too: most scripts of ranks end without fleet.stop_worker()."""
+        if not self._is_over:
+            self._status.write(now=True)
+
+    def _close_status(self) -> None:
+        self._is_over = True
+        self._status.close()
 
     def _status_now(self) -> dict[str, Any]:
         steps = self.optimizer.num_steps if self.optimizer else 0
@@ -203,3 +217,9 @@ class CollectiveJob(ModelAndOptimizer):
             raise FleetError("comm_world='server': this job is collective and has no servers; use 'worker' or 'all'")
         self._meetings.meet(f"fleet.util or fleet.metrics ({name})")
         return self.world.gather(data)
+
+
+def _write_last(job: weakref.ref[CollectiveJob], pid: int) -> None:
+    """When the process ends; not one that was forked from it, which has nothing to report."""
+    if os.getpid() == pid and (found := job()) is not None:
+        found.write_last()

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from torchfleet.doctor.finding import NOTE, STOPS, Finding, ordered, size_text, will_hurt
+from torchfleet.doctor.finding import NOTE, STOPS, Finding, ordered, will_hurt
 from torchfleet.doctor.link import Link, LinkFacts
 from torchfleet.doctor.link_check import check_link, check_others
 from torchfleet.doctor.link_server import LinkServer
@@ -25,6 +25,7 @@ from torchfleet.errors import FleetError
 from torchfleet.guard.printable import say
 from torchfleet.net.addresses import listen
 from torchfleet.net.keys import KeyFolder
+from torchfleet.watch.figures import size
 
 _MOST_ROWS = 1e15
 # What is asked of a doctor, not of its other end.
@@ -150,8 +151,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _print(machine: MachineFacts, software: SoftwareFacts, links: list[LinkFacts], findings: list[Finding]) -> None:
-    left = "?" if machine.memory_left is None else size_text(machine.memory_left)
-    total = "?" if machine.memory is None else size_text(machine.memory)
+    left = "?" if machine.memory_left is None else size(machine.memory_left)
+    total = "?" if machine.memory is None else size(machine.memory)
     say(f"{machine.host}: {machine.processor}, {machine.num_cores} cores, {left} of {total} memory left")
     say(f"Linux {machine.kernel}; {', '.join(machine.gpus) or 'no GPU'}; {time.strftime('%Y-%m-%d %H:%M:%S %Z')}")
     packages = ", ".join(f"{name} {version}" for name, version in software.packages.items())

@@ -27,11 +27,3 @@ def ordered(findings: Iterable[Finding]) -> list[Finding]:
 def will_hurt(findings: Iterable[Finding]) -> bool:
     """Whether any is more than a note."""
     return any(finding.kind != NOTE for finding in findings)
-
-
-def size_text(num_bytes: float) -> str:
-    """Such as 3.2 GB."""
-    for unit, name in ((1 << 40, "TB"), (1 << 30, "GB"), (1 << 20, "MB"), (1 << 10, "KB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.1f} {name}"
-    return f"{num_bytes:.0f} bytes"

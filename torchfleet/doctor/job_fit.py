@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchfleet.doctor.finding import NOTE, SLOWS, STOPS, Finding, size_text
+from torchfleet.doctor.finding import NOTE, SLOWS, STOPS, Finding
 from torchfleet.doctor.machine_facts import MachineFacts
 from torchfleet.tables.settings.spec import Rule, TableSpec
+from torchfleet.watch.figures import size
 
-_WORKER_BYTES = 600 << 20  # of a process with torch, before it has read data
-_SERVER_BYTES = 250 << 20  # of a server without rows
+_WORKER_BYTES = 600 * 10**6  # of a process with torch, before it has read data
+_SERVER_BYTES = 250 * 10**6  # of a server without rows
 
 
 def row_bytes(dim: int, rule: str) -> int:
@@ -26,22 +27,22 @@ def check_fit(
     """All servers and workers on this machine."""
     rows = num_rows * row_bytes(dim, rule)
     needed = rows + num_servers * _SERVER_BYTES + num_workers * _WORKER_BYTES
-    table = f"{num_rows:,.0f} rows of dim {dim} with {rule} take {size_text(rows)}" if num_rows else "without rows"
+    table = f"{num_rows:,.0f} rows of dim {dim} with {rule} take {size(rows)}" if num_rows else "without rows"
     left = facts.memory_left
-    parts = f"{table}; with {num_servers} servers and {num_workers} workers {size_text(needed)}"
+    parts = f"{table}; with {num_servers} servers and {num_workers} workers {size(needed)}"
     if left is None:
         yield Finding(NOTE, f"{parts}; how much memory is left is not known", "look at free -h")
     elif needed > left:
         machines = -(-needed // left)
         yield Finding(
             STOPS,
-            f"{parts}, and {size_text(left)} are left",
+            f"{parts}, and {size(left)} are left",
             f"use {machines:.0f} machines like this one, a smaller dim, sgd in the place of adam, or admission and "
             "eviction of rows (docs/online.md)",
             85,
         )
     else:
-        yield Finding(NOTE, f"{parts}; {size_text(left)} are left: it fits", "nothing")
+        yield Finding(NOTE, f"{parts}; {size(left)} are left: it fits", "nothing")
     num = num_servers + num_workers
     if num > facts.num_cores:
         yield Finding(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from torchfleet.doctor.finding import NOTE, SLOWS, STOPS, Finding, size_text
+from torchfleet.doctor.finding import NOTE, SLOWS, STOPS, Finding
 from torchfleet.doctor.link import LinkFacts
+from torchfleet.watch.figures import size
 
 _STEP_BYTES = 26 * 1000 * (8 + 2 * 4 * 16)  # ids, rows and gradients of 1000 samples with 26 ids of dim 16
 _SLOW_STEP = 0.05  # seconds for that
@@ -22,7 +23,7 @@ def check_link(link: LinkFacts) -> Iterator[Finding]:
         yield Finding(
             SLOWS,
             f"{link.place}: {rate * 8 / 1e6:,.0f} Mbit/s: a step of 1,000 samples with 26 ids of dim 16, "
-            f"{size_text(_STEP_BYTES)}, takes {1000 * seconds:,.0f} ms on the way",
+            f"{size(_STEP_BYTES)}, takes {1000 * seconds:,.0f} ms on the way",
             "use a faster link, geo mode, larger batches, or compress gradients (docs/modes)",
             60 + min(30.0, seconds),
         )

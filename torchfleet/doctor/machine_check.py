@@ -5,11 +5,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 
-from torchfleet.doctor.finding import NOTE, SLOWS, STOPS, Finding, size_text
+from torchfleet.doctor.finding import NOTE, SLOWS, STOPS, Finding
 from torchfleet.doctor.machine_facts import MachineFacts
 from torchfleet.doctor.software_facts import SoftwareFacts
+from torchfleet.watch.figures import size
 
-_MB, _GB = 1 << 20, 1 << 30
+_MB, _GB = 10**6, 10**9
 _FEW_KERNELS = 20
 
 
@@ -31,14 +32,14 @@ def _memory(facts: MachineFacts) -> Iterator[Finding]:
     if facts.memory_left is not None and facts.memory_left < _GB:
         yield Finding(
             STOPS,
-            f"{size_text(facts.memory_left)} of memory are left",
+            f"{size(facts.memory_left)} of memory are left",
             "end other processes, or raise the limit of the container: a worker with torch takes about 0.5 GB",
             90,
         )
     if facts.swap_used is not None and facts.memory and facts.swap_used > facts.memory / 20:
         yield Finding(
             SLOWS,
-            f"{size_text(facts.swap_used)} of memory are swapped out",
+            f"{size(facts.swap_used)} of memory are swapped out",
             "give tables room in memory: a row that is read from disk takes a thousand times as long",
             80,
         )
@@ -52,14 +53,14 @@ def _memory(facts: MachineFacts) -> Iterator[Finding]:
     if facts.shared_memory_free is not None and facts.shared_memory_free < 512 * _MB:
         yield Finding(
             SLOWS if facts.shared_memory_free >= 64 * _MB else STOPS,
-            f"/dev/shm has {size_text(facts.shared_memory_free)} free",
+            f"/dev/shm has {size(facts.shared_memory_free)} free",
             "DataLoader workers and NCCL pass tensors through it: start the container with --shm-size 2g or more",
             40,
         )
     if facts.temporary_free is not None and facts.temporary_free < _GB:
         yield Finding(
             SLOWS if facts.temporary_free >= 100 * _MB else STOPS,
-            f"/tmp has {size_text(facts.temporary_free)} free",
+            f"/tmp has {size(facts.temporary_free)} free",
             "make room there, or set TMPDIR: downloads, sockets of private jobs and traces lie there",
             30,
         )
@@ -112,7 +113,7 @@ def _limits(facts: MachineFacts) -> Iterator[Finding]:
     if facts.gpus and 0 <= facts.locked_memory < 64 * _MB:
         yield Finding(
             SLOWS,
-            f"{size_text(facts.locked_memory)} of memory may be locked, and this machine has GPUs",
+            f"{size(facts.locked_memory)} of memory may be locked, and this machine has GPUs",
             "ulimit -l unlimited: NCCL over InfiniBand and pinned buffers lock memory",
             30,
         )
@@ -129,7 +130,7 @@ def _network(facts: MachineFacts) -> Iterator[Finding]:
     if most < 4 * _MB:
         yield Finding(
             SLOWS,
-            f"a TCP connection has at most {size_text(most)} under way (net.ipv4.tcp_rmem, tcp_wmem)",
+            f"a TCP connection has at most {size(most)} under way (net.ipv4.tcp_rmem, tcp_wmem)",
             "sysctl net.ipv4.tcp_rmem='4096 131072 6291456', the same for tcp_wmem: a fast link with latency needs it",
             25,
         )

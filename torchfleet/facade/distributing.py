@@ -20,7 +20,7 @@ def distributed_model(
 
     Sparse are those of fleet.nn, and torch's with sparse=True. With `sparse`, also others of torch's: those with at
     least so many rows, or with "auto" those whose trained weights have 1 MiB or more. Worker 0 prints which they are.
-    On the servers a row is updated in the steps that look it up: docs/modes/README.md.
+    On the servers a row is updated in the steps that look it up: docs/modes/README.md. `strategy`: as in init.
     """
     job = any_job()
     check_model(model)
@@ -49,6 +49,7 @@ def distributed_optimizer(
 
     With servers there may be several, given as a list or one after another, each with parameters of its own: say
     SparseAdam for the embeddings and Adam for the rest. Each makes its own steps. Not in geo and hybrid training.
+    `strategy`: as in init.
     """
     if isinstance(optimizer, (list, tuple)) and optimizer:
         return [distributed_optimizer(one, strategy) for one in optimizer]

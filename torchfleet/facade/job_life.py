@@ -25,7 +25,8 @@ def init(
 ) -> None:
     """Find this process's role: from the environment, or as `role_maker` says. Without either: one local worker.
 
-    With is_collective=True there are no servers: all processes train together (docs/collective/README.md).
+    With is_collective=True there are no servers: all processes train together (docs/collective/README.md). `strategy`:
+    the settings of the job; distributed_model and distributed_optimizer take it, too, and one of the three is enough.
     It may be called again as long as nothing is under way: before a worker or server has started, or after it stopped.
     """
     if is_under_way():
@@ -71,7 +72,7 @@ def init_worker(dirname: str | None = None, var_names: list[str] | None = None) 
     """Connect to the servers; all workers start from worker 0's parameters.
 
     `dirname` is for scripts that also run in one process: there the saved model is loaded here. With servers it is
-    they who load (init_server), and it is checked that they did.
+    they who load (init_server), and it is checked that they did. `var_names`: as in init_server, what of it is loaded.
     """
     job = get_job()
     job.init_worker(dirname, var_names)

@@ -24,18 +24,22 @@ def is_under_way() -> bool:
 
 
 def is_server() -> bool:
+    """Whether this process is a server. In one process, whose servers are within the worker, it is False."""
     return any_job().info.role == SERVER
 
 
 def is_worker() -> bool:
+    """Whether this process trains: a worker, or a rank of a collective job."""
     return not is_server()
 
 
 def is_first_worker() -> bool:
+    """Whether this is worker 0, or rank 0: the one that saves and prints for all."""
     return is_worker() and worker_index() == 0
 
 
 def worker_index() -> int:
+    """This worker's number, or this rank's, from 0. On a server 0."""
     return any_job().info.worker_index
 
 
@@ -59,19 +63,23 @@ def data_shard() -> tuple[int, int]:
 
 
 def server_index() -> int:
+    """This server's number, from 0. On a worker 0."""
     return any_job().info.server_index
 
 
 def server_num() -> int:
+    """Servers of the job. In one process, whose servers are within the worker, 1."""
     return any_job().info.num_servers
 
 
 def worker_endpoints(to_string: bool = False) -> list[str] | str:
+    """host:port of every worker, if the environment has them, in their order; with `to_string` joined by commas."""
     endpoints = list(any_job().info.worker_endpoints)
     return ",".join(endpoints) if to_string else endpoints
 
 
 def server_endpoints(to_string: bool = False) -> list[str] | str:
+    """host:port of every server, in their order; with `to_string` joined by commas."""
     endpoints = list(any_job().info.server_endpoints)
     return ",".join(endpoints) if to_string else endpoints
 
@@ -82,7 +90,7 @@ def mode() -> str:
 
 
 def barrier_worker() -> None:
-    """Wait for all other workers."""
+    """Wait until all other workers have called it, too."""
     any_job(NO_WORKER).barrier()
 
 

@@ -46,9 +46,10 @@ def shrink(
 ) -> dict[str, int]:
     """Drop rows, of one table or of all: those for which any of these holds; without any, each table's own policy acts.
 
-    On worker 0 only; training goes on meanwhile. Returns how many rows of which table were dropped: docs/online.md.
-    `max_share`: of a server's rows; a shrink that would drop more drops none and raises TableError. None: the table's
-    own, else 0.5.
+    `delete_after_unseen_days`, `delete_threshold`, `ttl_days`, `max_rows`, `max_bytes`, `min_norm` and `where` are
+    those of fleet.Shrink. On worker 0 only; training goes on meanwhile. Returns how many rows of which table were
+    dropped: docs/online.md. `max_share`: of a server's rows; a shrink that would drop more drops none and raises
+    TableError. None: the table's own, else 0.5.
     """
     policy = Shrink(delete_after_unseen_days, delete_threshold, ttl_days, max_rows, max_bytes, min_norm, where)
     if max_share is not None:

@@ -61,8 +61,13 @@ def train_from_dataset(
 ) -> Result:
     """One pass over a dataset with reading, pulling, computing and pushing overlapped: docs/data.md.
 
-    `model` is a function step(batch) that returns the loss or a dict with it; or the model, with a
-    `loss_fn(output, batch)`.
+    `model` is a function step(batch) that returns the loss, or a dict with "loss" and other numbers to watch; or the
+    model itself, with a `loss_fn(output, batch)`. `optimizer`: what distributed_optimizer returned. `thread`: threads
+    that train on batches of their own; sync mode allows one.
+
+    Every `print_period` steps (0: never) a line shows step, samples per second and the entries of the dict that
+    `fetch_list` names (default: all that are single numbers). `fetch_handler` gets values from a thread of its own:
+    FetchHandler. Returns a Result with steps, samples, seconds, samples_per_s and `last`, the last step's values.
     """
     worker = get_worker()
     optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
@@ -89,7 +94,11 @@ def infer_from_dataset(
     print_period: int = 100,
     fetch_handler: FetchHandler | None = None,
 ) -> Result:
-    """One pass without gradients, the model in eval mode: ids without a row read as zeros and get none."""
+    """One pass over `dataset` without gradients, the model in eval mode: ids without a row read as zeros and get none.
+
+    `model`, `loss_fn`, `thread`, `fetch_list`, `print_period` and `fetch_handler` are as in train_from_dataset. The
+    Result also has `mean`: the mean of every number over all samples.
+    """
     worker = get_worker()
     report = Report("infer", fetch_list, print_period, fetch_handler)
     worker.communicator.refresh()
@@ -98,7 +107,10 @@ def infer_from_dataset(
 
 
 def report(**metrics: float) -> None:
-    """Numbers (loss, auc, ...) for everything that watches the job, from the launcher's display to callbacks."""
+    """Show numbers, report(loss=0.3, auc=0.8), on all that watches the job, from the launcher's display to callbacks.
+
+    `metrics` are numbers by names of your own. The newest of each name is shown.
+    """
     job, found = any_job(NO_WORKER), {name: metric(name, value) for name, value in metrics.items()}
     job.report(found)
     current.callbacks.report(job.num_steps, found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -35,7 +35,7 @@ class WorkerStatus:
         self._file = StatusFile(info.status_file, self._make, open_metrics_port("worker", info.worker_index))
         self._pace = TrainingPace()
         self.epochs = Epochs(lambda: communicator().num_steps)
-        self.waiting_share = WaitingShare(lambda: sum(self._waits().values()))
+        self.waiting_share = WaitingShare(lambda: sum(self._waits(communicator().stats()).values()))
         self._metrics: dict[str, float] = {}
         self.has_left = False
 
@@ -68,12 +68,12 @@ class WorkerStatus:
             yield epoch
             self._metrics.update(numbers(epoch.values))
 
-    def _waits(self) -> dict[str, float]:
-        stats = self._communicator().stats()
+    def _waits(self, stats: Mapping[str, Any]) -> dict[str, float]:
         return {name: stats["steps"] * stats[f"{name}_wait_ms"] / 1000 for name in ("pull", "push")}
 
     def _make(self) -> dict[str, Any]:
-        stats, waits = self._communicator().stats(), self._waits()
+        stats = self._communicator().stats()
+        waits = self._waits(stats)
         if (epoch := self.epochs.current) is not None:
             self._metrics.update(numbers(epoch.values))
         more: dict[str, Any] = {"waiting": self.waiting_share(), "progress": self.epochs.status() or None}

@@ -12,7 +12,7 @@ from torchfleet.monitor.snapshot import JobSnapshot, RatesOfNow, RoleSnapshot
 from torchfleet.watch.dashboard.dashboard_watcher import DashboardWatcher
 from torchfleet.watch.display import Display
 from torchfleet.watch.history import HistoryWriter
-from torchfleet.watch.json_display import JsonDisplay
+from torchfleet.watch.json_display import WARNING, JsonDisplay
 from torchfleet.watch.tensorboard_events import TensorBoardEvents
 from torchfleet.watch.watchers import Watcher
 
@@ -28,8 +28,12 @@ class JobWatch:
         """`shows`: False to record the job, and to show nothing of it. Raises FleetError, and nothing stays open."""
         watching = job.watching
         self._watchers: list[Watcher] = [HistoryWriter(run_dir, job.command, attempt)]
+        self._display: Watcher | None = None
         if shows:
-            self._watchers.insert(0, JsonDisplay() if watching.is_json else Display(run_dir, watching.verbose))
+            self._display = (
+                JsonDisplay(run_dir, self._warn) if watching.is_json else Display(run_dir, watching.verbose, self._warn)
+            )
+            self._watchers.insert(0, self._display)
         self._next, self._rates = 0.0, RatesOfNow()
         try:
             if watching.tensorboard is not None:
@@ -43,6 +47,15 @@ class JobWatch:
     def report(self, line: str) -> None:
         """Show a line, which may come from a process."""
         self._each(lambda watcher: watcher.note(line, line.startswith("[fleetrun]")))
+
+    def _warn(self, text: str) -> None:
+        """The display has seen, and shown, that something is off: it belongs into the record."""
+
+        def record(watcher: Watcher) -> None:
+            if watcher is not self._display:
+                watcher.note(f"{WARNING}{text}", True)
+
+        self._each(record)
 
     def show(self, processes: Sequence[RunningTask]) -> None:
         """Several times a second. Statuses are read less often than processes are looked at."""
@@ -66,7 +79,8 @@ class JobWatch:
             try:
                 act(watcher)
             except _FAULTS as error:
-                self._watchers.remove(watcher)
+                if watcher in self._watchers:  # it may have failed at a line of another watcher before
+                    self._watchers.remove(watcher)
                 tell(f"[fleetrun] {type(watcher).__name__} ends: {error!r:.500}. The job goes on without it.")
 
 

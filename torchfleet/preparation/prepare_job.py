@@ -64,15 +64,15 @@ def prepare(
     is_collective: bool | None = None,
     dirname: str | None = None,
 ) -> tuple[Any, ...]:
-    """What is given, in the same order, as parts of this process's job: a model, the optimizers that were made of its
+    """`objects`, in the same order, as parts of this process's job: a model, the optimizers that were made of its
     parameters, DataLoaders, schedulers.
 
     It calls fleet.init unless that was done, distributed_model, distributed_optimizer and init_worker. Every worker
     gets its share of each loader's samples. A server serves here until all workers have stopped, and then ends the
     script (SystemExit). A script that ends without an error stops its worker; one that goes on calls fleet.stop_worker.
 
-    `is_collective`: None for what the environment says. `sparse`: as in distributed_model. `dirname`: a saved model to
-    go on from. docs/prepare.md tells more.
+    `strategy`: a DistributedStrategy, by default one for sync mode. `is_collective`: None for what the environment
+    says. `sparse`: as in distributed_model. `dirname`: a saved model to go on from. docs/prepare.md tells more.
     """
     model, optimizers = _one_model(objects), [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
     if not optimizers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console, Group
@@ -29,7 +30,11 @@ class Display:
     When nobody reads any more, as behind `| head`, the job goes on and nothing is shown.
     """
 
-    def __init__(self, log_dir: Path | None = None, verbose: bool = False) -> None:
+    def __init__(
+        self, log_dir: Path | None = None, verbose: bool = False, warn: Callable[[str], None] = lambda text: None
+    ) -> None:
+        """`warn`: is told what is off, too."""
+        self._warn = warn
         self._safely = Shown()  # `note` is called from other threads, too
         self._console = _Console(file=sys.stdout)
         self._live: Live | None = None
@@ -60,6 +65,8 @@ class Display:
             if role.returncode is None and not role.status.get("backup")
         }
         told, warnings = self._load.look(running), self._warnings.look(snapshot)
+        for text in self._warnings.new:
+            self._warn(text)
         elapsed = snapshot.time - self._started
         if self._live is not None:
             self._safely(lambda: self._draw(snapshot, elapsed, warnings, told))

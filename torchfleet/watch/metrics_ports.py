@@ -51,6 +51,11 @@ def place_of(variables: Mapping[str, str]) -> str:
     return f"[{host}]:{variables[PORT]}" if ":" in host else f"{host}:{variables[PORT]}"
 
 
+def served_on(host: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a process of machine `host`, with the address at which others reach its port, if they do."""
+    return {**variables, **({HOST: host} if variables.get(HOST) in _EVERYWHERE else {})}
+
+
 def tell_targets(run_dir: Path, processes: Mapping[str, Mapping[str, str]]) -> str:
     """Write the list that Prometheus' file_sd_configs read; returns a line for people, empty without ports.
 

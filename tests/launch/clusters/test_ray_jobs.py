@@ -5,6 +5,7 @@ One job runs in `make test`; the others are marked `cluster`.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -67,8 +68,12 @@ def test_the_ctr_example_unchanged_trains_the_same_bits_as_local_processes(nodes
 
 
 def test_a_script_that_fails_ends_the_job_with_its_last_lines(nodes: RayNodes, tmp_path: Path) -> None:
-    with job(nodes, tmp_path, "--worker_num", "2", TINY, "--fail_worker", "1") as started:
+    metrics = ("--metrics_port", str(free_ports(1)[0]), "--metrics_host", "0.0.0.0")
+    with job(nodes, tmp_path, "--worker_num", "2", *metrics, TINY, "--fail_worker", "1") as started:
         assert started.wait(SHORT) == 1
+    (group,) = json.loads((run_dir(tmp_path) / "prometheus_targets.json").read_text())
+    hosts = [place.rpartition(":")[0] for place in places(started.output).values()]
+    assert [target.rpartition(":")[0] for target in group["targets"]] == hosts
     assert "worker 1 ended with exit status 1; the job ends. Last lines of" in started.output
     assert "RuntimeError: this worker was told to fail" in started.output
 

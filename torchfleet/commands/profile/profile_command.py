@@ -64,6 +64,12 @@ def profile(options: argparse.Namespace) -> int:
     out = Path(options.out)
     if not out.absolute().parent.is_dir() or out.is_dir():
         raise FleetError(f"--out {out}: expected the name of a file in a folder that is there")
+    if len(options.job) == 1 and not Path(options.job[0]).exists():
+        raise FleetError(
+            f"{options.job[0]} is not there: expected the folder of logs of a job that is running, or the one that its "
+            f"processes were given by {VARIABLE}, which must be there before they start; or options of fleetrun and a "
+            "script"
+        )
     if len(options.job) == 1 and Path(options.job[0]).is_dir():
         if options.keep_running:
             options.usage_error("--keep_running is for a job that is started; one that runs goes on in any case")

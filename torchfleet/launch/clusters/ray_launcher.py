@@ -93,7 +93,7 @@ def run(job: JobSpec, options: argparse.Namespace, function: bytes = b"") -> tup
     Raises RoleError for what cannot work, before anything is started.
     """
     require_ray()
-    _plan(job, options, job.folder)
+    port_variables(job.watching, _plan(job, options, job.folder).num_processes - 1)  # the highest: raises if it is none
     _variables(job, options)
     address = options.cluster.partition("=")[2] or "auto"
     url = coordinator_url(options.coordinator, num_replicas(options.replicas), is_all_here=False)

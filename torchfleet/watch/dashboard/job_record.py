@@ -21,6 +21,7 @@ _FIELDS = (
     "requests_per_s", "busy", "bytes_in", "bytes_out",
 )  # fmt: skip
 _TABLE_FIELDS = ("rows", "bytes", "evicted")
+_WARNING = "warning: "  # how the launcher's lines about what is off begin
 _OPEN = ("starting", "running", "waiting")  # states that no process of a job that is over has
 
 
@@ -59,7 +60,8 @@ class JobRecord:
             self._take_role(time, record)
         elif kind == "event":
             text = str(plain_text(record.get("text"))).removeprefix("[fleetrun] ")
-            self._events.add(time, "info", f"{source}: {text}" if source else text)
+            told = text.removeprefix(_WARNING)
+            self._events.add(time, "info" if told == text else "warning", f"{source}: {told}" if source else told)
         elif kind == "start":
             self._start(time, record, source)
         elif kind == "end":

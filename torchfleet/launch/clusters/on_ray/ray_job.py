@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from torchfleet.launch.supervisor import JobSupervisor
 from torchfleet.net.addresses import write_book
 from torchfleet.net.keys import is_private, keygen
 from torchfleet.net.replica_channels import SEPARATOR
-from torchfleet.watch.metrics_ports import port_variables
+from torchfleet.watch.metrics_ports import port_variables, served_on, tell_targets
 
 # Of fleetrun's own environment: those that say who is what are made anew, others go to every process.
 _OWN = ("FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_", "FLEET_SERVER_", "FLEET_KEY_DIR", "FLEET_REPLICA",
@@ -46,6 +46,10 @@ class RayPlan:
     @property
     def num_ranks(self) -> int:
         return self.num_machines * self.ranks_per_machine
+
+    @property
+    def num_processes(self) -> int:
+        return self.num_ranks or self.num_servers * self.replicas + self.num_workers
 
 
 class RayJob:
@@ -81,10 +85,19 @@ class RayJob:
             made = self._ranks(base, attempt) if self._plan.num_ranks else self._tasks(job, layout, base)
             for number, task in enumerate(made):  # one number each: several may be on one node
                 task.environment |= port_variables(job.watching, number)
+            self._tell_targets(made)
             supervisor = JobSupervisor(job, layout, made, self._run_dir, attempt, self._start)
             code = supervisor.run()
             self.is_finished = supervisor.is_finished
             return code
+
+    def _tell_targets(self, made: Sequence[Task]) -> None:
+        """Where metrics are; those of workers that Ray starts later are at nodes that are not known yet."""
+        placed = [(task, self._places.get((task.role, task.index, task.replica))) for task in made]
+        hosts = {task.name: (task, place.rpartition(":")[0].strip("[]")) for task, place in placed if place}
+        ports = {name: served_on(host, task.environment) for name, (task, host) in hosts.items()}
+        if told := tell_targets(self._run_dir, ports):
+            self._report(f"[fleetrun] {told}")
 
     def _reserve(self) -> None:
         """Room in the cluster, an actor for every process, and the address of each."""
