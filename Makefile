@@ -20,7 +20,11 @@ demo: setup
 	$(VENV)/bin/fleetrun --server_num 2 --worker_num 2 examples/wide_deep/train.py --rows 300000 --save demo_model
 	$(RUN) examples/wide_deep/predict.py --model demo_model --rows 300000
 
+# In a fresh checkout: the servers' kernels are compiled once, by one process. All processes of the tests would do it.
+KERNELS := $(RUN) -c "from torchfleet.server.warm import warm_up; warm_up()"
+
 test: setup
+	$(KERNELS)
 	$(RUN) -m pytest -n $(JOBS) --dist loadgroup
 
 # On a machine with an NVIDIA GPU; one at a time, because tests look at the GPU's memory.
@@ -54,7 +58,7 @@ quick: setup
 check: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/mypy
+	$(KERNELS) & $(VENV)/bin/mypy && wait $$!
 	$(RUN) -m pytest -n $(JOBS) --dist loadgroup
 
 # The site of docs/, into site/; a broken link fails. Its packages are the extra `docs`, which `make setup` leaves out.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import psutil
 import pytest
@@ -43,8 +43,25 @@ def has_gpu() -> bool:
     return torch.cuda.is_available() or os.environ.get("FLEET_TEST_DEVICE") == "cpu"
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Files of tests are imported and their tests made without searches for garbage, of which there is hardly any."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """Modules and collected tests stay to the end: no collection of garbage need look at those million objects."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def no_old_garbage() -> None:
+    """For tests that collect garbage: what others have left is looked at once, not by each of them."""
     gc.collect()
     gc.freeze()
 

@@ -14,7 +14,7 @@ from torchfleet.role import PaddleCloudRoleMaker
 from torchfleet.tables.settings import expressions
 from torchfleet.tables.settings.table_size import parse_bytes
 
-NUM = 800
+NUM = 400
 TAKEN = 0.5  # of the branches of functions that a decoder enters, at least
 
 

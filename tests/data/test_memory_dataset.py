@@ -52,7 +52,7 @@ def quick_looks() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
+def no_thread_is_left(no_old_garbage: None) -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     gc.collect()

@@ -53,7 +53,7 @@ def quick_looks() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
+def nothing_is_left(no_old_garbage: None) -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     gc.collect()

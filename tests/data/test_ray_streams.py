@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +18,7 @@ from torchfleet.data.ray_streams import stream_of_worker
 from torchfleet.errors import DataError
 
 ray = Late("ray")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.xdist_group("ray_data")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("ray_data")]
 
 NUM = 600
 
@@ -60,16 +61,26 @@ def _samples(batch: Any) -> list[tuple[int, list[float]]]:
     return list(zip(batch["id"].flatten().tolist(), batch["x"].tolist(), strict=True))
 
 
-def test_a_worker_alone_has_all_of_it_and_other_sources_are_refused(cluster: None) -> None:
+@contextlib.contextmanager
+def a_worker_alone() -> Iterator[None]:
     with jobs.clean_facade():
         fleet.init()
-        model = fleet.distributed_model(jobs.Net())
-        fleet.distributed_optimizer(jobs.sgd(model))
+        fleet.distributed_optimizer(jobs.sgd(fleet.distributed_model(jobs.Net())))
         fleet.init_worker()
+        yield
+        fleet.stop_worker()
+
+
+@pytest.mark.cluster
+def test_a_worker_alone_has_all_of_it(cluster: None) -> None:
+    with a_worker_alone():
         dataset = fleet.data.from_ray(ray.data.range(100), batch_size=30)
         assert sorted(i for batch in dataset for i in batch["id"].flatten().tolist()) == list(range(100))
+
+
+def test_other_sources_are_refused() -> None:
+    with a_worker_alone():
         with pytest.raises(DataError, match=r"expected a ray\.data\.Dataset, or what its streaming_split gives"):
             fleet.data.from_ray({"id": [1]})
         with pytest.raises(DataError, match="expected a stream for each of 1 workers, found 2"):
             fleet.data.from_ray([1, 2])
-        fleet.stop_worker()

@@ -23,9 +23,14 @@ DIM, RATE, FIRST = 3, 0.5, 0.25
 NAMES = (f"table {i}" for i in itertools.count())  # servers are shared by all tests, tables are not
 
 
-@pytest.fixture(
-    scope="module", params=itertools.product(["in process", "tcp", "ipc"], [1, 2, 3]), ids=lambda p: f"{p[0]} x{p[1]}"
-)
+ORDINARY = {("in process", 1), ("in process", 3), ("tcp", 1), ("tcp", 3), ("ipc", 2)}  # the others: make test-long
+TRANSPORTS = [
+    pytest.param(one, id=f"{one[0]} x{one[1]}", marks=() if one in ORDINARY else pytest.mark.long)
+    for one in itertools.product(["in process", "tcp", "ipc"], [1, 2, 3])
+]
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     transport, num_servers = request.param
     folder = tmp_path_factory.mktemp("s")

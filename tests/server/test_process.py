@@ -112,14 +112,15 @@ class TestStart:
                 wait_until(lambda: asked in scraped(metrics), "the request among the metrics")
 
     def test_it_listens_on_a_path(self, tmp_path: Path) -> None:
-        with ServerProcess(f"ipc://{tmp_path}/s") as server:
+        with ForkedServer(f"ipc://{tmp_path}/s") as server:
             assert server.endpoint == f"ipc://{tmp_path}/s"
             with closing(Client.connect([server.endpoint], patience=PATIENT)) as client:
                 client.ping()
 
     def test_a_port_in_use_is_a_clear_error(self) -> None:
-        with ServerProcess() as first:
-            ended = run("-m", "torchfleet.server", "--endpoint", first.endpoint)
+        with ForkedServer() as first:
+            command = [sys.executable, "-m", "torchfleet.server", "--endpoint", first.endpoint]
+            ended = processes.run(command, timeout=30, stderr=subprocess.PIPE)
             assert ended.returncode == 2
             assert f"torchfleet server: cannot listen on {first.endpoint}: Address already in use" in ended.stderr
             assert "Traceback" not in ended.stderr

@@ -21,4 +21,6 @@ class Late:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith(("_", "pytest", "is_hypothesis")):  # pytest asks whether this is a test or a fixture
+            raise AttributeError(attribute)
         return getattr(importlib.import_module(self._name), attribute)

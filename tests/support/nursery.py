@@ -289,22 +289,13 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def _load_kernels() -> None:
-    """The first kernel of a process makes numba import half a second's worth of modules; the others are loaded, too."""
+    """The first kernel of a process makes numba import half a second's worth of modules; a server loads all of them
+    before it serves, which takes a fifth of a second more."""
     from unittest import mock
 
-    import numpy as np
-    from support.fleets import Talk
-
     from torchfleet.server import warm
-    from torchfleet.server.server import Server
-    from torchfleet.tables.settings.spec import Rule, TableSpec
 
-    talk, keys = Talk(Server(1 << 22)), np.arange(8, dtype=np.uint64)
-    for rule in ("sgd", "adagrad", "adam"):
-        spec = TableSpec(rule, dim=2, rule=Rule(rule))
-        talk.create(spec)
-        talk.push(spec, keys, talk.pull(spec, keys))
-    with mock.patch.object(warm, "keep_freed_memory"):  # which is for servers alone
+    with mock.patch.object(warm, "keep_freed_memory"):  # a setting of the process, which servers alone make
         warm.warm_up()
 
 

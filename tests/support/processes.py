@@ -154,3 +154,23 @@ def environment_of(process: psutil.Process) -> dict[str, str]:
         found: dict[str, str] = json.loads((nursery.ENVIRONMENTS / str(process.pid)).read_text())
         return found
     return dict(process.environ())
+
+
+def with_variable(name: str, value: str) -> list[psutil.Process]:
+    """Processes whose environment has this, of those that were forked too; no zombies.
+
+    Bytes are looked at, not psutil's dictionaries: every job of the tests looks through all processes several times.
+    """
+    forked = {int(path.name): path for path in nursery.ENVIRONMENTS.glob("*") if path.name.isdigit()}
+    forked_with, started_with = f"{json.dumps(name)}: {json.dumps(value)}", os.fsencode(f"{name}={value}")
+    found = []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(OSError, psutil.Error):  # it has ended, or is not ours
+            if pid in forked:
+                is_wanted = forked_with in forked[pid].read_text()
+            else:
+                with open(f"/proc/{pid}/environ", "rb") as file:
+                    is_wanted = started_with in file.read().split(b"\0")
+            if is_wanted and (process := psutil.Process(pid)).status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found

@@ -50,13 +50,6 @@ def whole(ending: str) -> bytes:
     return COMPRESS[ending](text()) if ending else text()
 
 
-@pytest.fixture(scope="module")
-def no_old_garbage() -> None:
-    """What other tests have left is not looked at again by every collection of garbage in these."""
-    gc.collect()
-    gc.freeze()
-
-
 def read(path: Any) -> bytes:
     return b"".join(chunks(open_file(str(path)), str(path)))
 

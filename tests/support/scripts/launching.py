@@ -84,13 +84,7 @@ class Started:
 
     def running(self) -> list[psutil.Process]:
         """All processes of this job, wherever they hang in the tree of processes; zombies do not count."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                is_own = processes.environment_of(process).get(_MARK) == self._mark
-                if is_own and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return processes.with_variable(_MARK, self._mark)
 
     def left(self, grace: float) -> list[psutil.Process]:
         """What still runs after a grace."""

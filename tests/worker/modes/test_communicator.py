@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.grids import covering
 from support.jobs import (
     TABLES,
     Net,
@@ -64,9 +65,7 @@ def alone_and_plain(
     return make_model, make_model()
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("num_servers", [1, 2, 3])
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize(("rule", "num_servers", "num_workers"), covering(list(RULES), [1, 2, 3], [1, 2, 3]))
 def test_all_parameters_equal_one_process_on_the_combined_batches(
     rule: str, num_servers: int, num_workers: int
 ) -> None:
