@@ -439,7 +439,7 @@ class TestManifest:
             read_manifest(folder)
 
     def test_an_unknown_table_is_named_with_those_there_are(self) -> None:
-        with pytest.raises(CheckpointError, match=r"no table 'itmes' in it; it has items/ä, dense\.0"):
+        with pytest.raises(CheckpointError, match=r"no table 'itmes'; its tables are items/ä, dense\.0"):
             a_manifest().table("itmes")
 
 

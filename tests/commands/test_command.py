@@ -266,7 +266,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no model to export": (["export", "{folder}", "items", "{folder}/rows"], "no saved model in"),
     "an unknown table": (
         ["export", "{model}", "itmes", "{folder}/rows"],
-        r"no table 'itmes' in it; it has items, dense.0",
+        "the saved model has no table 'itmes'; its tables are items, dense.0",
     ),
     "a dense table": (
         ["export", "{model}", "dense.0", "{folder}/rows"],
@@ -279,7 +279,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "a folder in the way": (["export", "{model}", "items", "{model}"], "export to"),
     "an unknown table to look into": (
         ["inspect", "{model}", "--table", "itmes"],
-        "no table 'itmes' in it; it has items",
+        "no table 'itmes'; its tables are items",
     ),
     "a dense table to look into": (["inspect", "{model}", "--table", "dense.0"], "'dense.0' is dense"),
     "keys for a folder": (["inspect", "{model}", "--keys", "{folder}"], "--keys is not for a saved model"),

@@ -31,6 +31,8 @@ PATIENCE = 110.0  # seconds of a fleet whose processes all import Lightning
 def job() -> Any:
     from support.scripts import lightning_job
 
+    import torchfleet.lightning  # noqa: F401  # registers the names of strategies
+
     return lightning_job
 
 

@@ -139,7 +139,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if table.name == name:
                 return table
         names = ", ".join(table.name for table in self.tables)
-        raise CheckpointError(f"the saved model has no table '{name}', its tables are {names}: was it another model?")
+        raise CheckpointError(f"the saved model has no table '{name}'; its tables are {names}")
 
     def parts_of(self, table: str) -> list[Part]:
         return [part for part in self.parts if part.table == table]
