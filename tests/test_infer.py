@@ -168,7 +168,7 @@ WRONG: dict[str, tuple[Callable[[], torch.nn.Module], str]] = {
     "dim": (lambda: Other(words=nn.SparseEmbedding(4, name="words")), "'words' was saved with dim=3, .* dim=4"),
     "a table": (
         lambda: Other(words=nn.SparseEmbedding(3, name="wrods")),
-        "the saved model has no table 'wrods', its tables are .*words",
+        "the saved model has no table 'wrods'; its tables are .*words",
     ),
     "kind": (lambda: Other(items=nn.SparseEmbedding(4, name="items")), "'items' was saved with kind=array"),
     "size": (lambda: Other(items=torch.nn.Embedding(39, 4, sparse=True)), "'items' was saved with size=40"),

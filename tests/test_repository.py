@@ -163,3 +163,12 @@ def test_what_a_wheel_lacks_is_seen(tmp_path: Path) -> None:
     found = "\n".join(problems(wheel, {"torchfleet/__init__.py", "torchfleet/page.html"}))
     for part in ("lacks torchfleet/page.html", "has tests/test_wire.py", "no command 'fleetrun", "LICENSE", "py.typed"):
         assert part in found
+
+
+@pytest.mark.xdist_group("of one process")
+def test_groups_of_tests_are_run_by_one_process(request: pytest.FixtureRequest) -> None:
+    """pytest-xdist writes the group behind the name of a test. Where it cannot, every process imports and computes what
+    is meant to be shared, and nothing else tells."""
+    if not request.config.getoption("loadgroup", False):
+        pytest.skip("not a process of pytest -n 2 --dist loadgroup")
+    assert request.node.nodeid.endswith("@of one process"), "this pytest and this pytest-xdist do not go together"

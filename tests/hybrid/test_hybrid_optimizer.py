@@ -12,11 +12,11 @@ import pytest
 import torch
 from support import jobs
 from support.jobs import TABLES, Batch, Net, Part
-from support.ranks import free_port
 
 import torchfleet as fleet
 from torchfleet.collective.strategies.layerwise.lamb import LambAdam
 from torchfleet.errors import FleetError, ModelError, StrategyError, TableError
+from torchfleet.launch.roles import free_ports
 from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 HYBRID = jobs.MODES["hybrid"]
@@ -305,7 +305,7 @@ def test_an_unknown_optimizer_without_a_row_rule_says_how_to_give_one() -> None:
 
 
 def test_a_worker_and_its_network_share_one_metrics_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLEET_METRICS_PORT", str(port := free_port()))
+    monkeypatch.setenv("FLEET_METRICS_PORT", str(port := free_ports(1)[0]))
     with hybrid(jobs.sgd) as part:
         train(part, BATCHES[:2])
         part.worker.status.write(now=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from support import processes
 from support.paths import SCRIPTS
-from support.ranks import free_port
+
+from torchfleet.launch.roles import free_ports
 
 SCRIPT = SCRIPTS / "collective_resume.py"
 STEPS, EVERY = 12, 4
@@ -64,7 +65,7 @@ def test_a_job_goes_on_with_another_number_of_ranks(tmp_path: Path, undisturbed:
 
 def test_two_launchers_form_one_job(tmp_path: Path, undisturbed: list[tuple[int, int, float]]) -> None:
     """As on two machines, each with one rank."""
-    master = f"127.0.0.1:{free_port()}"
+    master = f"127.0.0.1:{free_ports(1)[0]}"
     command = [sys.executable, "-m", "torchfleet.launch", "--nnodes", "2", "--nproc_per_node", "1", "--master", master]
     script = [str(SCRIPT), str(tmp_path / "model"), str(tmp_path / "losses_two"), "--steps", "4"]
     nodes = [

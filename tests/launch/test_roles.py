@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from support.scripts.launching import TINY, Forked
@@ -12,6 +13,7 @@ from support.scripts.launching import TINY, Forked
 from torchfleet.errors import RoleError
 from torchfleet.launch import roles
 from torchfleet.launch.roles import (
+    PORTS,
     JobLayout,
     free_ports,
     given_threads,
@@ -50,6 +52,20 @@ class TestJobLayout:
         for port in ports[:5]:
             with socket.socket() as bound:
                 bound.bind(("127.0.0.1", port))
+
+    def test_free_ports_are_not_those_of_outgoing_connections(self) -> None:
+        lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+        if lowest < PORTS.stop:
+            pytest.skip(f"this system gives ports from {lowest} on to outgoing connections")
+        assert max(free_ports(50)) < lowest
+
+    def test_ports_that_are_taken_are_passed_over_and_too_few_are_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+            monkeypatch.setattr(roles, "PORTS", range(port, port + 1))
+            with pytest.raises(RoleError, match=f"expected 1 free ports of {port} to {port} on this machine, found 0"):
+                free_ports(1)
 
     def test_every_machine_starts_its_own_part_of_the_same_lists(self, at: SetAddresses) -> None:
         servers, workers = ["192.0.2.1:7000", "192.0.2.2:7000"], ["192.0.2.2:0", "192.0.2.3:0", "192.0.2.2:0"]

@@ -21,7 +21,6 @@ import json
 import os
 import pkgutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,8 @@ from typing import Any
 
 from support import processes
 from support.paths import ROOT
+
+from torchfleet.launch.roles import free_ports
 
 SECONDS = 60.0
 
@@ -85,12 +86,6 @@ def export_once() -> None:
     torch.export.export(torch.nn.Linear(1, 1), (torch.zeros(1, 1),))
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def _serve() -> None:
     if os.fork():  # the one that serves is nobody's child: other tests look for processes that are left
         os._exit(0)
@@ -119,7 +114,7 @@ def _serve() -> None:
             prepare = getattr(import_module(job["module"]), "prepare_ranks", None)
             if is_new and prepare is not None:
                 prepare()
-        port = free_port()
+        port = free_ports(1)[0]
         children = [_fork(job, rank, port) for rank in range(job["size"])]
         print(json.dumps(_wait(children)), file=answers, flush=True)
     os._exit(0)  # nothing is left to be done at exit, and taking torch apart takes a while

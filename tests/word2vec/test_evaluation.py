@@ -341,7 +341,7 @@ def test_a_saved_model_is_judged_with_its_dictionary(tmp_path: Path) -> None:
     assert lines[0].startswith("2 words of 3 numbers")
     assert lines[1:] == ["king:", "  0.8944  queen"]
     assert "a saved model: which words its rows are says --dictionary" in refused(*model)
-    assert "no table 'other', its tables are emb" in refused(
+    assert "no table 'other'; its tables are emb" in refused(
         *model, "--dictionary", tmp_path / "dict", "--table", "other"
     )
 

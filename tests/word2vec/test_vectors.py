@@ -302,7 +302,7 @@ def test_a_dictionary_or_table_of_another_model_is_told(tmp_path: Path) -> None:
         WordVectors.load_checkpoint(tmp_path / "sparse", vocabulary_of(20))
     with pytest.raises(CheckpointError, match="has 40 rows, and the dictionary has 50 words"):
         WordVectors.load_checkpoint(tmp_path / "array", vocabulary_of(50))
-    with pytest.raises(CheckpointError, match=r"no table 'embedding', its tables are emb, dense.0"):
+    with pytest.raises(CheckpointError, match=r"no table 'embedding'; its tables are emb, dense.0"):
         WordVectors.load_checkpoint(tmp_path / "sparse", vocabulary_of(40), "embedding")
     with pytest.raises(CheckpointError, match=r"'dense.0' is dense"):
         WordVectors.load_checkpoint(tmp_path / "sparse", vocabulary_of(40), "dense.0")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +13,8 @@ from torchfleet.cgroups import usable_cores
 from torchfleet.errors import RoleError
 from torchfleet.launch.job_spec import Task
 from torchfleet.net.replica_channels import SEPARATOR
+
+PORTS = range(10240, 32000)  # below those that systems give to outgoing connections
 
 
 @dataclass(frozen=True)
@@ -131,16 +135,23 @@ def _num(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def free_ports(num: int) -> list[int]:
-    """`num` different ports that are free at the moment. All are held open until the last is found."""
-    held = [socket.socket() for _ in range(num)]
-    try:
-        for bound in held:
-            bound.bind(("127.0.0.1", 0))
-        return [bound.getsockname()[1] for bound in held]
-    finally:
-        for bound in held:
-            bound.close()
+def free_ports(num: int, begin: int | None = None, host: str = "127.0.0.1") -> list[int]:
+    """`num` different ports that are free at the moment: the first of PORTS, from number `begin` or a random one on.
+
+    Not those that the system would choose: it gives them to outgoing connections, too, before a server listens, or
+    while it is started again. Raises RoleError if there are too few.
+    """
+    begin = random.SystemRandom().randrange(len(PORTS)) if begin is None else begin
+    found: list[int] = []
+    for number in range(len(PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind((host, PORTS[(begin + number) % len(PORTS)]))
+            found.append(probe.getsockname()[1])
+        if len(found) == num:
+            return found
+    raise RoleError(
+        f"expected {num} free ports of {PORTS.start} to {PORTS.stop - 1} on this machine, found {len(found)}"
+    )
 
 
 def own_addresses() -> set[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 import time
 from pathlib import Path
@@ -41,7 +43,7 @@ def main() -> None:
     fill(model, options)
     num_steps, longest, last = 0, 0.0, time.monotonic()
     print(f"worker {fleet.worker_index()} is training", flush=True)
-    while num_steps < options.steps and not Path(options.until).exists():
+    while num_steps < options.steps and not is_over(options, num_steps):
         model(ids).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -63,6 +65,19 @@ def main() -> None:
     )
     print(f"longest step {longest:.3f} s", flush=True)
     fleet.stop_worker()
+
+
+def is_over(options: argparse.Namespace, num_steps: int) -> bool:
+    """In sync mode all workers make the same number of steps, and none is two ahead of another: the first one that
+    finds the file says which step is the last."""
+    if not Path(options.until).exists():
+        return False
+    if options.mode != "sync":
+        return True
+    last = Path(f"{options.until}.last")
+    with contextlib.suppress(FileExistsError):
+        last.symlink_to(str(num_steps + 2))  # made in one step with what it says
+    return num_steps >= int(os.readlink(last))
 
 
 def fill(model: torch.nn.Module, options: argparse.Namespace) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import hashlib
 import os
 import shutil
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +19,9 @@ from pathlib import Path
 from torchfleet.errors import RoleError
 from torchfleet.guard.ownership import make_own
 from torchfleet.launch.clusters.slurm_step import SlurmStep
+from torchfleet.launch.roles import free_ports
 from torchfleet.net.keys import keygen
 
-_PORTS = range(10240, 32000)  # below those that systems give to outgoing connections
 _PAUSE = 0.2  # seconds between two looks at the folder: a shared file system may be slow
 _PERIOD = 5.0  # seconds between two lines about what is waited for
 
@@ -73,13 +72,7 @@ class SlurmMeeting:
     def _free_port(self, kind: int) -> int:
         """Derived from the job, so that jobs on one node try different ones; the first that can be taken."""
         seed = hashlib.blake2b(f"{self._step.name} {kind}".encode(), digest_size=8).digest()
-        first = int.from_bytes(seed, "big")
-        for number in range(len(_PORTS)):
-            port = _PORTS[(first + number) % len(_PORTS)]
-            with contextlib.suppress(OSError), socket.socket() as probe:
-                probe.bind(("", port))
-                return port
-        raise RoleError(f"no port of {_PORTS.start} to {_PORTS.stop - 1} is free on {self._step.node}")
+        return free_ports(1, int.from_bytes(seed, "big"), host="")[0]
 
     def _wait(self, missing: Callable[[], list[str]]) -> None:
         started = time.monotonic()
