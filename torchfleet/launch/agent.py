@@ -153,12 +153,15 @@ class Agent(LocalElasticAgent):
         return started
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        failed = [rank for rank in self._ranks if rank.returncode not in (None, 0)]
+        codes = [rank.returncode for rank in self._ranks]
+        failed = [rank for rank, code in zip(self._ranks, codes, strict=True) if code not in (None, 0)]
         if failed:
             # Other ranks fail with errors of their own when one is killed: the killed one is the cause.
             self._fail(next((rank for rank in failed if (rank.returncode or 0) < 0), failed[0]))
         self._echo()
         self._watch.show(self._ranks)
+        if not failed and None in codes:  # torch would wait 30 s for the others, had one failed just now
+            return RunResult(state=WorkerState.HEALTHY)
         result = cast(RunResult, super()._monitor_workers(worker_group))
         if result.state == WorkerState.SUCCEEDED:
             self._logs.finish()
