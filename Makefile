@@ -21,7 +21,7 @@ demo: setup
 	$(RUN) examples/wide_deep/predict.py --model demo_model --rows 300000
 
 # In a fresh checkout: the servers' kernels are compiled once, by one process. All processes of the tests would do it.
-KERNELS := $(RUN) -c "from torchfleet.server.warm import warm_up; warm_up()"
+KERNELS := $(RUN) -c "from torchfleet.ps.server.warm import warm_up; warm_up()"
 
 test: setup
 	$(KERNELS)
@@ -91,7 +91,7 @@ bench: setup
 FUZZ ?= 10000000
 fuzz: setup
 	PYTHONPATH=.:tests $(RUN) -m support.fuzz --executions $(FUZZ)
-	FLEET_FUZZ_FRAMES=$$((2 * $(FUZZ))) $(RUN) -m pytest tests/net/test_fuzz.py -q --timeout 7200
+	FLEET_FUZZ_FRAMES=$$((2 * $(FUZZ))) $(RUN) -m pytest tests/ps/net/test_fuzz.py -q --timeout 7200
 	FLEET_SEARCH_DEPTH=20 $(RUN) -m pytest -n $(JOBS) --dist loadgroup -q --timeout 1800 $$(grep -rl support.searches tests --include 'test_*.py')
 
 # Whole fleets in virtual time under faults, more of them than in `make test`; then all planted bugs.

@@ -27,11 +27,11 @@ import numpy as np
 
 from benchmarks.abuse_attacks import ATTACKS, BIG, SPEC
 from benchmarks.timing import log, report
-from torchfleet.net.keys import KeyFolder, keygen
-from torchfleet.net.wire import Role
-from torchfleet.server.process import ServerProcess
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Patience
+from torchfleet.ps.net.keys import KeyFolder, keygen
+from torchfleet.ps.net.wire import Role
+from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.connection import Patience
 
 _NUM_WORKERS = 8
 _BODY = {"host": "here", "pid": 1, "num_workers": _NUM_WORKERS, "timeout": 60.0, "sync_timeout": 600.0}

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import zmq
 
-from torchfleet.net.keys import KeyFolder
-from torchfleet.net.wire import VERSIONS, Array, Command, Message, Role, encode, pack
-from torchfleet.tables.settings.spec import TableSpec
+from torchfleet.ps.net.keys import KeyFolder
+from torchfleet.ps.net.wire import VERSIONS, Array, Command, Message, Role, encode, pack
+from torchfleet.ps.tables.settings.spec import TableSpec
 
 SPEC = TableSpec("rows", dim=10)
 BIG = TableSpec("big", dim=10)

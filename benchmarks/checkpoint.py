@@ -21,16 +21,16 @@ import psutil
 
 from benchmarks.steady_pulls import SteadyPulls
 from benchmarks.timing import log, report
-from torchfleet.checkpoint.lock import reserve
-from torchfleet.checkpoint.manifest import Manifest, described, folder_of, write_manifest
-from torchfleet.checkpoint.part_reader import load_sparse
-from torchfleet.net.wire import Role
-from torchfleet.server.process import ServerProcess
-from torchfleet.storage import Storage
-from torchfleet.tables.rows.memory import physical_bytes
-from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
-from torchfleet.tables.sparse_table import SparseTable
-from torchfleet.worker.client.client import Client
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.lock import reserve
+from torchfleet.ps.checkpoint.manifest import Manifest, described, folder_of, write_manifest
+from torchfleet.ps.checkpoint.part_reader import load_sparse
+from torchfleet.ps.net.wire import Role
+from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.tables.rows.memory import physical_bytes
+from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.ps.tables.sparse_table import SparseTable
+from torchfleet.ps.worker.client.client import Client
 
 CHUNK = 1 << 17
 PULL = 1000  # rows

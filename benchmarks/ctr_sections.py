@@ -10,17 +10,17 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+from torchfleet.base.monitor.status import StatusFile
 from torchfleet.data.dataset import BatchIterator
-from torchfleet.monitor.status import StatusFile
-from torchfleet.worker import distributed_optimizer
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.future import Future
-from torchfleet.worker.distributed_optimizer import DistributedOptimizer
-from torchfleet.worker.lookup.batch_rows import BatchRows
-from torchfleet.worker.lookup.dense_group import DenseGroup
-from torchfleet.worker.lookup.engine import Engine
-from torchfleet.worker.lookup.plan import Plan
-from torchfleet.worker.modes.communicator import Communicator
+from torchfleet.ps.worker import distributed_optimizer
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.future import Future
+from torchfleet.ps.worker.distributed_optimizer import DistributedOptimizer
+from torchfleet.ps.worker.lookup.batch_rows import BatchRows
+from torchfleet.ps.worker.lookup.dense_group import DenseGroup
+from torchfleet.ps.worker.lookup.engine import Engine
+from torchfleet.ps.worker.lookup.plan import Plan
+from torchfleet.ps.worker.modes.communicator import Communicator
 
 # What is timed, and the name it has in the result. Time inside of another of these is not counted twice.
 PARTS: tuple[tuple[Any, str, str], ...] = (

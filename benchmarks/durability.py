@@ -32,12 +32,12 @@ import numpy as np
 
 from benchmarks.recovery import recovery
 from benchmarks.timing import log, report
-from torchfleet.net.sockets import SocketChannel
-from torchfleet.net.wire import Role
-from torchfleet.server.process import ServerProcess
-from torchfleet.tables.settings.spec import Rule, TableSpec
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Patience
+from torchfleet.ps.net.sockets import SocketChannel
+from torchfleet.ps.net.wire import Role
+from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.connection import Patience
 
 NUM_CLIENTS = 2
 WINDOW = 8  # pushes of a client under way

@@ -23,8 +23,8 @@ from typing import Any
 
 from benchmarks.timing import log, report
 from benchmarks.word2vec import ROOT, Bench
-from torchfleet.word2vec.evaluation import analogies, read_questions
-from torchfleet.word2vec.vectors import WordVectors
+from torchfleet.apps.word2vec.evaluation import analogies, read_questions
+from torchfleet.apps.word2vec.vectors import WordVectors
 
 _TRAIN = ROOT / "examples" / "word2vec" / "train.py"
 _WAYS = ("machine", "worker", "even")

@@ -30,11 +30,11 @@ import torchfleet as fleet
 from benchmarks.online import BATCH, Clicks, Month
 from benchmarks.online_data import Drift
 from benchmarks.timing import log, report
-from torchfleet.checkpoint.comparison import compare
+from torchfleet.apps.online import Part, history, model_to_load
 from torchfleet.launch.job_spec import Task
 from torchfleet.launch.roles import one_machine, tasks
-from torchfleet.online import Part, history, model_to_load
-from torchfleet.server.warm import warm_up
+from torchfleet.ps.checkpoint.comparison import compare
+from torchfleet.ps.server.warm import warm_up
 
 MODES: dict[str, dict[str, Any]] = {
     "sync": {},

@@ -16,11 +16,11 @@ import numpy as np
 import psutil
 
 from benchmarks.timing import interleave, log, rate, report
-from torchfleet.server.process import ServerProcess
-from torchfleet.tables import rowstore
-from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
-from torchfleet.tables.sparse_table import SparseTable
-from torchfleet.worker.client.client import Client
+from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.tables import rowstore
+from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.ps.tables.sparse_table import SparseTable
+from torchfleet.ps.worker.client.client import Client
 
 RuleName = Literal["sgd", "adagrad"]
 TABLES: tuple[tuple[int, RuleName], ...] = (

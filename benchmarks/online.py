@@ -24,7 +24,7 @@ import torch
 import torchfleet as fleet
 from benchmarks.online_data import HOUR, NUM_SLOTS, START, Drift
 from benchmarks.timing import log, report
-from torchfleet.online.parts import Part, day_and_hour
+from torchfleet.apps.online.parts import Part, day_and_hour
 
 BATCH = 512
 DIM = 8

@@ -22,11 +22,11 @@ import torch.distributed as dist
 
 from benchmarks.gpu_training import wait
 from benchmarks.timing import interleave, log, report
+from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.collective_job import CollectiveJob
 from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer
 from torchfleet.collective.world import Axis
-from torchfleet.role import PaddleCloudRoleMaker
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 VOCABULARY, LENGTH = 30_522, 512
 EXCLUDED = {"exclude_from_weight_decay": ["bias", "norm"]}

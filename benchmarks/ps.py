@@ -18,11 +18,11 @@ import numpy.typing as npt
 import psutil
 
 from benchmarks.timing import interleave, log, rate, report
-from torchfleet.server.process import ServerProcess
-from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
-from torchfleet.tables.sparse_table import SparseTable
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.future import Future
+from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.ps.tables.sparse_table import SparseTable
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.future import Future
 
 Keys = npt.NDArray[np.uint64]
 

@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.timing import log
-from torchfleet.checkpoint.lock import reserve
-from torchfleet.net.sockets import SocketChannel
-from torchfleet.net.wire import Role
-from torchfleet.server.process import ServerProcess
-from torchfleet.storage import Storage
-from torchfleet.tables.settings.spec import Rule, TableSpec
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Patience
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.lock import reserve
+from torchfleet.ps.net.sockets import SocketChannel
+from torchfleet.ps.net.wire import Role
+from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.connection import Patience
 
 SPEC = TableSpec("rows", dim=8, rule=Rule("adagrad"))
 KEYS = 1 << 16  # of one push

@@ -23,11 +23,11 @@ import numpy as np
 import psutil
 
 from benchmarks.timing import interleave, rate, report
-from torchfleet.net.keys import KeyFolder, keygen
-from torchfleet.net.wire import Role
-from torchfleet.server.process import ServerProcess
-from torchfleet.tables.settings.spec import TableSpec
-from torchfleet.worker.client.client import Client
+from torchfleet.ps.net.keys import KeyFolder, keygen
+from torchfleet.ps.net.wire import Role
+from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.worker.client.client import Client
 
 _SCRIPT = Path(__file__).parent.parent / "examples" / "wide_deep" / "train.py"
 _BATCH, _PULLS = 26_000, 60

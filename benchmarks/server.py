@@ -24,13 +24,13 @@ import numpy.typing as npt
 import zmq
 
 from benchmarks.timing import log, report
-from torchfleet.kernels.merge import unique
-from torchfleet.net.wire import VERSIONS, Array, Command, Frame, Message, Role, encode, pack
-from torchfleet.server.process import ServerProcess
-from torchfleet.server.server import Server
-from torchfleet.server.warm import warm_up
-from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
-from torchfleet.tables.sparse_table import SparseTable
+from torchfleet.ps.kernels.merge import unique
+from torchfleet.ps.net.wire import VERSIONS, Array, Command, Frame, Message, Role, encode, pack
+from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.server.warm import warm_up
+from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.ps.tables.sparse_table import SparseTable
 
 Batch = tuple[npt.NDArray[np.uint64], npt.NDArray[np.float32]]  # distinct keys, and gradients for them
 _RATES = Array(0, np.array([[np.nan, 1.0]]))

@@ -17,11 +17,11 @@ import numpy as np
 
 from benchmarks.steady_pulls import SteadyPulls
 from benchmarks.timing import log, report
-from torchfleet.net.wire import Role
-from torchfleet.server.process import ServerProcess
-from torchfleet.tables.settings.policy import Shrink
-from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
-from torchfleet.worker.client.client import Client
+from torchfleet.ps.net.wire import Role
+from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.tables.settings.policy import Shrink
+from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.ps.worker.client.client import Client
 
 CHUNK = 1 << 16
 PULL = 2_000

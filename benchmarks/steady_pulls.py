@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 
-from torchfleet.net.wire import Role
-from torchfleet.tables.settings.spec import TableSpec
-from torchfleet.worker.client.client import Client
+from torchfleet.ps.net.wire import Role
+from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.worker.client.client import Client
 
 
 class SteadyPulls:

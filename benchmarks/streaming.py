@@ -20,10 +20,10 @@ import numpy.typing as npt
 import psutil
 
 from benchmarks.timing import log, report
-from torchfleet.server.process import ServerProcess
-from torchfleet.tables.settings.policy import AdmissionEntry, Shrink, WindowCountEntry
-from torchfleet.tables.settings.spec import Rule, TableSpec
-from torchfleet.worker.client.client import Client
+from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink, WindowCountEntry
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec
+from torchfleet.ps.worker.client.client import Client
 
 DIM = 16
 BATCH = 26_000

@@ -21,15 +21,15 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from torchfleet.coordination.coordinators import make_coordinator
-from torchfleet.errors import FleetError
+from torchfleet.base.errors import FleetError
 from torchfleet.launch.endurance.loss import tell_of_loss
 from torchfleet.launch.roles import free_ports
-from torchfleet.server.process import ServerProcess
-from torchfleet.server.replicas.between import replica_of
-from torchfleet.tables.settings.spec import Rule, TableSpec
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Patience
+from torchfleet.ps.coordination.coordinators import make_coordinator
+from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.replicas.between import replica_of
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.connection import Patience
 
 NUM_KEYS = 1000
 START = 120.0

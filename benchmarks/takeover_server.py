@@ -6,15 +6,15 @@ import argparse
 import secrets
 import sys
 
-from torchfleet.coordination.coordinators import make_coordinator
-from torchfleet.net import addresses
-from torchfleet.net.transport import Channel
-from torchfleet.net.wire import Role
-from torchfleet.server.replicas.between import Identity
-from torchfleet.server.replicas.replica import Replica
-from torchfleet.server.server import Server
-from torchfleet.server.server_log import speaker
-from torchfleet.server.warm import warm_up
+from torchfleet.ps.coordination.coordinators import make_coordinator
+from torchfleet.ps.net import addresses
+from torchfleet.ps.net.transport import Channel
+from torchfleet.ps.net.wire import Role
+from torchfleet.ps.server.replicas.between import Identity
+from torchfleet.ps.server.replicas.replica import Replica
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.server.server_log import speaker
+from torchfleet.ps.server.warm import warm_up
 
 
 def main() -> int:

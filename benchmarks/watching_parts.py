@@ -19,13 +19,13 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from benchmarks.timing import interleave, report
-from torchfleet.monitor.json_lines import JsonLog
-from torchfleet.monitor.log_file import LogFile
-from torchfleet.monitor.prometheus.exposition import Exposition, Published
-from torchfleet.monitor.prometheus.metrics_port import MetricsPort
-from torchfleet.monitor.prometheus.step_times import BOUNDS, StepTimes
-from torchfleet.monitor.snapshot import JobSnapshot, RoleSnapshot
-from torchfleet.watch.tensorboard_events import TensorBoardEvents
+from torchfleet.base.monitor.json_lines import JsonLog
+from torchfleet.base.monitor.log_file import LogFile
+from torchfleet.base.monitor.prometheus.exposition import Exposition, Published
+from torchfleet.base.monitor.prometheus.metrics_port import MetricsPort
+from torchfleet.base.monitor.prometheus.step_times import BOUNDS, StepTimes
+from torchfleet.base.monitor.snapshot import JobSnapshot, RoleSnapshot
+from torchfleet.observe.watch.tensorboard_events import TensorBoardEvents
 
 _TABLES = 14
 _ROLES = 6  # 2 servers and 4 workers

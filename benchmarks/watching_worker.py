@@ -25,10 +25,10 @@ import torchfleet as fleet
 from benchmarks.sparse_worker import Batch, SummedIds, batches
 from benchmarks.watching_board import Board
 from benchmarks.watching_jobs import CORES
-from torchfleet.monitor.status import StatusFile
-from torchfleet.profiling.step_tracing import StepTracing
-from torchfleet.server.state.hot_keys import HotKeys
-from torchfleet.tracing import span_recorder
+from torchfleet.base.monitor.status import StatusFile
+from torchfleet.base.step_tracing import StepTracing
+from torchfleet.base.tracing import span_recorder
+from torchfleet.ps.server.state.hot_keys import HotKeys
 
 _HELD_OUT = 1_000_000  # the number of the first batch that nobody trains on
 _LOOK = 0.02  # seconds between two looks of a server at the orders

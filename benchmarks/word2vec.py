@@ -23,11 +23,11 @@ from typing import Any
 
 from benchmarks.timing import log, report
 from examples.word2vec.generate import write_questions, write_text
+from torchfleet.apps.word2vec.evaluation import analogies, read_questions, word_pairs
+from torchfleet.apps.word2vec.preprocessing import build_dictionary, filter_corpus
+from torchfleet.apps.word2vec.resplitting import resplit
+from torchfleet.apps.word2vec.vectors import WordVectors
 from torchfleet.data.reading.streams import chunks, open_file
-from torchfleet.word2vec.evaluation import analogies, read_questions, word_pairs
-from torchfleet.word2vec.preprocessing import build_dictionary, filter_corpus
-from torchfleet.word2vec.resplitting import resplit
-from torchfleet.word2vec.vectors import WordVectors
 
 ROOT = Path(__file__).parent.parent
 _TRAIN = ROOT / "examples" / "word2vec" / "train.py"

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from torchfleet.server.process import ServerProcess
-from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
-from torchfleet.worker.client.client import Client
+from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.ps.worker.client.client import Client
 
 
 def main() -> float:

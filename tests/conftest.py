@@ -13,7 +13,7 @@ from support.fleets import Fleet, in_process
 from support.processes import preloaded
 from support.ranks import Ranks, nursery
 
-from torchfleet.server.server import Server
+from torchfleet.ps.server.server import Server
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -78,7 +78,7 @@ def no_server_outlives_the_tests() -> Iterator[None]:
 def compilers_are_back() -> Iterator[None]:
     """A worker that a test leaves behind before its first call would keep later tests from compiling."""
     yield
-    calls = sys.modules.get("torchfleet.worker.batch.uncompiled_calls")
+    calls = sys.modules.get("torchfleet.ps.worker.batch.uncompiled_calls")
     for number in list(calls._holders) if calls is not None else []:
         calls._remove(number)
 
@@ -113,11 +113,11 @@ def ranks() -> Iterator[Ranks]:
 @pytest.fixture
 def lightning_imported() -> Iterator[None]:
     """Processes of the test have imported Lightning, which takes seconds, when they are forked."""
-    with preloaded("support.scripts.lightning_job", "torchfleet.lightning"):
+    with preloaded("support.scripts.lightning_job", "torchfleet.apps.lightning"):
         yield
 
 
 @pytest.fixture
 def transformers_imported() -> Iterator[None]:
-    with preloaded("support.scripts.fleet_trainer_job", "torchfleet.transformers"):
+    with preloaded("support.scripts.fleet_trainer_job", "torchfleet.apps"):
         yield

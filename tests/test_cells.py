@@ -14,7 +14,7 @@ from support import jobs
 from support.fleets import ServerThread
 
 import torchfleet as fleet
-from torchfleet.errors import FleetError
+from torchfleet.base.errors import FleetError
 
 
 @pytest.fixture(autouse=True)

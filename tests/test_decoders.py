@@ -9,10 +9,10 @@ import pytest
 from support.fuzz.search import Search, Target
 from support.fuzz.targets import all_targets, fast_folder
 
-from torchfleet.errors import CheckpointError, FleetError, RoleError, StrategyError, TableError
-from torchfleet.role import PaddleCloudRoleMaker
-from torchfleet.tables.settings import expressions
-from torchfleet.tables.settings.table_size import parse_bytes
+from torchfleet.base.errors import CheckpointError, FleetError, RoleError, StrategyError, TableError
+from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.ps.tables.settings import expressions
+from torchfleet.ps.tables.settings.table_size import parse_bytes
 
 NUM = 400
 TAKEN = 0.5  # of the branches of functions that a decoder enters, at least

@@ -132,7 +132,7 @@ def is_watched(name: str) -> bool:
 def modules(tree: ast.AST) -> set[str]:
     found = {alias.name for node in nodes(tree) if isinstance(node, ast.Import) for alias in node.names}
     found |= {node.module or "" for node in nodes(tree) if isinstance(node, ast.ImportFrom)}
-    extras = [call.args[0] for name, call in calls(tree) if name == "torchfleet.extras.required"]
+    extras = [call.args[0] for name, call in calls(tree) if name == "torchfleet.base.extras.required"]
     found |= {name.value for name in extras if isinstance(name, ast.Constant)}
     return {name.split(".")[0] for name in found}
 
@@ -171,7 +171,7 @@ def test_no_module_can_run_code_out_of_data_and_every_exception_is_needed() -> N
     "line",
     [
         "import pickle",
-        "from torchfleet.extras import required\nrequired('dill', 'x', 'y')",
+        "from torchfleet.base.extras import required\nrequired('dill', 'x', 'y')",
         "from marshal import loads",
         "def f():\n    import dill",
         "eval('1')",

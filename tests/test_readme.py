@@ -12,9 +12,9 @@ from support import pages, processes
 from support.paths import ROOT
 from support.scripts.launching import clean_environment, forked_fleetrun
 
-from torchfleet.commands import command
+from torchfleet.base.strategy.collective_fields import SWITCHES
 from torchfleet.launch import cli
-from torchfleet.strategy.collective_fields import SWITCHES
+from torchfleet.observe.commands import command
 
 BLOCKS = pages.blocks(ROOT / "README.md")
 SCRIPTS = [block.text for block in BLOCKS if block.language == "python"]

@@ -10,7 +10,7 @@ import torch
 from support import jobs
 
 import torchfleet as fleet
-from torchfleet.errors import FleetError, ModelError, RoleError, StrategyError, TableError
+from torchfleet.base.errors import FleetError, ModelError, RoleError, StrategyError, TableError
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from torchfleet.worker.lookup.conversion import convert, sparse_embeddings
-from torchfleet.worker.lookup.embedding import SparseEmbedding, SparseEmbeddingBag
-from torchfleet.worker.lookup.initializers import Constant, Normal, TruncatedNormal, Uniform
+from torchfleet.ps.worker.lookup.conversion import convert, sparse_embeddings
+from torchfleet.ps.worker.lookup.embedding import SparseEmbedding, SparseEmbeddingBag
+from torchfleet.ps.worker.lookup.initializers import Constant, Normal, TruncatedNormal, Uniform
 
 if TYPE_CHECKING:
     from torchfleet.collective.layers.margin_softmax import MarginSoftmax

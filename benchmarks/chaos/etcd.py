@@ -13,8 +13,8 @@ from typing import Any
 
 from benchmarks.chaos.machines import Machines
 from benchmarks.links import LinkError
-from torchfleet.coordination.coordinators import make_coordinator
-from torchfleet.errors import FleetError
+from torchfleet.base.errors import FleetError
+from torchfleet.ps.coordination.coordinators import make_coordinator
 
 _START = 60.0
 _PORTS = (2379, 2380)

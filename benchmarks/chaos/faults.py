@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.chaos.fleets import ChaosError, Fleet, Member
 from benchmarks.chaos.machines import Machines
-from torchfleet.server.replicas.between import replica_of
+from torchfleet.ps.server.replicas.between import replica_of
 
 _STEPS = 5  # of every worker, by which a fault is over
 _DISK = 8.0  # seconds that a disk is full

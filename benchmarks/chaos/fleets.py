@@ -25,8 +25,8 @@ from benchmarks.chaos.etcd import started_etcd
 from benchmarks.chaos.machines import Machines, machines
 from benchmarks.chaos.progress import Board
 from benchmarks.chaos.small_disk import SmallDisk, small_disk
-from torchfleet.coordination.coordinators import VARIABLE, make_coordinator
-from torchfleet.coordination.view import Coordinator, View
+from torchfleet.ps.coordination.coordinators import VARIABLE, make_coordinator
+from torchfleet.ps.coordination.view import Coordinator, View
 
 ROOT = Path(__file__).parents[2]
 _JOB = Path(__file__).with_name("job.py")

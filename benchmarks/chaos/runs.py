@@ -19,7 +19,7 @@ from benchmarks.chaos.faults import FAULTS, Event, is_whole, kill_primary
 from benchmarks.chaos.fleets import Fleet, fleet
 from benchmarks.chaos.job import BATCH
 from benchmarks.timing import log
-from torchfleet.checkpoint.comparison import compare
+from torchfleet.ps.checkpoint.comparison import compare
 
 _WARM = 50  # steps of each worker before anything is measured
 Result = dict[str, Any]

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import torchfleet as fleet
-from torchfleet.classify.entry import Entry
+from torchfleet.classify import Entry
 from torchfleet.errors import DataError
 from torchfleet.options import HelpFormatter
 

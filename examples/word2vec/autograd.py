@@ -14,13 +14,8 @@ import numpy as np
 import torch
 
 import torchfleet as fleet
-from torchfleet.monitor.progress import Progress
-from torchfleet.word2vec.corpus import Corpus
-from torchfleet.word2vec.model import SkipGram
-from torchfleet.word2vec.pairs import PairReader, Pairs
-from torchfleet.word2vec.sampling import word_chances
-from torchfleet.word2vec.trainer import Schedule
-from torchfleet.word2vec.vocabulary import Vocabulary
+from torchfleet.base.monitor.progress import Progress
+from torchfleet.word2vec import Corpus, PairReader, Pairs, Schedule, SkipGram, Vocabulary, word_chances
 
 _ROWS = 1 << 14
 

@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 
 from torchfleet.errors import DataError, FleetError
-from torchfleet.word2vec.evaluation import SectionResult, analogies, read_questions, word_pairs
-from torchfleet.word2vec.vectors import WordVectors
-from torchfleet.word2vec.vocabulary import Vocabulary
+from torchfleet.word2vec import SectionResult, Vocabulary, WordVectors, analogies, read_questions, word_pairs
 
 # What --plot shows when no --words are given, of those that are known: each country beside its capital.
 CAPITALS = (

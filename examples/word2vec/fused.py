@@ -9,10 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 
 import torchfleet as fleet
-from torchfleet.monitor.progress import Progress
-from torchfleet.word2vec.corpus import Corpus
-from torchfleet.word2vec.trainer import Schedule, SkipGramOptions, Trainer, TrainingProgress
-from torchfleet.word2vec.vocabulary import Vocabulary
+from torchfleet.base.monitor.progress import Progress
+from torchfleet.word2vec import Corpus, Schedule, SkipGramOptions, Trainer, TrainingProgress, Vocabulary
 
 
 def train_fused(

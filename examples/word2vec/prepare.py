@@ -14,10 +14,7 @@ from generate import write_questions, write_text
 
 import torchfleet as fleet
 from torchfleet.errors import DataError
-from torchfleet.word2vec.corpus import DESCRIPTION
-from torchfleet.word2vec.preprocessing import build_dictionary, filter_corpus
-from torchfleet.word2vec.resplitting import resplit
-from torchfleet.word2vec.textfiles import input_files
+from torchfleet.word2vec import DESCRIPTION, build_dictionary, filter_corpus, input_files, resplit
 
 GENERATED_WORDS = 1_200_000
 NUM_PARTS = 32

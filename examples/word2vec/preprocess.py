@@ -15,8 +15,7 @@ import time
 from typing import Any
 
 from torchfleet.errors import DataError, FleetError
-from torchfleet.word2vec.preprocessing import build_dictionary, filter_corpus
-from torchfleet.word2vec.resplitting import resplit
+from torchfleet.word2vec import build_dictionary, filter_corpus, resplit
 
 # For each action what it must be given and what it may be given.
 OPTIONS = {

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import torchfleet as fleet
-from torchfleet.word2vec.vocabulary import Vocabulary
+from torchfleet.word2vec import Vocabulary
 
 
 class SkipGramReader(fleet.MultiSlotDataGenerator):

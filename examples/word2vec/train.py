@@ -32,12 +32,16 @@ from prepare import prepare
 from torchfleet.data.reading.streams import is_local
 from torchfleet.errors import FleetError
 from torchfleet.options import HelpFormatter
-from torchfleet.word2vec.corpus import Corpus
-from torchfleet.word2vec.evaluation import read_questions
-from torchfleet.word2vec.model import SkipGram
-from torchfleet.word2vec.trainer import LinearDecay, Schedule, StaircaseDecay
-from torchfleet.word2vec.vectors import WordVectors
-from torchfleet.word2vec.vocabulary import Vocabulary
+from torchfleet.word2vec import (
+    Corpus,
+    LinearDecay,
+    Schedule,
+    SkipGram,
+    StaircaseDecay,
+    Vocabulary,
+    WordVectors,
+    read_questions,
+)
 
 MODES = ("local", "sync", "half_async", "async", "geo")
 

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import torchfleet as fleet
+from torchfleet.base.errors import FleetError, StrategyError
+from torchfleet.base.role import PaddleCloudRoleMaker
 from torchfleet.collective.build import build
 from torchfleet.collective.collective_job import CollectiveJob
 from torchfleet.collective.strategies.mixed_precision.amp import Amp
 from torchfleet.collective.world import degrees
-from torchfleet.errors import FleetError, StrategyError
-from torchfleet.role import PaddleCloudRoleMaker
 
 STEPS, BATCH = 6, 8
 

@@ -10,9 +10,9 @@ from support.collective_oracles import job_of
 from support.ranks import Ranks
 
 import torchfleet as fleet
+from torchfleet.base.errors import StrategyError
 from torchfleet.collective import data_parallel
 from torchfleet.collective.data_parallel import bucket_bytes
-from torchfleet.errors import StrategyError
 
 MB = 1 << 20
 LAYERS = 8  # of 1 MB each, and a small one at the start

@@ -13,8 +13,8 @@ from support.paths import ROOT
 from support.ranks import Ranks
 
 from torchfleet import collective
+from torchfleet.base.strategy.collective_fields import CONFIGS, FIELDS, OBJECTS
 from torchfleet.collective.build import INCOMPATIBLE, ORDER
-from torchfleet.strategy.collective_fields import CONFIGS, FIELDS, OBJECTS
 
 DOCS = ROOT / "docs" / "collective"
 PAGES = sorted(DOCS.glob("*.md"))

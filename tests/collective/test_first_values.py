@@ -14,9 +14,9 @@ from torch import nn
 
 import torchfleet as fleet
 from examples.bert.model import Bert, Size
+from torchfleet.base.errors import ModelError
 from torchfleet.collective.first_values import Filling, set_aside
 from torchfleet.collective.tensors.local_tensors import local
-from torchfleet.errors import ModelError
 
 WORDS, DIM = 13, 6
 CPU = torch.device("cpu")

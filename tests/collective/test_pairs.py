@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from examples.bert.model import Bert, Output, Size
 from examples.resnet.model import resnet_small
+from torchfleet.base.errors import StrategyError
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.build import ORDER, check
-from torchfleet.errors import StrategyError
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 pytestmark = pytest.mark.xdist_group("traced")
 prepare_ranks = export_once

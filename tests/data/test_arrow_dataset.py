@@ -14,8 +14,8 @@ pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
 import torchfleet as fleet  # noqa: E402
+from torchfleet.base.errors import DataError  # noqa: E402
 from torchfleet.data.dataset import Dataset  # noqa: E402
-from torchfleet.errors import DataError  # noqa: E402
 
 SLOTS = [fleet.Slot("x", "float32", 3), fleet.Slot("ids"), fleet.Slot("w", "float32"), fleet.Slot("label", dim=1)]
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support import jobs
 
 import torchfleet as fleet
+from torchfleet.base.errors import DataError, FleetError
 from torchfleet.data.dataset import file_shard
-from torchfleet.errors import DataError, FleetError
 
 
 @pytest.fixture(autouse=True)

@@ -22,9 +22,9 @@ from support import jobs
 from torch.utils.data import DataLoader
 
 import torchfleet as fleet
+from torchfleet.base.errors import DataError
 from torchfleet.data import feed as feed_module
 from torchfleet.data.queue_dataset import QueueDataset
-from torchfleet.errors import DataError
 
 SECONDS = 20.0
 SLOTS = [fleet.Slot("id", dim=1), fleet.Slot("words"), fleet.Slot("x", dtype="float32", dim=2)]

@@ -23,14 +23,14 @@ from hypothesis import strategies as st
 from support import jobs, processes
 
 import torchfleet as fleet
+from torchfleet.base.errors import DataError
 from torchfleet.data import feed as feed_module
 from torchfleet.data.memory_dataset import InMemoryDataset
 from torchfleet.data.reading.reader import ReadOptions
-from torchfleet.data.samples.sample_rows import SampleRows
-from torchfleet.data.samples.sample_store import Store
-from torchfleet.data.samples.slots import SampleLayout
-from torchfleet.errors import DataError
-from torchfleet.tables.rows.memory import RELEASE, Memory
+from torchfleet.data.sample_rows import SampleRows
+from torchfleet.data.sample_store import Store
+from torchfleet.data.slots import SampleLayout
+from torchfleet.ps.tables.rows.memory import RELEASE, Memory
 
 SECONDS = 10.0
 SLOTS = [
@@ -586,7 +586,7 @@ def test_releasing_a_dataset_gives_its_memory_back(tmp_path: Path) -> None:
 LOADING_AGAIN = """
 import ctypes, gc, sys
 import torchfleet as fleet
-from torchfleet.monitor.status import resident_bytes
+from torchfleet.base.monitor.status import resident_bytes
 
 def resident():
     gc.collect()
@@ -624,7 +624,7 @@ def test_a_store_takes_rows_from_many_threads() -> None:
 
 
 def test_samples_that_do_not_fit_are_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchfleet.data.samples.sample_store.physical_bytes", lambda: 1 << 16)
+    monkeypatch.setattr("torchfleet.data.sample_store.physical_bytes", lambda: 1 << 16)
     store = Store(SampleLayout([fleet.Slot("x", dtype="float32", dim=256)]))
     rows = big_rows(20, 256)
     for _ in range(3):

@@ -27,11 +27,11 @@ from hypothesis import strategies as st
 from support import jobs, processes
 
 import torchfleet as fleet
+from torchfleet.base.errors import DataError, FleetError
 from torchfleet.data import feed as feed_module
 from torchfleet.data.dataset import Dataset
 from torchfleet.data.memory_dataset import InMemoryDataset
 from torchfleet.data.queue_dataset import QueueDataset
-from torchfleet.errors import DataError, FleetError
 
 SECONDS = 10.0
 SLOTS = [
@@ -453,7 +453,7 @@ LEAVING = """
 import sys
 from torchfleet.data.memory_dataset import InMemoryDataset
 from torchfleet.data.queue_dataset import QueueDataset
-from torchfleet.data.samples.slots import Slot
+from torchfleet.data.slots import Slot
 dataset = (QueueDataset if sys.argv[1] == "pass" else InMemoryDataset)()
 dataset.init(use_var=[Slot("id", dim=1)], thread_num=2, queue_batches=1 << 30)
 dataset.set_filelist(sys.argv[2:])

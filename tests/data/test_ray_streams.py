@@ -13,9 +13,9 @@ from support import jobs
 from support.late_imports import Late
 
 import torchfleet as fleet
+from torchfleet.base.errors import DataError
 from torchfleet.data.arrow_dataset import ArrowDataset
 from torchfleet.data.ray_streams import stream_of_worker
-from torchfleet.errors import DataError
 
 ray = Late("ray")
 pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("ray_data")]

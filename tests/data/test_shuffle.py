@@ -23,17 +23,17 @@ from support.fleets import Fleet, in_process, in_threads
 from support.searches import examples
 
 import torchfleet as fleet
+from torchfleet.base.errors import DataError, FleetError
 from torchfleet.data import feed as feed_module
 from torchfleet.data import shuffle
 from torchfleet.data.memory_dataset import InMemoryDataset
-from torchfleet.data.samples.sample_rows import SampleRows
-from torchfleet.data.samples.sample_store import Store
-from torchfleet.data.samples.slots import SampleLayout, Slot
+from torchfleet.data.sample_rows import SampleRows
+from torchfleet.data.sample_store import Store
 from torchfleet.data.shuffle import deal, exchange_samples, packed, unpacked
-from torchfleet.errors import DataError, FleetError
-from torchfleet.net.wire import Role
-from torchfleet.server.meeting import mail
-from torchfleet.worker.peers import Workers
+from torchfleet.data.slots import SampleLayout, Slot
+from torchfleet.ps.net.wire import Role
+from torchfleet.ps.server.meeting import mail
+from torchfleet.ps.worker.peers import Workers
 
 SECONDS = 10.0
 ID = [Slot("id", dim=1)]

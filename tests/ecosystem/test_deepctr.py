@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import torchfleet as fleet
 from examples.deepctr.data import SPARSE, feature_columns, generated
-from torchfleet.errors import ModelError
+from torchfleet.base.errors import ModelError
 
 oracle = Late("sklearn.metrics")
 

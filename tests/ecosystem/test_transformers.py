@@ -14,7 +14,7 @@ from support.scripts.launching import forked_fleetrun
 from torch.utils.data import DataLoader
 
 import torchfleet as fleet
-from torchfleet.errors import ModelError
+from torchfleet.base.errors import ModelError
 
 pytestmark = pytest.mark.xdist_group("transformers")  # imported once, which takes seconds
 

@@ -1,4 +1,4 @@
-"""torchfleet.classify.Entry and examples/classify: settings are checked, ranks learn what one process learns, training
+"""torchfleet.apps.Entry and examples/classify: settings are checked, ranks learn what one process learns, training
 goes on from a save on another number of ranks, features come from files."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from support.scripts.launching import forked_fleetrun
 from torch.utils.data import TensorDataset
 
 import torchfleet as fleet
-from torchfleet.classify.entry import Entry
-from torchfleet.errors import FleetError
+from torchfleet.apps.classify import Entry
+from torchfleet.base.errors import FleetError
 
 pytestmark = pytest.mark.xdist_group("example_classify")
 

@@ -20,8 +20,8 @@ from support.paths import ROOT
 from support.scripts.launching import Forked, clean_environment, forked_fleetrun
 
 import torchfleet as fleet
-from torchfleet.checkpoint.manifest import read_manifest
-from torchfleet.storage import Storage
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.manifest import read_manifest
 
 pytestmark = pytest.mark.xdist_group("example_ctr_dnn")  # its fixtures are made once
 

@@ -15,7 +15,7 @@ from support.paths import ROOT
 
 from benchmarks import online, sparse
 from examples import push_pull
-from torchfleet.tables.rows.recent_pulls import MOST_KEYS
+from torchfleet.ps.tables.rows.recent_pulls import MOST_KEYS
 
 
 def test_push_pull_fits_its_rows():

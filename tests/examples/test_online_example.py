@@ -17,9 +17,9 @@ from support.paths import ROOT
 from support.scripts.launching import forked_fleetrun
 from support.scripts.online_parts import assert_same
 
-from torchfleet import online
-from torchfleet.checkpoint.manifest import read_manifest
-from torchfleet.storage import Storage
+from torchfleet.apps import online
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.manifest import read_manifest
 
 pytestmark = pytest.mark.xdist_group("example_online")  # its fixtures are made once
 

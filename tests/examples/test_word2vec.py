@@ -26,9 +26,9 @@ from support import jobs, processes
 from support.paths import ROOT
 from support.scripts.launching import Forked, clean_environment, forked_fleetrun
 
-from torchfleet.watch.history import HistoryReader
-from torchfleet.word2vec.vectors import WordVectors
-from torchfleet.word2vec.vocabulary import Vocabulary
+from torchfleet.apps.word2vec.vectors import WordVectors
+from torchfleet.apps.word2vec.vocabulary import Vocabulary
+from torchfleet.observe.watch.history import HistoryReader
 
 pytestmark = pytest.mark.xdist_group("example_word2vec")  # its fixtures are made once
 

@@ -15,21 +15,21 @@ import numpy as np
 import pytest
 from support.fleets import in_process
 
-from torchfleet.checkpoint.manifest import Manifest, described, write_manifest
-from torchfleet.errors import FleetError, TableError
-from torchfleet.net.addresses import TRANSPORTS, connect, listen
-from torchfleet.net.wire import DENSE_BACK, Role
-from torchfleet.server.saving.table_loading import load_model
-from torchfleet.server.server import Server
-from torchfleet.storage import Storage
-from torchfleet.tables.settings.spec import KINDS, RULES, Initializer, Rule, TableKind, TableSpec
-from torchfleet.worker.client.client import Client
+from torchfleet.base.errors import FleetError, TableError
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.manifest import Manifest, described, write_manifest
+from torchfleet.ps.net.addresses import TRANSPORTS, connect, listen
+from torchfleet.ps.net.wire import DENSE_BACK, Role
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.server.table_loading import load_model
+from torchfleet.ps.tables.settings.spec import KINDS, RULES, Initializer, Rule, TableKind, TableSpec
+from torchfleet.ps.worker.client.client import Client
 
 ROOM = 1 << 24
 
 SIGN_RULE = '''
 import numpy as np
-from torchfleet.tables.settings.spec import RowRule
+from torchfleet.ps.tables.settings.spec import RowRule
 
 class SignSgd(RowRule):
     """w ← w - lr · sign(g); the state counts updates."""
@@ -53,9 +53,9 @@ class SignSgd(RowRule):
 
 DICT_TABLE = '''
 import numpy as np
-from torchfleet.errors import TableError
-from torchfleet.tables.staleness import Staleness
-from torchfleet.tables.table import SavedSlice
+from torchfleet.base.errors import TableError
+from torchfleet.ps.tables.staleness import Staleness
+from torchfleet.ps.tables.table import SavedSlice
 
 class DictTable:
     """Rows in a Python dict, under SGD."""

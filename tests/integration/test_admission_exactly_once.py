@@ -14,10 +14,10 @@ from support.fleets import Talk, assert_ok, keys_of
 from support.lossy import Faults, Network
 from support.policy_oracle import DAY, HOUR, Oracle, is_chosen, owner_of
 
-from torchfleet.net.transport import Peer
-from torchfleet.net.wire import NO_CREATE, SYNC, Command, Frame, Role, pack, unpack
-from torchfleet.server.server import Server
-from torchfleet.tables.settings.policy import (
+from torchfleet.ps.net.transport import Peer
+from torchfleet.ps.net.wire import NO_CREATE, SYNC, Command, Frame, Role, pack, unpack
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.tables.settings.policy import (
     CountFilterEntry,
     ProbabilityEntry,
     ShowClickEntry,
@@ -25,9 +25,9 @@ from torchfleet.tables.settings.policy import (
     WindowCountEntry,
     combined,
 )
-from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
-from torchfleet.worker.client.client import Client, Future
-from torchfleet.worker.client.connection import Patience
+from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.ps.worker.client.client import Client, Future
+from torchfleet.ps.worker.client.connection import Patience
 
 NUM_SCHEDULES = 150
 PATIENT = Patience(timeout=1e5, retries=16)  # so that no message is lost for good

@@ -20,11 +20,11 @@ from support.scripts import admitting, slotted
 
 import torchfleet as fleet
 from torchfleet import nn
-from torchfleet.errors import FleetError, ModelError, StrategyError, TableError
-from torchfleet.tables.settings.clock import MAX_TIME
-from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
-from torchfleet.tables.settings.spec import Rule, TableSpec
-from torchfleet.tables.sparse_table import SparseTable
+from torchfleet.base.errors import FleetError, ModelError, StrategyError, TableError
+from torchfleet.ps.tables.settings.clock import MAX_TIME
+from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec
+from torchfleet.ps.tables.sparse_table import SparseTable
 
 NUM, DIM, LR, NEEDED = 40, 3, 0.5, 3
 SCRIPT = str(SCRIPTS / "admitting.py")

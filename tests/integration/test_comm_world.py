@@ -13,9 +13,9 @@ from support.paths import SCRIPTS
 
 import torchfleet as fleet
 from torchfleet import util
-from torchfleet.net.keys import keygen
-from torchfleet.net.wire import Array, Command, pack
-from torchfleet.server.server import Server
+from torchfleet.ps.net.keys import keygen
+from torchfleet.ps.net.wire import Array, Command, pack
+from torchfleet.ps.server.server import Server
 
 pytestmark = pytest.mark.xdist_group("comm_world")  # its fixture is made once
 

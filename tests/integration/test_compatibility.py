@@ -21,12 +21,12 @@ from support.paths import SUPPORT
 from support.recorded_model import STEPS, Model, batch_of
 
 import torchfleet as fleet
-from torchfleet.commands.command import main as fleet_command
-from torchfleet.net import wire
-from torchfleet.server.server import Server
-from torchfleet.tables.settings.policy import Shrink
-from torchfleet.tables.settings.spec import TableSpec
-from torchfleet.worker.client.client import Client
+from torchfleet.observe.commands.command import main as fleet_command
+from torchfleet.ps.net import wire
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.tables.settings.policy import Shrink
+from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.worker.client.client import Client
 
 RECORDED = SUPPORT / "recorded"
 CLOSE = 1e-6  # other processors round a multiplication and addition in one step: the record was made on aarch64

@@ -10,13 +10,13 @@ from support.cut_store import CutStore, Operations
 from support.fake_webhdfs import FakeHdfs, fake_webhdfs
 from support.one_number import Model, held, set_all
 
-from torchfleet import fleet as facade
-from torchfleet.checkpoint.compaction import compact
-from torchfleet.checkpoint.manifest import read_manifest
-from torchfleet.checkpoint.manifest_file import FILE
-from torchfleet.commands import command
-from torchfleet.errors import CheckpointError, FleetError
-from torchfleet.storage import Storage
+from torchfleet.api import fleet as facade
+from torchfleet.base.errors import CheckpointError, FleetError
+from torchfleet.base.storage import Storage
+from torchfleet.observe.commands import command
+from torchfleet.ps.checkpoint.compaction import compact
+from torchfleet.ps.checkpoint.manifest import read_manifest
+from torchfleet.ps.checkpoint.manifest_file import FILE
 
 FOLDER = "cut://store/model"
 

@@ -19,18 +19,18 @@ from support.policy_fleets import Direct, Tables
 from support.policy_oracle import DAY, HOUR
 
 import torchfleet as fleet
-from torchfleet.checkpoint.manifest import Manifest, read_manifest
-from torchfleet.checkpoint.part_reader import read_part
-from torchfleet.errors import CheckpointError
-from torchfleet.server.saving import table_saving
-from torchfleet.server.saving.table_loading import load_model
-from torchfleet.server.server import Server
-from torchfleet.storage import Storage
-from torchfleet.tables.settings.policy import CountFilterEntry, ShowClickEntry, Shrink, WindowCountEntry, combined
-from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
-from torchfleet.worker import model_saving as saving_model
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Patience
+from torchfleet.base.errors import CheckpointError
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.manifest import Manifest, read_manifest
+from torchfleet.ps.checkpoint.part_reader import read_part
+from torchfleet.ps.server import table_saving
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.server.table_loading import load_model
+from torchfleet.ps.tables.settings.policy import CountFilterEntry, ShowClickEntry, Shrink, WindowCountEntry, combined
+from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.ps.worker import model_saving as saving_model
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.connection import Patience
 
 UNIFORM = Initializer("uniform", -1.0, 1.0)
 START = 20_000 * DAY

@@ -17,10 +17,10 @@ from support.scripts.inferring import Net, make_optimizer, num_rows, predictions
 from support.scripts.launching import Forked, forked_fleetrun
 
 import torchfleet as fleet
-from torchfleet import fleet as facade
-from torchfleet.errors import CheckpointError, FleetError, ModelError
-from torchfleet.job.worker_role import WorkerRole
-from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.api import fleet as facade
+from torchfleet.api.job.worker_role import WorkerRole
+from torchfleet.base.errors import CheckpointError, FleetError, ModelError
+from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 
 SCRIPT = str(Path(inferring.__file__))
 test_batches.__test__ = False  # type: ignore[attr-defined]

@@ -13,11 +13,11 @@ import pytest
 from support.fleets import ForkedServer
 from support.scripts.launching import forked_fleetrun, run_dir
 
-from torchfleet.net.sockets import SocketChannel
-from torchfleet.net.wire import Role
-from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Patience
+from torchfleet.ps.net.sockets import SocketChannel
+from torchfleet.ps.net.wire import Role
+from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.connection import Patience
 
 SCRIPT = str(Path(__file__).parents[1] / "support" / "scripts" / "durable_job.py")
 ROOT = str(Path(__file__).parents[2])

@@ -21,13 +21,13 @@ from support.jobs import Part, in_threads
 from support.paths import SCRIPTS
 from support.scripts.launching import START, Started, forked_fleetrun, wait_until
 
+from torchfleet.api.training import Report, as_step, train
+from torchfleet.base.errors import DataError
 from torchfleet.data import Slot
 from torchfleet.data.dataset import DatasetPass, WorkerGroup
 from torchfleet.data.feed import Feed
 from torchfleet.data.queue_dataset import QueueDataset
-from torchfleet.errors import DataError
 from torchfleet.nn import SparseEmbedding
-from torchfleet.training import Report, as_step, train
 
 SHARDED = str(SCRIPTS / "sharded.py")
 WAIT = 20.0

@@ -15,9 +15,9 @@ from support.paths import SCRIPTS
 from support.scripts.hybrid_job import BATCH, DIM, NUM_IDS, STEPS, Model, batches
 from support.scripts.launching import Started, forked_fleetrun
 
-from torchfleet.tables.settings.spec import Rule, TableSpec
-from torchfleet.tables.sparse_table import SparseTable
-from torchfleet.worker.lookup.initializers import Uniform
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec
+from torchfleet.ps.tables.sparse_table import SparseTable
+from torchfleet.ps.worker.lookup.initializers import Uniform
 
 SCRIPT = str(SCRIPTS / "hybrid_job.py")
 NUM_WORKERS = 2

@@ -18,9 +18,9 @@ from support.late_imports import Late
 from support.scripts import meeting
 from support.scripts.launching import forked_fleetrun
 
-from torchfleet import fleet as facade
 from torchfleet import metrics, util
-from torchfleet.errors import FleetError
+from torchfleet.api import fleet as facade
+from torchfleet.base.errors import FleetError
 
 oracle = Late("sklearn.metrics")
 

@@ -24,15 +24,15 @@ from support.scripts import killed_saves, resuming
 from support.scripts.launching import forked_fleetrun
 from support.sharded_models import Net
 
-from torchfleet import fleet as facade
-from torchfleet.checkpoint.compaction import compact
-from torchfleet.checkpoint.exporting.export import export_table
-from torchfleet.checkpoint.manifest import read_manifest
+from torchfleet.api import fleet as facade
+from torchfleet.base.errors import CheckpointError
+from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint.loading import load_parameters
 from torchfleet.collective.checkpoint.saving import save as save_collective
-from torchfleet.commands import command
-from torchfleet.errors import CheckpointError
-from torchfleet.storage import Storage
+from torchfleet.observe.commands import command
+from torchfleet.ps.checkpoint.compaction import compact
+from torchfleet.ps.checkpoint.export import export_table
+from torchfleet.ps.checkpoint.manifest import read_manifest
 
 s3fs, moto = Late("s3fs"), Late("moto.server")
 

@@ -19,12 +19,12 @@ from support.scripts.launching import Started, forked_fleetrun
 from support.scripts.online_parts import HOURS, Parts, Tiny, assert_same, held, step
 
 import torchfleet as fleet
-from torchfleet import online
-from torchfleet.errors import FleetError
-from torchfleet.net.wire import Role
-from torchfleet.online import agreement, pass_progress, passes
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Patience
+from torchfleet.apps import online
+from torchfleet.apps.online import agreement, pass_progress, passes
+from torchfleet.base.errors import FleetError
+from torchfleet.ps.net.wire import Role
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.connection import Patience
 
 pytestmark = pytest.mark.xdist_group("online_fleets")  # its fixtures are made once
 
@@ -36,7 +36,7 @@ class Crash(Exception):
 
 
 class Facade:
-    """torchfleet.fleet for workers that are threads of one process."""
+    """torchfleet.api.fleet for workers that are threads of one process."""
 
     def __init__(self) -> None:
         self._own = threading.local()

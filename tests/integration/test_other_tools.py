@@ -20,7 +20,7 @@ from support.scripts.watched import BATCH, STEPS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchfleet.launch.roles import free_ports
-from torchfleet.watch.history import HistoryReader
+from torchfleet.observe.watch.history import HistoryReader
 
 SCRIPT = str(Path(__file__).parents[1] / "support/scripts/watched.py")
 PATIENCE = 60.0

@@ -14,12 +14,12 @@ from support.recorded_model import Model as RecordedModel
 from support.recorded_model import batch_of
 
 import torchfleet as fleet
-from torchfleet.checkpoint.compaction import compact
-from torchfleet.checkpoint.comparison import compare
-from torchfleet.commands.command import main as fleet_command
-from torchfleet.errors import CheckpointError, ModelError
-from torchfleet.job.server_role import ServerRole
-from torchfleet.role import SERVER, RoleInfo
+from torchfleet.api.job.server_role import ServerRole
+from torchfleet.base.errors import CheckpointError, ModelError
+from torchfleet.base.role import SERVER, RoleInfo
+from torchfleet.observe.commands.command import main as fleet_command
+from torchfleet.ps.checkpoint.compaction import compact
+from torchfleet.ps.checkpoint.comparison import compare
 
 RECORDED = SUPPORT / "recorded"
 

@@ -14,8 +14,8 @@ from support import processes
 from support.own_etcd import started_etcd
 from support.scripts.launching import START, Started, forked_fleetrun, in_log, run_dir, wait_until
 
-from torchfleet.coordination.coordinators import make_coordinator
-from torchfleet.coordination.view import ENDED, View
+from torchfleet.ps.coordination.coordinators import make_coordinator
+from torchfleet.ps.coordination.view import ENDED, View
 
 COUNTED = str(Path(__file__).parents[1] / "support" / "scripts" / "counted.py")
 

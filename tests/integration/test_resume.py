@@ -16,14 +16,14 @@ from support.scripts.resuming import NUM_ITEMS, Model, make_optimizer, train
 from support.scripts.saved_models import contents
 
 import torchfleet as fleet
-from torchfleet import fleet as facade
 from torchfleet import nn
-from torchfleet.checkpoint.manifest import read_manifest
-from torchfleet.errors import CheckpointError, FleetError
-from torchfleet.job.worker_role import WorkerRole
-from torchfleet.role import SERVER, RoleInfo
-from torchfleet.server.server import Server
-from torchfleet.storage import Storage
+from torchfleet.api import fleet as facade
+from torchfleet.api.job.worker_role import WorkerRole
+from torchfleet.base.errors import CheckpointError, FleetError
+from torchfleet.base.role import SERVER, RoleInfo
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.manifest import read_manifest
+from torchfleet.ps.server.server import Server
 
 SCRIPT = str(SCRIPTS / "resuming.py")
 WORDS = np.arange(1000) * 1_000_003 - 5

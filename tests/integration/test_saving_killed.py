@@ -17,10 +17,10 @@ from support import jobs
 from support.one_number import Model, held, set_all
 from support.paths import SCRIPTS
 
-from torchfleet import storage as storages
-from torchfleet.checkpoint.manifest import DONEFILE, FILE, read_manifest
-from torchfleet.errors import FleetError
-from torchfleet.storage import Storage
+from torchfleet.base import storage as storages
+from torchfleet.base.errors import FleetError
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.manifest import DONEFILE, FILE, read_manifest
 
 NUM_KILLS = 12
 

@@ -20,13 +20,13 @@ import pytest
 import zmq
 from support.fleets import WAIT, ServerThread
 
-from torchfleet.errors import PermissionRefused, SecurityError, ServerUnreachable
-from torchfleet.net.keys import KeyFolder, is_private, keygen, require_keys
-from torchfleet.net.sockets import Listener, SocketChannel
-from torchfleet.net.wire import Command, Message, Role, encode
-from torchfleet.tables.settings.spec import TableSpec
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Patience
+from torchfleet.base.errors import PermissionRefused, SecurityError, ServerUnreachable
+from torchfleet.ps.net.keys import KeyFolder, is_private, keygen, require_keys
+from torchfleet.ps.net.sockets import Listener, SocketChannel
+from torchfleet.ps.net.wire import Command, Message, Role, encode
+from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.connection import Patience
 
 pytestmark = pytest.mark.timeout(60)
 

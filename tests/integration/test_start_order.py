@@ -19,9 +19,9 @@ NAME = "torchfleet-test-server"
 # What a worker does: it connects by name, is heard, and asks again when it is told to.
 CLIENT = """
 import os, sys, time
-from torchfleet.job.worker_start import wait_for_servers
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Patience
+from torchfleet.api.job.worker_start import wait_for_servers
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.connection import Patience
 with Client.connect([sys.argv[1]], patience=Patience(60.0, 3, 1.0)) as client:
     wait_for_servers(client, 60.0)
     print("heard", flush=True)

@@ -12,7 +12,7 @@ from support.scripts.loading_states import Model, batch
 
 
 def test_all_workers_go_on_from_the_state_that_they_load(tmp_path: Path) -> None:
-    """In hybrid mode, whose network is on the workers; tests/worker/test_model_state.py has the other modes."""
+    """In hybrid mode, whose network is on the workers; tests/ps/worker/test_model_state.py has the other modes."""
     settings = {"a_sync": True, "a_sync_configs": {"hybrid": True}}
     torch.manual_seed(5)
     plain = Model()

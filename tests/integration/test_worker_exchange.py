@@ -17,16 +17,16 @@ from support.fleets import Fleet, in_process
 from support.jobs import in_threads
 from support.lossy import Faults, Network
 
+from torchfleet.base.errors import FleetError, ServerUnreachable
 from torchfleet.data import Slot
 from torchfleet.data.dataset import WorkerGroup
 from torchfleet.data.memory_dataset import InMemoryDataset
-from torchfleet.errors import FleetError, ServerUnreachable
-from torchfleet.net.wire import Array, Command, pack
-from torchfleet.server.meeting import mail
-from torchfleet.server.server import Server
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Call, Patience
-from torchfleet.worker.peers import Exchange, Parcel, SharedFiles, Workers
+from torchfleet.ps.net.wire import Array, Command, pack
+from torchfleet.ps.server.meeting import mail
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.connection import Call, Patience
+from torchfleet.ps.worker.peers import Exchange, Parcel, SharedFiles, Workers
 
 PATIENT = Patience(timeout=600.0, retries=12)
 LEASE = 86400.0  # of real seconds: nobody dies here

@@ -15,12 +15,12 @@ from support.paths import ROOT
 from support.scripts.launching import TINY, fleetrun, forked_fleetrun, run_dir
 
 import torchfleet
-from torchfleet.commands.command import main as fleet_command
 from torchfleet.launch import cli, roles, server_launcher
 from torchfleet.launch.processes import script_command
 from torchfleet.launch.roles import free_ports
-from torchfleet.net.keys import KeyFolder, keygen
-from torchfleet.net.wire import Role
+from torchfleet.observe.commands.command import main as fleet_command
+from torchfleet.ps.net.keys import KeyFolder, keygen
+from torchfleet.ps.net.wire import Role
 
 LISTS = ("--servers", "127.0.0.1:7000", "--workers", "127.0.0.1:0")
 
@@ -225,7 +225,7 @@ class TestDryRun:
 
 
 class TestPrivacy:
-    """What other users of the machine can reach. `tests/net/test_private_jobs.py` tries to."""
+    """What other users of the machine can reach. `tests/ps/net/test_private_jobs.py` tries to."""
 
     @pytest.fixture
     def told(self, capsys: pytest.CaptureFixture[str], script: str) -> Callable[..., str]:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from torchfleet.base.monitor.notices import tell
+from torchfleet.base.monitor.status import StatusFile
 from torchfleet.launch.job_spec import Task
 from torchfleet.launch.processes import Process
-from torchfleet.monitor.notices import tell
-from torchfleet.monitor.status import StatusFile
 
 SCRIPT = """
 import sys

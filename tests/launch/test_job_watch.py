@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from torchfleet import cgroups
-from torchfleet.errors import FleetError
+from torchfleet.base import cgroups
+from torchfleet.base.errors import FleetError
 from torchfleet.launch.job_spec import JobSpec, Task
 from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.roles import JobLayout
 from torchfleet.launch.supervisor import JobSupervisor
-from torchfleet.watch.dashboard.job_record import JobRecord
-from torchfleet.watch.history import HistoryReader
-from torchfleet.watch.watchers import Watching
+from torchfleet.observe.dashboard.job_record import JobRecord
+from torchfleet.observe.watch.history import HistoryReader
+from torchfleet.observe.watch.watchers import Watching
 
 
 def test_a_taken_port_of_the_dashboard_leaves_signals_as_they_were_and_ends_the_record(tmp_path: Path) -> None:

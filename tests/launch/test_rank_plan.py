@@ -30,13 +30,12 @@ from support.scripts.launching import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
-from torchfleet.errors import RoleError
-from torchfleet.launch import cli, roles
-from torchfleet.launch.machines import rendezvous
-from torchfleet.launch.machines.rendezvous import FixedRendezvous
-from torchfleet.launch.machines.stores import StoreAddress, serve
+from torchfleet.base.errors import RoleError
+from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.launch import cli, rendezvous, roles
+from torchfleet.launch.rendezvous import FixedRendezvous
 from torchfleet.launch.roles import free_ports
-from torchfleet.role import PaddleCloudRoleMaker
+from torchfleet.launch.stores import StoreAddress, serve
 
 PLAY = str(SCRIPTS / "ranks_play.py")
 TWO = ("--nproc_per_node", "2")

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from support.scripts.launching import TINY, Forked
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
+from torchfleet.base.role import PaddleCloudRoleMaker
 from torchfleet.launch import roles
 from torchfleet.launch.roles import (
     PORTS,
@@ -23,7 +24,6 @@ from torchfleet.launch.roles import (
     spare_servers,
     tasks,
 )
-from torchfleet.role import PaddleCloudRoleMaker
 
 SetAddresses = Callable[..., None]
 

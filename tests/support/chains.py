@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from torchfleet.checkpoint import part_file
-from torchfleet.checkpoint.chain import live_candidates, live_rows
-from torchfleet.checkpoint.manifest import (
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint import part_file
+from torchfleet.ps.checkpoint.chain import live_candidates, live_rows
+from torchfleet.ps.checkpoint.manifest import (
     Manifest,
     Parameter,
     Part,
@@ -20,12 +21,11 @@ from torchfleet.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from torchfleet.storage import Storage
-from torchfleet.tables.settings.owners import owners_of
-from torchfleet.tables.settings.policy import CountFilterEntry as Count
-from torchfleet.tables.settings.policy import ShowClickEntry as Shows
-from torchfleet.tables.settings.policy import Shrink, combined
-from torchfleet.tables.settings.spec import Rule, TableSpec, shard_range
+from torchfleet.ps.tables.settings.owners import owners_of
+from torchfleet.ps.tables.settings.policy import CountFilterEntry as Count
+from torchfleet.ps.tables.settings.policy import ShowClickEntry as Shows
+from torchfleet.ps.tables.settings.policy import Shrink, combined
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec, shard_range
 
 ADAM = Rule("adam", lr=0.125)
 ITEMS = TableSpec(

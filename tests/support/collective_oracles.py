@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.collective_job import CollectiveJob
 from torchfleet.collective.strategy import Strategy
-from torchfleet.role import PaddleCloudRoleMaker
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

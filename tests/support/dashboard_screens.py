@@ -21,8 +21,8 @@ from typing import Any
 from support.made_history import MadeJob, write
 from support.paths import ROOT
 
-from torchfleet.watch.dashboard.dashboard_server import Dashboard
-from torchfleet.watch.dashboard.run_folders import RunFolders
+from torchfleet.observe.dashboard.dashboard_server import Dashboard
+from torchfleet.observe.dashboard.run_folders import RunFolders
 
 SCREENS = ROOT / "docs" / "screens"
 JOB = ("--server_num", "2", "--worker_num", "2", "examples/wide_deep/train.py", "--rows", "400000", "--epochs", "3")

@@ -18,8 +18,8 @@ from support.scripts.launching import forked_fleetrun
 from torch.nn import functional as F
 
 from examples.columns import Batches, Columns
-from torchfleet.tables.sparse_table import SparseTable
-from torchfleet.worker.lookup.embedding import SparseEmbedding
+from torchfleet.ps.tables.sparse_table import SparseTable
+from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
 
 WORKERS = 2
 

@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 from support import processes
 
-from torchfleet.net.keys import KeyFolder
-from torchfleet.net.sockets import Listener, SocketChannel
-from torchfleet.net.transport import Channel, InProcess
-from torchfleet.net.wire import ERROR, Array, Command, Message, Reply, Role, decode_reply, encode, pack, unpack
-from torchfleet.server.process import ServerProcess
-from torchfleet.server.server import Server
-from torchfleet.tables.settings.spec import TableSpec
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Patience
+from torchfleet.ps.net.keys import KeyFolder
+from torchfleet.ps.net.sockets import Listener, SocketChannel
+from torchfleet.ps.net.transport import Channel, InProcess
+from torchfleet.ps.net.wire import ERROR, Array, Command, Message, Reply, Role, decode_reply, encode, pack, unpack
+from torchfleet.ps.server.process import ServerProcess
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.connection import Patience
 
 MAX_TABLE_BYTES = 1 << 26
 WAIT = 10.0  # seconds; no wait in a test is longer

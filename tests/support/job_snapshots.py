@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchfleet.monitor.snapshot import JobSnapshot, RoleSnapshot
+from torchfleet.base.monitor.snapshot import JobSnapshot, RoleSnapshot
 
 TABLES = {
     "words": {"kind": "sparse", "rows": 12_345, "bytes": 1_200_000, "evicted": 0, "created": 12_345},

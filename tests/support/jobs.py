@@ -26,18 +26,18 @@ from support import processes
 from support.paths import ROOT
 from torch.nn import functional as F
 
-from torchfleet import fleet as facade
-from torchfleet.job.ps_job import ParameterServerJob
-from torchfleet.job.server_role import ServerRole
-from torchfleet.job.worker_role import WorkerRole
-from torchfleet.net.transport import Channel, InProcess, InProcessChannel
-from torchfleet.net.wire import Command, Frame, Role, decode
-from torchfleet.role import SERVER, WORKER, RoleInfo
-from torchfleet.server.server import Server
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.tables.sparse_table import SparseTable
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Patience
+from torchfleet.api import fleet as facade
+from torchfleet.api.job.ps_job import ParameterServerJob
+from torchfleet.api.job.server_role import ServerRole
+from torchfleet.api.job.worker_role import WorkerRole
+from torchfleet.base.role import SERVER, WORKER, RoleInfo
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.ps.net.transport import Channel, InProcess, InProcessChannel
+from torchfleet.ps.net.wire import Command, Frame, Role, decode
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.tables.sparse_table import SparseTable
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.connection import Patience
 
 torch.set_num_threads(1)
 
@@ -350,7 +350,7 @@ class SocketServers:
 
 @contextlib.contextmanager
 def clean_facade() -> Iterator[None]:
-    """torchfleet.fleet holds one job per process: whatever a test leaves there is taken away."""
+    """torchfleet.api.fleet holds one job per process: whatever a test leaves there is taken away."""
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ import psutil
 from support.kube_pods import FAILURES, Document, Pod, pods_of
 from support.paths import ROOT
 
-from torchfleet.kernels import jit
+from torchfleet.ps.kernels import jit
 
 _SYSTEM = ("bin", "sbin", "lib", "lib64", "usr", "etc", "dev", "sys")
 _PACKAGE, _COMPILED = "/opt/source", "/opt/torchfleet/cache"  # in the image
@@ -148,7 +148,7 @@ class Node:
         """What the image has compiled: what the tests have, at the place where numba looks for it in a pod."""
         source = ROOT / "torchfleet" / "kernels"
         image = self._folder / "image"
-        folder = hashlib.sha1(f"{_PACKAGE}/torchfleet/kernels".encode()).hexdigest()
+        folder = hashlib.sha1(f"{_PACKAGE}/torchfleet/ps/kernels".encode()).hexdigest()
         target = image / "torchfleet" / f"kernels-{jit._stamp(source)}" / f"kernels_{folder}"
         if not image.exists():
             target.mkdir(parents=True)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from torchfleet.net.wire import (
+from torchfleet.ps.net.wire import (
     BOUNDED,
     DELTA,
     DENSE_BACK,
@@ -24,12 +24,12 @@ from torchfleet.net.wire import (
     encode,
     pack,
 )
-from torchfleet.server.log import state_copy
-from torchfleet.server.server import Server
-from torchfleet.tables.rows.row_statistics import is_counted
-from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
-from torchfleet.tables.settings.spec import Rule, TableSpec
-from torchfleet.tables.sparse_table import SparseTable
+from torchfleet.ps.server.log import state_copy
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.tables.rows.row_statistics import is_counted
+from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec
+from torchfleet.ps.tables.sparse_table import SparseTable
 
 NUM_WORKERS, NUM_KEYS = 2, 300
 SPECS = [

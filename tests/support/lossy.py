@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torchfleet.net.transport import Handler
-from torchfleet.net.wire import Frame
+from torchfleet.ps.net.transport import Handler
+from torchfleet.ps.net.wire import Frame
 
 NEVER = 1e9
 

@@ -273,8 +273,8 @@ def _import(modules: Sequence[str]) -> None:
     import torch.distributed.pipelining
     import torch.distributed.tensor
 
-    import torchfleet.classify
-    import torchfleet.fleet
+    import torchfleet.api.fleet
+    import torchfleet.apps
     import torchfleet.launch.cli
     import torchfleet.launch.elastic  # noqa: F401
 
@@ -293,7 +293,7 @@ def _load_kernels() -> None:
     before it serves, which takes a fifth of a second more."""
     from unittest import mock
 
-    from torchfleet.server import warm
+    from torchfleet.ps.server import warm
 
     with mock.patch.object(warm, "keep_freed_memory"):  # a setting of the process, which servers alone make
         warm.warm_up()

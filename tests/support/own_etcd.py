@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import pytest
 from support.scripts.launching import wait_until
 
-from torchfleet.coordination.etcd_coordinator import EtcdCoordinator
-from torchfleet.coordination.etcd_gateway import Access, EtcdGateway
-from torchfleet.errors import FleetError
+from torchfleet.base.errors import FleetError
 from torchfleet.launch.roles import free_ports
+from torchfleet.ps.coordination.etcd_coordinator import EtcdCoordinator
+from torchfleet.ps.coordination.etcd_gateway import Access, EtcdGateway
 
 _PLAIN = Access()
 

@@ -25,8 +25,8 @@ from unittest import mock
 from support.paths import ROOT
 from support.scripts.launching import Forked, clean_environment
 
-from torchfleet.commands import command as fleet_command
 from torchfleet.launch.clusters.k8s.cluster_command import ACTIONS, run_action
+from torchfleet.observe.commands import command as fleet_command
 
 _BLOCK = re.compile(
     r"^(?:<!-- (?P<how>not run|only): (?P<what>[^\n]+) -->\n)?"
@@ -117,7 +117,7 @@ def _pattern(line: str) -> re.Pattern[str]:
 def run(line: str, folder: Path) -> str:
     """A command line, by the interpreter and the torchfleet of the tests; Python's own are forked, which is quick."""
     words = shlex.split(line, comments=True)
-    modules = {"fleetrun": "torchfleet.launch", "fleet": "torchfleet.commands"}
+    modules = {"fleetrun": "torchfleet.launch", "fleet": "torchfleet.observe.commands"}
     environment = {"PYTHONPATH": str(ROOT), "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"}
     if words[0] in modules and not _SHELL.search(line):
         words = ["python", "-m", modules[words[0]], *words[1:]]

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from support.policy_oracle import owner_of
 
-from torchfleet.checkpoint.manifest import Manifest
-from torchfleet.net.wire import Frame
-from torchfleet.server.saving.table_loading import load_model
-from torchfleet.server.server import Server
-from torchfleet.tables.settings.spec import TableSpec
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Patience
-from torchfleet.worker.lookup.dense_group import DenseGroup
-from torchfleet.worker.lookup.plan import Plan, SparseGroup
-from torchfleet.worker.model_saving import Kind, save_model
+from torchfleet.ps.checkpoint.manifest import Manifest
+from torchfleet.ps.net.wire import Frame
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.server.table_loading import load_model
+from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.connection import Patience
+from torchfleet.ps.worker.lookup.dense_group import DenseGroup
+from torchfleet.ps.worker.lookup.plan import Plan, SparseGroup
+from torchfleet.ps.worker.model_saving import Kind, save_model
 
 MAX_TABLE_BYTES = 1 << 24
 SECONDS = 30.0

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchfleet as fleet
-from torchfleet.errors import ModelError
+from torchfleet.base.errors import ModelError
 
 SCALE = 32768.0
 

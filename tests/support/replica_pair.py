@@ -11,12 +11,12 @@ from pathlib import Path
 
 from support.fleets import MAX_TABLE_BYTES
 
-from torchfleet.coordination.file_coordinator import FileCoordinator
-from torchfleet.net.replica_channels import ReplicaChannels
-from torchfleet.net.wire import Frame, Role
-from torchfleet.server.replicas.between import Identity
-from torchfleet.server.replicas.replica import Replica
-from torchfleet.server.server import Server
+from torchfleet.ps.coordination.file_coordinator import FileCoordinator
+from torchfleet.ps.net.replica_channels import ReplicaChannels
+from torchfleet.ps.net.wire import Frame, Role
+from torchfleet.ps.server.replicas.between import Identity
+from torchfleet.ps.server.replicas.replica import Replica
+from torchfleet.ps.server.server import Server
 
 TICK = 0.05
 _ONE = 0.001  # seconds that a message takes

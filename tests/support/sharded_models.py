@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.collective_job import CollectiveJob
-from torchfleet.role import PaddleCloudRoleMaker
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 

@@ -10,9 +10,9 @@ import math
 
 import numpy as np
 
-from torchfleet.kernels import packed_buckets, random
-from torchfleet.kernels.hashmap import BUCKET, MOVED, NEW, NEXT_ROW, NUM_FREE, NUM_KEYS, OLD, SALT
-from torchfleet.tables.rows.packed_map import PackedMap
+from torchfleet.ps.kernels import packed_buckets, random
+from torchfleet.ps.kernels.hashmap import BUCKET, MOVED, NEW, NEXT_ROW, NUM_FREE, NUM_KEYS, OLD, SALT
+from torchfleet.ps.tables.rows.packed_map import PackedMap
 
 MASK = (1 << 64) - 1
 M1, M2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB

@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("fleetrun = torchfleet.launch.cli:main", "fleet = torchfleet.commands.command:main")
+COMMANDS = ("fleetrun = torchfleet.launch.cli:main", "fleet = torchfleet.observe.commands.command:main")
 
 
 def package_files(root: Path = ROOT) -> set[str]:

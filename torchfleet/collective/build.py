@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import NamedTuple
 
+from torchfleet.base.errors import StrategyError
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
-from torchfleet.errors import StrategyError
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 
 class Listed(NamedTuple):

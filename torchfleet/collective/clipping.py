@@ -14,10 +14,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from torchfleet.base.errors import FleetError
 from torchfleet.collective.tensors.local_tensors import shard
 from torchfleet.collective.tensors.whole_norms import local_gradient, num_shards, shard_norms
 from torchfleet.collective.world import World
-from torchfleet.errors import FleetError
 
 Key = TypeVar("Key")
 

@@ -11,23 +11,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torchfleet.base.errors import FleetError
+from torchfleet.base.monitor.epochs import Epochs, length
+from torchfleet.base.monitor.prometheus.metrics_port import open_metrics_port
+from torchfleet.base.monitor.status import StatusFile
+from torchfleet.base.monitor.stop_request import stop_request
+from torchfleet.base.monitor.training_pace import TrainingPace
+from torchfleet.base.role import RoleInfo
+from torchfleet.base.step_tracing import StepTracing
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.base.tracing.otlp import trace_every
+from torchfleet.base.tracing.process_part import ProcessName
+from torchfleet.base.tracing.profile_folder import folder_of
 from torchfleet.collective.collective_model import CollectiveModel
 from torchfleet.collective.collective_optimizer import CollectiveOptimizer
 from torchfleet.collective.meeting.job_meetings import JobMeetings
 from torchfleet.collective.model_and_optimizer import ModelAndOptimizer
 from torchfleet.collective.world import begun
-from torchfleet.errors import FleetError
-from torchfleet.monitor.epochs import Epochs, length
-from torchfleet.monitor.prometheus.metrics_port import open_metrics_port
-from torchfleet.monitor.status import StatusFile
-from torchfleet.monitor.stop_request import stop_request
-from torchfleet.monitor.training_pace import TrainingPace
-from torchfleet.profiling.step_tracing import StepTracing
-from torchfleet.role import RoleInfo
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.tracing.otlp import trace_every
-from torchfleet.tracing.process_part import ProcessName
-from torchfleet.tracing.profile_folder import folder_of
 
 if TYPE_CHECKING:
     from torchfleet.collective.checkpoint.background_saves import BackgroundSaves
@@ -189,7 +189,7 @@ class CollectiveJob(ModelAndOptimizer):
             raise FleetError("call fleet.distributed_model and fleet.distributed_optimizer before this")
         return self.model, self.optimizer
 
-    # What fleet.py calls on every kind of job (torchfleet/job/protocol.py), beside the methods above
+    # What fleet.py calls on every kind of job (torchfleet/api/job/protocol.py), beside the methods above
 
     @property
     def mode(self) -> str:

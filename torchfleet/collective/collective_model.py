@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from torchfleet.base.errors import ModelError
 from torchfleet.collective.data_parallel import WrappedModel
 from torchfleet.collective.strategy import Forward, LossFn, Runner, Strategy
 from torchfleet.collective.tensors.outputs import tensors
-from torchfleet.errors import ModelError
 
 
 class CollectiveModel(torch.nn.Module):

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from torchfleet.adoption import AdoptedOptimizer
+from torchfleet.base.adoption import AdoptedOptimizer
+from torchfleet.base.errors import FleetError, ModelError
 from torchfleet.collective.clipping import clip_grad_norm
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.collective.world import World
-from torchfleet.errors import FleetError, ModelError
 
 
 class CollectiveOptimizer(AdoptedOptimizer):

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.nn.parallel import DistributedDataParallel
 
+from torchfleet.base.errors import StrategyError
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.buckets import buckets
 from torchfleet.collective.strategy import Forward
 from torchfleet.collective.tensors.local_tensors import is_local, local
 from torchfleet.collective.world import World
-from torchfleet.errors import StrategyError
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 _ALONE_MB = 1e-6  # a bucket of about a byte: every gradient travels by itself
 _BESIDE_ROWS_MB = 1.0  # a network beside tables has a few megabytes

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from torchfleet.base.errors import ModelError
 from torchfleet.collective.checkpoint.pieces import piece_of
 from torchfleet.collective.tensors.local_tensors import local
-from torchfleet.errors import ModelError
 
 Slot = tuple[dict[str, Any], str]  # a module's parameters or buffers, and a name among them
 

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
+from torchfleet.base.errors import ModelError
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.buckets import buckets
 from torchfleet.collective.tensors.local_tensors import is_local, local
 from torchfleet.collective.world import World
-from torchfleet.errors import ModelError
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 
 class GradientAverage:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from torchfleet.base.errors import StrategyError
+from torchfleet.base.role import RoleInfo
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.build import check
 from torchfleet.collective.world import World, degrees
-from torchfleet.errors import StrategyError
-from torchfleet.role import RoleInfo
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 
 def use_execution(settings: DistributedStrategy) -> None:

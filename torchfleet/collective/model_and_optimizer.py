@@ -7,6 +7,8 @@ from functools import partial
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from torchfleet.base.errors import ModelError, StrategyError
+from torchfleet.base.role import RoleInfo
 from torchfleet.collective.build import build
 from torchfleet.collective.collective_model import CollectiveModel
 from torchfleet.collective.collective_optimizer import CollectiveOptimizer
@@ -15,8 +17,6 @@ from torchfleet.collective.first_values import Filling, is_without_memory, set_a
 from torchfleet.collective.job_settings import JobSettings
 from torchfleet.collective.strategy import Forward, JobView, Runner, Strategy
 from torchfleet.collective.tensors.local_tensors import is_local
-from torchfleet.errors import ModelError, StrategyError
-from torchfleet.role import RoleInfo
 
 _AXES = {"tensor_parallel_degree": "model", "sharding_degree": "sharding"}  # of configs, by the axis that it is of
 _AS_OFTEN = ("amp", "sync_batch_norm")  # change layers to what they are already, the second time

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.world import World
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 Forward = Callable[..., Any]
 LossFn = Callable[[Any, Any], torch.Tensor]  # of (output, target): a mean over samples

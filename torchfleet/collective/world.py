@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchfleet.errors import FleetError, StrategyError
-from torchfleet.role import RoleInfo
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.base.errors import FleetError, StrategyError
+from torchfleet.base.role import RoleInfo
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 
 AXES = ("data", "pipe", "sharding", "model")  # from the slowest to the fastest number: neighbours share a tensor
 

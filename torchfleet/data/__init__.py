@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torchfleet.data.reading.generator import MultiSlotDataGenerator, MultiSlotStringDataGenerator
     from torchfleet.data.reading.parquet import ParquetFormat
     from torchfleet.data.reading.string_hash import hash_string
-    from torchfleet.data.samples.slots import Batch, Ragged, Slot
+    from torchfleet.data.slots import Batch, Ragged, Slot
 
 __all__ = [
     "Batch",
@@ -29,14 +29,14 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
-    "Batch": "samples.slots",
+    "Batch": "slots",
     "CriteoFormat": "reading.criteo",
     "FileBatches": "file_batches",
     "MultiSlotDataGenerator": "reading.generator",
     "MultiSlotStringDataGenerator": "reading.generator",
     "ParquetFormat": "reading.parquet",
-    "Ragged": "samples.slots",
-    "Slot": "samples.slots",
+    "Ragged": "slots",
+    "Slot": "slots",
     "hash_string": "reading.string_hash",
 }
 _OF_JOB = ("from_arrow", "from_parquet", "from_ray")  # made above this room, where the job's workers are known
@@ -46,5 +46,5 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"torchfleet.data has no '{name}'; it has {', '.join(__all__)}")
     if name in _OF_JOB:
-        return getattr(import_module("torchfleet.datasets"), name)
+        return getattr(import_module("torchfleet.api.datasets"), name)
     return getattr(import_module(f"torchfleet.data.{_ELSEWHERE[name]}"), name)

@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from torchfleet.base.errors import DataError
+from torchfleet.data.arrow_columns import ColumnReader, pyarrow, slots_of
 from torchfleet.data.column_cutter import ColumnCutter
-from torchfleet.data.columns.arrow_columns import ColumnReader, pyarrow, slots_of
 from torchfleet.data.dataset import BatchIterator, Dataset, DatasetPass, checked
 from torchfleet.data.feed import Feed
 from torchfleet.data.file_passes import FileBatch
 from torchfleet.data.reading.parquet import ParquetFormat
-from torchfleet.data.samples.slots import SampleLayout, Slot
-from torchfleet.errors import DataError
+from torchfleet.data.slots import SampleLayout, Slot
 
 _QUEUED = 4  # finished batches that wait at most
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from torchfleet.data.columns.column_samples import ColumnSamples
+from torchfleet.data.column_samples import ColumnSamples
 from torchfleet.data.file_passes import FileBatch, Ticket
 
 Held = tuple[ColumnSamples, tuple[Ticket, ...]]

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from torchfleet.base.errors import DataError
 from torchfleet.data.feed import Feed
 from torchfleet.data.file_passes import FileBatch, FileQueue
 from torchfleet.data.reading.reader import ReadOptions
 from torchfleet.data.reading.streams import check_files
-from torchfleet.data.samples.slots import SampleLayout, Slot
-from torchfleet.errors import DataError
+from torchfleet.data.slots import SampleLayout, Slot
 
 
 class SampleExchange(Protocol):
@@ -39,7 +39,7 @@ class SharedFileQueue(FileQueue, Protocol):
 
 
 class WorkerGroup(Protocol):
-    """The workers of a job, as datasets see them: torchfleet.worker.peers.Workers, or Alone."""
+    """The workers of a job, as datasets see them: torchfleet.ps.worker.peers.Workers, or Alone."""
 
     index: int
     num: int

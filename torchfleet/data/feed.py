@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from torchfleet.background import BackgroundThreads
+from torchfleet.base.background import BackgroundThreads
 
 Item = TypeVar("Item")
 _LOOK = 1.0  # seconds; every change wakes whoever waits, this is for nothing but safety

@@ -10,7 +10,7 @@ import torch.utils.data
 from torchfleet.data.dataset import file_shard
 from torchfleet.data.queue_dataset import QueueDataset
 from torchfleet.data.reading.streams import check_files
-from torchfleet.data.samples.slots import Batch, Slot
+from torchfleet.data.slots import Batch, Slot
 
 
 class FileBatches(torch.utils.data.IterableDataset[Batch]):

@@ -10,8 +10,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from torchfleet.data.reading.formats import LineSource
-from torchfleet.data.samples.sample_rows import SampleRows
-from torchfleet.data.samples.slots import Batch, RowSelection, SampleLayout
+from torchfleet.data.sample_rows import SampleRows
+from torchfleet.data.slots import Batch, RowSelection, SampleLayout
 
 
 class _Samples(Protocol):

@@ -8,17 +8,17 @@ from functools import partial
 
 import numpy as np
 
-from torchfleet.background import BackgroundThreads
+from torchfleet.base.background import BackgroundThreads
+from torchfleet.base.errors import DataError
+from torchfleet.base.monitor.progress import Progress
 from torchfleet.data.dataset import BatchIterator, Dataset, DatasetPass, as_numbers, checked
 from torchfleet.data.feed import Feed
 from torchfleet.data.file_passes import Account, FileBatch, OwnFileQueue
 from torchfleet.data.reading.parquet import ParquetFormat
 from torchfleet.data.reading.reader import ReadOptions
-from torchfleet.data.samples.sample_store import Store
-from torchfleet.data.samples.slots import RowSelection, SampleLayout
+from torchfleet.data.sample_store import Store
 from torchfleet.data.shuffle import exchange_samples
-from torchfleet.errors import DataError
-from torchfleet.monitor.progress import Progress
+from torchfleet.data.slots import RowSelection, SampleLayout
 
 
 class InMemoryDataset(Dataset):

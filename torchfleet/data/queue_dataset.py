@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from torchfleet.base.errors import DataError
 from torchfleet.data.column_cutter import ColumnCutter
-from torchfleet.data.columns.column_samples import ColumnSamples
+from torchfleet.data.column_samples import ColumnSamples
 from torchfleet.data.dataset import BatchIterator, Dataset, DatasetPass, SharedFileQueue
 from torchfleet.data.feed import Feed
 from torchfleet.data.file_passes import (
@@ -26,7 +27,6 @@ from torchfleet.data.file_passes import (
 from torchfleet.data.reading.formats import LineSource
 from torchfleet.data.reading.parquet import ParquetFormat, ParquetReader
 from torchfleet.data.reading.reader import ReadOptions
-from torchfleet.errors import DataError
 
 LEASE = 30.0  # seconds of silence after which a worker's files go to others
 

@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torchfleet.base.errors import DataError
+from torchfleet.base.extras import required
 from torchfleet.data.dataset import WorkerGroup
-from torchfleet.errors import DataError
-from torchfleet.extras import required
 
 _NAMESPACE = "torchfleet"
 

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from torchfleet.base.errors import DataError
+from torchfleet.base.monitor.progress import Progress
 from torchfleet.data.dataset import WorkerGroup
-from torchfleet.data.samples.sample_rows import SampleRows
-from torchfleet.data.samples.sample_store import Store
-from torchfleet.data.samples.slots import SampleLayout
-from torchfleet.errors import DataError
-from torchfleet.monitor.progress import Progress
+from torchfleet.data.sample_rows import SampleRows
+from torchfleet.data.sample_store import Store
+from torchfleet.data.slots import SampleLayout
 
 _PARCEL_ROWS, _PARCEL_BYTES = 1 << 14, 1 << 22
 _MAX_SEED = 1 << 63

@@ -15,17 +15,17 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SubprocessContext
 
+from torchfleet.base.monitor.json_lines import readable
+from torchfleet.base.monitor.json_pipe import JsonPipe
+from torchfleet.base.monitor.log_file import DEFAULT_BYTES, LogFile
+from torchfleet.base.monitor.notices import tell
+from torchfleet.base.monitor.stop_request import REQUEUE
 from torchfleet.launch.job_spec import JobSpec, Task, ending_of
 from torchfleet.launch.job_watch import JobWatch
-from torchfleet.launch.machines.rendezvous import Rendezvous
 from torchfleet.launch.processes import Process, end_all
-from torchfleet.monitor.json_lines import readable
-from torchfleet.monitor.json_pipe import JsonPipe
-from torchfleet.monitor.log_file import DEFAULT_BYTES, LogFile
-from torchfleet.monitor.notices import tell
-from torchfleet.monitor.stop_request import REQUEUE
-from torchfleet.watch.metrics_ports import port_variables
-from torchfleet.watch.watchers import Watching
+from torchfleet.launch.rendezvous import Rendezvous
+from torchfleet.observe.watch.metrics_ports import port_variables
+from torchfleet.observe.watch.watchers import Watching
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 # Run before the script itself. If the launcher is killed, the kernel ends its ranks (PR_SET_PDEATHSIG). Output is

@@ -10,9 +10,10 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from torchfleet import __version__
-from torchfleet.errors import FleetError, RoleError
-from torchfleet.extras import check_installed
-from torchfleet.guard.printable import say
+from torchfleet.base.errors import FleetError, RoleError
+from torchfleet.base.extras import check_installed
+from torchfleet.base.printable import say
+from torchfleet.base.tracing.otlp import EXPORTER, VARIABLE, trace_every
 from torchfleet.launch.clusters.job_options import (
     RESOURCES,
     add_counts,
@@ -22,10 +23,9 @@ from torchfleet.launch.clusters.job_options import (
     job_spec_of,
 )
 from torchfleet.launch.launchers import LAUNCHERS, launcher_of
-from torchfleet.net.keys import KeyFolder, keygen
-from torchfleet.tracing.otlp import EXPORTER, VARIABLE, trace_every
-from torchfleet.watch.watchers import add_options as add_watching
-from torchfleet.watch.watchers import parse_with_ports
+from torchfleet.observe.watch.watchers import add_options as add_watching
+from torchfleet.observe.watch.watchers import parse_with_ports
+from torchfleet.ps.net.keys import KeyFolder, keygen
 
 _NOT_YET = ("heter_worker_num",)
 _NO_JOB = ("dry_run", "keygen")  # what fleetrun does in the place of a job

@@ -11,15 +11,15 @@ from types import FrameType
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
+from torchfleet.base.monitor.json_lines import VARIABLE as LOG_FORMAT
+from torchfleet.base.monitor.stop_request import REQUEUE
 from torchfleet.launch import roles
 from torchfleet.launch.agent import SIGNALS, Agent, RankLogs
 from torchfleet.launch.job_spec import JobSpec
 from torchfleet.launch.job_watch import JobWatch
-from torchfleet.launch.machines.rendezvous import ElasticRendezvous, FixedRendezvous, Rendezvous
-from torchfleet.launch.machines.stores import Report, StoreAddress
 from torchfleet.launch.rank_plan import RankPlan
-from torchfleet.monitor.json_lines import VARIABLE as LOG_FORMAT
-from torchfleet.monitor.stop_request import REQUEUE
+from torchfleet.launch.rendezvous import ElasticRendezvous, FixedRendezvous, Rendezvous
+from torchfleet.launch.stores import Report, StoreAddress
 
 # The launcher may itself run as a process of a job. Its ranks must not inherit that role.
 _ROLES = ("PADDLE_", "FLEET_ROLE", "FLEET_RESTART", "FLEET_NUM_", "FLEET_SERVER_", "FLEET_WORKER_", "FLEET_STATUS_")

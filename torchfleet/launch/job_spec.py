@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from torchfleet.errors import RoleError
-from torchfleet.monitor.log_file import DEFAULT_BYTES
-from torchfleet.monitor.snapshot import name_for_people, number_in_files
-from torchfleet.net.private_jobs import Way
-from torchfleet.role import DURABILITY
-from torchfleet.watch.watchers import Watching
+from torchfleet.base.errors import RoleError
+from torchfleet.base.monitor.log_file import DEFAULT_BYTES
+from torchfleet.base.monitor.snapshot import name_for_people, number_in_files
+from torchfleet.base.role import DURABILITY
+from torchfleet.observe.watch.watchers import Watching
+from torchfleet.ps.net.private_jobs import Way
 
 
 @dataclass(frozen=True)

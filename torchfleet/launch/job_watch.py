@@ -6,15 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from torchfleet.base.monitor.notices import tell
+from torchfleet.base.monitor.snapshot import JobSnapshot, RatesOfNow, RoleSnapshot
 from torchfleet.launch.job_spec import JobSpec, RunningTask
-from torchfleet.monitor.notices import tell
-from torchfleet.monitor.snapshot import JobSnapshot, RatesOfNow, RoleSnapshot
-from torchfleet.watch.dashboard.dashboard_watcher import DashboardWatcher
-from torchfleet.watch.display import Display
-from torchfleet.watch.history import HistoryWriter
-from torchfleet.watch.json_display import WARNING, JsonDisplay
-from torchfleet.watch.tensorboard_events import TensorBoardEvents
-from torchfleet.watch.watchers import Watcher
+from torchfleet.observe.dashboard.dashboard_watcher import DashboardWatcher
+from torchfleet.observe.watch.display import Display
+from torchfleet.observe.watch.history import HistoryWriter
+from torchfleet.observe.watch.json_display import WARNING, JsonDisplay
+from torchfleet.observe.watch.tensorboard_events import TensorBoardEvents
+from torchfleet.observe.watch.watchers import Watcher
 
 _PERIOD = 0.5  # seconds between two looks at the statuses
 # What a status of another shape, or a full disk, leads to. Not all exceptions: a signal may raise one of its own.

@@ -6,11 +6,11 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
 from torchfleet.launch.job_spec import JobSpec
 from torchfleet.launch.roles import JobLayout
-from torchfleet.net.keys import is_private
-from torchfleet.net.private_jobs import IPC, KEYS, PrivateJob
+from torchfleet.ps.net.keys import is_private
+from torchfleet.ps.net.private_jobs import IPC, KEYS, PrivateJob
 
 KINDS = (KEYS, IPC)
 _TEXTS = {

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchfleet.base.monitor.json_lines import VARIABLE as LOG_FORMAT
+from torchfleet.base.monitor.json_lines import JsonLog, LineSplitter, last_lines
+from torchfleet.base.monitor.log_file import DEFAULT_BYTES, LogFile, last_bytes
 from torchfleet.launch.job_spec import Report, RunningTask, Task
-from torchfleet.monitor.json_lines import VARIABLE as LOG_FORMAT
-from torchfleet.monitor.json_lines import JsonLog, LineSplitter, last_lines
-from torchfleet.monitor.log_file import DEFAULT_BYTES, LogFile, last_bytes
 
 _LINE = 1 << 16  # bytes of output that are taken at a time
 _END = 1 << 15  # bytes of a log that its last lines are looked for in

@@ -7,11 +7,11 @@ import dataclasses
 import os
 from collections.abc import Iterator
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.rank_plan import RankPlan, make_plan, require_gpus
-from torchfleet.watch.json_display import line_printer
-from torchfleet.watch.metrics_ports import check_free, port_variables, tell_targets
+from torchfleet.observe.watch.json_display import line_printer
+from torchfleet.observe.watch.metrics_ports import check_free, port_variables, tell_targets
 
 _OPTIONS = ("nproc_per_node", "gpus", "nnodes", "master", "rank", "ips")
 _OPTIONS_OF_SERVERS = (

@@ -7,9 +7,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
 from torchfleet.launch import roles
-from torchfleet.net.keys import is_private
+from torchfleet.ps.net.keys import is_private
 
 _PORT = 6170  # of the rendezvous with --ips, unless --master gives another
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

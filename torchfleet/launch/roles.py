@@ -9,10 +9,10 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchfleet.cgroups import usable_cores
-from torchfleet.errors import RoleError
+from torchfleet.base.cgroups import usable_cores
+from torchfleet.base.errors import RoleError
 from torchfleet.launch.job_spec import Task
-from torchfleet.net.replica_channels import SEPARATOR
+from torchfleet.ps.net.replica_channels import SEPARATOR
 
 PORTS = range(10240, 32000)  # below those that systems give to outgoing connections
 

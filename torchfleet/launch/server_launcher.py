@@ -9,8 +9,8 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-from torchfleet.cgroups import usable_cores
-from torchfleet.errors import RoleError
+from torchfleet.base.cgroups import usable_cores
+from torchfleet.base.errors import RoleError
 from torchfleet.launch.endurance.durability import add_options as add_durability_options
 from torchfleet.launch.endurance.durability import durability_variables, log_store, refuse_both
 from torchfleet.launch.endurance.placement import (
@@ -26,11 +26,11 @@ from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.privacy import KINDS, kind_of, private_folder, told
 from torchfleet.launch.roles import JobLayout, given_threads, one_machine, several_machines, spare_servers, tasks
 from torchfleet.launch.supervisor import JobSupervisor
-from torchfleet.net.keys import is_private
-from torchfleet.net.replica_channels import SEPARATOR
-from torchfleet.tables.settings.table_size import VARIABLE, parse_bytes
-from torchfleet.watch.json_display import line_printer
-from torchfleet.watch.metrics_ports import check_free, port_variables, tell_targets
+from torchfleet.observe.watch.json_display import line_printer
+from torchfleet.observe.watch.metrics_ports import check_free, port_variables, tell_targets
+from torchfleet.ps.net.keys import is_private
+from torchfleet.ps.net.replica_channels import SEPARATOR
+from torchfleet.ps.tables.settings.table_size import VARIABLE, parse_bytes
 
 ROOTS = "FLEET_SAVE_ROOTS"  # read by server/saving/save_roots.py
 _MOST_SECONDS = 7 * 24 * 3600.0

@@ -7,17 +7,17 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
+from torchfleet.base.monitor.json_lines import log_format
+from torchfleet.base.monitor.prometheus.metrics_port import HOST as METRICS_HOST
+from torchfleet.base.monitor.prometheus.metrics_port import PORT as METRICS_PORT
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.processes import ROLES
 from torchfleet.launch.roles import JobLayout, tasks
 from torchfleet.launch.server_launcher import server_bounds
-from torchfleet.monitor.json_lines import log_format
-from torchfleet.monitor.prometheus.metrics_port import HOST as METRICS_HOST
-from torchfleet.monitor.prometheus.metrics_port import PORT as METRICS_PORT
-from torchfleet.simulate.conditions import Conditions, Job, Part, parse_straggler
-from torchfleet.simulate.network.links import Link, parse_link
-from torchfleet.watch.json_display import print_text
+from torchfleet.launch.simulate.conditions import Conditions, Job, Part, parse_straggler
+from torchfleet.launch.simulate.links import Link, parse_link
+from torchfleet.observe.watch.json_display import print_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,7 +82,7 @@ class SimulationLauncher:
         layout, planned = _plan(job, options)
         if options.throughput_only:
             return _forecast(job, options, layout, conditions)
-        from torchfleet.simulate.simulation import Simulation  # imports torch
+        from torchfleet.launch.simulate.simulation import Simulation  # imports torch
 
         run_dir = job.make_run_dir()
         print_text(f"[fleetrun] simulating {len(planned)} processes in virtual time; logs in {run_dir}")
@@ -90,7 +90,11 @@ class SimulationLauncher:
 
 
 def _forecast(job: JobSpec, options: argparse.Namespace, layout: JobLayout, conditions: Conditions) -> int:
-    from torchfleet.simulate.throughput import PROFILE_SERVERS, PROFILE_WORKERS, forecast_throughput  # imports torch
+    from torchfleet.launch.simulate.throughput import (  # imports torch
+        PROFILE_SERVERS,
+        PROFILE_WORKERS,
+        forecast_throughput,
+    )
 
     num_workers, num_servers = len(layout.workers), len(layout.servers)
     few = replace(job, num_workers=min(num_workers, PROFILE_WORKERS), num_servers=min(num_servers, PROFILE_SERVERS))

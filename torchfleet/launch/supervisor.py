@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from torchfleet.errors import FleetError
+from torchfleet.base.errors import FleetError
+from torchfleet.base.monitor.freshness import advice, summed
 from torchfleet.launch.endurance.loss import leave_for, tell_of_loss
 from torchfleet.launch.endurance.worker_loss import FREE_MODES, may_be_missed, may_restart
 from torchfleet.launch.job_spec import JobSpec, Report, RunningTask, Start, Task, ending_of, keeps_log
 from torchfleet.launch.job_watch import JobWatch
 from torchfleet.launch.processes import Process, end_all
 from torchfleet.launch.roles import JobLayout
-from torchfleet.monitor.freshness import advice, summed
-from torchfleet.net.keys import KeyFolder
-from torchfleet.net.replica_channels import SEPARATOR
+from torchfleet.ps.net.keys import KeyFolder
+from torchfleet.ps.net.replica_channels import SEPARATOR
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)  # that end a job
 _PAUSE = 0.1  # seconds between two looks at the processes

@@ -12,10 +12,10 @@ import torch
 from support.collective_oracles import job_of
 from support.ranks import Ranks
 
+from torchfleet.base.errors import CheckpointError
 from torchfleet.collective.checkpoint import save_writing
 from torchfleet.collective.checkpoint.loading import load_parameters
 from torchfleet.collective.checkpoint.snapshots import Snapshots
-from torchfleet.errors import CheckpointError
 
 
 class Training:

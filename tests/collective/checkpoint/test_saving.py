@@ -15,6 +15,10 @@ import torch
 from support.ranks import Ranks
 from support.sharded_models import CLOSE, OPTIMIZERS, Net, Tied, batches, chain, of_case, sharded, share, start, whole
 
+from torchfleet.base.errors import CheckpointError
+from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.base.storage import Storage
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.checkpoint import save_writing
 from torchfleet.collective.checkpoint.loading import load, load_parameters
 from torchfleet.collective.checkpoint.pieces import model_pieces, piece_of
@@ -22,11 +26,7 @@ from torchfleet.collective.checkpoint.saving import save
 from torchfleet.collective.checkpoint.tensor_files import box
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
-from torchfleet.commands import command
-from torchfleet.errors import CheckpointError
-from torchfleet.role import PaddleCloudRoleMaker
-from torchfleet.storage import Storage
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.observe.commands import command
 
 STRATEGIES: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -12,14 +12,14 @@ import pytest
 import torch
 from support.sharded_models import Net, Tied
 
+from torchfleet.base.errors import CheckpointError
+from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint.collective_manifest import read
 from torchfleet.collective.checkpoint.loading import load, load_parameters
 from torchfleet.collective.checkpoint.planning import PieceSpec, assign_writers
 from torchfleet.collective.checkpoint.saving import save
 from torchfleet.collective.checkpoint.single_file import export
-from torchfleet.commands import command
-from torchfleet.errors import CheckpointError
-from torchfleet.storage import Storage
+from torchfleet.observe.commands import command
 
 ALONE: Any = types.SimpleNamespace(rank=0, size=1)
 

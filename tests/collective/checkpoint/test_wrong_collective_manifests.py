@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from torchfleet.checkpoint.manifest_file import read_body, write_body
+from torchfleet.base.errors import CheckpointError
+from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint.collective_manifest import read
 from torchfleet.collective.checkpoint.loading import load
 from torchfleet.collective.checkpoint.saving import save
-from torchfleet.errors import CheckpointError
-from torchfleet.storage import Storage
+from torchfleet.ps.checkpoint.manifest_file import read_body, write_body
 
 ALONE: Any = types.SimpleNamespace(rank=0, size=1)
 FILE = "rank-00000-of-00001.safetensors"

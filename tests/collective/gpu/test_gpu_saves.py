@@ -14,9 +14,9 @@ import torch.distributed as dist
 from support.ranks import Ranks
 
 import torchfleet as fleet
+from torchfleet.base.errors import WorkerMissing
 from torchfleet.collective.checkpoint.snapshots import Snapshots
 from torchfleet.collective.layers.margin_softmax import MarginSoftmax
-from torchfleet.errors import WorkerMissing
 
 pytestmark = pytest.mark.gpu
 

@@ -17,8 +17,8 @@ from support.ranks import Ranks
 from torch import nn
 
 import torchfleet as fleet
+from torchfleet.base.errors import DataError, ModelError
 from torchfleet.collective.layers.margin_softmax import MarginSoftmax
-from torchfleet.errors import DataError, ModelError
 
 CLASSES, DIM, SAMPLES = 10, 4, 9
 

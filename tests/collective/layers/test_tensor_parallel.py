@@ -14,8 +14,8 @@ from support.ranks import Ranks
 from torch import nn
 
 import torchfleet as fleet
+from torchfleet.base.errors import ModelError
 from torchfleet.collective.layers.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from torchfleet.errors import ModelError
 
 EXACT = {"rtol": 1e-6, "atol": 1e-6}
 WORDS, DIM = 11, 6

@@ -10,7 +10,7 @@ import torch
 from support.ranks import Ranks
 
 import torchfleet as fleet
-from torchfleet.errors import WorkerMissing
+from torchfleet.base.errors import WorkerMissing
 
 
 def start() -> tuple[Any, Any]:

@@ -12,8 +12,8 @@ from support.collective_oracles import alone, assert_close, batches, job_of, mlp
 from support.ranks import Ranks
 
 import torchfleet as fleet
+from torchfleet.base.errors import StrategyError
 from torchfleet.collective.strategies.hierarchical import HierarchicalAllReduce
-from torchfleet.errors import StrategyError
 
 
 def train_on_ranks(**fields: Any) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from support.collective_oracles import alone, assert_close, job_of, values
 from support.ranks import Ranks
 from torch import nn
 
+from torchfleet.base.errors import ModelError
 from torchfleet.collective.strategies.batch_norm import JointBatchNorm, SyncBatchNorm
-from torchfleet.errors import ModelError
 
 CASES: dict[str, dict[str, Any]] = {
     "1d": {"kind": "BatchNorm1d", "shape": []},

@@ -23,9 +23,9 @@ from support.collective_oracles import (
 )
 from support.ranks import Ranks
 
+from torchfleet.base.errors import FleetError, StrategyError
 from torchfleet.collective.strategies.compression import Residual, flat, largest, num_sent
 from torchfleet.collective.strategies.dgc import DeepGradientCompression, sparsity_at
-from torchfleet.errors import FleetError, StrategyError
 
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
 RAMP = {"rampup_begin_step": 2, "rampup_step": 4, "sparsity": [0.5, 0.99]}

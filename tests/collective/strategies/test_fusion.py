@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from torchfleet.base.errors import ModelError, StrategyError
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.base.strategy.execution import BuildStrategy
 from torchfleet.collective.strategies.fusion import COMPILING, Fusion, fuse_optimizer
 from torchfleet.collective.strategies.recomputation.recompute import recompute
-from torchfleet.errors import ModelError, StrategyError
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.strategy.execution import BuildStrategy
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 

@@ -9,8 +9,8 @@ import torch
 from support.collective_oracles import alone, assert_close, batches, gradients, job_of, lamb_step, mlp, train, values
 from support.ranks import Ranks
 
+from torchfleet.base.errors import StrategyError
 from torchfleet.collective.strategies.layerwise.lamb import Lamb
-from torchfleet.errors import StrategyError
 
 CONFIGS = {"lamb_weight_decay": 0.1, "exclude_from_weight_decay": ["bias", "2."]}
 OPTIONS: dict[str, Any] = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6}

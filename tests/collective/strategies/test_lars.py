@@ -13,8 +13,8 @@ from test_lamb import lamb_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from torchfleet.base.errors import StrategyError
 from torchfleet.collective.strategies.layerwise.lars import Lars
-from torchfleet.errors import StrategyError
 
 CONFIGS = {"lars_coeff": 0.02, "lars_weight_decay": 0.01, "epsilon": 1e-9, "exclude_from_weight_decay": ["bias"]}
 LR, MOMENTUM = 0.5, 0.9

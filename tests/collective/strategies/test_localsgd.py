@@ -13,9 +13,9 @@ from support.collective_oracles import alone, assert_close, batches, job_of, loc
 from support.ranks import Ranks
 from torch.nn import functional as F
 
+from torchfleet.base.errors import FleetError, StrategyError
 from torchfleet.collective.strategies.adaptive_localsgd import AdaptiveLocalSGD, next_interval
 from torchfleet.collective.strategies.localsgd import LocalSGD
-from torchfleet.errors import FleetError, StrategyError
 
 OPTIONS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}
 STEPS = 7

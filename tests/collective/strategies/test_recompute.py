@@ -18,12 +18,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
+from torchfleet.base.errors import ModelError, StrategyError
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.strategies.mixed_precision.op_lists import OpLists
 from torchfleet.collective.strategies.recomputation import offload as offload_module
 from torchfleet.collective.strategies.recomputation.offload import Offload
 from torchfleet.collective.strategies.recomputation.recompute import Recompute, chosen, recompute
-from torchfleet.errors import ModelError, StrategyError
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 CPU = torch.device("cpu")
 WIDTH, DEPTH = 8, 5

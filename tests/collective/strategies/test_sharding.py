@@ -24,14 +24,14 @@ from support.sharded_models import (
     whole,
 )
 
+from torchfleet.base.errors import ModelError, StrategyError
+from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.strategies.sharding.sharding import Sharding
 from torchfleet.collective.strategies.sharding.units import Units
 from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer
 from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.collective.world import Axis, World
-from torchfleet.errors import ModelError, StrategyError
-from torchfleet.role import PaddleCloudRoleMaker
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 # Sums over ranks and over the samples of one large batch are made in another order: float32 differs in its last bits.
 STAGES = (1, 2, 3)

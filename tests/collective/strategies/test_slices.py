@@ -12,10 +12,10 @@ import torch
 from support.collective_oracles import alone
 from torch import nn
 
+from torchfleet.base.errors import ModelError, StrategyError
 from torchfleet.collective.strategies.fusion import Fusion
 from torchfleet.collective.strategies.recomputation.offload import Offload
 from torchfleet.collective.strategies.recomputation.recompute import Recompute, recompute
-from torchfleet.errors import ModelError, StrategyError
 
 CPU = torch.device("cpu")
 DIM, ROWS = 16, 12

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from support.paths import REAL_DATA
 
 import torchfleet as fleet
+from torchfleet.base.errors import DataError
 from torchfleet.data.reading.formats import LineSource
-from torchfleet.data.samples.sample_rows import SampleRows
-from torchfleet.data.samples.slots import Batch, RowSelection, SampleLayout, Slot
-from torchfleet.errors import DataError
-from torchfleet.kernels.text import hash_all
+from torchfleet.data.sample_rows import SampleRows
+from torchfleet.data.slots import Batch, RowSelection, SampleLayout, Slot
+from torchfleet.ps.kernels.text import hash_all
 
 REAL = REAL_DATA / "criteo" / "kaggle.txt.xz"
 LOW = [0, -3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from torchfleet.base.errors import DataError
 from torchfleet.data.reading import formats
 from torchfleet.data.reading.formats import LineSource, MultiSlotParser
-from torchfleet.data.samples.sample_rows import SampleRows
-from torchfleet.data.samples.slots import RowSelection, SampleLayout, Slot
-from torchfleet.errors import DataError
+from torchfleet.data.sample_rows import SampleRows
+from torchfleet.data.slots import RowSelection, SampleLayout, Slot
 
 SLOTS = [Slot("dense", dtype="float32", dim=2), Slot("ids"), Slot("weights", dtype="float32"), Slot("label", dim=1)]
 GOOD = "2 0.5 -1e3 3 1 22 333 1 0.25 1 0"

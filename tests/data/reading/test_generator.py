@@ -17,10 +17,10 @@ import torch
 from support.paths import ROOT
 
 import torchfleet as fleet
+from torchfleet.base.errors import DataError
 from torchfleet.data.queue_dataset import QueueDataset
 from torchfleet.data.reading import reader
-from torchfleet.data.samples.slots import Ragged, SampleLayout, Slot
-from torchfleet.errors import DataError
+from torchfleet.data.slots import Ragged, SampleLayout, Slot
 
 READER = """
     import torchfleet as fleet

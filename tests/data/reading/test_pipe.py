@@ -17,10 +17,10 @@ import psutil
 import pytest
 from fsspec.spec import AbstractFileSystem
 
+from torchfleet.base.errors import DataError
 from torchfleet.data.queue_dataset import QueueDataset
 from torchfleet.data.reading.pipe import piped
-from torchfleet.data.samples.slots import Slot
-from torchfleet.errors import DataError
+from torchfleet.data.slots import Slot
 
 TEXT = b"".join(b"1 %d\n" % i for i in range(300_000))
 kinds = pytest.mark.parametrize("kind", ["plain", "gz", "memory"])

@@ -23,9 +23,9 @@ import pytest
 import zstandard
 from fsspec.implementations.memory import MemoryFileSystem
 
+from torchfleet.base.errors import DataError
 from torchfleet.data.reading.decompression import FORMATS, Decompressed
 from torchfleet.data.reading.streams import CHUNK, check_files, chunks, compression, open_file
-from torchfleet.errors import DataError
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import pytest
 from support.kube_api import KubeApi
 from support.scripts.launching import clean_environment
 
-from torchfleet.errors import FleetError, RoleError
+from torchfleet.base.errors import FleetError, RoleError
 from torchfleet.launch.clusters.k8s.k8s_api import Cluster
 from torchfleet.launch.clusters.k8s.pod_logs import JobLogs
 from torchfleet.launch.clusters.k8s_command import main

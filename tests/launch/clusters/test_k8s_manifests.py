@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from support import kube_pods
 from support.searches import examples
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.k8s.k8s_job import K8sJob, check_name, name_of
 from torchfleet.launch.clusters.k8s.k8s_yaml import text_of
 from torchfleet.launch.clusters.k8s.manifests import config_map, jobs

@@ -18,18 +18,18 @@ import pytest
 from support.paths import ROOT
 from support.scripts.launching import clean_environment, wait_until
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
+from torchfleet.base.monitor.stop_request import REQUEUE
 from torchfleet.launch.clusters.foreground import asks_blocked
 from torchfleet.launch.clusters.health import STUCK, HealthPort
 from torchfleet.launch.clusters.member import Child, member_environment, read_role, wait_for_own_name
 from torchfleet.launch.roles import free_ports
-from torchfleet.monitor.stop_request import REQUEUE
 
 WORKER = {"FLEET_GROUP": "worker", "FLEET_INDEX": "1", "FLEET_SERVER_ENDPOINTS": "a:1,b:1", "FLEET_NUM_WORKERS": "3"}
 # Looks for the signal as stop_if_asked does, and starts a program that knows nothing of it.
 LOOKS = """
 import subprocess, sys, time
-from torchfleet.monitor.stop_request import REQUEUE, stop_request
+from torchfleet.base.monitor.stop_request import REQUEUE, stop_request
 other = subprocess.Popen(["sleep", "60"])
 print("ready", flush=True)
 while not stop_request.has_come():

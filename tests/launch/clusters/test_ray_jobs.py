@@ -22,12 +22,12 @@ from support.paths import ROOT
 from support.ray_nodes import RayNodes, places, ray_nodes
 from support.scripts.launching import TINY, fleetrun, run_dir
 
-from torchfleet.checkpoint.comparison import compare
-from torchfleet.errors import FleetError
+from torchfleet.base.errors import FleetError
 from torchfleet.launch import cli
 from torchfleet.launch.clusters.on_ray.ray_node import private_folder
+from torchfleet.launch.clusters.on_ray.run import run
 from torchfleet.launch.roles import free_ports
-from torchfleet.ray.run import run
+from torchfleet.ps.checkpoint.comparison import compare
 
 ray = Late("ray")
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.timeout(600)]

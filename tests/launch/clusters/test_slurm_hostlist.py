@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.slurm_hostlist import expand_hostlist
 
 NUMBERS = st.integers(0, 120).flatmap(

@@ -16,9 +16,9 @@ from support.own_slurm import Slurm, started_slurm
 from support.paths import ROOT, SCRIPTS
 from support.scripts.launching import TINY, forked_fleetrun, in_log, wait_until
 
-from torchfleet.commands.diff import diff
+from torchfleet.base.monitor.stop_request import REQUEUE
 from torchfleet.launch.cli import main
-from torchfleet.monitor.stop_request import REQUEUE
+from torchfleet.observe.commands.diff import diff
 
 pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("slurm"), pytest.mark.timeout(600)]
 EXAMPLE = ROOT / "examples" / "ctr_dnn"

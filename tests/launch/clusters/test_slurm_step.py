@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from torchfleet.errors import RoleError, SecurityError
+from torchfleet.base.errors import RoleError, SecurityError
 from torchfleet.launch.cli import main, parser
 from torchfleet.launch.clusters.slurm_meeting import SlurmMeeting
 from torchfleet.launch.clusters.slurm_step import read_step
 from torchfleet.launch.clusters.slurm_watch import watched
 from torchfleet.launch.job_spec import JobSpec
 from torchfleet.launch.launchers import launcher_of
-from torchfleet.watch.history import HistoryReader
+from torchfleet.observe.watch.history import HistoryReader
 
 TASK = {
     "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "5",

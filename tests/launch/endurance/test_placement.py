@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from torchfleet.coordination.coordinators import VARIABLE
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
+from torchfleet.base.role import PaddleCloudRoleMaker
 from torchfleet.launch.cli import main
 from torchfleet.launch.endurance.placement import coordination, coordinator_url, num_replicas, with_backups
 from torchfleet.launch.roles import one_machine, several_machines, tasks
-from torchfleet.role import PaddleCloudRoleMaker
+from torchfleet.ps.coordination.coordinators import VARIABLE
 
 
 def test_a_backup_is_on_the_next_host_behind_all_ports() -> None:

@@ -15,9 +15,9 @@ from unittest import mock
 
 from support.faults.virtual_world import Actor, World
 
-from torchfleet.net.wire import Frame
-from torchfleet.server.log import log_folder, log_writer
-from torchfleet.server.log.log_records import SECTOR
+from torchfleet.ps.net.wire import Frame
+from torchfleet.ps.server.log import log_folder, log_writer
+from torchfleet.ps.server.log.log_records import SECTOR
 
 
 class Disk:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from support.faults.virtual_world import World
 
-from torchfleet.errors import FleetError
+from torchfleet.base.errors import FleetError
 
 Result = TypeVar("Result")
 UNKNOWN = float("inf")  # the end of what was never answered: it may take effect at any time, or never

@@ -16,11 +16,11 @@ from support.faults.nodes import Node
 from support.faults.same_state import check_same
 from support.faults.setting import Fleet, Setting
 
-from torchfleet.errors import LogError
-from torchfleet.server.log.durable_server import Durability, DurableServer, begin_log, go_on
-from torchfleet.server.log.log_records import Records
-from torchfleet.server.log.logged_server import LoggedServer
-from torchfleet.server.server import Server
+from torchfleet.base.errors import LogError
+from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on
+from torchfleet.ps.server.log.log_records import Records
+from torchfleet.ps.server.log.logged_server import LoggedServer
+from torchfleet.ps.server.server import Server
 
 FAST_FOLDER = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 

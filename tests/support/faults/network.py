@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from support.lossy import Faults
 
-from torchfleet.net.wire import Frame
+from torchfleet.ps.net.wire import Frame
 
 if TYPE_CHECKING:
     from support.faults.virtual_world import World

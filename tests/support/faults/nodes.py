@@ -9,8 +9,8 @@ from typing import Any
 from support.faults.network import Doors, Frames
 from support.faults.virtual_world import Stuck
 
-from torchfleet.net.transport import Handler, Peer
-from torchfleet.net.wire import Frame
+from torchfleet.ps.net.transport import Handler, Peer
+from torchfleet.ps.net.wire import Frame
 
 TICK = 0.1  # seconds between two looks at the clock, as a transport makes them
 MAX_SLICES = 2000

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-from torchfleet.net.wire import Command, decode_reply, encode_reply
-from torchfleet.server import commands, server, sync_step
-from torchfleet.server.state.sessions import Outcome, Sessions
-from torchfleet.worker.client.connection import Connection
+from torchfleet.ps.net.wire import Command, decode_reply, encode_reply
+from torchfleet.ps.server import commands, server, sync_step
+from torchfleet.ps.server.state.sessions import Outcome, Sessions
+from torchfleet.ps.worker.client.connection import Connection
 
 Patch = Callable[[Any, str, Any], None]
 

@@ -16,15 +16,15 @@ from support.faults.same_state import check_same
 from support.faults.setting import Fleet, Setting
 from support.faults.virtual_world import World
 
-from torchfleet.coordination.view import View
-from torchfleet.errors import CoordinatorUnreachable
-from torchfleet.net import replica_channels
-from torchfleet.net.replica_channels import ReplicaChannels
-from torchfleet.net.wire import Command, Message, Role, encode, pack
-from torchfleet.server.log.logged_server import LoggedServer
-from torchfleet.server.replicas.between import Identity, LostBody
-from torchfleet.server.replicas.replica import Replica
-from torchfleet.server.server import Server
+from torchfleet.base.errors import CoordinatorUnreachable
+from torchfleet.ps.coordination.view import View
+from torchfleet.ps.net import replica_channels
+from torchfleet.ps.net.replica_channels import ReplicaChannels
+from torchfleet.ps.net.wire import Command, Message, Role, encode, pack
+from torchfleet.ps.server.log.logged_server import LoggedServer
+from torchfleet.ps.server.replicas.between import Identity, LostBody
+from torchfleet.ps.server.replicas.replica import Replica
+from torchfleet.ps.server.server import Server
 
 RESTART = 0.4  # seconds until a launcher has started a process again
 

@@ -8,10 +8,10 @@ import numpy as np
 from support.faults.history import expect
 from support.faults.setting import contents
 
-from torchfleet.server.log.state_copy import StateBody, _body
-from torchfleet.server.server import Server
-from torchfleet.tables.rows.row_statistics import is_counted
-from torchfleet.tables.rowstore import RowStore
+from torchfleet.ps.server.log.state_copy import StateBody, _body
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.tables.rows.row_statistics import is_counted
+from torchfleet.ps.tables.rowstore import RowStore
 
 MAX_GAP = 1 << 16  # of floors: beyond it lies that of a worker that has left
 # Seen by nobody, or compared below.

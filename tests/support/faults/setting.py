@@ -15,10 +15,10 @@ from support.faults.nodes import Node
 from support.faults.virtual_world import Actor, World
 from support.lossy import Faults
 
-from torchfleet.net.transport import Channel
-from torchfleet.server.server import Server
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Patience
+from torchfleet.ps.net.transport import Channel
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.connection import Patience
 
 MAX_TABLE_BYTES = 1 << 16
 PATIENT = Patience(timeout=400.0, retries=10)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from support.fuzz.search import Target
 
-from torchfleet.errors import WireError
-from torchfleet.net import wire
-from torchfleet.net.wire import Array, Command, Message, Role
-from torchfleet.server import among_workers, arrays, commands, sections
-from torchfleet.server.server import Server
-from torchfleet.server.state import handshake
-from torchfleet.tables.settings.spec import Rule, TableSpec
+from torchfleet.base.errors import WireError
+from torchfleet.ps.net import wire
+from torchfleet.ps.net.wire import Array, Command, Message, Role
+from torchfleet.ps.server import among_workers, arrays, commands, sections
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.server.state import handshake
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 
 _PER_SERVER = 1000  # messages to one server before a fresh one takes its place
 SPEC = TableSpec("rows", dim=2, rule=Rule("sgd", lr=1.0))

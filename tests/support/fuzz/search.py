@@ -12,7 +12,7 @@ from typing import Any
 from support.fuzz.branches import Branches
 from support.fuzz.mutation import Mutator
 
-from torchfleet.errors import FleetError
+from torchfleet.base.errors import FleetError
 
 SLOWEST = 2.0  # processor seconds of one execution
 _ALWAYS = 3000  # executions that are all watched; of later ones, every so many

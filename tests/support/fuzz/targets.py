@@ -20,23 +20,22 @@ import zstandard
 from support.fuzz.messages import SPEC, server_target, wire_target
 from support.fuzz.search import Target
 
-from torchfleet.checkpoint import manifest, manifest_file, part_file
+from torchfleet.base import printable
+from torchfleet.base.errors import FleetError, RoleError
+from torchfleet.base.role import named_variables
+from torchfleet.base.storage import Storage
+from torchfleet.base.strategy import distributed_strategy, prototxt, textformat
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.base.tracing import profile_folder
+from torchfleet.base.tracing.span import Span
 from torchfleet.collective.checkpoint import collective_manifest
 from torchfleet.data.reading import criteo, decompression, formats, streams
-from torchfleet.data.samples.slots import SampleLayout, Slot
-from torchfleet.errors import FleetError, RoleError
-from torchfleet.guard import printable
+from torchfleet.data.slots import SampleLayout, Slot
 from torchfleet.launch import server_launcher
-from torchfleet.role import named_variables
-from torchfleet.server.log import log_entry, log_records
-from torchfleet.simulate import conditions
-from torchfleet.simulate.network import links
-from torchfleet.storage import Storage
-from torchfleet.strategy import distributed_strategy, prototxt, textformat
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
-from torchfleet.tables.settings import expressions, table_size
-from torchfleet.tracing import profile_folder
-from torchfleet.tracing.span import Span
+from torchfleet.launch.simulate import conditions, links
+from torchfleet.ps.checkpoint import manifest, manifest_file, part_file
+from torchfleet.ps.server.log import log_entry, log_records
+from torchfleet.ps.tables.settings import expressions, table_size
 
 _SHARED_MEMORY = "/dev/shm"
 

@@ -18,10 +18,10 @@ from typing import Any
 from support.fuzz.messages import SPEC, frames_of, joined, messages
 from support.fuzz.mutation import Mutator
 
-from torchfleet.errors import FleetError
-from torchfleet.net.wire import Command, Message, Role, decode, pack
-from torchfleet.server.saving.table_saving import SaveBody
-from torchfleet.server.server import Server
+from torchfleet.base.errors import FleetError
+from torchfleet.ps.net.wire import Command, Message, Role, decode, pack
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.server.table_saving import SaveBody
 
 FORBIDDEN = (
     "exec", "compile", "import", "pickle.find_class", "marshal.loads", "subprocess.Popen", "os.system", "os.exec",

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 import torchfleet as fleet
-from torchfleet.strategy.flags import add_arguments, strategy_of
+from torchfleet.base.strategy.flags import add_arguments, strategy_of
 
 parser = argparse.ArgumentParser()
 parser.add_argument("model")

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 import torchfleet as fleet
-from torchfleet.net.wire import Command, decode
-from torchfleet.server.server import Server
+from torchfleet.ps.net.wire import Command, decode
+from torchfleet.ps.server.server import Server
 
 NUM_IDS, DIM, STEPS, BATCH = 30, 4, 6, 8
 
@@ -113,7 +113,7 @@ def num_restarts() -> int:
 
 def record_pushes(worker: int, folder: str) -> list[Path]:
     """The files of what is handed over from now on."""
-    from torchfleet import fleet as facade
+    from torchfleet.api import fleet as facade
 
     communicator = facade.get_worker().communicator
     step, pushed = communicator.step, []

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 
 import torchfleet as fleet
-from torchfleet import fleet as facade
-from torchfleet.checkpoint.manifest import read_manifest
-from torchfleet.checkpoint.part_reader import read_part
-from torchfleet.storage import Storage
+from torchfleet.api import fleet as facade
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.manifest import read_manifest
+from torchfleet.ps.checkpoint.part_reader import read_part
 
 IDS = torch.arange(300)
 

@@ -17,7 +17,7 @@ import torch
 
 import torchfleet as fleet
 from torchfleet import metrics, util
-from torchfleet.metrics import AUC
+from torchfleet.api.metrics import AUC
 
 SECONDS = 15.0  # that a worker waits for the others
 

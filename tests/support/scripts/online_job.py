@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 import torchfleet as fleet
-from torchfleet import online
+from torchfleet.apps import online
 
 BATCH = 20
 SLOTS = [("ids", 3), ("label", 1)]

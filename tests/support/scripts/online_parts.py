@@ -10,11 +10,11 @@ from support.scripts import online_job
 from support.scripts.saved_models import contents, load
 
 import torchfleet as fleet
-from torchfleet import online
-from torchfleet.checkpoint.comparison import compare
-from torchfleet.checkpoint.manifest import read_manifest
-from torchfleet.online.parts import time_of
-from torchfleet.storage import Storage
+from torchfleet.apps import online
+from torchfleet.apps.online.parts import time_of
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.comparison import compare
+from torchfleet.ps.checkpoint.manifest import read_manifest
 
 HOURS = online_job.hours("20261115/21", 6)  # three of one day, three of the next
 

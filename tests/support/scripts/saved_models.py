@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from torchfleet.checkpoint.lock import reserve
-from torchfleet.checkpoint.manifest import (
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.lock import reserve
+from torchfleet.ps.checkpoint.manifest import (
     Manifest,
     Parameter,
     described,
@@ -18,12 +19,11 @@ from torchfleet.checkpoint.manifest import (
     remove_others,
     write_manifest,
 )
-from torchfleet.checkpoint.part_reader import read_part
-from torchfleet.server.saving.table_loading import load_model
-from torchfleet.server.server import Server
-from torchfleet.storage import Storage
-from torchfleet.tables.settings.spec import TableSpec
-from torchfleet.worker.client.client import Client
+from torchfleet.ps.checkpoint.part_reader import read_part
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.server.table_loading import load_model
+from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.worker.client.client import Client
 
 SECONDS = 30.0
 MAX_TABLE_BYTES = 1 << 26

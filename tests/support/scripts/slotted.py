@@ -13,7 +13,7 @@ from support import jobs
 from torch.nn import functional as F
 
 import torchfleet as fleet
-from torchfleet import fleet as facade
+from torchfleet.api import fleet as facade
 
 NUM_WORDS, NUM_TAGS, NUM_ITEMS = 30, 20, 40
 TABLES = {"words": NUM_WORDS, "tags": NUM_TAGS, "items": NUM_ITEMS}

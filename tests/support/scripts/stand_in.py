@@ -38,7 +38,7 @@ def main() -> None:
         elif name == "signal":
             os.kill(os.getpid(), int(value))
         elif name == "role":  # as fleet.init() would find it
-            from torchfleet.role import PaddleCloudRoleMaker
+            from torchfleet.base.role import PaddleCloudRoleMaker
 
             print(PaddleCloudRoleMaker().read(), flush=True)
         elif name == "deaf":
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def serve() -> None:
-    from torchfleet.server.__main__ import main as run
+    from torchfleet.ps.server.main import main as run
 
     place = os.environ["FLEET_SERVER_ENDPOINTS"].split(",")[int(os.environ["FLEET_SERVER_INDEX"])]
     sys.exit(run(["--endpoint", f"tcp://{place}", "--num_workers", os.environ["FLEET_NUM_WORKERS"]]))

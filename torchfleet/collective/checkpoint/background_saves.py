@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
-from torchfleet.background import BackgroundThreads
+from torchfleet.base.background import BackgroundThreads
 from torchfleet.collective.checkpoint.planning import Key
 from torchfleet.collective.checkpoint.save_writing import PlannedSave, write_save
 from torchfleet.collective.checkpoint.snapshots import Snapshots

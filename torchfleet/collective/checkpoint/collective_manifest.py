@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from torchfleet.checkpoint.lock import remove_all_but
-from torchfleet.checkpoint.manifest import next_save
-from torchfleet.checkpoint.manifest_file import FILE, read_body, write_body
-from torchfleet.checkpoint.part_file import ITEM_BYTES
-from torchfleet.errors import CheckpointError
-from torchfleet.storage import Storage
+from torchfleet.base.errors import CheckpointError
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.lock import remove_all_but
+from torchfleet.ps.checkpoint.manifest import next_save
+from torchfleet.ps.checkpoint.manifest_file import FILE, read_body, write_body
+from torchfleet.ps.checkpoint.part_file import ITEM_BYTES
 
 FORMAT = "torchfleet collective checkpoint"
 VERSION = 1

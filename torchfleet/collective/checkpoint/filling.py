@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import torch
 
+from torchfleet.base.errors import CheckpointError
+from torchfleet.base.monitor.progress import Progress
 from torchfleet.collective.checkpoint.collective_manifest import SavedTensor, num_elements
 from torchfleet.collective.checkpoint.pieces import DTYPES, HeldPiece
 from torchfleet.collective.checkpoint.tensor_files import Reader, overlap
-from torchfleet.errors import CheckpointError
-from torchfleet.monitor.progress import Progress
 
 
 class Target(NamedTuple):

@@ -10,6 +10,9 @@ from typing import Any
 import msgspec
 import torch
 
+from torchfleet.base.errors import CheckpointError
+from torchfleet.base.monitor.progress import Progress
+from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint import collective_manifest as saved
 from torchfleet.collective.checkpoint.collective_manifest import CollectiveManifest, SavedTensor
 from torchfleet.collective.checkpoint.filling import Target, fill
@@ -28,9 +31,6 @@ from torchfleet.collective.checkpoint.planning import Report, error_text, exchan
 from torchfleet.collective.checkpoint.tensor_files import Reader
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
-from torchfleet.errors import CheckpointError
-from torchfleet.monitor.progress import Progress
-from torchfleet.storage import Storage
 
 
 class Opened(Report, kw_only=True):

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from torchfleet.base.errors import CheckpointError
 from torchfleet.collective.checkpoint.collective_manifest import CollectiveManifest, SavedGroup, SavedTensor
 from torchfleet.collective.checkpoint.pieces import DTYPES, HeldPiece, Pieces, piece_of
 from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer
-from torchfleet.errors import CheckpointError
 
 # How, not what: these stay as the optimizer that is loaded has them.
 _IMPLEMENTATION = ("params", "foreach", "fused", "capturable", "differentiable")

@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import torch
 
+from torchfleet.base.errors import CheckpointError
 from torchfleet.collective.checkpoint.planning import Key, PieceSpec, Report, error_text, exchange
 from torchfleet.collective.strategies.sharding.sharding import sharded_modules
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.collective.world import World
-from torchfleet.errors import CheckpointError
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,

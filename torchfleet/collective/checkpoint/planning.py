@@ -7,11 +7,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from torchfleet.checkpoint.part_file import ITEM_BYTES
+from torchfleet.base.errors import CheckpointError, FleetError
 from torchfleet.collective.checkpoint.collective_manifest import Kind, num_elements
 from torchfleet.collective.checkpoint.tensor_files import file_key
 from torchfleet.collective.world import Gathering
-from torchfleet.errors import CheckpointError, FleetError
+from torchfleet.ps.checkpoint.part_file import ITEM_BYTES
 
 AnyReport = TypeVar("AnyReport", bound="Report")
 Key = tuple[Kind, str]

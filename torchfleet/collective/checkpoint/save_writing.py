@@ -11,10 +11,9 @@ from typing import Any
 import msgspec
 import torch
 
-from torchfleet.checkpoint.lock import Reservation, alone, check_written
-from torchfleet.checkpoint.manifest import folder_of
-from torchfleet.checkpoint.part_file import entries_of, header
-from torchfleet.checkpoint.part_writer import write_file
+from torchfleet.base.errors import CheckpointError
+from torchfleet.base.monitor.progress import Progress
+from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint.collective_manifest import (
     CollectiveManifest,
     SavedGroup,
@@ -27,9 +26,10 @@ from torchfleet.collective.checkpoint.collective_manifest import (
 from torchfleet.collective.checkpoint.planning import Key, PieceSpec, Report, error_text, exchange
 from torchfleet.collective.checkpoint.tensor_files import Buffers, Bytes, file_key, offsets_metadata
 from torchfleet.collective.world import Gathering
-from torchfleet.errors import CheckpointError
-from torchfleet.monitor.progress import Progress
-from torchfleet.storage import Storage
+from torchfleet.ps.checkpoint.lock import Reservation, alone, check_written
+from torchfleet.ps.checkpoint.manifest import folder_of
+from torchfleet.ps.checkpoint.part_file import entries_of, header
+from torchfleet.ps.checkpoint.part_writer import write_file
 
 Tensors = Mapping[Key, torch.Tensor]
 

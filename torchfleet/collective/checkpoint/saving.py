@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from torchfleet.checkpoint.lock import Reservation, reserve
-from torchfleet.checkpoint.manifest import as_json
+from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint.collective_manifest import next_number
 from torchfleet.collective.checkpoint.optimizer_states import (
     Names,
@@ -30,7 +29,8 @@ from torchfleet.collective.checkpoint.planning import Key, assign_writers, error
 from torchfleet.collective.checkpoint.save_writing import Holdings, PlannedSave, write_save
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
-from torchfleet.storage import Storage
+from torchfleet.ps.checkpoint.lock import Reservation, reserve
+from torchfleet.ps.checkpoint.manifest import as_json
 
 
 def save(

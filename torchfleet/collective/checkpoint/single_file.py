@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchfleet.checkpoint.part_file import entries_of, header
-from torchfleet.checkpoint.part_writer import write_file
+from torchfleet.base.monitor.progress import Progress
+from torchfleet.base.storage import Storage, split_place
 from torchfleet.collective.checkpoint import collective_manifest as saved
 from torchfleet.collective.checkpoint.collective_manifest import SavedTensor
 from torchfleet.collective.checkpoint.tensor_files import Buffers, Bytes, Reader
-from torchfleet.monitor.progress import Progress
-from torchfleet.storage import Storage, split_place
+from torchfleet.ps.checkpoint.part_file import entries_of, header
+from torchfleet.ps.checkpoint.part_writer import write_file
 
 
 def export(dirname: str, path: str) -> int:

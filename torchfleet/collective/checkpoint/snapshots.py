@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchfleet.errors import CheckpointError
+from torchfleet.base.errors import CheckpointError
 
 _ALIGNED = 64  # bytes: a place fits any type
 AnyKey = TypeVar("AnyKey")

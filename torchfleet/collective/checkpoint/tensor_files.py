@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.checkpoint.part_file import ITEM_BYTES, TensorEntry
+from torchfleet.base.errors import CheckpointError
+from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint.collective_manifest import (
     CollectiveManifest,
     Kind,
@@ -23,8 +24,7 @@ from torchfleet.collective.checkpoint.collective_manifest import (
     SavedTensor,
     num_elements,
 )
-from torchfleet.errors import CheckpointError
-from torchfleet.storage import Storage
+from torchfleet.ps.checkpoint.part_file import ITEM_BYTES, TensorEntry
 
 _MAX_HEADER = 100_000_000  # bytes: as safetensors itself
 

@@ -28,10 +28,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from torchfleet.base.errors import DataError, ModelError
 from torchfleet.collective import world
 from torchfleet.collective.layers.class_shards import OwnClasses, class_range, first_values
 from torchfleet.collective.layers.row_gathering import gather, scattered_sum, stack
-from torchfleet.errors import DataError, ModelError
 
 _MARGINS = {"arcface": (1.0, 0.5, 0.0), "cosface": (1.0, 0.0, 0.35), "softmax": (1.0, 0.0, 0.0)}
 _NEAR_ONE = 1.0 - 1e-6  # acos has no slope at 1

@@ -23,8 +23,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 
+from torchfleet.base.errors import ModelError
 from torchfleet.collective.world import Place, begun
-from torchfleet.errors import ModelError
 
 
 def parallel_random() -> contextlib.AbstractContextManager[None]:

@@ -33,14 +33,14 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from torchfleet.base.errors import ModelError
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.gradient_average import GradientAverage
 from torchfleet.collective.layers.shards import copied, gathered, own_shard, split, summed
 from torchfleet.collective.strategy import JobView, Strategy
 from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.collective.tensors.one_kind import OneKindGroups
 from torchfleet.collective.world import World
-from torchfleet.errors import ModelError
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 
 class ColumnParallelLinear(torch.nn.Linear):

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from torchfleet.background import BackgroundThreads
-from torchfleet.errors import WorkerMissing
+from torchfleet.base.background import BackgroundThreads
+from torchfleet.base.errors import WorkerMissing
 
 _PATIENCE = 3.0  # seconds in a step before a rank says that it waits
 _LOOK = 1.0  # seconds between two looks at the others

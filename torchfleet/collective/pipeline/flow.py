@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from torchfleet.base.errors import ModelError
 from torchfleet.collective.pipeline.micro_batches import MicroBatches
 from torchfleet.collective.world import Axis
-from torchfleet.errors import ModelError
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
            torch.int8, torch.uint8, torch.bool)  # fmt: skip

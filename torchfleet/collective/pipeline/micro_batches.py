@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from torchfleet.base.errors import ModelError, StrategyError
 from torchfleet.collective.strategy import LossFn
-from torchfleet.errors import ModelError, StrategyError
 
 
 class MicroBatches:

@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.gradient_average import GradientAverage
 from torchfleet.collective.pipeline import stages
 from torchfleet.collective.pipeline.flow import Schedule, Shape, as_tuple, recv_described, send_described, shape_of
@@ -51,7 +52,6 @@ from torchfleet.collective.strategies.recomputation.offload import Offload
 from torchfleet.collective.strategies.recomputation.recompute import chosen
 from torchfleet.collective.strategy import JobView, LossFn, Runner, Strategy
 from torchfleet.collective.world import World
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 _NUM_KEPT = 8  # shapes of batches whose schedule, and trace, is kept
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.nn.modules import module as torch_module
 
-from torchfleet.errors import StrategyError
+from torchfleet.base.errors import StrategyError
 
 _STAGE = "_fleet_stage"
 _guards: list[int] = []  # the stages of the guards that are open, the innermost last

@@ -18,12 +18,12 @@ from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.distributed.pipelining._IR import annotate_split_points
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from torchfleet.base.errors import ModelError
 from torchfleet.collective.pipeline.flow import as_tuple
 from torchfleet.collective.pipeline.stage_ties import Tie
 from torchfleet.collective.pipeline.stages import stage_of_modules
 from torchfleet.collective.strategies.recomputation.offload import Offload
 from torchfleet.collective.strategies.recomputation.recompute import recompute
-from torchfleet.errors import ModelError
 
 
 class Tracer:

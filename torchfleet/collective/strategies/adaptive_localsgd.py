@@ -19,10 +19,10 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from torchfleet.base.errors import FleetError
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.strategies.localsgd import LocalSGD
 from torchfleet.collective.world import World
-from torchfleet.errors import FleetError
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 LONGEST = 16
 

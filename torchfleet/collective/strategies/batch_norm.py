@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from torchfleet.base.errors import ModelError
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import AXES, World
-from torchfleet.errors import ModelError
 
 _KINDS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 

@@ -30,13 +30,13 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from torchfleet.base.errors import FleetError, StrategyError
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.closures import run_closure
 from torchfleet.collective.strategies.compression import Residual, flat, num_sent
 from torchfleet.collective.strategies.layerwise.layerwise import check_inner, check_momentum
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
-from torchfleet.errors import FleetError, StrategyError
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 WHOLE_BELOW = 16384  # values; compressing fewer saves nothing
 _PLAIN = {"nesterov": False, "dampening": 0, "maximize": False, "differentiable": False}

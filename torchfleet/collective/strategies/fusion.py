@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
+from torchfleet.base.errors import ModelError, StrategyError
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.strategies.compiler_counts import Counts
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
-from torchfleet.errors import ModelError, StrategyError
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 COMPILING = ("fuse_elewise_add_act_ops", "fuse_bn_act_ops", "fuse_bn_add_act_ops", "fuse_relu_depthwise_conv",
              "allow_cuda_graph_capture")  # fmt: skip

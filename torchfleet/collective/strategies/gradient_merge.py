@@ -14,10 +14,10 @@ from collections.abc import Mapping
 
 import torch
 
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.tensors.local_tensors import local
 from torchfleet.collective.world import World
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 
 class GradientMerge(Strategy):

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from torchfleet.base.errors import StrategyError
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
-from torchfleet.errors import StrategyError
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 Future = torch.futures.Future
 

@@ -22,12 +22,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch.nn.modules.batchnorm import _NormBase
 
+from torchfleet.base.errors import StrategyError
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.buckets import average
 from torchfleet.collective.strategy import JobView, Strategy
 from torchfleet.collective.tensors.local_tensors import is_local
 from torchfleet.collective.world import World
-from torchfleet.errors import StrategyError
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 
 class LocalSGD(Strategy):

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torchfleet.base.errors import FleetError
 from torchfleet.collective.tensors.local_tensors import shard
-from torchfleet.errors import FleetError
 
 
 def whole_norms(shards: Sequence[torch.Tensor], parameters: Sequence[torch.Tensor]) -> torch.Tensor:

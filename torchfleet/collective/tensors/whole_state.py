@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from torchfleet.base.errors import ModelError
 from torchfleet.collective.tensors.local_tensors import is_local
-from torchfleet.errors import ModelError
 
 
 def whole_state(model: torch.nn.Module) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from torchfleet.base.errors import DataError
 from torchfleet.data.reading.formats import Bytes, Parser
-from torchfleet.data.samples.slots import SampleLayout, Slot
-from torchfleet.errors import DataError
-from torchfleet.kernels import text
+from torchfleet.data.slots import SampleLayout, Slot
+from torchfleet.ps.kernels import text
 
 NUM_DENSE, NUM_SPARSE = 13, 26
 LOW = np.array([0, -3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], np.float64)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from torchfleet.data.samples.sample_rows import SampleRows
-from torchfleet.data.samples.slots import SampleLayout
-from torchfleet.errors import DataError
-from torchfleet.kernels import numerals, text
+from torchfleet.base.errors import DataError
+from torchfleet.data.sample_rows import SampleRows
+from torchfleet.data.slots import SampleLayout
+from torchfleet.ps.kernels import numerals, text
 
 _TENS, _FIVES = numerals.powers_of_ten()
 MAX_LINE = 1 << 28

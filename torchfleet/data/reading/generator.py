@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torchfleet.errors import DataError
+from torchfleet.base.errors import DataError
 
 Sample = list[tuple[str, list[Any]]]
 

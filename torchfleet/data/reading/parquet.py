@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchfleet.data.columns.arrow_columns import ColumnReader, pyarrow, slots_of
-from torchfleet.data.columns.column_rows import rows_of
-from torchfleet.data.columns.column_samples import ColumnSamples
+from torchfleet.base.errors import DataError
+from torchfleet.data.arrow_columns import ColumnReader, pyarrow, slots_of
+from torchfleet.data.column_rows import rows_of
+from torchfleet.data.column_samples import ColumnSamples
 from torchfleet.data.reading.formats import LineSource
 from torchfleet.data.reading.streams import is_local, open_raw
-from torchfleet.data.samples.sample_rows import SampleRows
-from torchfleet.data.samples.slots import SampleLayout, Slot
-from torchfleet.errors import DataError
+from torchfleet.data.sample_rows import SampleRows
+from torchfleet.data.slots import SampleLayout, Slot
 
 ROWS = 1 << 15  # of a piece, about
 

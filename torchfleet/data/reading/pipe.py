@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
+from torchfleet.base.errors import DataError
 from torchfleet.data.reading import streams
 from torchfleet.data.reading.watchdog import marked_environment
-from torchfleet.errors import DataError
 
 _PIPE_BYTES = 1 << 20
 _F_SETPIPE_SZ = 1031

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torchfleet.base.errors import DataError
 from torchfleet.data.reading import streams
 from torchfleet.data.reading.criteo import CriteoFormat
 from torchfleet.data.reading.formats import MAX_LINE, LineSource, MultiSlotParser, Parser
 from torchfleet.data.reading.generator import DataGenerator
 from torchfleet.data.reading.parquet import ParquetFormat, ParquetReader
 from torchfleet.data.reading.pipe import piped
-from torchfleet.data.samples.sample_rows import SampleRows
-from torchfleet.data.samples.slots import SampleLayout, Slot
-from torchfleet.errors import DataError
+from torchfleet.data.sample_rows import SampleRows
+from torchfleet.data.slots import SampleLayout, Slot
 
 _GROUP = 1 << 16  # bytes of text that a generator makes before they are parsed
 

@@ -10,8 +10,8 @@ from typing import BinaryIO, cast
 
 import fsspec
 
+from torchfleet.base.errors import DataError
 from torchfleet.data.reading.decompression import FORMATS, Decompressed
-from torchfleet.errors import DataError
 
 CHUNK = 1 << 20
 _MAGIC = {

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.foreground import Running
 
 STUCK = 60.0  # seconds without a turn of a server's loop: it writes its status twice a second

@@ -9,12 +9,12 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
+from torchfleet.base.monitor.log_file import DEFAULT_BYTES
 from torchfleet.launch.job_spec import JobSpec, Resources
 from torchfleet.launch.processes import module_command, script_command
-from torchfleet.monitor.log_file import DEFAULT_BYTES
-from torchfleet.tables.settings.table_size import parse_bytes
-from torchfleet.watch.watchers import watching_of
+from torchfleet.observe.watch.watchers import watching_of
+from torchfleet.ps.tables.settings.table_size import parse_bytes
 
 RESOURCES = ("server_cpus", "server_memory", "worker_cpus", "worker_memory", "worker_gpus")
 

@@ -8,8 +8,7 @@ import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchfleet.coordination.coordinators import make_coordinator
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.job_options import add_counts, add_resources, add_script, job_resources
 from torchfleet.launch.clusters.k8s.k8s_job import SCRIPT, K8sJob, check_name, name_of
 from torchfleet.launch.clusters.k8s.pod_metrics import metrics_port_of
@@ -21,7 +20,8 @@ from torchfleet.launch.clusters.k8s.pod_settings import (
     toleration,
     variables,
 )
-from torchfleet.watch.watchers import add_exports
+from torchfleet.observe.watch.watchers import add_exports
+from torchfleet.ps.coordination.coordinators import make_coordinator
 
 FORMATS = ("plain", "kustomize", "jobset")
 _MOST = 10_000  # pods of a role

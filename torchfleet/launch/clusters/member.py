@@ -20,15 +20,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torchfleet.cgroups import usable_cores
-from torchfleet.errors import FleetError, RoleError
-from torchfleet.guard.printable import say
+from torchfleet.base.cgroups import usable_cores
+from torchfleet.base.errors import FleetError, RoleError
+from torchfleet.base.monitor.json_lines import MOST, JsonLog, log_format
+from torchfleet.base.printable import say
+from torchfleet.base.role import ASK, SERVER, PaddleCloudRoleMaker, RoleInfo
 from torchfleet.launch.clusters.foreground import Ending, asks_blocked, run_child
 from torchfleet.launch.clusters.health import HealthPort
 from torchfleet.launch.processes import ROLES, TIE_TO_PARENT, module_command, script_command
-from torchfleet.monitor.json_lines import MOST, JsonLog, log_format
-from torchfleet.net.keys import KeyFolder
-from torchfleet.role import ASK, SERVER, PaddleCloudRoleMaker, RoleInfo
+from torchfleet.ps.net.keys import KeyFolder
 
 GROUP, INDEX, GRACE, PORT = "FLEET_GROUP", "FLEET_INDEX", "FLEET_GRACE", "FLEET_HEALTH_PORT"
 _INDEXES = (INDEX, "JOB_COMPLETION_INDEX")  # the second is that of an Indexed Job of Kubernetes

@@ -7,7 +7,8 @@ import contextlib
 import os
 from pathlib import Path
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
+from torchfleet.base.role import DURABILITY, LOG_STORE, MIN_WORKERS
 from torchfleet.launch.clusters.on_ray.ray_cluster import bundle_of, connected, relative, require_ray
 from torchfleet.launch.clusters.on_ray.ray_job import RayJob, RayPlan
 from torchfleet.launch.endurance.durability import durability_variables, log_store, refuse_both
@@ -15,9 +16,8 @@ from torchfleet.launch.endurance.placement import coordination, coordinator_url,
 from torchfleet.launch.endurance.worker_loss import loss_variables
 from torchfleet.launch.job_spec import JobSpec, Task, describe_task
 from torchfleet.launch.server_launcher import server_bounds
-from torchfleet.role import DURABILITY, LOG_STORE, MIN_WORKERS
-from torchfleet.watch.json_display import line_printer
-from torchfleet.watch.metrics_ports import port_variables
+from torchfleet.observe.watch.json_display import line_printer
+from torchfleet.observe.watch.metrics_ports import port_variables
 
 _NAME = "ray"
 _RANKS = ("nproc_per_node", "nnodes")

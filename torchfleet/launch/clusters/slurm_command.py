@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
+from torchfleet.base.monitor.json_lines import log_format
 from torchfleet.launch.clusters.job_options import add_counts, add_resources, add_script, check_script, job_spec_of
 from torchfleet.launch.job_spec import JobSpec, Resources
-from torchfleet.monitor.json_lines import log_format
-from torchfleet.watch.watchers import add_exports
+from torchfleet.observe.watch.watchers import add_exports
 
 _TIME = re.compile(r"[0-9]{1,6}([:-][0-9]{1,3}){0,3}|UNLIMITED")
 _EXAMPLES = """examples:

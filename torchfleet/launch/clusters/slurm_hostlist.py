@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
 
 MOST = 1 << 16  # hosts of a list
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")

@@ -7,7 +7,9 @@ import os
 import subprocess
 from collections.abc import Mapping
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
+from torchfleet.base.monitor.stop_request import REQUEUE
+from torchfleet.base.role import LOG_RUN, LOG_STORE, start_timeout_of
 from torchfleet.launch.clusters.foreground import Ending, asks_blocked, run_child
 from torchfleet.launch.clusters.member import read_role
 from torchfleet.launch.clusters.slurm_meeting import SlurmMeeting
@@ -19,10 +21,8 @@ from torchfleet.launch.job_spec import JobSpec, Report, Task, describe_task
 from torchfleet.launch.processes import Process
 from torchfleet.launch.rank_launcher import RankLauncher
 from torchfleet.launch.server_launcher import server_bounds
-from torchfleet.monitor.stop_request import REQUEUE
-from torchfleet.role import LOG_RUN, LOG_STORE, start_timeout_of
-from torchfleet.watch.json_display import line_printer
-from torchfleet.watch.metrics_ports import port_variables
+from torchfleet.observe.watch.json_display import line_printer
+from torchfleet.observe.watch.metrics_ports import port_variables
 
 SAVE = "FLEET_SAVE_ON_STOP"
 _COLLECTIVE = ("nproc_per_node", "gpus")

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torchfleet.errors import RoleError
-from torchfleet.guard.ownership import make_own
+from torchfleet.base.errors import RoleError
+from torchfleet.base.ownership import make_own
 from torchfleet.launch.clusters.slurm_step import SlurmStep
 from torchfleet.launch.roles import free_ports
-from torchfleet.net.keys import keygen
+from torchfleet.ps.net.keys import keygen
 
 _PAUSE = 0.2  # seconds between two looks at the folder: a shared file system may be slow
 _PERIOD = 5.0  # seconds between two lines about what is waited for

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.slurm_hostlist import expand_hostlist
 
 _NUMBER = re.compile(r"[0-9]{1,18}")

@@ -9,8 +9,8 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from torchfleet.errors import RoleError
-from torchfleet.role import DURABILITY, FSYNC, LOG_RUN, LOG_STORE, SETTINGS, durability_of
+from torchfleet.base.errors import RoleError
+from torchfleet.base.role import DURABILITY, FSYNC, LOG_RUN, LOG_STORE, SETTINGS, durability_of
 
 _FOLDER = "server_state"  # of logs, in the folder of a run
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-from torchfleet.errors import FleetError
-from torchfleet.net import addresses
-from torchfleet.net.keys import KeyFolder
-from torchfleet.net.private_jobs import Way
-from torchfleet.net.replica_channels import ReplicaChannels
-from torchfleet.net.wire import Command, Role, pack
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.connection import Connection, Patience
+from torchfleet.base.errors import FleetError
+from torchfleet.ps.net import addresses
+from torchfleet.ps.net.keys import KeyFolder
+from torchfleet.ps.net.private_jobs import Way
+from torchfleet.ps.net.replica_channels import ReplicaChannels
+from torchfleet.ps.net.wire import Command, Role, pack
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.connection import Connection, Patience
 
 _PATIENCE = Patience(timeout=1.0, retries=1)
 

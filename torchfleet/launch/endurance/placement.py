@@ -9,9 +9,9 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 
-from torchfleet.coordination.coordinators import VARIABLE, make_coordinator
-from torchfleet.errors import RoleError
-from torchfleet.net.replica_channels import SEPARATOR
+from torchfleet.base.errors import RoleError
+from torchfleet.ps.coordination.coordinators import VARIABLE, make_coordinator
+from torchfleet.ps.net.replica_channels import SEPARATOR
 
 REPLICAS = "FLEET_REPLICAS"
 _MOST_PORTS = 1 << 16

@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Mapping
 
-from torchfleet.role import GO_ON, LOSS_END, LOSS_RULES, LOSS_WAIT, MIN_WORKERS, ON_LOSS, loss_of
+from torchfleet.base.role import GO_ON, LOSS_END, LOSS_RULES, LOSS_WAIT, MIN_WORKERS, ON_LOSS, loss_of
 
 FREE_MODES = ("async", "half_async", "geo")  # no worker waits for another: training goes on without one
 

@@ -8,15 +8,15 @@ from typing import Any
 from support.faults.bugs.planted_logs import BOTH
 from support.faults.planted import Patch, bug
 
-from torchfleet.server.log import logged_server, state_copy
-from torchfleet.server.log.state_copy import StateImport
-from torchfleet.server.meeting.file_lists import FileLists
-from torchfleet.server.meeting.gathering import Gatherings
-from torchfleet.server.meeting.mail import Mail
-from torchfleet.server.state.changes import Changes
-from torchfleet.server.state.schedule import Schedule
-from torchfleet.server.state.sessions import Sessions
-from torchfleet.tables.settings.clock import Clock
+from torchfleet.ps.server.log import logged_server, state_copy
+from torchfleet.ps.server.log.state_copy import StateImport
+from torchfleet.ps.server.meeting.file_lists import FileLists
+from torchfleet.ps.server.meeting.gathering import Gatherings
+from torchfleet.ps.server.meeting.mail import Mail
+from torchfleet.ps.server.state.changes import Changes
+from torchfleet.ps.server.state.schedule import Schedule
+from torchfleet.ps.server.state.sessions import Sessions
+from torchfleet.ps.tables.settings.clock import Clock
 
 
 @bug("copy: sessions are left out", BOTH, "tokens")

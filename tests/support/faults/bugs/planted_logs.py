@@ -9,14 +9,14 @@ from typing import Any
 
 from support.faults.planted import Patch, bug
 
-from torchfleet.net.wire import Command
-from torchfleet.server.log import log_records
-from torchfleet.server.log.durable_server import DurableServer
-from torchfleet.server.log.journal import Journal
-from torchfleet.server.log.log_folder import LogFolder
-from torchfleet.server.log.log_writer import LogWriter
-from torchfleet.server.log.logged_server import LoggedServer
-from torchfleet.server.log.replay import Replay
+from torchfleet.ps.net.wire import Command
+from torchfleet.ps.server.log import log_records
+from torchfleet.ps.server.log.durable_server import DurableServer
+from torchfleet.ps.server.log.journal import Journal
+from torchfleet.ps.server.log.log_folder import LogFolder
+from torchfleet.ps.server.log.log_writer import LogWriter
+from torchfleet.ps.server.log.logged_server import LoggedServer
+from torchfleet.ps.server.log.replay import Replay
 
 LOG = ("logged",)
 BOTH = ("logged", "replicas")

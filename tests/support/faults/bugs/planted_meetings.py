@@ -7,13 +7,13 @@ from typing import Any
 
 from support.faults.planted import Patch, bug, patch_command
 
-from torchfleet.net.wire import Command
-from torchfleet.server import commands, long_work
-from torchfleet.server.meeting.barrier import Barriers
-from torchfleet.server.meeting.file_lists import FileLists, Holder
-from torchfleet.server.meeting.gathering import Gatherings
-from torchfleet.server.meeting.mail import Mail
-from torchfleet.server.state.changes import Changes
+from torchfleet.ps.net.wire import Command
+from torchfleet.ps.server import commands, long_work
+from torchfleet.ps.server.meeting.barrier import Barriers
+from torchfleet.ps.server.meeting.file_lists import FileLists, Holder
+from torchfleet.ps.server.meeting.gathering import Gatherings
+from torchfleet.ps.server.meeting.mail import Mail
+from torchfleet.ps.server.state.changes import Changes
 
 
 @bug("barrier: opens one worker early", script="meetings")

@@ -6,10 +6,10 @@ from typing import Any
 
 from support.faults.planted import Patch, bug
 
-from torchfleet.job import rejoining
-from torchfleet.server import among_workers, waiting
-from torchfleet.server.meeting.members import Members
-from torchfleet.server.server import Server
+from torchfleet.api.job import rejoining
+from torchfleet.ps.server import among_workers, waiting
+from torchfleet.ps.server.meeting.members import Members
+from torchfleet.ps.server.server import Server
 
 LOST = "lost workers"
 KEPT = ("logged", "replicas")

@@ -7,16 +7,16 @@ from typing import Any
 from support.faults.planted import Patch, bug
 from support.faults.replica_fleet import NodeCoordinator
 
-from torchfleet.coordination.view import View
-from torchfleet.net import replica_channels
-from torchfleet.net.replica_channels import ReplicaChannels
-from torchfleet.server.log.log_entry import Kind, decode_entry
-from torchfleet.server.replicas import follower, primary
-from torchfleet.server.replicas.backup_sink import BackupSink
-from torchfleet.server.replicas.follower import Fate, Follower
-from torchfleet.server.replicas.pace import LEASE
-from torchfleet.server.replicas.primary import Primary
-from torchfleet.server.replicas.replica import Replica
+from torchfleet.ps.coordination.view import View
+from torchfleet.ps.net import replica_channels
+from torchfleet.ps.net.replica_channels import ReplicaChannels
+from torchfleet.ps.server.log.log_entry import Kind, decode_entry
+from torchfleet.ps.server.replicas import follower, primary
+from torchfleet.ps.server.replicas.backup_sink import BackupSink
+from torchfleet.ps.server.replicas.follower import Fate, Follower
+from torchfleet.ps.server.replicas.pace import LEASE
+from torchfleet.ps.server.replicas.primary import Primary
+from torchfleet.ps.server.replicas.replica import Replica
 
 REPLICAS = ("replicas",)
 

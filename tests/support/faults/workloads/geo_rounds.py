@@ -10,9 +10,9 @@ from support.faults.history import expect
 from support.faults.setting import Fleet, Setting
 from support.faults.workloads.sync_steps import TIMEOUT
 
-from torchfleet.net.wire import DELTA
-from torchfleet.tables.settings.spec import Rule, TableSpec
-from torchfleet.worker.client.client import Client
+from torchfleet.ps.net.wire import DELTA
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec
+from torchfleet.ps.worker.client.client import Client
 
 SHARED = TableSpec("shared", dim=2, rule=Rule("sgd", lr=1.0))
 NUM_KEYS = 8

@@ -17,12 +17,12 @@ import numpy.typing as npt
 from support.faults.history import expect
 from support.faults.setting import Fleet, Setting
 
-from torchfleet.errors import CountedOut, FleetError, NumberTaken
-from torchfleet.job import rejoining
-from torchfleet.net.wire import DENSE_BACK, SYNC
-from torchfleet.tables.settings.spec import Rule, TableSpec, shard_range
-from torchfleet.worker.client.client import Client
-from torchfleet.worker.client.requests import Joined
+from torchfleet.api.job import rejoining
+from torchfleet.base.errors import CountedOut, FleetError, NumberTaken
+from torchfleet.ps.net.wire import DENSE_BACK, SYNC
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec, shard_range
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.requests import Joined
 
 RATE = 0.5
 BLOCK = TableSpec("block", "dense", size=6, rule=Rule("sgd", lr=RATE))

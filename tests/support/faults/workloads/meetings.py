@@ -12,8 +12,8 @@ from support.faults.history import Violation, expect
 from support.faults.setting import Fleet, Setting
 from support.faults.workloads.sync_steps import TIMEOUT, joining
 
-from torchfleet.net.wire import Array
-from torchfleet.worker.client.client import Client
+from torchfleet.ps.net.wire import Array
+from torchfleet.ps.worker.client.client import Client
 
 LEASE = 2.5  # seconds: shorter than most stops
 NUM_FILES = 18

@@ -15,10 +15,10 @@ from support.faults.history import expect
 from support.faults.setting import Fleet, Setting, contents
 from support.faults.workloads.sync_steps import undisturbed
 
-from torchfleet.net.wire import GATHER
-from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
-from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
-from torchfleet.worker.client.client import Client
+from torchfleet.ps.net.wire import GATHER
+from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.ps.worker.client.client import Client
 
 DAY = 86_400
 START = 1_700_000_000

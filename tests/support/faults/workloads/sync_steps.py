@@ -13,10 +13,10 @@ import numpy as np
 from support.faults.history import expect
 from support.faults.setting import QUIET, Fleet, Setting, contents
 
-from torchfleet.net.wire import DENSE_BACK, SYNC
-from torchfleet.tables.settings.policy import AdmissionEntry
-from torchfleet.tables.settings.spec import Initializer, Rule, TableSpec
-from torchfleet.worker.client.client import Client
+from torchfleet.ps.net.wire import DENSE_BACK, SYNC
+from torchfleet.ps.tables.settings.policy import AdmissionEntry
+from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
+from torchfleet.ps.worker.client.client import Client
 
 ROWS = TableSpec("rows", dim=3, rule=Rule("adagrad", lr=0.1), initializer=Initializer("uniform", -0.5, 0.5), seed=3)
 COMMON = TableSpec("common", dim=2, rule=Rule("sgd", lr=0.5), entry=AdmissionEntry(count=3))

@@ -16,12 +16,12 @@ from support.faults.history import Op, Violation, expect
 from support.faults.order_checks import check_registers, check_tokens
 from support.faults.setting import Fleet, Setting
 
-from torchfleet.errors import TableError
-from torchfleet.net.wire import DENSE_BACK, VERSIONS
-from torchfleet.tables.settings.policy import AdmissionEntry, Shrink
-from torchfleet.tables.settings.spec import Rule, TableSpec
-from torchfleet.worker.client.client import Client, Future
-from torchfleet.worker.client.future import Dense
+from torchfleet.base.errors import TableError
+from torchfleet.ps.net.wire import DENSE_BACK, VERSIONS
+from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec
+from torchfleet.ps.worker.client.client import Client, Future
+from torchfleet.ps.worker.client.future import Dense
 
 NUM_TOKENS = 48  # columns of a shard
 PLUS = Rule("sgd", lr=1.0)

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from torchfleet.base.errors import StrategyError
+from torchfleet.base.strategy.collective_fields import LarsConfigs
 from torchfleet.collective.strategies.layerwise.layerwise import (
     ReplacingOptimizer,
     check_inner,
@@ -30,8 +32,6 @@ from torchfleet.collective.strategies.layerwise.layerwise import (
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.tensors.local_tensors import shard
 from torchfleet.collective.tensors.whole_norms import local_gradients, shard_norms, summed_over_ranks
-from torchfleet.errors import StrategyError
-from torchfleet.strategy.collective_fields import LarsConfigs
 
 _PLAIN = {"nesterov": False, "dampening": 0, "weight_decay": 0, "maximize": False, "differentiable": False}
 

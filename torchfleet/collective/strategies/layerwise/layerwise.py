@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from torchfleet.base.errors import StrategyError
 from torchfleet.collective.closures import run_closure
 from torchfleet.collective.strategies.layerwise.multi_tensor import MultiTensor, are_for_kernels
 from torchfleet.collective.tensors.whole_norms import are_cut
-from torchfleet.errors import StrategyError
 
 _AT_ONCE = 1 << 26  # values of whole tensors: what a step needs beside them is two float32 of each of these
 

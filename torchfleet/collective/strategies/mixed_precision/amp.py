@@ -29,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from torchfleet.base.errors import ModelError
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.strategies.mixed_precision.bfloat16_cpu import warn_if_slow
 from torchfleet.collective.strategies.mixed_precision.loss_scaling import LossScaling
 from torchfleet.collective.strategies.mixed_precision.masters import Masters
@@ -39,8 +41,6 @@ from torchfleet.collective.strategy import Forward, JobView, Strategy
 from torchfleet.collective.tensors.local_tensors import shards
 from torchfleet.collective.tensors.outputs import map_tensors
 from torchfleet.collective.world import World
-from torchfleet.errors import ModelError
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 _PURE_WHITE = ("layer_norm", "group_norm", "rms_norm")  # autocast has them in float32 on GPUs; their sums are so anyway
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
+from torchfleet.base.strategy.collective_fields import AmpConfigs
 from torchfleet.collective.buckets import buckets
-from torchfleet.strategy.collective_fields import AmpConfigs
 
 
 class LossScaling:

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
+from torchfleet.base.errors import StrategyError
 from torchfleet.collective.tensors.local_tensors import dealt, is_local, local, shards
-from torchfleet.errors import StrategyError
 
 _CHUNK_BYTES = 64 << 20  # gradients that exist in both precisions at a time
 _MARKS = ("fleet_piece", "fleet_local", "fleet_copies")

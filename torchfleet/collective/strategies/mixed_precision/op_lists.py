@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from torchfleet.errors import ModelError, StrategyError
+from torchfleet.base.errors import ModelError, StrategyError
 
 # What Paddle calls by another name.
 PADDLE = {"matmul_v2": "matmul", "elementwise_add": "add", "elementwise_mul": "mul",

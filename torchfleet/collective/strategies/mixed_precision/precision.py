@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from torchfleet.errors import StrategyError
-from torchfleet.strategy.collective_fields import CONFIGS, AmpConfigs
+from torchfleet.base.errors import StrategyError
+from torchfleet.base.strategy.collective_fields import CONFIGS, AmpConfigs
 
 _SCALING = ("init_loss_scaling", "incr_every_n_steps", "decr_every_n_nan_or_inf", "incr_ratio", "decr_ratio",
             "use_dynamic_loss_scaling")  # fmt: skip

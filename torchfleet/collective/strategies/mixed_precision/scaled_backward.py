@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch.autograd import Function, Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from torchfleet.base.errors import ModelError
 from torchfleet.collective.strategy import Forward
 from torchfleet.collective.tensors.local_tensors import is_local
 from torchfleet.collective.tensors.outputs import map_tensors, tensors
-from torchfleet.errors import ModelError
 
 Gradients = Sequence[torch.Tensor | None]
 

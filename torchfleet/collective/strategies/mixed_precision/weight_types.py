@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.strategies.mixed_precision.op_lists import PADDLE
 from torchfleet.collective.strategies.mixed_precision.precision import precision
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 # Layers whose parameters are all inputs of functions that autocast computes in half precision, and those functions.
 _CAST: tuple[tuple[type[torch.nn.Module], tuple[str, ...]], ...] = (

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchfleet.errors import ModelError
+from torchfleet.base.errors import ModelError
 
 NUM_LEAVING = 2  # blocks whose inputs are still on the device, while they are copied out
 PIECE_BYTES = 1 << 24  # of pinned memory: pieces of one size serve batches of all sizes again, and waste little

@@ -35,12 +35,12 @@ from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from torchfleet.base.errors import ModelError, StrategyError
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.strategies.recomputation.offload import Offload
 from torchfleet.collective.strategies.recomputation.slices import check_sliceable, in_slices
 from torchfleet.collective.strategy import Strategy
 from torchfleet.collective.world import World
-from torchfleet.errors import ModelError, StrategyError
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 
 class Recompute(Strategy):

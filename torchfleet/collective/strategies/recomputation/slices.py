@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from torchfleet.errors import ModelError
+from torchfleet.base.errors import ModelError
 
 _WAY_OUT = "Set recompute_configs['slices']=1, or leave the module out of 'checkpoints'."
 

@@ -27,14 +27,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from torchfleet.base.errors import ModelError, StrategyError
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.strategies.mixed_precision.weight_types import WeightTypes
 from torchfleet.collective.strategies.sharding.units import Kind, Units
 from torchfleet.collective.strategies.sharding.zero import ShardedOptimizer
 from torchfleet.collective.strategy import Forward, Strategy
 from torchfleet.collective.tensors.local_tensors import is_local
 from torchfleet.collective.world import World
-from torchfleet.errors import ModelError, StrategyError
-from torchfleet.strategy.distributed_strategy import DistributedStrategy
 
 
 class Sharding(Strategy):

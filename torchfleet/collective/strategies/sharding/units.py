@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchfleet.errors import ModelError
+from torchfleet.base.errors import ModelError
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.Sequential)
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchfleet.base.errors import ModelError
 from torchfleet.collective.buckets import buckets
 from torchfleet.collective.closures import run_closure
 from torchfleet.collective.tensors.local_tensors import dealt, local, shards
 from torchfleet.collective.world import Axis
-from torchfleet.errors import ModelError
 
 _UNDER_WAY = 2  # buffers that travel while the next is filled
 _LARGE = 4  # a tensor of a fourth of a bucket or more travels alone: another message costs less than two copies

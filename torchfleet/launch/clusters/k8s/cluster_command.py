@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchfleet.errors import RoleError
-from torchfleet.guard.printable import say
+from torchfleet.base.errors import RoleError
+from torchfleet.base.printable import say
 from torchfleet.launch.clusters.k8s.k8s_api import KINDS, Cluster
 from torchfleet.launch.clusters.k8s.k8s_job import Document, check_name
 from torchfleet.launch.clusters.k8s.k8s_yaml import KUSTOMIZATION, read_stream

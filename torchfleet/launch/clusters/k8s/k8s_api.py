@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from torchfleet.errors import FleetError, RoleError
-from torchfleet.extras import required
+from torchfleet.base.errors import FleetError, RoleError
+from torchfleet.base.extras import required
 from torchfleet.launch.clusters.k8s.k8s_job import Document
 
 MANAGER = "fleetrun"  # the owner of the fields that it has set, as server-side apply has it

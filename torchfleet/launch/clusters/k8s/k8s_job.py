@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
 from torchfleet.launch.job_spec import Resources
-from torchfleet.net.replica_channels import SEPARATOR
+from torchfleet.ps.net.replica_channels import SEPARATOR
 
 Document = dict[str, Any]  # an object of Kubernetes, or a part of one
 SERVER, BACKUP, WORKER, RANK = "server", "backup", "worker", "rank"

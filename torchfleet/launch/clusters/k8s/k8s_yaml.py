@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.k8s.k8s_job import Document, K8sJob
 
 # Words that are text to every parser. Others are quoted: 1e3, 0o17 or y are numbers and truths to some of them.

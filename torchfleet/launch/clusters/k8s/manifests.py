@@ -15,7 +15,7 @@ from torchfleet.launch.clusters.k8s.k8s_job import BACKUP, RANK, SERVER, WORKER,
 from torchfleet.launch.clusters.k8s.pod_metrics import ingress
 from torchfleet.launch.clusters.k8s.pod_template import labels, pod_template
 from torchfleet.launch.clusters.k8s.script_files import ScriptFile
-from torchfleet.net.keys import keygen
+from torchfleet.ps.net.keys import keygen
 
 MISTAKE = 2  # the exit status of a process whose options, environment or keys are wrong: it would fail again
 SAVED = 75  # of one that was asked to end, and has saved: it is to be started again

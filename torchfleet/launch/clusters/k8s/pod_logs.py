@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from torchfleet.errors import FleetError
+from torchfleet.base.errors import FleetError
 from torchfleet.launch.clusters.k8s.k8s_api import Cluster
 from torchfleet.launch.clusters.k8s.pod_states import PodState, pod_states
 

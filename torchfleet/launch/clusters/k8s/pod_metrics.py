@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
+from torchfleet.base.monitor.json_lines import VARIABLE
+from torchfleet.base.monitor.prometheus.metrics_port import HOST, port_of
+from torchfleet.base.monitor.prometheus.metrics_port import PORT as METRICS_PORT
 from torchfleet.launch.clusters.k8s.k8s_job import HEALTH_PORT, MASTER_PORT, PORT, RANK, Document, K8sJob
-from torchfleet.monitor.json_lines import VARIABLE
-from torchfleet.monitor.prometheus.metrics_port import HOST, port_of
-from torchfleet.monitor.prometheus.metrics_port import PORT as METRICS_PORT
 
 _TAKEN = (PORT, HEALTH_PORT, MASTER_PORT)
 _EVERYWHERE = "0.0.0.0"  # whoever scrapes is outside of the pod

@@ -6,7 +6,7 @@ import posixpath
 import re
 from collections.abc import Sequence
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
 from torchfleet.launch.clusters.k8s.k8s_job import CACHE, KEYS, LOGS, SCRIPT, TMP, WORK, Claim
 
 # Set by the manifests themselves. A second one of these would be ignored, or take a pod's role away.

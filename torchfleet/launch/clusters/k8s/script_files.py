@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
 
 MOST_BYTES = 1 << 20  # of a ConfigMap
 _SPARE = 1 << 14  # for names, labels and paths

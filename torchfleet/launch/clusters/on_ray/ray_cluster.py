@@ -12,8 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torchfleet.errors import RoleError
-from torchfleet.extras import required
+from torchfleet.base.errors import RoleError
+from torchfleet.base.extras import required
 from torchfleet.launch.clusters.on_ray.ray_node import Look, Node, Work
 from torchfleet.launch.clusters.on_ray.ray_task import NodeLost
 from torchfleet.launch.job_spec import JobSpec, Report, Resources

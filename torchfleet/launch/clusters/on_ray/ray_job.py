@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchfleet.errors import FleetError, RoleError
+from torchfleet.base.errors import FleetError, RoleError
 from torchfleet.launch.clusters.on_ray.ray_cluster import PlacementGroup, RayNode
 from torchfleet.launch.clusters.on_ray.ray_node import FUNCTION, Work, keys_for, private_folder
 from torchfleet.launch.clusters.on_ray.ray_task import NodeLost, RayTask
@@ -19,10 +19,10 @@ from torchfleet.launch.job_spec import JobSpec, Report, Task
 from torchfleet.launch.processes import Output
 from torchfleet.launch.roles import JobLayout, tasks
 from torchfleet.launch.supervisor import JobSupervisor
-from torchfleet.net.addresses import write_book
-from torchfleet.net.keys import is_private, keygen
-from torchfleet.net.replica_channels import SEPARATOR
-from torchfleet.watch.metrics_ports import port_variables, served_on, tell_targets
+from torchfleet.observe.watch.metrics_ports import port_variables, served_on, tell_targets
+from torchfleet.ps.net.addresses import write_book
+from torchfleet.ps.net.keys import is_private, keygen
+from torchfleet.ps.net.replica_channels import SEPARATOR
 
 # Of fleetrun's own environment: those that say who is what are made anew, others go to every process.
 _OWN = ("FLEET_ROLE", "FLEET_RESTART", "FLEET_WORKER_", "FLEET_SERVER_", "FLEET_KEY_DIR", "FLEET_REPLICA",

@@ -15,10 +15,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from torchfleet.errors import RoleError
+from torchfleet.base.errors import RoleError
 from torchfleet.launch.job_spec import Task
 from torchfleet.launch.processes import Process, Sink
-from torchfleet.net.addresses import write_book
+from torchfleet.ps.net.addresses import write_book
 
 FUNCTION = "FLEET_RAY_FUNCTION"  # the file with the function that a process calls; its result goes beside it
 RESULT = ".result"

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from torchfleet.base.monitor.log_file import last_bytes
 from torchfleet.launch.clusters.on_ray.ray_node import Look, Work
 from torchfleet.launch.job_spec import Report, Task
 from torchfleet.launch.processes import Output
-from torchfleet.monitor.log_file import last_bytes
 
 LOST = -9  # the exit status of a process whose node is gone: as if killed
 _LOOK = 0.5  # seconds that an actor waits for output before it answers

@@ -1,0 +1,135 @@
+"""A server before it serves, what workers are told meanwhile, and what it tells its launcher."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numba
+import pytest
+from support import jobs
+from support.jobs import SECONDS, Net, make_part, sgd, strategy
+
+from torchfleet.api.job import server_role, waiting_lines
+from torchfleet.api.job.server_role import ServerRole
+from torchfleet.api.job.worker_start import wait_for_servers
+from torchfleet.base.errors import FleetError, ServerLoading, ServerUnreachable
+from torchfleet.base.role import SERVER, RoleInfo
+from torchfleet.launch.roles import free_ports
+from torchfleet.ps.server.state.server_status import ServerStatus
+from torchfleet.ps.server.warm import COMPILING
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.connection import Patience
+
+
+@pytest.fixture
+def place() -> str:
+    return f"127.0.0.1:{free_ports(1)[0]}"
+
+
+@pytest.fixture
+def role(place: str) -> Iterator[ServerRole]:
+    made = ServerRole(make_part(Net, sgd, strategy(), RoleInfo(SERVER, 0, 1, 0, (place,))).job)
+    yield made
+    made.end()
+    made.close()
+
+
+@pytest.fixture
+def client(place: str) -> Iterator[Client]:
+    with Client.connect([f"tcp://{place}"], patience=Patience(SECONDS, 2)) as made:
+        yield made
+
+
+def test_a_server_answers_while_it_loads_and_serves_when_it_runs(
+    role: ServerRole, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(waiting_lines, "PERIOD", 0.2)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def load_slowly(*arguments: object) -> None:
+        begun.set()
+        assert go_on.wait(SECONDS)
+
+    monkeypatch.setattr(server_role, "load_model", load_slowly)
+    role.listen()
+
+    def serve() -> None:
+        role.load("models/today")
+        role.run()
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    assert begun.wait(SECONDS)
+    assert list(client.unready(SECONDS).values()) == ["it is loading models/today"]
+    with pytest.raises(ServerLoading, match="it is loading models/today"):
+        client.stats()
+    threading.Timer(1.0, go_on.set).start()
+    wait_for_servers(client, 0.5)  # longer than that without an end: one that is loading gives signs
+    assert "waiting for server 0: it is loading models/today, " in capsys.readouterr().out
+    assert client.unready(SECONDS) == {}
+    client.join({"host": "h", "pid": 1, "num_workers": 1, "timeout": 60.0, "sync_timeout": 60.0})
+    client.leave()
+    thread.join(SECONDS)
+    assert not thread.is_alive()
+
+
+def test_an_address_that_is_taken_is_an_error_before_anything_is_loaded(role: ServerRole, place: str) -> None:
+    host, port = place.split(":")
+    with socket.socket() as taken:
+        taken.bind((host, int(port)))
+        taken.listen()
+        with pytest.raises(FleetError, match=f"cannot listen on tcp://{place}"):
+            role.listen()
+
+
+def test_a_model_that_cannot_be_loaded_frees_the_address(role: ServerRole, place: str, tmp_path: Path) -> None:
+    role.listen()
+    with pytest.raises(FleetError):
+        role.load(str(tmp_path / "nowhere"))
+    with socket.socket() as free:
+        host, port = place.split(":")
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind((host, int(port)))
+
+
+def test_a_server_that_never_comes_is_waited_for_aloud_and_named_in_the_end(
+    client: Client, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(waiting_lines, "PERIOD", 0.2)
+    with pytest.raises(ServerUnreachable, match=rf"server 0 \(tcp://{place}\) has given no answer for 1 s") as raised:
+        wait_for_servers(client, 1.0)
+    assert "FLEET_START_TIMEOUT" in str(raised.value)
+    assert f"waiting for server 0 (tcp://{place}): no answer yet, " in capsys.readouterr().out
+
+
+def test_a_server_that_compiles_its_kernels_says_so_to_those_who_wait(
+    role: ServerRole, client: Client, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def compile_slowly() -> None:
+        numba.njit(lambda: 1)()  # kept nowhere: it is compiled here
+        numba.njit(lambda: 2)()
+        begun.set()
+        assert go_on.wait(SECONDS)
+
+    monkeypatch.setattr(server_role, "warm_up", compile_slowly)
+    role.listen()
+    thread = threading.Thread(target=role.run, daemon=True)
+    thread.start()
+    assert begun.wait(SECONDS)
+    assert list(client.unready(SECONDS).values()) == [f"it is {COMPILING}"]
+    go_on.set()
+    wait_for_servers(client, SECONDS)
+    role.end()
+    thread.join(SECONDS)
+    assert capfd.readouterr().err.count(COMPILING) == 1
+
+
+def test_the_rows_that_the_launcher_shows_are_those_of_sparse_tables(role: ServerRole) -> None:
+    status = ServerStatus(role._server.state)._make()
+    assert status["rows"] == dict.fromkeys(jobs.TABLES, 0)
+    assert {name for name, table in status["tables"].items() if table["kind"] != "dense"} == set(jobs.TABLES)

@@ -1,0 +1,182 @@
+"""fleet.prepare: one line in a script of torch's; in one process, under fleetrun with servers, and on ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import jobs
+from support.paths import ROOT
+from support.ranks import Ranks
+from support.scripts.launching import clean_environment, forked_fleetrun, run_dir
+from support.scripts.prepared import Model, plain_parts, samples, train
+from torch.utils.data import DataLoader
+
+import torchfleet as fleet
+from torchfleet.base.errors import FleetError, ModelError
+from torchfleet.base.role import is_collective_job
+
+SCRIPT = str(ROOT / "tests" / "support" / "scripts" / "prepared.py")
+IDS = torch.arange(39).view(13, 3)
+
+
+@pytest.fixture(autouse=True)
+def no_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("FLEET_ROLE", "TRAINING_ROLE", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    fleet.reset()
+
+
+def predicted_by_torch() -> torch.Tensor:
+    """Batches of 16 are what two workers see together."""
+    parts = plain_parts(16)
+    train(*parts)
+    return parts[0](IDS).detach()
+
+
+def test_one_server_and_two_workers_equal_plain_torch(tmp_path: Path) -> None:
+    """The script calls no stop_worker and asks nobody for a role. The servers' log tells what they did."""
+    saved = str(tmp_path / "model")
+    counts = ("--server_num", "1", "--worker_num", "2")
+    with forked_fleetrun(tmp_path / "log", *counts, SCRIPT, "--model", saved, PYTHONPATH=str(ROOT)) as job:
+        assert job.wait() == 0
+    logs = run_dir(tmp_path / "log")
+    assert "5 batches, rate 0.025" in (logs / "workerlog.1").read_text()
+    assert "1 torch embedding is on the servers (40 rows); 1 stays dense: 'places' (5 x 4)" in job.output
+    assert "torch embedding" not in (logs / "workerlog.1").read_text()
+    torch.testing.assert_close(fleet.load_inference_model(saved, Model())(IDS), predicted_by_torch())
+    said = (logs / "serverlog.0").read_text()
+    expected = (
+        *("listening on 127.0.0.1:", "for 2 workers", "'items' (40 ids x 4)", "worker 1 has joined from"),
+        *(f"rows and the network to {saved}, save-", "has left (2 of 2)", "stopped (all workers have left)"),
+    )
+    assert [text for text in expected if text not in said] == []
+
+
+def test_a_script_in_one_process_stops_its_worker_at_the_end(tmp_path: Path) -> None:
+    saved = str(tmp_path / "model")
+    output = jobs.command([SCRIPT, "--batch_size", "16", "--model", saved], 60)
+    assert "sync: 15 steps, 210 samples on this worker" in output
+    torch.testing.assert_close(fleet.load_inference_model(saved, Model())(IDS), predicted_by_torch())
+
+
+def test_a_script_that_fails_does_not_say_that_its_worker_is_done(tmp_path: Path) -> None:
+    """A real interpreter: what it does at its end after an error is what counts here."""
+    command = [sys.executable, SCRIPT, "--model", str(tmp_path), "--fail"]
+    environment = clean_environment(PYTHONPATH=str(ROOT))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.returncode == 1
+    assert "this script fails" in done.stderr
+    assert "samples on this worker" not in done.stdout
+
+
+def on_a_rank() -> dict[str, Any]:
+    parts = fleet.prepare(*plain_parts(8))
+    train(*parts)
+    found = {"out": parts[0](IDS).detach(), "length": len(parts[2])}
+    fleet.stop_worker()
+    return found
+
+
+def test_two_ranks_equal_plain_torch(ranks: Ranks) -> None:
+    for found in ranks.run(on_a_rank, 2):
+        assert found["length"] == 5
+        torch.testing.assert_close(found["out"], predicted_by_torch())
+
+
+def test_what_is_given_comes_back_in_its_order() -> None:
+    model, optimizer, loader, scheduler = plain_parts(8)
+    given = fleet.prepare(scheduler, loader, optimizer, DataLoader(samples()), model, sparse="auto")
+    assert given[0] is scheduler
+    assert given[4] is model
+    assert len(given[1]) == len(loader)
+    assert given[3].batch_size == 1
+    assert given[1].dataset is loader.dataset
+    assert given[2].param_groups is optimizer.param_groups
+    with pytest.raises(FleetError, match=r"under way already.*fleet\.reset"):
+        fleet.prepare(model, optimizer)
+
+
+def test_embeddings_that_share_a_weight_stay_in_the_optimizer() -> None:
+    model = torch.nn.ModuleDict(
+        {"a": torch.nn.Embedding(9, 2, sparse=True), "b": torch.nn.Embedding(9, 2, sparse=True)}
+    )
+    model["b"].weight = model["a"].weight
+    _, optimizer = fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert {id(parameter) for parameter in model.parameters()} <= set(map(id, optimizer.param_groups[0]["params"]))
+    (model["a"](torch.tensor([1])) + model["b"](torch.tensor([1]))).sum().backward()
+    before = model["a"](torch.tensor([1])).detach()
+    optimizer.step()
+    torch.testing.assert_close(model["b"](torch.tensor([1])).detach(), before - 0.2)
+
+
+def test_two_optimizers_each_for_their_parameters() -> None:
+    def parts() -> tuple[Model, torch.optim.Optimizer, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = Model()
+        rows = [module for module in model.modules() if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)]
+        for module in rows:
+            module.sparse = True
+        sparse = [module.weight for module in rows]
+        dense = [parameter for parameter in model.parameters() if all(parameter is not weight for weight in sparse)]
+        return model, torch.optim.SparseAdam(sparse, lr=0.01), torch.optim.Adam(dense, lr=0.01)
+
+    def losses(model: Model, *optimizers: torch.optim.Optimizer) -> list[float]:
+        found = []
+        for _ in range(4):
+            loss = model(IDS).square().mean()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    expected = losses(*parts())
+    assert losses(*fleet.prepare(*parts())) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("objects", "message"),
+    [
+        (lambda m, o, d: (m,), "expected an optimizer, found none among 1"),
+        (lambda m, o, d: (m, o, o), "is in two optimizers"),
+        (lambda m, o, d: (o, d), "expected one model, found 0"),
+        (lambda m, o, d: (m, o, [1, 2]), r"argument 3: expected a model, an optimizer, a DataLoader.*found \[1, 2\]"),
+    ],
+)
+def test_what_cannot_be_prepared_is_named(objects: Any, message: str) -> None:
+    with pytest.raises((FleetError, ModelError), match=message):
+        fleet.prepare(*objects(*plain_parts(8)[:3]))
+
+
+def test_a_wrong_optimizer_can_be_corrected() -> None:
+    model = Model()
+    with pytest.raises(FleetError):
+        fleet.prepare(model, torch.optim.RMSprop(model.parameters()), sparse=40)
+    fleet.init()
+    fleet.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), sparse=40)
+
+
+def test_an_optimizer_that_has_made_steps_is_refused_and_a_fresh_adagrad_is_not() -> None:
+    model = Model()
+    used = torch.optim.Adam(model.parameters())
+    model(IDS).sum().backward()
+    used.step()
+    with pytest.raises(ModelError, match="has made steps already"):
+        fleet.prepare(model, used, sparse=40)
+    fleet.init()
+    model = Model()
+    fleet.prepare(model, torch.optim.Adagrad(model.parameters()), sparse=40)
+
+
+def test_the_kind_of_job_is_what_the_environment_says() -> None:
+    assert not is_collective_job({})
+    assert is_collective_job({"RANK": "0", "WORLD_SIZE": "2"})
+    assert not is_collective_job({"TRAINING_ROLE": "TRAINER", "PADDLE_TRAINERS_NUM": "2", "PADDLE_TRAINER_ID": "0"})

@@ -1,0 +1,93 @@
+"""The display of a real job: at a terminal, and behind a reader that goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+from typing import Any
+
+import pyte
+import pytest
+from support import processes
+from support.paths import ROOT
+from support.scripts.launching import STAND_IN, TINY, clean_environment, run_dir
+
+from torchfleet.observe.watch.history import HistoryReader
+
+
+def read_all(descriptor: int, seconds: float) -> str:
+    """What comes until the other side is closed."""
+    found, deadline = b"", time.monotonic() + seconds
+    with contextlib.suppress(OSError):  # of a terminal whose other side is closed
+        while time.monotonic() < deadline:
+            if select.select([descriptor], [], [], 1.0)[0]:
+                data = os.read(descriptor, 65536)
+                if not data:
+                    break
+                found += data
+    return found.decode()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_a_fleet_at_a_terminal_is_shown_with_the_numbers_that_its_record_has(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    command = [sys.executable, "-m", "torchfleet.launch", "--log_dir", str(tmp_path), "--worker_num", "2"]
+    command += [TINY, "--mode", "async", "--steps", "60", "--pause", "0.05"]
+    environment = clean_environment(TERM="xterm-256color", PYTHONPATH=str(ROOT))
+    with processes.Popen(command, env=environment, stdout=theirs, stdin=theirs, stderr=theirs) as job:
+        os.close(theirs)
+        written = read_all(ours, 120)
+        assert job.wait(20) == 0
+    os.close(ours)
+    frames = written.split("\x1b[2K\x1b[1A")  # a new drawing begins with going up
+    screen = pyte.HistoryScreen(120, 40, history=5000)
+    stream, seen = pyte.Stream(screen), []
+    for frame in frames:
+        stream.feed(frame + "\x1b[2K\x1b[1A")
+        seen.append("\n".join(screen.display))
+    assert any("async  1 server × 2 workers" in text and "samples/s (mean" in text for text in seen)
+    end = "\n".join(screen.display)
+    assert "finished; logs in" in end
+    assert "async  1 server" not in end  # what changed in place is gone
+    last = {}
+    for record in HistoryReader(run_dir(tmp_path)).records():
+        if record["kind"] == "role":
+            last[record["key"]] = record["status"]
+    total = sum(status["samples"] for key, status in last.items() if key.startswith("worker"))
+    assert f"[fleetrun] {total:,} samples in" in end
+    assert last["worker.0"]["steps"] == last["worker.1"]["steps"] == 60
+    assert last["server.0"]["workers_joined"] == 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("how", "log_format"), [("reader leaves", "text"), ("closed", "text"), ("reader leaves", "json")]
+)
+def test_the_job_goes_on_when_nobody_reads_what_is_shown(tmp_path: Path, how: str, log_format: str) -> None:
+    command = [sys.executable, "-m", "torchfleet.launch", "--log_dir", str(tmp_path), "--log_format", log_format]
+    command += [STAND_IN, "sleep:2", "async,sleep:2"]
+    popen: Any = processes.Popen
+    if how == "closed":
+        command, popen = ["sh", "-c", 'exec "$@" >&-', "sh", *command], subprocess.Popen
+    with popen(command, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as job:
+        assert job.stdout is not None
+        if how == "reader leaves":
+            assert b"logs in" in job.stdout.readline()
+        job.stdout.close()
+        assert job.wait(40) == 0
+        assert job.stderr is not None
+        assert b"Error" not in job.stderr.read()
+    lines = (run_dir(tmp_path) / "history.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["finished"] is True

@@ -1,0 +1,124 @@
+"""Every warning, with a job that must cause it and one that must not."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.job_snapshots import rank, server, worker
+
+from torchfleet.base import cgroups
+from torchfleet.base.monitor.snapshot import JobSnapshot, RoleSnapshot
+from torchfleet.observe.watch.job_warnings import JobWarnings
+
+Roles = Callable[[float], Sequence[RoleSnapshot]]  # the job after so many seconds
+
+
+@pytest.fixture(autouse=True)
+def plenty_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroups, "memory_left", lambda: 1 << 50)
+
+
+def warned(roles: Roles, seconds: int = 20, warnings: JobWarnings | None = None) -> list[str]:
+    """What stands there at the end, of looks twice a second. Statuses change with every look, as they do."""
+    warnings = warnings or JobWarnings()
+    found: list[str] = []
+    for look in range(2 * seconds + 1):
+        found = warnings.look(JobSnapshot(1000.0 + look / 2, roles(look / 2)))
+    return found
+
+
+def test_a_straggler_is_named_with_how_much_it_makes_of_what_others_make() -> None:
+    rates = {0: 1000.0, 1: 1100.0, 2: 400.0, 3: 1050.0}
+    (text,) = warned(lambda now: [worker(i, samples_per_s=rate, steps=now + 1) for i, rate in rates.items()])
+    assert text == "worker 2 is slow: 400 samples/s, 38 % of what the others make (1,050)"
+
+
+@pytest.mark.parametrize(
+    "roles",
+    [
+        lambda now: [worker(i, samples_per_s=1000.0 + 200 * i, steps=now + 1) for i in range(4)],  # all of one kind
+        lambda now: [worker(0, samples_per_s=10.0, steps=now + 1)],  # nobody to compare it with
+        lambda now: [worker(0, steps=now + 1), worker(1, samples_per_s=0.0, steps=now + 1, left=True)],  # at its end
+        lambda now: [worker(0, steps=now + 1), worker(1, "done", samples_per_s=1.0)],
+        lambda now: [worker(0, steps=now + 1), worker(1, samples_per_s=0.0, steps=0, queue=int(now) % 2)],  # begins
+        lambda now: [worker(0, steps=now + 1), worker(1, samples_per_s=20_000 * (5 < now < 8) or 20_000, steps=now)],
+    ],
+)
+def test_no_straggler_is_seen_where_there_is_none(roles: Roles) -> None:
+    assert warned(roles) == []
+
+
+def test_a_queue_is_full_if_it_stays_so_and_training_waits() -> None:
+    def one(queue: Callable[[float], int], waiting: float) -> Roles:
+        return lambda now: [worker(0, queue=queue(now), queue_size=4, waiting=waiting, steps=now + 1)]
+
+    (text,) = warned(one(lambda now: 4, 0.5))
+    assert text.startswith("the queue of worker 0 is full: 4 of 4 steps wait to be sent")
+    assert warned(one(lambda now: 4, 0.05)) == []
+    assert warned(one(lambda now: int(2 * now) % 5, 0.5)) == []
+
+
+def test_an_old_network_is_seen_by_the_pushes_of_the_last_seconds() -> None:
+    def aged(before: int, after: int) -> Roles:
+        """After ten seconds, all gradients come from a network of another age."""
+
+        def roles(now: float) -> Sequence[RoleSnapshot]:
+            ages = {str(before): 1000 + int(100 * min(now, 10)), str(after): int(100 * max(0, now - 10))}
+            return [server(0, staleness_dense=ages), worker(0, steps=now + 1)]
+
+        return roles
+
+    (text,) = warned(aged(1, 9))
+    assert text == "the network is old: half of the gradients come from one of 9 updates ago or more"
+    assert warned(aged(9, 1), 25) == []
+    assert warned(aged(1, 4)) == []
+
+
+def test_requests_that_were_sent_again_are_told_but_not_those_of_the_start() -> None:
+    (text,) = warned(lambda now: [worker(0, retries=int(now > 15) * 3, steps=now + 1)])
+    assert text == "worker 0 sent 3 requests again in the last 10 s: answers come late, or not at all"
+    assert warned(lambda now: [worker(0, retries=3, steps=now + 1)]) == []
+    assert warned(lambda now: [worker(0, retries=3 * (now > 15), steps=0, queue=int(now) % 2)]) == []
+
+
+def test_roles_that_say_nothing_for_long_are_told_together() -> None:
+    roles = [server(0), server(1), worker(0), worker(1), worker(2, left=True), worker(3, "done")]
+    roles.append(rank(0, samples_per_s=20_000.0))
+    found = warned(lambda now: [role if role.key != "server.0" else server(0, requests=now) for role in roles], 70)
+    assert found == [
+        "server 1: no report for 1:10",
+        "workers 0–1: no report for 1:10: evaluating, saving, or stuck",
+        "rank 0: no report for 1:10: evaluating, saving, or stuck",
+    ]
+    assert warned(lambda now: [server(0, requests=now), worker(0, steps=now + 1)], 70) == []
+    assert warned(lambda now: [server(0, requests=now), worker(0)], 50) == []  # a pass of evaluation
+
+
+def test_little_memory_and_a_full_disk_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    roles: Roles = lambda now: [server(0, requests=now)]  # noqa: E731
+    assert warned(roles, warnings=JobWarnings(tmp_path)) == []
+    monkeypatch.setattr(cgroups, "memory_left", lambda: 100_000_000)
+    monkeypatch.setattr(cgroups, "memory_limit", lambda: 4_000_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=5_000_000))
+    assert warned(roles, warnings=JobWarnings(tmp_path)) == [
+        "memory is short: 100 MB of 4.0 GB are left here",
+        f"the disk of {tmp_path} is full: 5.0 MB are left",
+    ]
+
+
+def test_a_warning_is_new_once_and_again_only_when_it_has_come_back() -> None:
+    warnings, new = JobWarnings(), []
+    for look in range(240):  # two minutes: slow, well for a moment, slow, well for long, slow
+        now = look / 2
+        is_slow = now < 40 or 43 < now < 60 or now > 90
+        roles = [worker(0, samples_per_s=1000.0, steps=look + 1), worker(1, steps=look + 1)]
+        roles[1].status["samples_per_s"] = 100.0 if is_slow else 1000.0
+        warnings.look(JobSnapshot(1000.0 + now, roles))
+        new += [now for _ in warnings.new]
+    assert len(new) == 2
+    assert new[0] < 15
+    assert 90 < new[1] < 105

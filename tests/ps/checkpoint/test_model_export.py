@@ -1,0 +1,62 @@
+"""A model that servers saved, as plain files: a plain torch model made from them alone predicts as it did."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.jobs import Net, fleet_optimizer, make_batch, one_worker
+
+from torchfleet.base.errors import CheckpointError
+from torchfleet.ps.checkpoint.model_export import export_model
+
+
+class Typed(Net):
+    """With buffers of other types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(5)
+        self.register_buffer("scales", torch.tensor([1.5, -2.0, 3e30]).to(torch.bfloat16))
+        self.register_buffer("mask", torch.tensor([[True], [False]]))
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return super().forward({**batch, "x": self.norm(batch["x"])})
+
+
+def test_a_plain_model_is_made_from_the_files_alone(tmp_path: Path) -> None:
+    with one_worker(Typed(), fleet_optimizer("adam", lr=0.1), num_servers=2) as part:
+        for seed in range(3):
+            part.step(make_batch(seed))
+        part.worker.save(str(tmp_path / "model"), "full")
+        part.model.eval()
+        expected = part.model(make_batch(5)).detach()
+    shown: list[str] = []
+    export_model(str(tmp_path / "model"), str(tmp_path / "plain"), show=shown.append)
+    found = json.loads((tmp_path / "plain" / "model.json").read_text())
+    state = load_file(tmp_path / "plain" / "parameters.safetensors")
+    assert set(found["parameters"]) == set(state)
+    for table in found["tables"]:
+        rows = pq.read_table(tmp_path / "plain" / table["file"])
+        weight = torch.zeros(table["num_embeddings"], table["dim"])
+        weight[torch.tensor(rows["key"].to_pylist())] = torch.tensor(rows["values"].to_pylist())
+        state[f"{table['name']}.weight"] = weight
+    plain = Typed()
+    torch.nn.init.zeros_(plain.scales)
+    plain.load_state_dict(state)
+    plain.eval()
+    torch.testing.assert_close(plain(make_batch(5)), expected, rtol=0, atol=1e-6)
+    assert torch.equal(plain.scales, Typed().scales)
+    assert plain.mask.dtype == torch.bool
+    assert shown == [*(table["file"] for table in found["tables"]), "parameters.safetensors"]
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
+    with one_worker(Net(), fleet_optimizer("sgd", lr=0.1)) as part:
+        part.worker.save(str(tmp_path / "model"), "inference")
+    with pytest.raises(CheckpointError, match="expected a new or an empty folder"):
+        export_model(str(tmp_path / "model"), str(tmp_path / "model"))

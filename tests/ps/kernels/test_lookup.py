@@ -1,0 +1,66 @@
+"""Lookups and their gradients, against numpy, bit for bit: any width, padding, empty bags, gaps between samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from torchfleet.ps.kernels import lookup
+
+NUM_SLOTS, NUM_SAMPLES, NUM_ROWS = 3, 40, 25
+
+
+def bags(rng: np.random.Generator, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """(index, with -1 for padding; offsets) of bags of 0 to `most` ids, or of exactly one."""
+    sizes = np.ones(NUM_SLOTS * NUM_SAMPLES, np.int64) if most == 1 else rng.integers(0, most, NUM_SLOTS * NUM_SAMPLES)
+    return rng.integers(-1, NUM_ROWS, sizes.sum()).astype(np.int32), np.cumsum([0, *sizes])
+
+
+def plain_unpool(
+    grads: np.ndarray, index: np.ndarray, offsets: np.ndarray, mean: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    sums = np.full((NUM_ROWS, grads.shape[2]), np.nan, np.float32)
+    touched = np.zeros(NUM_ROWS, np.bool_)
+    for b in range(len(offsets) - 1):
+        ids = index[offsets[b] : offsets[b + 1]]
+        ids = ids[ids >= 0]
+        given = grads[b % NUM_SAMPLES, b // NUM_SAMPLES]
+        for u in ids:
+            part = given * np.float32(1.0 / len(ids)) if mean and len(ids) > 1 else given
+            sums[u] = sums[u] + part if touched[u] else part
+            touched[u] = True
+    return sums, touched
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("most", [1, 4], ids=["one id", "many"])
+@pytest.mark.parametrize("dim", [1, 2, 3, 4, 7, 10, 16])
+@pytest.mark.parametrize("gap", [0, 13])
+def test_unpool_sums_as_numpy_does_in_the_same_order(dim: int, most: int, mean: bool, gap: int) -> None:
+    rng = np.random.default_rng(dim)
+    index, offsets = bags(rng, most)
+    memory = rng.standard_normal((NUM_SAMPLES, NUM_SLOTS * dim + gap)).astype(np.float32)
+    memory[0, 0] = -0.0
+    grads = memory[:, : NUM_SLOTS * dim].reshape(NUM_SAMPLES, NUM_SLOTS, dim)
+    sums, touched = np.full((NUM_ROWS, dim), np.nan, np.float32), np.zeros(NUM_ROWS, np.bool_)
+    flat = memory.reshape(-1)[: memory.size - gap]
+    lookup.unpool(flat, dim, NUM_SLOTS * dim + gap, index, offsets, NUM_SLOTS, mean, sums.reshape(-1), touched)
+    expected, is_touched = plain_unpool(grads, index, offsets, mean)
+    assert np.array_equal(touched, is_touched)
+    assert np.array_equal(sums[touched].view(np.uint32), expected[touched].view(np.uint32))
+
+
+@pytest.mark.parametrize("gap", [0, 5])
+@pytest.mark.parametrize("dim", [1, 3, 4, 10, 17])
+def test_add_rows_sums_as_numpy_does_in_the_same_order(dim: int, gap: int) -> None:
+    rng = np.random.default_rng(dim)
+    index, _ = bags(rng, 1)
+    memory = rng.standard_normal((len(index), dim + gap)).astype(np.float32)
+    grads = memory[:, :dim]
+    sums, touched = np.full((NUM_ROWS, dim), np.nan, np.float32), np.zeros(NUM_ROWS, np.bool_)
+    lookup.add_rows(memory.reshape(-1)[: memory.size - gap], dim, dim + gap, index, sums.reshape(-1), touched)
+    for u in range(NUM_ROWS):
+        own = grads[index == u]
+        assert touched[u] == bool(len(own))
+        expected = np.add.accumulate(own, axis=0)[-1:] if len(own) else sums[u : u + 1]
+        assert np.array_equal(sums[u : u + 1].view(np.uint32), expected.view(np.uint32))

@@ -1,0 +1,24 @@
+"""Logs of tests are in shared memory where there is any: what is tested is not the speed of a disk that many use."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchfleet.ps.kernels.checksum import crc32c
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checksums() -> None:
+    """Compiled, or loaded, before any test whose time is taken."""
+    crc32c(b"short")
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as folder:
+        yield Path(folder)

@@ -1,0 +1,144 @@
+"""A server with a log on disk: it goes on where it was, cuts its log, and promises nothing while the disk is full."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.fleets import Talk, push_arrays, refusal
+from support.logged_work import SPECS, Work, make_server, whole_state
+
+from torchfleet.base.errors import LogError
+from torchfleet.ps.net.wire import Command, Reply, decode_reply, encode, pack
+from torchfleet.ps.server.log import durable_server
+from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on
+from torchfleet.ps.server.server import Server
+
+
+def begun(folder: Path, **options: Any) -> tuple[Server, DurableServer]:
+    server = make_server()
+    return server, begin_log(server, Durability(folder, **options))
+
+
+def going_on(folder: Path, **options: Any) -> tuple[Server, DurableServer]:
+    server = make_server()
+    durable = go_on(server, Durability(folder, **options), lambda text: None)
+    assert durable is not None
+    return server, durable
+
+
+def answer(durable: DurableServer, frames: list[Any], seconds: float = 10.0) -> Reply:
+    """The next reply, once the disk has what it shows."""
+    ready, deadline = durable.handle(b"p", frames, None), time.monotonic() + seconds
+    while not ready:
+        assert time.monotonic() < deadline, "no reply"
+        durable.work()
+        durable.rest()
+        ready = durable.tick(time.monotonic())
+    return decode_reply(ready[0][1])
+
+
+@pytest.mark.parametrize("fsync_ms", [0.0, 10.0])
+def test_a_server_that_ended_goes_on_with_all_of_it(tmp_path: Path, fsync_ms: float) -> None:
+    server, durable = begun(tmp_path, fsync_ms=fsync_ms)
+    for seed in range(3):
+        Work(durable, seed).steps(60)
+        durable.close()
+        before, old = whole_state(server), server.incarnation
+        server, durable = going_on(tmp_path, fsync_ms=fsync_ms)
+        assert whole_state(server) == before
+        assert server.incarnation == old  # clients do not take it for one that forgot them
+    durable.close()
+
+
+def test_a_log_is_cut_when_it_has_grown_and_nothing_is_lost_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(durable_server, "MIN_GROWTH", 20_000)
+    server, durable = begun(tmp_path)
+    Work(durable, 1).steps(400)
+    durable.close()
+    names = sorted(file.name for file in tmp_path.glob("segment*"))
+    assert names[0] > "segment-00000002.log"
+    assert len(names) <= 2
+    before = whole_state(server, False)
+    server, durable = going_on(tmp_path)
+    durable.close()
+    assert whole_state(server, False) == before
+
+
+def test_a_full_disk_refuses_changes_by_name_and_loses_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, durable = begun(tmp_path)
+    talk, spec = Talk(server), SPECS[0]
+    assert answer(durable, encode(talk.message(Command.CREATE_TABLE, pack(spec)))).status == 0
+    write, is_full = os.pwritev, [True]
+
+    def pwritev(file: int, buffers: Any, offset: int) -> int:
+        if is_full[0]:
+            write(file, [memoryview(buffers[0])[:5]], offset)  # as much as there was room for
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    pushed = talk.message(Command.PUSH, *push_arrays(spec, [1, 2], np.ones((2, spec.dim))), once=True)
+    assert not durable.handle(b"p", encode(pushed), None)  # taken in, and not promised
+    durable.rest()
+    _wait(lambda: bool(durable._writer.trouble()))
+    refused = durable.handle(
+        b"p", encode(talk.message(Command.PUSH, *push_arrays(spec, [1, 2], np.ones((2, spec.dim))), once=True)), None
+    )
+    assert not refused  # behind the one that is not promised
+    is_full[0] = False
+    _wait(lambda: not durable._writer.trouble())
+    replies = []
+    _wait(lambda: replies.extend(durable.tick(time.monotonic())) or len(replies) == 2)
+    first, second = (decode_reply(frames) for _, frames in replies)
+    assert first.status == 0
+    kind, text = refusal(second)
+    assert kind == "LogStuck"
+    assert "No space left" in text
+    durable.close()
+    again, durable = going_on(tmp_path)
+    assert again.state.tables[spec.number].step == 1
+    durable.close()
+
+
+def test_a_log_has_one_server_and_an_unusable_folder_is_named(tmp_path: Path) -> None:
+    _, durable = begun(tmp_path / "log")
+    with pytest.raises(LogError, match="is the log of a server that runs"):
+        go_on(make_server(), Durability(tmp_path / "log"), print)
+    durable.close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LogError, match="no log can be kept in"):
+        begin_log(make_server(), Durability(tmp_path / "file" / "log"))
+
+
+def test_another_run_goes_on_with_the_rows_and_without_the_workers(tmp_path: Path) -> None:
+    server, durable = begun(tmp_path, run="a")
+    Work(durable, 1).steps(100)
+    durable.close()
+    rows = whole_state(server)["rows"]["ids"]
+    for run, num_members in (("a", 2), ("b", 0), ("b", 0)):
+        server, durable = going_on(tmp_path, run=run)
+        assert len(server.state.presence.export()["members"]) == num_members
+        assert whole_state(server)["rows"]["ids"] == rows
+        durable.close()
+
+
+def test_a_job_that_is_over_leaves_no_log(tmp_path: Path) -> None:
+    _, durable = begun(tmp_path)
+    Work(durable, 1).steps(5)
+    durable.close(is_over=True)
+    assert go_on(make_server(), Durability(tmp_path), print) is None
+
+
+def _wait(is_so: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

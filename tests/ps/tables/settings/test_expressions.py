@@ -1,0 +1,282 @@
+"""Expressions: a text means what a plain walk over its tree says, and every other text is a clear error."""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.searches import examples
+
+from torchfleet.base.errors import TableError
+from torchfleet.ps.tables.settings import expressions
+from torchfleet.ps.tables.settings.expressions import MAX_CHARACTERS, MAX_DEPTH, parse
+
+NAMES = ("show", "click", "slot", "age_days")
+FLOATS = st.floats(width=32) | st.sampled_from([0.0, -0.0, 1.0, 2.0, math.inf, -math.inf, math.nan])
+POWER = {"or": 1, "and": 2, "not": 3, "+": 5, "-": 5, "*": 6, "/": 6, "neg": 7}
+COMPARISONS = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": lambda a, b: a < b or a > b,
+}
+
+
+def divide(a: float, b: float) -> float:
+    if b:
+        return a / b
+    return math.nan if a == 0 or math.isnan(a) else math.copysign(math.inf, a) * math.copysign(1, b)
+
+
+def logarithm(x: float) -> float:
+    return float(np.log(x)) if x > 0 else math.nan if x != 0 else -math.inf
+
+
+ARITHMETIC = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": divide,
+    "neg": operator.neg,
+    "abs": abs,
+    "min": lambda a, b: a if a < b or math.isnan(a) else b,
+    "max": lambda a, b: a if a > b or math.isnan(a) else b,
+    "log": logarithm,
+    "sqrt": lambda x: math.sqrt(x) if x >= 0 else math.nan,
+}
+
+
+def value(tree, row):
+    """The oracle: Python's own arithmetic, on one row."""
+    if isinstance(tree, float):
+        return tree
+    if isinstance(tree, str):
+        return row[tree]
+    head, *rest = tree
+    if head == "and":
+        return value(rest[0], row) and value(rest[1], row)
+    if head == "or":
+        return value(rest[0], row) or value(rest[1], row)
+    if head == "not":
+        return not value(rest[0], row)
+    return (COMPARISONS | ARITHMETIC)[head](*(value(part, row) for part in rest))
+
+
+def written(tree, power: int = 0) -> str:
+    """The tree as text, with parentheses only where they are needed below an operator of this power."""
+    if isinstance(tree, float):
+        return repr(tree)
+    if isinstance(tree, str):
+        return tree
+    head, *rest = tree
+    if head in ("min", "max", "abs", "log", "sqrt"):
+        return f"{head}({', '.join(written(part) for part in rest)})"
+    own = POWER.get(head, 4)
+    if head == "not":
+        text = f"not {written(rest[0], own)}"
+    elif head == "neg":
+        text = f"-{written(rest[0], own)}"
+    else:  # to the left; a comparison has no comparison on either side
+        text = f"{written(rest[0], own + (own == 4))} {head} {written(rest[1], own + 1)}"
+    return f"({text})" if own < power else text
+
+
+def numbers(children):
+    pair = st.tuples(st.sampled_from("+-*/"), children, children)
+    extreme = st.tuples(st.sampled_from(["min", "max"]), children, children)
+    single = st.tuples(st.sampled_from(["neg", "abs", "log", "sqrt"]), children)
+    return pair | extreme | single
+
+
+LEAVES = st.sampled_from(NAMES) | st.integers(0, 100).map(float) | st.floats(0, 1e300).map(abs)
+NUMBERS = st.recursive(LEAVES, numbers, max_leaves=8)
+COMPARED = st.tuples(st.sampled_from(sorted(COMPARISONS)), NUMBERS, NUMBERS)
+CONDITIONS = st.recursive(
+    COMPARED,
+    lambda part: st.tuples(st.sampled_from(["and", "or"]), part, part) | st.tuples(st.just("not"), part),
+    max_leaves=6,
+)
+ROWS = st.lists(st.fixed_dictionaries(dict.fromkeys(NAMES, FLOATS)), max_size=6)
+
+
+@settings(max_examples=examples(120), deadline=None)
+@given(CONDITIONS, ROWS)
+def test_a_condition_means_what_a_walk_over_its_tree_says(tree, rows):
+    text = written(tree)
+    if len(text) > MAX_CHARACTERS:
+        return
+    condition = parse(text, NAMES)
+    assert condition.names == {name for name in NAMES if name in text}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = condition({name: np.array([row[name] for row in rows], np.float32) for name in NAMES})
+    assert found.dtype == np.bool_
+    assert found.tolist() == [bool(value(tree, row)) for row in rows], text
+
+
+def holds(text: str, **columns) -> list[bool]:
+    return parse(text, columns)({name: np.array(column) for name, column in columns.items()}).tolist()
+
+
+def test_the_examples_of_the_documentation():
+    text = "count >= 3 and (show > 1 or not slot == 7)"
+    assert holds(text, count=[3, 2, 5, 3], show=[2, 2, 0, 0], slot=[7, 7, 7, 1]) == [True, False, False, True]
+    text = "unseen_days > 3 and score < 0.5 * age_days"
+    assert holds(text, unseen_days=[4, 3, 4], score=[1.0, 1.0, 3.0], age_days=[6, 6, 6]) == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2 + 3 * 4 == 14", True),
+        ("10 - 4 - 3 == 3", True),
+        ("16 / 4 / 2 == 2", True),
+        ("-2 * -3 == 6", True),
+        ("2 - -3 == 5", True),
+        ("not 1 < 2 or 1 < 2", True),
+        ("not (1 < 2 or 1 < 2)", False),
+        ("1 < 2 or 1 < 2 and 2 < 1", True),
+        ("(1 < 2 or 1 < 2) and 2 < 1", False),
+        ("not not 1 < 2", True),
+        (".5 + 5. + 1e-3 + 2E+1 == 25.501", True),
+        ("1 / 0 > 1e308 and -1 / 0 < -1e308", True),
+        ("0 / 0 == 0 / 0 or 0 / 0 != 0 / 0 or 0 / 0 < 1 or log(-1) >= 1", False),
+        ("not log(-1) > 0", True),
+        ("max(1, min(5, 3)) == 3 and abs(-2) == 2 and sqrt(9) == 3 and log(1) == 0", True),
+        ("\t1<\n2 \r", True),
+    ],
+)
+def test_what_operators_mean(text, expected):
+    assert holds(text, show=[1, 2]) == [expected] * 2
+
+
+def test_columns_of_any_type_are_compared_as_float64():
+    """As uint32, 1 - 2 would be large; as float32, 2^24 + 1 would be 2^24."""
+    columns = {"show": np.array([1, 5], np.uint32), "click": np.array([2, 2], np.uint32)}
+    assert parse("show - click < 0", NAMES)(columns).tolist() == [True, False]
+    assert parse("slot == 16777217", NAMES)({"slot": np.array([1 << 24, (1 << 24) + 1])}).tolist() == [False, True]
+
+
+def test_the_result_is_a_new_array_as_long_as_the_columns():
+    found = parse("1 < 2", NAMES)({"show": np.zeros(3)})
+    found[0] = False  # writable
+    assert found.tolist() == [False, True, True]
+    assert parse("show > 1", NAMES)({"show": np.zeros(0), "other": np.zeros(9)}).shape == (0,)
+    assert parse("1 < 2", NAMES)({}).shape == ()
+
+
+def test_only_the_columns_that_it_names_are_looked_at():
+    class Wary(dict):
+        def __missing__(self, name):
+            raise AssertionError(name)
+
+    assert parse("show > 1", NAMES)(Wary(show=np.array([2]))).tolist() == [True]
+
+
+def test_a_text_is_read_once():
+    assert parse("show > 1.5", ["show", "click"]) is parse("show > 1.5", ("click", "show"))
+    assert parse("show > 1.5", ["show"]) == parse("show > 1.5", ["show", "click"])
+    assert parse("show > 1.5", ["show"]) != parse("show > 1.50", ["show"])
+    assert "steps" not in repr(parse("show > 1.5", ["show"]))
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "message"),
+    [
+        ("", 1, "expected a number, a name or '(', found the end"),
+        ("show", 1, "expected a condition like 'show > 1', found a number"),
+        ("  show + 1", 3, "expected a condition like 'show > 1', found a number"),
+        ("show and click", 1, "'and' expects a condition, found a number"),
+        ("show > 1 or click", 13, "'or' expects a condition, found a number"),
+        ("not show", 5, "'not' expects a condition, found a number"),
+        ("1 + (show > 1) > 2", 5, "'+' expects a number, found a condition"),
+        ("-(show > 1) > 2", 2, "'-' expects a number, found a condition"),
+        ("show == not click > 1", 9, "'==' expects a number, found a condition"),
+        ("log(show > 1) > 2", 5, "'log' expects a number, found a condition"),
+        ("min(1, show > 1) > 2", 8, "'min' expects a number, found a condition"),
+        ("1 < show < 5", 1, "Instead of a < b < c: a < b and b < c"),
+        ("views > 1", 1, "expected one of age_days, click, show, slot; found 'views'"),
+        ("show > 1 and min > 1", 14, "expected one of age_days, click, show, slot; found 'min'"),
+        ("show > 1 AND click > 1", 10, "expected an operator or the end, found 'AND'"),
+        ("exp(show) > 1", 1, "expected one of the functions min, max, abs, log, sqrt; found 'exp'"),
+        ("show(1) > 1", 1, "expected one of the functions"),
+        ("min(show) > 1", 9, "expected ',': 'min' takes 2 numbers; found ')'"),
+        ("abs(show, 1) > 1", 9, "expected ')' for the '(' in column 4, found ','"),
+        ("abs() > 1", 5, "expected a number, a name or '(', found ')'"),
+        ("(show > 1", 10, "expected ')' for the '(' in column 1, found the end"),
+        ("show > 1)", 9, "expected an operator or the end, found ')'"),
+        ("show >", 7, "expected a number, a name or '(', found the end"),
+        ("show > and", 8, "expected a number, a name or '(', found 'and'"),
+        ("show >> 1", 7, "expected a number, a name or '(', found '>'"),
+        ("+show > 1", 1, "expected a number, a name or '(', found '+'"),
+        ("show > 1 click", 10, "expected an operator or the end, found 'click'"),
+        ("show > 1e", 9, "expected an operator or the end, found 'e'"),
+        ("show > 0x10", 9, "expected an operator or the end, found 'x10'"),
+        ("show > 1e999", 8, "expected a number below 1.8e308, found '1e999'"),
+        ("show = 1", 6, "expected a number, a name or an operator, found '='; to compare, write =="),
+        ("show > 1 & click > 1", 10, "expected a number, a name or an operator, found '&'"),
+        ("show > '1'", 8, 'found "\'"'),
+        ("show.real > 1", 5, "found '.'"),
+        ("show[0] > 1", 5, "found '['"),
+        ("show ** 2 > 1", 7, "found '*'"),
+        ("show > １", 8, "found '１'"),  # a digit to Python's float, but no ASCII
+        ("show > 1\0", 9, r"found '\x00'"),
+    ],
+)
+def test_an_error_says_where_and_what_was_expected(text, column, message):
+    with pytest.raises(TableError) as raised:
+        parse(text, NAMES)
+    assert str(raised.value).startswith(f"condition {text!r}, column {column}: ")
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["(" * 500, "(" * 249 + ")" * 249, "-" * 499 + "1", "not " * 124, "abs(" * 125, "min(1," * 83, "(-" * 250],
+)
+def test_hostile_nesting_is_an_error_also_when_the_stack_is_nearly_full(text):
+    def deep(levels):
+        return deep(levels - 1) if levels else parse(text, NAMES)
+
+    with pytest.raises(TableError, match=f"at most {MAX_DEPTH} levels"):
+        parse(text, NAMES)
+    with pytest.raises(TableError, match=f"at most {MAX_DEPTH} levels"):
+        deep(sys.getrecursionlimit() // 2)
+
+
+def test_the_deepest_nesting_is_read_with_room_on_the_stack():
+    """Every level opened at the right of the weakest to the strongest operator: the most calls that a level takes."""
+    text = "1<2 or 1<2 and " * 8 + "(" * MAX_DEPTH + "1 < 2" + ")" * MAX_DEPTH
+    assert holds(text, show=[0]) == [True]
+    text = "1 < 2+3*(" * MAX_DEPTH  # fails only at its end, and for another reason
+    with pytest.raises(TableError, match="found the end"):
+        parse(text, NAMES)
+
+
+def test_long_texts_are_errors_and_long_chains_are_not():
+    text = "show" + "+1" * 246 + " > 1"
+    assert len(text) == MAX_CHARACTERS
+    assert holds(text, show=[-245, -244]) == [False, True]
+    with pytest.raises(TableError, match="at most 500 characters, found 1,000,000"):
+        parse("1" * 1_000_000, NAMES)
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(
+    st.text(max_size=60)
+    | st.lists(st.sampled_from([*expressions._BINARY, *NAMES, *"()-,1", "not", "min"])).map(" ".join)
+)
+def test_any_text_is_a_condition_or_a_table_error(text):
+    try:
+        found = parse(text, NAMES)(dict.fromkeys(NAMES, np.arange(3)))
+    except TableError:
+        return
+    assert found.shape == (3,)

@@ -1,0 +1,51 @@
+"""Walks over a table's rows: each row that stays comes exactly once, whatever happens to others in between."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.fleets import Fleet
+
+from torchfleet.base.errors import FleetError
+from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.tables.sparse_table import SparseTable
+
+STAYING, GOING, COMING = np.arange(0, 3000), np.arange(3000, 4000), np.arange(4000, 9000)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [TableSpec("packed", dim=2), TableSpec("wide", dim=16), TableSpec("sized", "array", dim=3, size=9000)],
+    ids=lambda spec: spec.name,
+)
+def test_a_row_that_stays_comes_once_while_others_come_and_go(spec: TableSpec) -> None:
+    table = SparseTable(spec, 1 << 26)
+    first = np.random.default_rng(0).permutation(np.concatenate([STAYING, GOING])).astype(np.uint64)
+    expected = table.pull(first)[np.argsort(first)][: len(STAYING)]
+    seen: list[np.ndarray] = []
+    rows: list[np.ndarray] = []
+    cursor, going, coming = 0, iter(np.array_split(GOING, 30)), iter(np.array_split(COMING, 30))
+    while True:
+        keys, values, cursor = table.walk(cursor, 100)
+        assert len(keys) <= 100
+        seen.append(keys)
+        rows.append(values)
+        if not cursor:
+            break
+        table.erase(next(going, GOING[:0]).astype(np.uint64))
+        table.pull(next(coming, COMING[:0]).astype(np.uint64))  # the map grows meanwhile
+    keys, values = np.concatenate(seen), np.concatenate(rows)
+    stay = keys < len(STAYING)
+    order = np.argsort(keys[stay])
+    np.testing.assert_array_equal(keys[stay][order], STAYING)
+    np.testing.assert_array_equal(values[stay][order], expected)
+
+
+def test_an_empty_table_has_no_rows_and_a_dense_one_is_refused(fleet: Fleet) -> None:
+    client = fleet.client()
+    empty, dense = TableSpec("empty", dim=2), TableSpec("dense", "dense", size=4)
+    for spec in (empty, dense):
+        client.create_table(spec)
+    assert sum(len(keys) for keys, _ in client.walk(empty)) == 0
+    with pytest.raises(FleetError, match="'dense' is dense: it has no rows to walk over"):
+        list(client.walk(dense))

@@ -1,0 +1,101 @@
+"""The interface of a callback, and the callbacks of a process."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchfleet.base.errors import FleetError
+from torchfleet.base.monitor.notices import tell
+
+METHODS = ("on_start", "on_report", "on_epoch_end", "on_save", "on_end")
+
+
+class Callback:
+    """Does nothing. A callback of yours overrides what it needs; it need not be of this class.
+
+    All methods are called in the thread that trains, which waits for them; on_report in any of those of
+    train_from_dataset(thread=n).
+    """
+
+    def on_start(self, info: Mapping[str, Any]) -> None:
+        """Training is about to begin. `info`: mode, worker_index, num_workers, num_servers, version and `strategy`, the
+        settings that are not the default. An error of this one is raised: it is a mistake of the set-up."""
+
+    def on_report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Numbers of fleet.report, or of train_from_dataset at every print_period. `step`: of this worker."""
+
+    def on_epoch_end(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        """A pass of train_from_dataset is over; passes are counted from 0. `metrics`: of the last step, and
+        `samples_per_s`."""
+
+    def on_save(self, dirname: str) -> None:
+        """The model is saved there; with fleet.save(asynchronous=True) it is being written."""
+
+    def on_end(self, stats: Mapping[str, Any]) -> None:
+        """fleet.stop_worker() is done. `stats`: what fleet.stats() said last; empty if the job was given up."""
+
+
+class Callbacks:
+    """All callbacks of this process. What one raises is told, and training goes on, but for `on_start`."""
+
+    def __init__(self) -> None:
+        self._waiting: list[object] = []  # training has not begun
+        self._begun: list[object] = []
+        self._info: Mapping[str, Any] | None = None
+        self._num_epochs = 0
+
+    def add(self, callback: object) -> None:
+        """It begins with training, or at once if that has begun."""
+        if isinstance(callback, type) or not any(callable(getattr(callback, name, None)) for name in METHODS):
+            raise FleetError(
+                f"fleet.add_callback: expected an object with some of the methods {', '.join(METHODS)}, such as one of "
+                f"a class of fleet.callbacks.Callback; found {callback!r:.200}"
+            )
+        self._waiting.append(callback)
+        if self._info is not None:
+            self.start(self._info)
+
+    def start(self, info: Mapping[str, Any]) -> None:
+        self._info = info
+        while self._waiting:
+            callback = self._waiting.pop(0)
+            if callable(method := getattr(callback, "on_start", None)):
+                method(info)
+            self._begun.append(callback)
+
+    def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._call("on_report", step, metrics)
+
+    def end_epoch(self, metrics: Mapping[str, float]) -> None:
+        self._num_epochs += 1
+        self._call("on_epoch_end", self._num_epochs - 1, metrics)
+
+    def save(self, dirname: str) -> None:
+        self._call("on_save", dirname)
+
+    def end(self, stats: Mapping[str, Any]) -> None:
+        """All of them are let go."""
+        self._call("on_end", stats)
+        self._waiting.clear()
+        self._begun.clear()
+        self._info, self._num_epochs = None, 0
+
+    def _call(self, name: str, *arguments: object) -> None:
+        for callback in self._begun:
+            method: Callable[..., None] | None = getattr(callback, name, None)
+            if method is None:
+                continue
+            try:
+                method(*arguments)
+            except Exception:
+                tell(f"{type(callback).__name__}.{name} has failed; training goes on:\n{traceback.format_exc()}")
+
+
+def flat(info: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings within settings as `outer.inner`."""
+    found: dict[str, Any] = {}
+    for name, value in info.items():
+        found |= flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found

@@ -1,0 +1,51 @@
+"""The job of this process and its callbacks, and what to call before there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchfleet import __version__
+from torchfleet.api.callbacks.callback import Callbacks
+from torchfleet.api.job.protocol import Job
+from torchfleet.api.job.ps_job import NO_WORKER, ParameterServerJob
+from torchfleet.api.job.worker_role import WorkerRole
+from torchfleet.base.errors import FleetError
+
+NO_JOB = "call fleet.init() first"
+
+
+class CurrentJob:
+    """What this process has of a job; held here and nowhere else."""
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+        self.callbacks = Callbacks()
+
+
+current = CurrentJob()
+
+
+def any_job(missing: str = NO_JOB) -> Job:
+    """This process's job, of either kind; `missing` says what to call before there is one."""
+    if current.job is None:
+        raise FleetError(missing)
+    return current.job
+
+
+def get_job(missing: str = NO_JOB) -> ParameterServerJob:
+    job = any_job(missing)
+    if not isinstance(job, ParameterServerJob):
+        raise FleetError("this is for jobs with parameter servers, and this job is collective (is_collective=True)")
+    return job
+
+
+def get_worker() -> WorkerRole:
+    return get_job(NO_WORKER).worker
+
+
+def run_info(job: Job) -> dict[str, Any]:
+    """What callbacks learn of a job at its start."""
+    info = job.info
+    numbers = {"worker_index": info.worker_index, "num_workers": info.num_workers}
+    servers = {} if info.is_collective else {"num_servers": info.num_servers}
+    return {"mode": job.mode, **numbers, **servers, "version": __version__, "strategy": job.changed_settings}

@@ -1,0 +1,153 @@
+"""The datasets of a fleet: those of torchfleet.data, with the job's other workers at hand."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import fsspec
+
+from torchfleet.api import fleet
+from torchfleet.base.errors import DataError
+from torchfleet.data.arrow_dataset import ArrowDataset, stream_of
+from torchfleet.data.dataset import BatchIterator, WorkerGroup
+from torchfleet.data.memory_dataset import InMemoryDataset as _InMemoryDataset
+from torchfleet.data.queue_dataset import QueueDataset as _QueueDataset
+from torchfleet.data.ray_streams import stream_of_worker
+from torchfleet.data.reading.parquet import ParquetFormat, parquet_slots
+from torchfleet.data.reading.streams import is_local
+from torchfleet.data.slots import Slot
+
+Columns = Mapping[str, str | Sequence[str]]
+
+
+class InMemoryDataset(_InMemoryDataset):
+    """All samples loaded first, then shuffled, exchanged and gone through any number of times: docs/data.md."""
+
+    def workers(self) -> WorkerGroup:
+        return fleet.workers()
+
+
+class QueueDataset(_QueueDataset):
+    """Batches straight from files, while training goes on: docs/data.md."""
+
+    def workers(self) -> WorkerGroup:
+        return fleet.workers()
+
+    def settle(self) -> None:
+        fleet.settle()
+
+    def iterate(self) -> BatchIterator:
+        if self._dynamic is not None and fleet.mode() == "sync" and fleet.worker_num() > 1:
+            raise DataError(
+                "set_filelist(dynamic=True) gives workers different numbers of batches, and in sync mode every step "
+                "needs all of them: use an asynchronous mode, or fleet.util.get_file_shard"
+            )
+        return super().iterate()
+
+
+def from_parquet(
+    source: str | os.PathLike[str] | Sequence[str],
+    batch_size: int = 1,
+    use_var: Sequence[Slot] | None = None,
+    *,
+    columns: Columns | None = None,
+    fill_null: float | None = None,
+    shuffle: int = 0,
+    seed: int | None = None,
+    thread_num: int = 1,
+    drop_last: bool = False,
+    dynamic: bool = False,
+) -> QueueDataset:
+    """A QueueDataset over Parquet files: a file, a folder, a URL, or a list of them. docs/data.md explains the rest.
+
+    `dynamic`: `source` is that of all workers, who take one file after another. Else it is this worker's own.
+    """
+    files = _parquet_files(source)
+    dataset = QueueDataset()
+    dataset.init(
+        batch_size=batch_size,
+        thread_num=thread_num,
+        use_var=parquet_slots(files[0]) if use_var is None else use_var,
+        data_format=ParquetFormat(columns, fill_null, shuffle, seed),
+        drop_last=drop_last,
+    )
+    dataset.set_filelist(files, dynamic=dynamic)
+    return dataset
+
+
+def from_arrow(
+    source: Any,
+    batch_size: int = 1,
+    use_var: Sequence[Slot] | None = None,
+    *,
+    columns: Columns | None = None,
+    fill_null: float | None = None,
+    shuffle: int = 0,
+    seed: int | None = None,
+    drop_last: bool = False,
+) -> ArrowDataset:
+    """A dataset over record batches of pyarrow: any iterable of them, a function that makes one, a Dataset, a Table."""
+    dataset = ArrowDataset()
+    form = ParquetFormat(columns, fill_null, shuffle, seed)
+    dataset.set_stream(stream_of(source), batch_size, use_var, form, drop_last, "the record batches")
+    return dataset
+
+
+def from_ray(
+    dataset: Any,
+    batch_size: int = 1,
+    use_var: Sequence[Slot] | None = None,
+    *,
+    columns: Columns | None = None,
+    fill_null: float | None = None,
+    shuffle: int = 0,
+    seed: int | None = None,
+    drop_last: bool = False,
+) -> ArrowDataset:
+    """A dataset over a ray.data.Dataset, of which every worker of the job gets its share, as it is read.
+
+    All workers call it, after fleet.init_worker(), and go through it equally often.
+    """
+    workers = fleet.workers()
+    try:
+        is_sync = fleet.mode() == "sync" and fleet.worker_num() > 1
+        stream, kept = stream_of_worker(dataset, workers, is_equal=is_sync)
+    finally:
+        workers.close()
+    made = RayDataset(kept)
+    form = ParquetFormat(columns, fill_null, shuffle, seed)
+    made.set_stream(stream, batch_size, use_var, form, drop_last, "the dataset of Ray")
+    return made
+
+
+class RayDataset(ArrowDataset):
+    """Keeps what deals out the shares for as long as this worker reads."""
+
+    def __init__(self, keeper: Any) -> None:
+        super().__init__()
+        self._keeper = keeper
+
+
+def _parquet_files(source: str | os.PathLike[str] | Sequence[str]) -> list[str]:
+    """The files that are meant. Those of a folder in the order of their names; hidden ones are not data."""
+    if not isinstance(source, (str, os.PathLike)):
+        found = list(source)
+    elif is_local(path := os.fspath(source)):
+        pattern = f"{glob.escape(path)}/**/*.parquet"
+        found = sorted(glob.glob(pattern, recursive=True)) if os.path.isdir(path) else [path]
+    else:
+        found = [path] if path.endswith(".parquet") else _listed(path)
+    if not found:
+        raise DataError(f"no .parquet file in {source!r}")
+    return found
+
+
+def _listed(url: str) -> list[str]:
+    try:
+        files, names = fsspec.core.url_to_fs(url)
+        return sorted(files.unstrip_protocol(name) for name in files.find(names) if name.endswith(".parquet"))
+    except (OSError, ValueError, ImportError) as error:
+        raise DataError(f"{url}: cannot be listed ({type(error).__name__}: {error})") from error

@@ -1,0 +1,204 @@
+"""The dense network of a worker in hybrid mode: exchanged and stepped as in a collective job, beside rows that are not.
+
+The user's model stays the object that it is. Its `forward` becomes one that goes through the collective strategies
+and, in training, through DistributedDataParallel. The empty weights of sparse embeddings are each worker's own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchfleet.base.errors import FleetError, ModelError, TableError
+from torchfleet.base.role import RoleInfo
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.collective.build import check_together
+from torchfleet.collective.data_parallel import WrappedModel
+from torchfleet.collective.job_settings import use_execution
+from torchfleet.collective.model_and_optimizer import ModelAndOptimizer
+from torchfleet.collective.strategy import Forward
+from torchfleet.collective.tensors.local_tensors import is_local
+from torchfleet.collective.world import World
+from torchfleet.ps.worker.lookup.plan import Plan
+
+_MOST_NAMES = 3
+_PARTS: Any = object()  # what the model is called with when its parts are going to be called by themselves
+
+
+class NetworkJob(ModelAndOptimizer):
+    """The network in a collective job, called by its own name. Steps and meetings are the matter of the worker."""
+
+    _kind = "hybrid training: the network"
+    _beside_rows = True
+
+    def __init__(self, info: RoleInfo, settings: DistributedStrategy, world: World, forward: Forward) -> None:
+        super().__init__(info)
+        self._settings, self._world, self._forward = settings, world, forward
+
+    def _forward_of(self, model: torch.nn.Module) -> Forward:
+        return self.innermost
+
+    def innermost(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward; nothing, if this is the announcement of calls of its parts."""
+        return () if args and args[0] is _PARTS else self._forward(*args, **kwargs)
+
+    def _refuse_local_parameters(self, model: torch.nn.Module) -> None:
+        """Those of rows are empty: no strategy need care."""
+
+
+class NetworkForward:
+    """The model's forward while it is trained in hybrid mode. A copy of the model has its own forward."""
+
+    def __init__(self, call: Forward, own: Forward) -> None:
+        self._call, self._own = call, own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._own, memo)  # bound to the copy of the model
+
+
+class DenseNetwork:
+    """Model and optimizer of this worker, once all workers have met. Every worker makes it at the same time."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        plan: Plan,
+        settings: DistributedStrategy,
+        info: RoleInfo,
+        world: World,
+    ) -> None:
+        check_together(settings)
+        use_execution(settings)
+        self._model, self._names = model, {id(p): name for name, p in model.named_parameters()}
+        self._rows = _mark_rows(model, plan)
+        self._world = world
+        self._job = NetworkJob(info, settings, world, model.forward)
+        self._together = self._job.distribute_model(model)
+        if self._together.module is not model:
+            raise ModelError("sync_batch_norm: the model is itself a batch norm; put it into a module")
+        self._alone: WrappedModel = self._together.wrapped
+        # A strategy around the forward, or a look at what it leads to, is not for parts of the model.
+        is_wrapped = self._alone.wrapped_forward != self._job.innermost
+        self._takes_parts = not is_wrapped and not settings.find_unused_parameters
+        self.optimizer = self._job.distribute_optimizer(_without_rows(optimizer, plan))
+        self._num_calls = 0  # in training, since the last step
+        self._hook: Any = None
+        model.forward = NetworkForward(self._call, model.forward)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        """In training all workers call it together; for a prediction, each when it likes."""
+        if not (torch.is_grad_enabled() and self._model.training):
+            return self._alone(*args, **kwargs)
+        self._num_calls += 1
+        return self._together(*args, **kwargs)
+
+    def begin_parts(self) -> None:
+        """Rows are looked up for training. Outside of a call of the model: parts of it are called by themselves.
+
+        DistributedDataParallel learns of a backward pass to come in a call of its own.
+        """
+        if self._num_calls or not self._takes_parts:
+            return
+        self._num_calls += 1
+        self._together(_PARTS)
+
+    @property
+    def row_scale(self) -> float:
+        """What gradients of rows must be divided by."""
+        scale = 1.0
+        for strategy in self._job.strategies:
+            scale *= strategy.row_scale()
+        return scale
+
+    def note_overflow(self) -> None:
+        """This worker's gradients of rows were not finite after the division."""
+        for strategy in self._job.strategies:
+            strategy.note_overflow()
+
+    def owns_state(self, parameter: torch.Tensor) -> bool:
+        """Whether this worker has the optimizer's state of a parameter."""
+        return all(strategy.owns_state(parameter) for strategy in self._job.strategies)
+
+    def step(self) -> bool:
+        """One step of the network, or of gathering for one. Returns whether the gradients of rows count too."""
+        if not self._num_calls:
+            raise FleetError(
+                "hybrid mode: optimizer.step() without a call of the whole model in training since the last one. "
+                "Gradients are exchanged in calls of model(...) with gradients, in training mode: call the model as a "
+                "whole (its parts by themselves only if they look rows up, without amp and find_unused_parameters), "
+                "and model.train() before."
+            )
+        self._num_calls = 0
+        self.optimizer.step()
+        return not self.optimizer.is_skipped
+
+    def check_finite(self, step: int) -> None:
+        """Raise TableError with the parameters whose gradients have NaN or infinity: the same ones on all workers."""
+        named = [(p, p.grad) for p in self._model.parameters() if p.grad is not None]
+        if not named or bool(torch.isfinite(torch.stack(torch._foreach_norm([grad for _, grad in named]))).all()):
+            return
+        found = [self._names[id(p)] for p, grad in named if not bool(torch.isfinite(grad).all())]
+        if found:
+            more = f", and {len(found) - _MOST_NAMES:,} more" if len(found) > _MOST_NAMES else ""
+            names = ", ".join(f"parameter '{name}'" for name in found[:_MOST_NAMES])
+            raise TableError(
+                f"step {step}: NaN or infinity in the gradient of {names}{more}. Nothing of this step was sent. It may "
+                "come from another worker's batch. Look for it in the loss (torch.autograd.set_detect_anomaly(True) "
+                "says where it begins), lower the learning rate, or clip the gradients."
+            )
+
+    def on_backward(self, call: Callable[[], None]) -> None:
+        """Have `call` made in every backward pass, early in it."""
+        trained = [p for p in self._model.parameters() if p.requires_grad and not is_local(p)]
+        if trained:  # the last parameter is near the loss
+            register: Any = trained[-1].register_post_accumulate_grad_hook
+            self._hook = register(lambda _: call())
+
+    def close(self) -> None:
+        """The model is again what it was."""
+        if self._hook is not None:
+            self._hook.remove()
+        if isinstance(self._model.__dict__.get("forward"), NetworkForward):
+            del self._model.forward
+        for weight in self._rows:
+            del weight.fleet_local  # type: ignore[attr-defined]
+        self._rows = []
+
+
+def _mark_rows(model: torch.nn.Module, plan: Plan) -> list[torch.nn.Parameter]:
+    """The empty weights of embeddings, which are no part of what is exchanged and now say so."""
+    for name, parameter in model.named_parameters():
+        if is_local(parameter):
+            raise ModelError(
+                f"'{name}' is cut over all ranks by its layer (MarginSoftmax), which cannot be used in hybrid mode: "
+                "the servers keep one network, alike on all workers. Use collective training, or another layer."
+            )
+    rows = {id(weight): weight for group in plan.sparse.values() for weight in (m.weight for m in group.modules)}
+    for weight in rows.values():
+        weight.fleet_local = True  # type: ignore[attr-defined]
+    return list(rows.values())
+
+
+def _without_rows(optimizer: torch.optim.Optimizer, plan: Plan) -> torch.optim.Optimizer:
+    """The user's optimizer for the network: the same group dictionaries, but for those that hold rows alone.
+
+    Schedulers change the rates of these dictionaries. A rule that asks something of every group (lars: momentum) asks
+    it of the network's.
+    """
+    rows = {id(module.weight) for group in plan.sparse.values() for module in group.modules}
+    own = copy.copy(optimizer)
+    own.param_groups = [g for g in optimizer.param_groups if not all(id(p) in rows for p in _params(g))]
+    own.state = optimizer.state
+    return own
+
+
+def _params(group: dict[str, Any]) -> Sequence[torch.Tensor]:
+    params: Sequence[torch.Tensor] = group["params"]
+    return params

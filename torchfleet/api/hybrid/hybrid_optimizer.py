@@ -1,0 +1,101 @@
+"""The user's optimizer in hybrid mode: it steps the network here, and hands the gradients of rows to the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from torchfleet.base.errors import FleetError, StrategyError
+from torchfleet.ps.kernels.rows import all_finite
+from torchfleet.ps.worker.distributed_optimizer import DistributedOptimizer
+from torchfleet.ps.worker.finite_gradients import check_finite
+from torchfleet.ps.worker.lookup.plan import Plan
+from torchfleet.ps.worker.modes.communicator import Gradients
+from torchfleet.ps.worker.modes.hybrid import rows_of
+
+if TYPE_CHECKING:  # servers make this optimizer too, and need no torch.distributed
+    from torchfleet.api.hybrid.dense_network import DenseNetwork
+
+
+class HybridOptimizer(DistributedOptimizer):
+    """One step() for both: the network through the collective strategies, rows through the communicator."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
+        super().__init__(optimizer, plan)
+        self._pushed = rows_of(plan)
+        # Rows are each worker's own: a norm over all parameters, from which every worker clips, must not see them.
+        for module in (module for group in plan.sparse.values() for module in group.modules):
+            module.row_weight.is_shown = False
+        self._network: DenseNetwork | None = None
+
+    def join(self, network: DenseNetwork) -> None:
+        """The workers have met: from now on the network is stepped."""
+        self._network = network
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Rows are pushed at every step, also where the network gathers gradients over several (gradient_merge)."""
+        loss = self._begin_step(closure)
+        network, communicator = self._joined(), self.communicator
+        if hasattr(self, "found_inf"):
+            raise StrategyError(
+                "torch.amp.GradScaler in hybrid training: the network's gradients are averaged over workers under one "
+                "scale, and those of rows are not in .grad. Leave the scaler out and use DistributedStrategy(amp=True)."
+            )
+        self._pushed.check_options(self._user)
+        gradients, number = self._take_gradients(), communicator.num_steps + 1
+        scale = network.row_scale
+        if scale == 1.0:  # else what is not finite is expected now and then: the step is skipped
+            network.check_finite(number)
+            check_finite(self._pushed, gradients, number)
+        is_finite = scale == 1.0 or self._unscale(gradients, scale)
+        if not is_finite:
+            network.note_overflow()
+        is_made = network.step()
+        if is_made and is_finite:
+            communicator.step(gradients)
+        self.after_step()
+        return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """As that of DistributedOptimizer: a scaler leaves `found_inf`, and calls `step` in any case."""
+        return True
+
+    def _unscale(self, gradients: Gradients, scale: float) -> bool:
+        """Divide in place; whether all are finite. What stands behind a row's gradient (shows, clicks) stays."""
+        is_finite = True
+        for table, (_, grads) in gradients.sparse.items():
+            grads[:, : self.plan.sparse[table].spec.dim] *= np.float32(1.0 / scale)
+            is_finite &= bool(all_finite(np.ascontiguousarray(grads).reshape(-1).view(np.uint32)))
+        return is_finite
+
+    def clip_grad_norm_(self, max_norm: float) -> None:
+        """As that of collective training: the network's gradients of the coming step, at the right moment."""
+        self._joined().optimizer.clip_grad_norm_(max_norm)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients; those of the network stay while they are gathered over several steps."""
+        if self._network is None:
+            super().zero_grad(set_to_none)
+            return
+        engine, communicator = self._bound()
+        engine.drop_gradients(self.plan.sparse)
+        communicator.drop_gradients(self._share)
+        self._network.optimizer.zero_grad(set_to_none)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Options of the param groups, and the state of the network; that of rows is on the servers."""
+        self._load_in_place(self, super(DistributedOptimizer, self).load_state_dict, state_dict)
+        if self._network is not None:
+            state = self._network.optimizer.inner.state
+            state.clear()
+            state.update(self.state)
+            self.state = state
+
+    def _joined(self) -> DenseNetwork:
+        if self._network is None:
+            raise FleetError(self._unbound)
+        return self._network

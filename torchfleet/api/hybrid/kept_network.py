@@ -1,0 +1,101 @@
+"""The network of hybrid mode as the servers keep it: for saves, for other modes, and for workers that start again.
+
+Values always. The optimizer's state where the table's rule has the same: Adam's and AdamW's moments, Adagrad's sums,
+the momentum of SGD; so that training goes on in another mode as it would here, and back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchfleet.collective.collective_optimizer import CollectiveOptimizer
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.shard import Floats
+from torchfleet.ps.worker.lookup.dense_group import DenseGroup
+from torchfleet.ps.worker.lookup.plan import Plan
+
+# By rule: the names that torch gives to the state of a parameter, in the order of the table's.
+_STATES = {"adam": ("exp_avg", "exp_avg_sq"), "adagrad": ("sum",), "sgd": ("momentum_buffer",)}
+_SHARE = 0.01  # of the time may go into copies
+
+
+class KeptNetwork:
+    """Worker 0 puts the network to the servers, every worker may take it."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        optimizer: CollectiveOptimizer,
+        owns_state: Callable[[torch.Tensor], bool],
+        seconds: float,
+    ) -> None:
+        """`owns_state`: whether this worker has the state of a parameter. `seconds`: between two copies."""
+        self._groups, self._fixed, self._optimizer = plan.dense, plan.fixed, optimizer
+        self._owns_state = owns_state
+        self._seconds, self._next = seconds, time.monotonic() + seconds
+        self._num_before = 0  # steps that the tables had seen when this job took them
+
+    def take(self, client: Client) -> None:
+        """The optimizer's state as the servers have it; the values are in the model already."""
+        for group in self._groups:
+            block, step = client.pull_block(group.spec.name)
+            self._num_before = max(self._num_before, step)
+            if step and group.spec.num_states:
+                self._write_state(group, block[1:], step)
+
+    def put(self, client: Client) -> None:
+        """Values, and state where it is the table's, and buffers: applied when this returns."""
+        start = time.monotonic()
+        for group in self._groups:
+            client.set_block(group.spec.name, *self._block(group))
+        for group in self._fixed:
+            client.set_dense(group.spec.name, group.values())
+        now = time.monotonic()
+        self._next = now + (max(self._seconds, (now - start) / _SHARE) if self._seconds else 0.0)
+
+    def put_if_due(self, client: Client) -> None:
+        """Every `seconds`, or less often where a copy takes long."""
+        if time.monotonic() >= self._next:
+            self.put(client)
+
+    def _block(self, group: DenseGroup) -> tuple[Floats, int]:
+        rule, num_states = group.spec.rule, group.spec.num_states
+        rows = [group.values()]
+        step = self._num_steps(group) if self._has_all_state(group) else 0
+        for name in _STATES[rule.name][:num_states]:
+            first = rule.row_rule.initial_state(rule)
+            parts = [self._state(parameter, name, first if not step else None) for parameter in group.parameters]
+            rows.append(torch.cat([part.reshape(-1) for part in parts]).cpu().numpy())
+        return np.stack(rows), step
+
+    def _state(self, parameter: torch.Tensor, name: str, fill: float | None) -> torch.Tensor:
+        """That of the optimizer; zeros for a parameter that never had a gradient; or `fill` everywhere."""
+        found = self._optimizer.inner.state.get(parameter, {}).get(name) if fill is None else None
+        return torch.full_like(parameter, fill or 0.0) if found is None else found.detach().float()
+
+    def _num_steps(self, group: DenseGroup) -> int:
+        """What the optimizer counts, or, if it does not count, the steps that were made."""
+        states = [self._optimizer.inner.state.get(parameter, {}) for parameter in group.parameters]
+        counted = [int(state["step"]) for state in states if "step" in state]
+        return max(counted) if counted else self._num_before + self._optimizer.num_steps
+
+    def _has_all_state(self, group: DenseGroup) -> bool:
+        return all(self._owns_state(parameter) for parameter in group.parameters)
+
+    def _write_state(self, group: DenseGroup, states: Floats, step: int) -> None:
+        for place, parameter in zip(group.layout(), group.parameters, strict=True):
+            if not self._owns_state(parameter):
+                continue
+            state: dict[str, Any] = {}
+            if group.spec.rule.name != "sgd":
+                on_device = group.group.get("fused") or group.group.get("capturable")
+                state["step"] = torch.tensor(float(step), device=parameter.device if on_device else "cpu")
+            for name, row in zip(_STATES[group.spec.rule.name], states, strict=False):
+                values = torch.from_numpy(row[place.start : place.start + place.size].copy())
+                state[name] = values.view(parameter.shape).to(parameter.device)
+            self._optimizer.inner.state[parameter] = state

@@ -1,0 +1,157 @@
+"""Prediction: from a saved model in a plain process, or with the tables left on the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchfleet.api import fleet
+from torchfleet.base.errors import CheckpointError, ModelError
+from torchfleet.base.storage import Storage
+from torchfleet.collective.checkpoint.collective_manifest import is_collective
+from torchfleet.ps.checkpoint.manifest import Manifest, Parameter, read_manifest
+from torchfleet.ps.checkpoint.part_reader import load_sparse, read_dense
+from torchfleet.ps.checkpoint.saved_parameters import check_kind, without_lost
+from torchfleet.ps.tables.rows.memory import max_table_bytes
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec
+from torchfleet.ps.tables.sparse_table import SparseTable
+from torchfleet.ps.worker.client.future import Pulled, Ready
+from torchfleet.ps.worker.client.shard import Floats, Keys
+from torchfleet.ps.worker.lookup.conversion import convert, sparse_embeddings
+from torchfleet.ps.worker.lookup.dense_group import type_of, write_words
+from torchfleet.ps.worker.lookup.embedding_choice import saved_as_tables
+from torchfleet.ps.worker.lookup.engine import Engine
+from torchfleet.ps.worker.row_state.table_rows import without_rows
+
+
+class LocalTables:
+    """Rows from tables in this process, for prediction: ids without a row read as zeros."""
+
+    pulls_ahead = False
+
+    def __init__(self, tables: Mapping[str, SparseTable]) -> None:
+        self._tables = tables
+
+    def pull(self, keys: Mapping[str, Keys], create: bool) -> Ready:
+        rows = {name: self._tables[name].pull(wanted, create=False) for name, wanted in keys.items()}
+        return Ready(Pulled(rows, {name: [] for name in keys}))
+
+    def walk(self, table: str) -> Iterator[tuple[Keys, Floats]]:
+        """As RowSource.walk."""
+        rows = self._tables[table]
+        for keys, values, _ in rows.chunks():
+            yield keys, values[:, : rows.spec.dim]
+
+    def num_rows(self, table: str) -> int:
+        return self._tables[table].num_rows
+
+    def check_writable(self) -> None:
+        raise ModelError("this model was loaded for prediction, and takes no other rows: load them into one to train")
+
+
+def load_inference_model(dirname: str, model: torch.nn.Module) -> torch.nn.Module:
+    """The model with its saved parameters and tables, in eval mode, in this process; it needs no server.
+
+    `dirname` is a folder of save_inference_model or save_persistables, by any number of servers, or of a collective
+    job's save, by any number of ranks.
+    """
+    if is_collective(dirname):
+        from torchfleet.collective.checkpoint.loading import load_parameters
+
+        load_parameters(dirname, model)
+        return model.eval()
+    storage = Storage(dirname)
+    manifest = read_manifest(storage)
+    tables_saved = {table.name for table in manifest.tables if table.kind != "dense"}
+    convert(model, saved_as_tables(model, tables_saved))
+    tables = {name: _table(storage, manifest, modules[0]) for name, modules in sparse_embeddings(model).items()}
+    _load_parameters(storage, manifest, model)
+    modules = sparse_embeddings(model)
+    local = LocalTables(tables)
+    engine = Engine(local, modules)
+    for embeddings in modules.values():
+        for module in embeddings:
+            module.bind(engine)
+            module.table_rows.source = local
+    engine.follow(model, records=False)  # the rows are here: a pull more costs nothing
+    return model.eval()
+
+
+def _table(storage: Storage, manifest: Manifest, module: Any) -> SparseTable:
+    kind: Literal["sparse", "array"] = "sparse" if module.num_embeddings is None else "array"
+    spec = TableSpec(module.name, kind, module.dim, module.num_embeddings or 0, Rule("sgd", 0.0))
+    table = SparseTable(spec, max_table_bytes())
+    load_sparse(storage, manifest, table, quiet=True)
+    return table
+
+
+def _load_parameters(storage: Storage, manifest: Manifest, model: torch.nn.Module) -> None:
+    """Parameters and buffers by their names; every one of the model must be there, as it was saved."""
+    saved: dict[str, tuple[Parameter, npt.NDArray[np.float32]]] = {}
+    for table in manifest.tables:
+        if table.kind == "dense":
+            values = read_dense(storage, manifest, table)[0]
+            for parameter in table.parameters:
+                saved[parameter.name] = parameter, values[parameter.start : parameter.start + parameter.size]
+    tensors = _tensors(model)
+    wanted = [Parameter(name, list(tensor.shape), 0, type_of(tensor)) for name, tensor in tensors.items()]
+    wanted = without_lost(storage, manifest, wanted)
+    missing = sorted({parameter.name for parameter in wanted} - set(saved))
+    if missing:
+        raise CheckpointError(
+            f"{storage.path} has no parameter {', '.join(missing)}; it has {', '.join(sorted(saved))}. Load it into "
+            "the model that it was saved from."
+        )
+    for parameter in wanted:
+        known, values = saved[parameter.name]
+        check_kind(parameter, known)
+        _write(tensors[parameter.name], values, parameter.name)
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a save has: all that a state_dict has, and float32 buffers that it does not."""
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with without_rows():
+        kept = model.state_dict()
+    return {n: tensor for n, tensor in found.items() if tensor.numel() and (tensor.dtype == torch.float32 or n in kept)}
+
+
+def _write(tensor: torch.Tensor, values: npt.NDArray[np.float32], name: str) -> None:
+    if tensor.dtype != torch.float32:
+        write_words(tensor, values, name)
+        return
+    with torch.no_grad():
+        tensor.copy_(torch.from_numpy(values.copy()).view(tensor.shape))
+
+
+class DistributedInfer:
+    """Prediction with the tables left on the servers; it only pulls, and creates no rows.
+
+    After training in the same job, or as a job of its own that loads a saved model first:
+
+        infer = fleet.DistributedInfer(model)
+        infer.init_distributed_infer_env(dirname="model")    # servers serve here until the workers have stopped
+        if fleet.is_worker():
+            scores = infer.predict(batch)
+            fleet.stop_worker()
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def init_distributed_infer_env(self, dirname: str | None = None, var_names: Sequence[str] | None = None) -> None:
+        """Make ready. On a server of a prediction job this returns when all workers have stopped."""
+        fleet.begin_prediction(self._model, dirname, list(var_names) if var_names is not None else None)
+        self._model.eval()
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, in eval mode and without gradients."""
+        self._model.eval()
+        with torch.no_grad():
+            return self._model(*args, **kwargs)
+
+    __call__ = predict

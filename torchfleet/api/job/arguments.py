@@ -1,0 +1,64 @@
+"""What users give to fleet's functions, checked before anything is done with it: the wrong kind of thing is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from torchfleet.base.errors import FleetError, ModelError, RoleError, StrategyError
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+
+
+def check_role_maker(given: Any) -> None:
+    if given is not None and (isinstance(given, type) or not callable(getattr(given, "read", None))):
+        raise RoleError(
+            "fleet.init(role_maker=...): role_maker: expected fleet.PaddleCloudRoleMaker() or "
+            f"fleet.UserDefinedRoleMaker(...), found {given!r:.200}"
+        )
+
+
+def check_strategy(given: Any, user: str) -> None:
+    if given is not None and not isinstance(given, DistributedStrategy):
+        raise StrategyError(
+            f"{user}(strategy=...): expected a fleet.DistributedStrategy(a_sync=True, ...), found {given!r:.200}"
+        )
+
+
+def check_model(given: Any) -> None:
+    if not isinstance(given, torch.nn.Module):
+        raise ModelError(f"fleet.distributed_model: expected a torch.nn.Module, found {given!r:.200}{_hint(given)}")
+
+
+def check_optimizer(given: Any) -> None:
+    if not isinstance(given, torch.optim.Optimizer):
+        raise ModelError(
+            "fleet.distributed_optimizer: expected a torch.optim.Optimizer made of model.parameters(), found "
+            f"{given!r:.200}{_hint(given)}"
+        )
+
+
+def check_scheduler(given: Any) -> None:
+    if isinstance(given, type) or not callable(getattr(given, "step", None)):
+        raise ModelError(
+            "fleet.distributed_scheduler: expected a scheduler of torch.optim.lr_scheduler, found "
+            f"{given!r:.200}{_hint(given)}"
+        )
+
+
+def check_loader(given: Any) -> None:
+    if not isinstance(given, Iterable):
+        raise FleetError(f"fleet.prefetch: expected a loader or another iterable of batches, found {given!r:.200}")
+
+
+def metric(name: str, given: Any) -> float:
+    """A metric as the display shows it: a number, or a tensor of one."""
+    try:
+        return float(given)
+    except (TypeError, ValueError, RuntimeError):  # RuntimeError: torch's, of a tensor with several numbers
+        raise FleetError(f"fleet.report({name}=...): expected a number, found {given!r:.200}") from None
+
+
+def _hint(given: Any) -> str:
+    return ": a class, of which an object is needed" if isinstance(given, type) else ""

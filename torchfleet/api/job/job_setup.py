@@ -1,0 +1,177 @@
+"""Model, optimizer and strategy of a process in a job with servers, and the tables they lead to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+
+from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
+from torchfleet.api.job.printing import embeddings
+from torchfleet.base.errors import FleetError, ModelError, StrategyError
+from torchfleet.base.role import WORKER, RoleInfo
+from torchfleet.base.storage import Storage
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.ps.checkpoint.manifest import read_manifest
+from torchfleet.ps.tables.rows.row_statistics import is_counted
+from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.ps.worker.distributed_optimizer import DistributedOptimizer
+from torchfleet.ps.worker.lookup.conversion import convert
+from torchfleet.ps.worker.lookup.embedding_choice import Sparse, choose, saved_as_tables
+from torchfleet.ps.worker.lookup.plan import Plan, make_plan, make_share, whole_plan
+
+
+class JobSetup:
+    """What every process of a job with servers says before it becomes a worker or a server, alike on all of them."""
+
+    def __init__(self, info: RoleInfo, strategy: DistributedStrategy | None) -> None:
+        self.info = info
+        self.strategy = strategy
+        self.model: torch.nn.Module | None = None
+        self.optimizers: list[DistributedOptimizer] = []
+        self._plan: Plan | None = None  # once it is asked for: from then on there are no more optimizers
+        self._strategy_before = strategy  # than the one that was given last
+        self.global_schedulers: list[Any] = []  # that were given to distribute_scheduler
+
+    def use(self, strategy: DistributedStrategy | None, user: str) -> None:
+        """The strategy may be given to init or to distributed_optimizer, but not twice with differences."""
+        if strategy is not None and self.strategy is not None and strategy != self.strategy:
+            raise StrategyError(f"{user} got another strategy than was given before: give one, to fleet.init or here")
+        self._strategy_before = self.strategy
+        self.strategy = strategy or self.strategy
+
+    def distribute_model(self, model: torch.nn.Module, sparse: Sparse = None) -> torch.nn.Module:
+        if self.model is not None:
+            raise ModelError(
+                "fleet.distributed_model was called before: a job has one model; fleet.init() begins another"
+            )
+        choice = choose(model, sparse)
+        self.model = convert(model, choice)
+        if self.info.role == WORKER and self.info.worker_index == 0 and (choice.chosen or choice.dense):
+            print(embeddings(choice), flush=True)
+        return self.model
+
+    def distribute_saved_model(self, model: torch.nn.Module, dirname: str) -> None:
+        """As `distribute_model`: what goes to the servers is what the saved model has as tables."""
+        tables = read_manifest(Storage(dirname)).tables
+        self.model = convert(model, saved_as_tables(model, {table.name for table in tables if table.kind != "dense"}))
+
+    def distribute_for_prediction(self) -> None:
+        """Tables without optimizer state; nothing will be trained."""
+        assert self.model is not None
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(False)
+        self.strategy = DistributedStrategy(a_sync=True, a_sync_configs={"half_async": True})
+        optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+        plan = make_plan(self.model, optimizer, self.info.num_servers)
+        for group in plan.sparse.values():  # nothing is admitted, and nothing may be dropped while nobody trains
+            group.spec = msgspec.structs.replace(group.spec, entry=AdmissionEntry(), shrink=Shrink())
+        self.optimizers, self._plan = [DistributedOptimizer(optimizer, plan)], plan
+
+    def distribute_optimizer(self, optimizer: torch.optim.Optimizer) -> DistributedOptimizer:
+        if self.model is None:
+            raise ModelError("call fleet.distributed_model(model) before fleet.distributed_optimizer")
+        if self._plan is not None:
+            raise ModelError("fleet.distributed_optimizer: the tables are made; give all optimizers before that")
+        strategy = self.strategy or DistributedStrategy()
+        try:
+            made = self._distributed(self.model, optimizer, strategy)
+        except BaseException:  # as if it had not been called: it may be, with another optimizer or strategy
+            if not self.optimizers:
+                strategy.unlock()
+                self.strategy = self._strategy_before
+            raise
+        self.strategy = strategy
+        self.optimizers.append(made)
+        return made
+
+    def _distributed(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, strategy: DistributedStrategy
+    ) -> DistributedOptimizer:
+        strategy.freeze("fleet.distributed_optimizer")
+        is_hybrid = strategy.mode == "hybrid"
+        if self.optimizers:
+            _check_several(strategy)
+        shares = [other.plan for other in self.optimizers]
+        plan = make_share(model, optimizer, self.info.num_servers, is_hybrid, shares)
+        if strategy.mode == "geo" and not isinstance(optimizer, torch.optim.SGD):
+            raise StrategyError(
+                f"geo training (k_steps={strategy.a_sync_configs['k_steps']}) sums differences and works with SGD "
+                f"only, found {type(optimizer).__name__}. Use torch.optim.SGD, or k_steps=0 for async training."
+            )
+        _check_policies(plan, strategy.mode)
+        return HybridOptimizer(optimizer, plan) if is_hybrid else DistributedOptimizer(optimizer, plan, len(shares))
+
+    def distribute_scheduler(self, scheduler: Any) -> Any:
+        """In geo training a step of the scheduler becomes as many as there are workers; else it stays as it is."""
+        if self.strategy is None:
+            raise FleetError(
+                "fleet.distributed_scheduler needs to know the strategy: call fleet.distributed_optimizer before it, "
+                "or give the strategy to fleet.init"
+            )
+        if self.strategy.mode == "geo":
+            step = scheduler.step
+
+            def step_globally(*args: Any, **kwargs: Any) -> None:
+                for _ in range(self.num_workers):
+                    step(*args, **kwargs)
+
+            scheduler.step = step_globally
+            self.global_schedulers.append(scheduler)
+        return scheduler
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of the job; of an elastic one, those that are there as far as it is known."""
+        return self.info.num_workers
+
+    @property
+    def plan(self) -> Plan:
+        if self.model is None or not self.optimizers:
+            raise FleetError("call fleet.distributed_model and fleet.distributed_optimizer before this")
+        if self._plan is None:
+            shares = [optimizer.plan for optimizer in self.optimizers]
+            self._plan = whole_plan(self.model, shares, self.info.num_servers)
+        return self._plan
+
+
+def _check_several(strategy: DistributedStrategy) -> None:
+    """Each of several optimizers makes pushes of its own, with its own tables."""
+    configs = strategy.a_sync_configs
+    options = {"gather": configs.gather > 1, "max_staleness": configs.max_staleness > 0}
+    found = [f"a_sync_configs['{name}']={configs[name]}" for name, is_on in options.items() if is_on]
+    if strategy.mode in ("geo", "hybrid"):
+        found = [f"{strategy.mode} training"]
+    if found:
+        raise StrategyError(
+            f"{found[0]} counts the pushes of one optimizer, and fleet.distributed_optimizer got another one. Give one "
+            "optimizer with two param groups; where rows are to have another rule than the network, their group names "
+            "it: {'params': rows, 'row_rule': 'adam'}."
+        )
+
+
+def _check_policies(plan: Plan, mode: str) -> None:
+    """Admission and statistics happen where rows are looked up, and in geo training that is not the servers.
+
+    Nor do the servers of geo training update rows: they add differences, of which no worker sees the sum, so that
+    bounds of weights could not hold.
+    """
+    ruled = [name for name, group in plan.sparse.items() if group.spec.rule.name != "sgd"]
+    if ruled and mode == "geo":
+        raise StrategyError(
+            f"table '{ruled[0]}' has row_rule {plan.sparse[ruled[0]].spec.rule.name!r}, and geo training sums "
+            "differences and works with SGD only. Leave row_rule out, or use another mode."
+        )
+    bounded = [name for name, group in plan.sparse.items() if group.spec.rule.has_bounds]
+    if bounded and mode == "geo":
+        raise StrategyError(
+            f"table '{bounded[0]}' has weight_bounds, and in geo training the servers add up differences of several "
+            "workers, which no bounds hold. Use sync, half_async or async training, or leave weight_bounds out."
+        )
+    counted = [name for name, group in plan.sparse.items() if is_counted(group.spec)]
+    if counted and mode == "geo":
+        raise StrategyError(
+            f"table '{counted[0]}' has an entry or shrink policy, and in geo training the servers do not see lookups. "
+            "Use sync, half_async or async training, or leave the policies out."
+        )

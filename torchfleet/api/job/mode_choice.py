@@ -1,0 +1,101 @@
+"""From a strategy to what talks with the servers in its mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchfleet.api.job.job_setup import JobSetup
+from torchfleet.base.errors import FleetError, StrategyError
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.ps.worker.batch.sample_count import SampleCount
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.modes.asynchronous import Async
+from torchfleet.ps.worker.modes.bounded import Bounded
+from torchfleet.ps.worker.modes.communicator import Communicator, Gathering, HalfAsync, Sync
+from torchfleet.ps.worker.modes.geo import Geo
+from torchfleet.ps.worker.modes.hybrid import Hybrid
+from torchfleet.ps.worker.modes.table_copy import STARTED_AGAIN, TableCopy, alone, common_copy, on_this_machine
+from torchfleet.ps.worker.modes.whole_tables import WholeTables, table_sizes
+from torchfleet.ps.worker.peers import Workers
+
+
+def make_communicator(
+    setup: JobSetup, client: Client, connect: Callable[[], Client], num_present: Callable[[], int]
+) -> Communicator:
+    """That of the strategy's mode. `connect`: one more client, for another thread. `num_present`: workers that are
+    there now."""
+    strategy, plan, num_workers = _strategy(setup), setup.plan, setup.info.num_workers
+    configs, mode = strategy.a_sync_configs, strategy.mode
+    # Of waits for other workers: servers end them at sync_timeout and say who is missing; silent servers are given up.
+    patience = strategy.sync_timeout + strategy.rpc_timeout
+    if mode == "sync":
+        return Sync(client, plan, connect, patience, num_workers, _samples(setup))
+    if mode == "half_async":
+        return HalfAsync(client, plan, connect, _gathering(setup))
+    if mode == "async" and configs.max_staleness:
+        return Bounded(client, plan, connect, configs.max_staleness, num_workers, patience)
+    if mode == "async":
+        return Async(client, plan, connect, configs, _gathering(setup))
+    if mode == "hybrid":
+        return Hybrid(client, plan, connect, configs)
+    (optimizer,) = setup.optimizers
+    return Geo(client, plan, connect, configs.k_steps, num_present, optimizer.step_locally)
+
+
+def make_whole_tables(
+    setup: JobSetup,
+    client: Client,
+    connect: Callable[[int], Client],
+    workers: Callable[[], Workers],
+    share: float | None,
+    shared: bool,
+) -> WholeTables:
+    """What fleet.whole_tables gives. `connect`: one more client, which speaks for the worker of this number."""
+    if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
+        raise FleetError(
+            f"fleet.whole_tables(share={share!r}): the part of a difference that is sent, above 0, at most 1"
+        )
+    strategy, info = _strategy(setup), setup.info
+    if not info.is_local and strategy.mode != "geo":
+        raise StrategyError(
+            f"fleet.whole_tables() is geo training, and the strategy says {strategy.mode}: use "
+            "DistributedStrategy(a_sync=True, a_sync_configs={'k_steps': N}), or train through the model"
+        )
+    if info.is_elastic:
+        raise FleetError(
+            "fleet.whole_tables() shares differences out among a fixed number of workers, and those of this job come "
+            "and go (FLEET_MIN_WORKERS): train through the model"
+        )
+    k_steps = strategy.a_sync_configs.k_steps if not info.is_local else 0
+    copy = _table_copy(setup, client.num_servers, workers, shared)
+    first = copy.sharing.workers[0]  # to the servers all workers of a copy are one
+    return WholeTables(client, setup.plan, lambda: connect(first), copy, k_steps, share, strategy.sync_timeout)
+
+
+def _table_copy(setup: JobSetup, num_servers: int, workers: Callable[[], Workers], shared: bool) -> TableCopy:
+    info, sizes = setup.info, table_sizes(setup.plan)
+    if not shared or info.num_workers == 1:
+        return TableCopy(sizes, num_servers, alone(info.worker_index, info.num_workers))
+    if info.restart:
+        raise FleetError(STARTED_AGAIN)
+    with workers() as others:
+        return common_copy(sizes, num_servers, on_this_machine(others.gather, info.worker_index), others.gather)
+
+
+def _gathering(setup: JobSetup) -> Gathering | None:
+    configs = _strategy(setup).a_sync_configs
+    return Gathering(configs.gather, configs.gather_max_age, _samples(setup)) if configs.gather > 1 else None
+
+
+def _samples(setup: JobSetup) -> SampleCount | None:
+    """For means that are weighted by samples; in sync mode one worker's gradient is the mean."""
+    assert setup.model is not None
+    strategy, info = _strategy(setup), setup.info
+    has_mean = info.num_workers > 1 or strategy.a_sync_configs.gather > 1
+    is_weighted = strategy.sync_mean == "samples" and has_mean
+    return SampleCount(setup.model, info.worker_index, len(setup.optimizers)) if is_weighted else None
+
+
+def _strategy(setup: JobSetup) -> DistributedStrategy:
+    assert setup.strategy is not None
+    return setup.strategy

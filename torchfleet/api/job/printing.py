@@ -1,0 +1,97 @@
+"""Texts about a job for its users: the settings at its start, its tables, and a summary at its end."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from torchfleet.base.monitor.freshness import advice, in_short
+from torchfleet.base.role import RoleInfo
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.ps.worker.lookup.embedding_choice import Choice
+from torchfleet.ps.worker.lookup.plan import Plan
+
+_MOST_NAMES = 3
+
+
+def configuration(info: RoleInfo, strategy: DistributedStrategy) -> str:
+    """The settings of a worker at its start: one line with those that differ from their defaults, or a table of all."""
+    counted = f"{_counted(info.num_servers, 'server')}, {_counted(info.num_workers, 'worker')}"
+    place = "one process" if info.is_local else counted
+    sockets = "sockets of this user" if info.socket_dir else "plain"
+    security = "in process" if info.is_local else "keys" if info.key_dir else sockets
+    title = f"torchfleet worker {info.worker_index}"
+    if not info.verbose:
+        changed = strategy.changed_values()
+        changed.pop("a_sync", None)  # the mode tells it
+        return ", ".join([f"{title}: {place} ({security})", strategy.mode, *(f"{n}={v}" for n, v in changed.items())])
+    table = Table(title=title, title_justify="left")
+    table.add_column("setting")
+    table.add_column("value", overflow="fold")
+    table.add_row("fleet", f"{place} ({security})")
+    for line in repr(strategy).splitlines()[1:]:
+        name, _, value = line.strip().partition(" ")
+        table.add_row(name, value.strip())
+    return _text(table)
+
+
+def _counted(num: int, role: str) -> str:
+    return f"{num} {role}{'s' * (num != 1)}"
+
+
+def embeddings(choice: Choice) -> str:
+    """One line: how many embeddings go to the servers, which stay dense and why, and how to change that."""
+    num, stay = len(choice.chosen), list(choice.dense.items())
+    rows = f" ({choice.num_rows:,} rows)" if num else ""
+    text = f"fleet: {num or 'no'} torch embedding{'s are' if num != 1 else ' is'} on the servers{rows}"
+    if stay:
+        named = [f"'{path}' ({why})" for path, why in stay[:_MOST_NAMES]]
+        more = [f"{len(stay) - _MOST_NAMES} more"] if len(stay) > _MOST_NAMES else []
+        text += f"; {len(stay)} stay{'s' * (len(stay) == 1)} dense: {', '.join([*named, *more])}"
+        if choice.sparse is None and len(stay) > len(choice.tied):
+            text += '. To move them: sparse=True in the layer, or fleet.distributed_model(model, sparse="auto")'
+    return text
+
+
+def tables(plan: Plan, info: RoleInfo, servers: list[dict[str, Any]]) -> str:
+    """The plan, and the rows and bytes on each server if they were asked."""
+    planned = Table(title="plan", title_justify="left")
+    for heading in ("table", "kind", "size", "optimizer", "first values", "entry", "parameters"):
+        planned.add_column(heading, overflow="fold")
+    for line in plan.describe():
+        planned.add_row(*line)
+    held = Table(title="servers", title_justify="left")
+    for heading in ("server", "table", "kind", "rows", "bytes", "updates"):
+        held.add_column(heading, overflow="fold")
+    for i, server in enumerate(servers):
+        where = info.server_endpoints[i] if info.server_endpoints else "in process"
+        for name, found in server["tables"].items():
+            held.add_row(
+                f"{i} ({where})", name, found["kind"], f"{found['rows']:,}", f"{found['bytes']:,}", str(found["step"])
+            )
+    return _text(planned) + (_text(held) if servers else "")
+
+
+def summary(stats: dict[str, Any]) -> str:
+    """The end of training in a few lines: what this worker did, and how old the network and the rows were, over all
+    servers."""
+    worker = stats["worker"]
+    first = f"{stats['mode']}: {worker['steps']:,} steps, {worker['samples']:,} samples on this worker"
+    if worker["unforeseen_lookups"]:
+        first += (
+            f"; {worker['unforeseen_lookups']:,} of {worker['lookups']:,} lookups unforeseen (pulled one by one, as "
+            "their ids were not known before the model was called)"
+        )
+    lines = [first, in_short(stats["staleness_dense"], stats["staleness_sparse"])]
+    if stats["dropped"]:
+        lines.append(f"{stats['dropped']:,} gradients of the network were too old and dropped, counted on each server")
+    return "\n".join(filter(None, [*lines, advice(stats["staleness_dense"])]))
+
+
+def _text(table: Table) -> str:
+    out = io.StringIO()
+    Console(file=out, width=120, markup=False, emoji=False, highlight=False).print(table)  # names are not markup
+    return out.getvalue()

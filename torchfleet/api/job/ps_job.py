@@ -1,0 +1,226 @@
+"""A job with parameter servers, as fleet.py's functions act on it: set up, then a worker or a server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from torchfleet.api.job.job_setup import JobSetup
+from torchfleet.api.job.printing import configuration, summary, tables
+from torchfleet.api.job.server_role import ServerRole, meeting_name
+from torchfleet.api.job.worker_role import WorkerRole
+from torchfleet.base.errors import FleetError
+from torchfleet.base.role import SERVER, RoleInfo
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+
+NO_WORKER = "call fleet.init_worker() first (on a worker)"
+NO_SERVER = "call fleet.init_server() before fleet.run_server()"
+
+
+class ParameterServerJob(JobSetup):
+    """One process's part in a job with servers. Implements torchfleet.api.job.protocol.Job."""
+
+    def __init__(self, info: RoleInfo, strategy: DistributedStrategy | None) -> None:
+        super().__init__(info, strategy)
+        self._worker: WorkerRole | None = None
+        self._server: ServerRole | None = None
+        self._to_load: tuple[str, list[str] | None] | None = None  # what init_server was told in one process
+
+    @property
+    def worker(self) -> WorkerRole:
+        """This process as a worker; an error before init_worker, and on servers."""
+        if self._worker is None:
+            raise FleetError(NO_WORKER)
+        return self._worker
+
+    def first_worker(self, what: str) -> WorkerRole:
+        """This process as worker 0; an error that names fleet.`what` on any other."""
+        worker = self.worker
+        if self.info.worker_index != 0:
+            raise FleetError(
+                f"fleet.{what} is called on worker 0 only, and this is worker {self.info.worker_index}: ask "
+                "is_first_worker()"
+            )
+        return worker
+
+    @property
+    def mode(self) -> str:
+        return self.worker.strategy.mode
+
+    @property
+    def num_workers(self) -> int:
+        return self.info.num_workers if self._worker is None else self._worker.num_workers
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        if self.info.is_elastic:
+            raise FleetError(
+                "workers of this job come and go (FLEET_MIN_WORKERS), so that no share of the samples is one worker's: "
+                "let them take files as they have time, dataset.set_filelist(files, dynamic=True)"
+            )
+        return self.info.worker_index, self.info.num_workers
+
+    def init_server(self, dirname: str | None = None, var_names: list[str] | None = None) -> None:
+        if var_names is not None and dirname is None:
+            raise FleetError("init_server(var_names=...) names what to load from a saved model: give dirname, too")
+        if self.info.is_local:
+            self._init_local_server(dirname, var_names)
+            return
+        if self.info.role != SERVER:
+            raise FleetError(
+                "fleet.init_server is for servers, and this process is a worker: ask fleet.is_server() first"
+            )
+        server = ServerRole(self)
+        server.listen()  # before it loads, which may take long: workers learn that it is there
+        if dirname is not None:
+            server.load(dirname, var_names)
+        self._server = server
+
+    def _init_local_server(self, dirname: str | None, var_names: list[str] | None) -> None:
+        """In one process the servers begin with init_worker, which loads what they were told."""
+        _ = self.plan  # model and optimizer must be there
+        if self._worker is not None:
+            raise FleetError("fleet.init_server comes before fleet.init_worker, in one process too")
+        if dirname is not None:
+            self._to_load = dirname, var_names
+
+    def run_server(self) -> None:
+        if self.info.is_local:
+            raise FleetError(
+                "fleet.run_server: in one process the servers are within the worker. Go on with fleet.init_worker(), "
+                "and ask fleet.is_server() before this."
+            )
+        if self._server is None:
+            raise FleetError(NO_SERVER)
+        self._server.run()
+
+    def init_worker(self, dirname: str | None = None, var_names: list[str] | None = None) -> None:
+        if self.info.role == SERVER:
+            raise FleetError(
+                "fleet.init_worker is for workers, and this process is a server: ask fleet.is_server() first"
+            )
+        if self._worker is not None:
+            raise FleetError("fleet.init_worker was called before")
+        if var_names is not None and dirname is None:
+            raise FleetError("init_worker(var_names=...) names what to load from a saved model: give dirname, too")
+        _ = self.plan  # model and optimizer must be there
+        assert self.strategy is not None
+        if self._to_load is not None:
+            if dirname is not None and (dirname, var_names) != self._to_load:
+                raise FleetError(
+                    f"init_worker was told to load {dirname!r} {var_names or ''}, and init_server {self._to_load[0]!r} "
+                    f"{self._to_load[1] or ''}: give both the same"
+                )
+            dirname, var_names = self._to_load
+        print(configuration(self.info, self.strategy), flush=True)
+        self._worker = WorkerRole(self, dirname, var_names)
+        if self.info.debug:
+            print(self.describe(), flush=True)
+
+    def begin_prediction(self, model: torch.nn.Module, dirname: str | None, var_names: list[str] | None) -> None:
+        """After training, or as a job of its own, whose servers serve here until the workers have stopped."""
+        if self.model is not None and model is not self.model:
+            raise FleetError("DistributedInfer: give it the model of fleet.distributed_model; a job has one model")
+        if self._worker is not None:
+            if dirname is not None:
+                raise FleetError(
+                    "the tables of this job are in use already: leave dirname out, or predict in a job of its own"
+                )
+            self._worker.communicator.refresh()
+            return
+        if dirname is None:
+            raise FleetError("init_distributed_infer_env(dirname=...): say which saved model to predict with")
+        if self.model is None:
+            self.distribute_saved_model(model, dirname)
+        self.distribute_for_prediction()
+        if self.info.role == SERVER:
+            self.init_server(dirname, var_names)
+            self.run_server()
+        else:
+            self.init_worker(dirname, var_names)
+
+    @property
+    def is_under_way(self) -> bool:
+        return self._worker is not None or (self._server is not None and self._server.is_listening)
+
+    def reset(self) -> None:
+        if self.strategy is not None:
+            self.strategy.unlock()
+        if self._server is not None:
+            self._server.close()
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        try:
+            worker.stop(alone=True)
+        except Exception as error:  # servers that are gone, a thread that had failed: it was to end in any case
+            worker.abandon()
+            print(f"fleet.reset: the worker could not leave its servers in order: {error}", file=sys.stderr, flush=True)
+
+    def barrier(self) -> None:
+        self.worker.barrier()
+
+    def prefetch(self, loader: Iterable[Any]) -> Iterator[Any]:
+        return self.worker.prefetch(loader)
+
+    def plan_epochs(self, num: int, start: int) -> None:
+        self.worker.status.epochs.plan(num, start)
+
+    def gather(self, name: str, data: bytes, comm_world: str = "worker") -> list[bytes]:
+        """What everyone in `comm_world` brought, in their order; in one local process also before init_worker."""
+        if self.info.is_local and (self._worker is None or comm_world != "worker"):
+            return [data]
+        if comm_world not in ("all", self.info.role):
+            raise FleetError(
+                f"comm_world='{comm_world}' is for {comm_world}s, and this process is a {self.info.role}: ask "
+                "fleet.is_server() first, or use comm_world='all' on every process"
+            )
+        if self.info.role == SERVER:
+            if self._server is None:
+                raise FleetError("servers meet between fleet.init_server() and fleet.run_server(): call it there")
+            return self._server.gather(name, data, comm_world)
+        if self._worker is None:
+            raise FleetError("workers meet after fleet.init_worker(): call it there")
+        self._worker.meet(f"a gather of all workers ('{name}')")
+        num_servers = self.info.num_servers if comm_world == "all" else 0
+        with self._worker.workers() as all_workers:
+            return all_workers.gather(meeting_name(name, comm_world, self.info), data, num_servers)
+
+    def report(self, metrics: dict[str, float]) -> None:
+        self.worker.report(metrics)
+
+    def describe(self) -> str:
+        """The tables, which parameter goes to which, and what each server holds once there is a worker to ask."""
+        return tables(self.plan, self.info, self._worker.client.stats() if self._worker is not None else [])
+
+    def save(self, dirname: str, extra: Mapping[str, Any] | None, asynchronous: bool = False) -> int:
+        if asynchronous:
+            raise FleetError(
+                "fleet.save(asynchronous=True) is for collective training: servers write beside training in any case"
+            )
+        return self.first_worker("save_persistables").save(dirname, "full", extra).number
+
+    def load(self, dirname: str) -> dict[str, Any]:
+        raise FleetError("fleet.load is for collective training; servers load when they start: init_server(dirname)")
+
+    def is_asked_to_stop(self) -> bool:
+        """Worker 0 is the one that saves. The others are needed until it has: in sync mode its step waits for them."""
+        return self.worker.is_asked_to_stop()
+
+    @property
+    def num_steps(self) -> int:
+        return self.worker.communicator.num_steps
+
+    @property
+    def changed_settings(self) -> dict[str, Any]:
+        return {} if self.strategy is None else self.strategy.differences()
+
+    def stop(self) -> dict[str, Any]:
+        """Send what is queued and tell the servers. The first worker prints how old its fleet's rows were."""
+        final = self.worker.stop()
+        if self.info.worker_index == 0:
+            print(summary(final), flush=True)
+        return final

@@ -1,0 +1,274 @@
+"""A process of a job as a server: its tables are made and loaded, then served."""
+
+from __future__ import annotations
+
+import functools
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from torchfleet.api.job.job_setup import JobSetup
+from torchfleet.api.job.worker_start import patience_with, wait_for_servers
+from torchfleet.base.background import BackgroundThreads
+from torchfleet.base.errors import FleetError
+from torchfleet.base.role import RoleInfo
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.base.tracing.otlp import trace_every
+from torchfleet.base.tracing.process_part import ProcessName
+from torchfleet.base.tracing.profile_folder import folder_of
+from torchfleet.ps.coordination.coordinators import make_coordinator
+from torchfleet.ps.net import addresses
+from torchfleet.ps.net.addresses import listen
+from torchfleet.ps.net.keys import KeyFolder
+from torchfleet.ps.net.private_jobs import Way
+from torchfleet.ps.net.transport import Channel, ServerSocket
+from torchfleet.ps.net.wire import Role
+from torchfleet.ps.server.log.durable_server import Durability, DurableServer, begin_log, go_on
+from torchfleet.ps.server.replicas.between import Identity
+from torchfleet.ps.server.replicas.replica import Replica
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.server.server_log import rows_text, speaker, tables_text
+from torchfleet.ps.server.server_tracing import ServerTracing
+from torchfleet.ps.server.state.server_status import ServerStatus
+from torchfleet.ps.server.table_loading import load_model
+from torchfleet.ps.server.warm import COMPILING, telling_compilation, warm_up
+from torchfleet.ps.worker.client.client import Client
+
+
+class ServerRole:
+    """The server's life: tables made, the address taken, a model loaded, then `run` until all workers have left."""
+
+    def __init__(self, setup: JobSetup) -> None:
+        self._info, self._layouts = setup.info, setup.plan.layouts
+        self._way = Way(setup.info.key_dir, setup.info.socket_dir, setup.info.address_book)
+        info = setup.info
+        self._server = Server(
+            num_workers=info.num_workers,
+            orphan_timeout=info.orphan_timeout,
+            min_workers=info.min_workers,
+            on_worker_loss=info.on_worker_loss,
+        )
+        self._server.state.place = info.server_index, info.num_servers
+        self._replica: Replica | None = None
+        for spec in setup.plan.specs:
+            self._server.state.add_table(spec.for_shard(setup.info.server_index, setup.info.num_servers))
+        self._say = self._server.state.say = speaker(setup.info.server_index)
+        self._strategy = setup.strategy or DistributedStrategy()
+        self._listener: ServerSocket | None = None
+        self._durable: DurableServer | None = None
+        self._answering = BackgroundThreads([])
+        self._is_ready = self._ended = self._has_run = False
+
+    def listen(self) -> None:
+        """Take the address. From now on until `run`, a worker that asks is told what this server is doing.
+
+        One that goes on from its log says nothing until it serves: workers know it, and wait.
+        """
+        self._way.check()
+        if self._info.durability == "log":
+            self._durable = go_on(self._server, self._durability, self._say)
+        place = self._info.replica_places[self._info.replica]
+        listener = self._listener = listen(self._way.endpoint(place), self._keys, self._info.insecure)
+        least = f"{self._info.min_workers} to " if self._info.is_elastic else ""
+        self._say(f"listening on {place} for {least}{self._info.num_workers} workers")
+        self._say(tables_text(self._server.state.tables.values()))
+        if self._durable is not None:
+            return
+        self._server.loading = "it is starting"
+        if len(self._info.replica_places) > 1:
+            self._replica = self._make_replica()
+        answer = functools.partial(listener.serve, self._handler, lambda: self._is_ready)
+        self._answering = BackgroundThreads([answer], "the server's socket")
+        self._answering.start()
+
+    def load(self, dirname: str, var_names: Sequence[str] | None = None) -> None:
+        """Load a saved model, or what `var_names` names of it. After an error the address is free again.
+
+        A backup loads nothing: it is filled by its primary.
+        """
+        if self._replica is not None and not self._replica.is_primary:
+            return
+        if self._durable is not None:
+            self._say(f"does not load {dirname}: all that came after it is in the log")
+            return
+        if self._listener is not None:
+            self._server.loading = f"it is loading {dirname}"
+        started = time.monotonic()
+        try:
+            load_model(self._server.state, dirname, var_names, self._layouts)
+        except BaseException:
+            self.close()
+            raise
+        rows = rows_text(self._server.state.tables.values())
+        self._say(f"loaded {dirname}: {rows} in {time.monotonic() - started:.1f} s")
+
+    @property
+    def is_listening(self) -> bool:
+        return self._listener is not None
+
+    def close(self) -> None:
+        """Give the address back."""
+        self._end_answers()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        if self._durable is not None:
+            is_over = self._server.is_stopping and not self._server.desertion and not self._ended
+            self._durable.close(is_over)
+            self._durable = None
+
+    def gather(self, name: str, data: bytes, comm_world: str) -> list[bytes]:
+        """What all servers (comm_world "server"), or all workers and servers ("all"), brought, in this order.
+
+        Before `run`. They meet at server 0, which must serve for it, and workers begin when all servers serve: so each
+        serves while it waits, and a thread is its client. What comes between two meetings waits in the socket.
+        """
+        if self._replica is not None:
+            raise FleetError("servers with replicas (--replicas 2) do not meet: let the workers do it")
+        if self._has_run:
+            raise FleetError("servers meet between fleet.init_server() and fleet.run_server(): call it there")
+        found: list[bytes] = []
+        meeting = BackgroundThreads([lambda: found.extend(self._meet(name, data, comm_world))], f"{name} of servers")
+        listener = self._begin_serving()
+        meeting.start()
+        listener.serve(self._handler, lambda: not meeting.is_alive())
+        meeting.check()
+        return found
+
+    def _meet(self, name: str, data: bytes, comm_world: str) -> list[bytes]:
+        info, settings = self._info, self._strategy
+        first = info.num_workers if comm_world == "server" else 0  # servers have the numbers behind the workers'
+        num = info.num_servers if comm_world == "server" else info.num_workers + info.num_servers
+        patience = patience_with(settings, info)
+        number = info.num_workers + info.server_index
+        places = [self._way.endpoint(info.server_endpoints[0])]
+        with Client.connect(places, self._keys, worker=number, role=Role.WORKER, patience=patience) as client:
+            wait_for_servers(client, info.start_timeout)
+            name = meeting_name(name, comm_world, info)
+            brought = client.gather(name, 1, data, num, settings.sync_timeout, first)
+        return [brought[member] for member in sorted(brought)]
+
+    def run(self) -> None:
+        """Serve until all workers have stopped, `end` is called, or SIGTERM comes to the main thread.
+
+        Raises FleetError if workers have ended, or are silent, that never stopped.
+        """
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_signal)
+        self._has_run = True
+        listener = self._begin_serving()
+        status = self._status()
+
+        if self._replica is not None:
+            self._replica.begin()
+
+        tracing = self._trace()
+
+        def is_over() -> bool:
+            self._server.state.load.look()
+            status.write()
+            tracing.look()
+            return self._ended or self._handler.is_stopping
+
+        try:
+            listener.serve(self._handler, is_over)
+        finally:
+            if self._replica is not None:
+                self._replica.end()
+            status.write(now=True)
+            status.close()
+            tracing.close()
+            self.close()
+            self._say(f"stopped ({self._why_over()}) after {self._server.state.num_requests:,} requests")
+        if self._replica is not None and self._replica.deposed:
+            raise FleetError(self._replica.deposed)
+        if self._server.desertion:
+            raise FleetError(f"{self._server.desertion}. No worker is left; the server ends.")
+
+    def _status(self) -> ServerStatus:
+        info = self._info
+        return ServerStatus(self._server.state, info.server_index, info.status_file, info.replica, self._replica)
+
+    def _why_over(self) -> str:
+        if self._ended:
+            return "told to end"
+        if self._replica is not None and self._replica.deposed:
+            return "another replica has taken over"
+        return "workers are lost" if self._server.desertion else "all workers have left"
+
+    def _trace(self) -> ServerTracing:
+        info = self._info
+        name = ProcessName("server", info.server_index, info.num_workers, info.num_servers, self._server.incarnation)
+        return ServerTracing(name, self._server.traced, folder_of(info.status_file), trace_every())
+
+    def end(self) -> None:
+        """From a signal handler: finish the request at hand and return from `run`."""
+        self._ended = True
+
+    def _begin_serving(self) -> ServerSocket:
+        """The socket, which from now on belongs to the calling thread. Kernels are compiled before."""
+        if self._listener is None:
+            self.listen()
+        assert self._listener is not None
+        if not self._is_ready:
+            with telling_compilation(self._tell_compilation):
+                warm_up()
+            if self._info.durability == "log" and self._durable is None:
+                self._server.loading = "it is writing the first copy of its tables to its log"
+            self._end_answers()
+            self._answering.check()
+        if self._info.durability == "log" and self._durable is None:
+            self._durable = begin_log(self._server, self._durability)
+        return self._listener
+
+    def _tell_compilation(self) -> None:
+        self._say(COMPILING)
+        if self._durable is None:
+            self._server.loading = f"it is {COMPILING}"
+
+    @property
+    def _handler(self) -> Replica | DurableServer | Server:
+        return self._replica or self._durable or self._server
+
+    def _make_replica(self) -> Replica:
+        info = self._info
+        assert info.coordinator is not None
+        own = Identity(info.server_index, info.replica, info.restart, secrets.randbits(63) | 1)
+
+        def connect(replica: int) -> Channel:
+            return addresses.connect(self._way.endpoint(info.replica_places[replica]), self._keys, Role.SERVER)
+
+        made = Replica(self._server, own, make_coordinator(info.coordinator), connect)
+        self._say(f"replica {own.replica}, {'primary' if made.is_primary else 'to be filled by the primary'}")
+        return made
+
+    @property
+    def _durability(self) -> Durability:
+        info = self._info
+        if info.log_store is None:
+            raise FleetError("FLEET_DURABILITY=log needs a folder for the servers' logs: set FLEET_LOG_STORE")
+        return Durability(Path(info.log_store) / f"server-{info.server_index}", info.fsync_ms, info.log_run)
+
+    @property
+    def _keys(self) -> KeyFolder | None:
+        return KeyFolder(self._info.key_dir) if self._info.key_dir else None
+
+    def _end_answers(self) -> None:
+        """From now on the socket belongs to the calling thread, and the tables are served."""
+        self._is_ready = True
+        self._answering.join()
+        self._server.loading = ""
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.end()
+
+
+def meeting_name(name: str, comm_world: str, info: RoleInfo) -> str:
+    """The name under which `comm_world` meets. It stands in errors, which call servers by numbers behind workers'."""
+    if comm_world == "worker":
+        return name
+    return f"{name}, comm_world={comm_world!r}, server 0 being number {info.num_workers}"

@@ -1,0 +1,204 @@
+"""What a worker does with the servers before its first step: wait for them, make the tables, set first values."""
+
+from __future__ import annotations
+
+import functools
+import re
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torchfleet.api.job import waiting_lines
+from torchfleet.api.job.waiting_lines import WaitingLines
+from torchfleet.base.errors import FleetError, ServerUnreachable
+from torchfleet.base.role import RoleInfo
+from torchfleet.base.storage import Storage
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.connection import Patience
+from torchfleet.ps.worker.lookup.plan import Plan
+from torchfleet.ps.worker.row_state.table_rows import slices
+
+RECOVERY_TIMEOUT = 600.0  # seconds that a server with a log may be away: it reads all of it when it is started again
+RESEND_PAUSE = 5.0  # seconds between two attempts to reach one
+_PAUSE = 0.1  # seconds between two questions to a server that is loading, or about workers
+_MOST_NAMED = 20  # workers, or servers, in one line
+_HOST = re.compile(r"tcp://(?:\[([^\]]*)\]|([^:|)]*)):")
+_NO_VALUES = "worker 0 has not set the first values; look at its log"
+
+
+def patience_with(strategy: DistributedStrategy, info: RoleInfo) -> Patience:
+    """How long this process waits for a server: for one that keeps a log, until it has been started again."""
+    if info.durability == "none":
+        return Patience(strategy.rpc_timeout, strategy.rpc_retry_times)
+    return Patience(max(strategy.rpc_timeout, RECOVERY_TIMEOUT), strategy.rpc_retry_times, RESEND_PAUSE)
+
+
+def wait_for_servers(client: Client, seconds: float) -> None:
+    """Return when all servers serve. They may be starting or loading: those that are waited for are printed.
+
+    Raises ServerUnreachable, with all names, if one has given no sign for `seconds`. One that is loading gives signs.
+    """
+    started = time.monotonic()
+    heard: dict[str, float] = {}  # by server, its last sign
+    lines = WaitingLines()
+    while waiting := client.unready(min(waiting_lines.PERIOD, seconds)):
+        now = time.monotonic()
+        heard |= {name: now for name, doing in waiting.items() if doing}
+        silent = [name for name in waiting if now - heard.get(name, started) >= seconds]
+        if silent:
+            raise ServerUnreachable(_never_came(silent, seconds))
+        lines.look(functools.partial(_by_state, waiting))
+        time.sleep(_PAUSE)
+
+
+def _by_state(waiting: Mapping[str, str]) -> list[str]:
+    """Servers that do the same, in one text. Addresses are told of those that do not answer."""
+    found: dict[str, list[str]] = {}
+    for name, doing in waiting.items():
+        found.setdefault(doing or _why_silent(name), []).append(name.partition(" (")[0] if doing else name)
+    return [f"{_named_in_short(names)}: {state}" for state, names in found.items()]
+
+
+def _named_in_short(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
+
+
+def _why_silent(name: str) -> str:
+    """A scheduler may publish the name of a machine after the processes there have started."""
+    found = _HOST.search(name)
+    try:
+        socket.getaddrinfo(found[1] or found[2] if found else "localhost", None)
+    except OSError as error:
+        return f"its name is not known yet ({error})"
+    return "no answer yet"
+
+
+def _never_came(names: Sequence[str], seconds: float) -> str:
+    has = "has" if len(names) == 1 else "have"
+    return (
+        f"{', '.join(names)} {has} given no answer for {seconds:g} s (FLEET_START_TIMEOUT). Is it running, is this its "
+        "address (FLEET_SERVER_ENDPOINTS / PADDLE_PSERVERS_IP_PORT_LIST), and do both sides use the same keys, or none?"
+    )
+
+
+def check_loaded(client: Client, dirname: str) -> None:
+    """Servers load when they start; a worker that counts on it must not find them empty."""
+    wanted = Storage(dirname).path
+    for number, server in enumerate(client.stats()):
+        if server["model"] != wanted:
+            raise FleetError(
+                f"init_worker('{dirname}'): server {number} has loaded {server['model'] or 'no model'}. Give "
+                f"fleet.init_server('{dirname}') the same folder."
+            )
+
+
+def with_known_restart(client: Client, info: RoleInfo) -> RoleInfo:
+    """The role with the number of its starts, if the servers are to be asked for it: a process before this one had its
+    number, and has not left."""
+    if not info.asks_restart:
+        return info
+    members = (member for server in client.stats() for member in server["workers"])
+    before = [member["restart"] for member in members if member["worker"] == info.worker_index]
+    return replace(info, restart=max(before) + 1 if before else 0)
+
+
+def make_tables(client: Client, plan: Plan, info: RoleInfo, strategy: DistributedStrategy) -> None:
+    """Worker 0 makes the tables and sets what was not loaded; all workers then have the servers' dense values.
+
+    One that was started again does so if the process before it has not come so far.
+    """
+    if info.worker_index == 0 and not (info.restart and _has_first_values(client, plan)):
+        for spec in plan.specs:
+            client.create_table(spec)
+        tables = [server["tables"] for server in client.stats()]
+        _set_sparse(client, plan, tables)
+        _set_dense(client, plan, tables)
+    if info.is_elastic:
+        _wait_for(lambda: _has_first_values(client, plan), info, lambda: _NO_VALUES)
+        least = f"{info.min_workers} workers (FLEET_MIN_WORKERS)"
+        _wait_for(
+            lambda: client.stats()[0]["members"]["joined"] >= info.min_workers,
+            info,
+            lambda: f"fewer than {least} have come",
+            lambda: least,
+        )
+    elif info.num_workers > 1:
+        _wait_for_first_values(client, plan, info, strategy)
+    for dense in (*plan.dense, *plan.fixed):
+        dense.write(client.pull_dense(dense.spec.name).result())
+
+
+def _set_sparse(client: Client, plan: Plan, tables: list[dict[str, Any]]) -> None:
+    """First values, of torch's embeddings or of load_state_dict, unless a server has loaded rows of the table."""
+    for name, group in plan.sparse.items():
+        if not any(server[name]["loaded"] for server in tables):
+            rows = group.modules[0].table_rows
+            for keys, values in slices(rows.first_keys, rows.first_values):
+                client.assign(name, keys, values)
+
+
+def _set_dense(client: Client, plan: Plan, tables: list[dict[str, Any]]) -> None:
+    """This worker's dense values, with those in their place that the servers have loaded."""
+    for dense in (*plan.dense, *plan.fixed):
+        values = dense.values()
+        loaded = [bounds for server in tables for bounds in server[dense.spec.name]["loaded"]]
+        if loaded:
+            saved = client.pull_dense(dense.spec.name).result()
+            for start, stop in loaded:
+                values[start:stop] = saved[start:stop]
+        client.set_dense(dense.spec.name, values)
+
+
+def _wait_for_first_values(client: Client, plan: Plan, info: RoleInfo, strategy: DistributedStrategy) -> None:
+    is_met = strategy.a_sync_configs.launch_barrier or not _named(plan)
+    if is_met and not info.restart:  # the others have met without one that was started again
+        _wait_for_workers(client, info)
+        client.barrier("start", info.num_workers, max(info.start_timeout, strategy.sync_timeout))
+        return
+    _wait_for(lambda: _has_first_values(client, plan), info, lambda: _NO_VALUES)
+
+
+def _wait_for_workers(client: Client, info: RoleInfo) -> None:
+    """Return when all workers of the job have joined; those that are waited for are printed, and named at the end."""
+    missing = list(range(info.num_workers))
+
+    def are_here() -> bool:
+        nonlocal missing
+        found = client.stats()[0]
+        known = {*(member["worker"] for member in found["workers"]), *found["members"]["lost"]}
+        missing = [worker for worker in range(info.num_workers) if worker not in known]
+        return bool(found["members"]["joined"] >= info.num_workers)
+
+    def absent() -> str:
+        return f"{_named_in_short([f'worker {worker}' for worker in missing])} of {info.num_workers}"
+
+    _wait_for(are_here, info, lambda: f"these have not joined: {absent()}. Look at their logs.", absent)
+
+
+def _wait_for(
+    is_so: Callable[[], bool],
+    info: RoleInfo,
+    otherwise: Callable[[], str],
+    waits_for: Callable[[], str] = lambda: "worker 0 to set the first values",
+) -> None:
+    """Return when it is so; now and then a line says what this worker waits for."""
+    started, lines = time.monotonic(), WaitingLines()
+    while not is_so():
+        if time.monotonic() - started >= info.start_timeout:
+            raise FleetError(f"after {info.start_timeout:g} s (FLEET_START_TIMEOUT) {otherwise()}")
+        lines.look(lambda: [waits_for()])
+        time.sleep(_PAUSE)
+
+
+def _has_first_values(client: Client, plan: Plan) -> bool:
+    """Whether worker 0 has set all that it sets; rows, which come first, are not looked at."""
+    tables = [server["tables"] for server in client.stats()]
+    return all(name in found and found[name]["is_set"] for found in tables for name in _named(plan))
+
+
+def _named(plan: Plan) -> set[str]:
+    return {dense.spec.name for dense in (*plan.dense, *plan.fixed)}

@@ -1,0 +1,166 @@
+"""Metrics over all workers, from each worker's own statistics; and a streaming AUC that makes such statistics."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import threading
+from collections import deque
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchfleet.api import fleet
+from torchfleet.api.util import as_array
+from torchfleet.base.errors import FleetError
+
+Counts = npt.NDArray[np.float64]
+
+_COMBINE: dict[str, Any] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
+
+def sum(value: Any) -> Any:
+    """The elementwise sum over all workers."""
+    return _reduced("sum", value)
+
+
+def max(value: Any) -> Any:
+    """The elementwise maximum over all workers."""
+    return _reduced("max", value)
+
+
+def min(value: Any) -> Any:
+    """The elementwise minimum over all workers."""
+    return _reduced("min", value)
+
+
+def auc(stat_pos: Any, stat_neg: Any) -> float:
+    """The area under the ROC curve of all workers' samples, from histograms of positive and negative scores."""
+    positive, negative = (np.asarray(sum(stat), np.float64).reshape(-1) for stat in (stat_pos, stat_neg))
+    if len(positive) != len(negative):
+        raise FleetError(f"fleet.metrics.auc: {len(positive)} bins of positives and {len(negative)} of negatives")
+    return area(positive, negative)
+
+
+def acc(correct: Any, total: Any) -> float:
+    """The share of right answers."""
+    return _ratio("acc", correct, total)
+
+
+def mae(abserr: Any, total: Any) -> float:
+    """The mean absolute error, from sums of absolute errors and numbers of samples."""
+    return _ratio("mae", abserr, total)
+
+
+def mse(sqrerr: Any, total: Any) -> float:
+    """The mean squared error, from sums of squared errors and numbers of samples."""
+    return _ratio("mse", sqrerr, total)
+
+
+def rmse(sqrerr: Any, total: Any) -> float:
+    """The root of the mean squared error."""
+    return math.sqrt(_ratio("rmse", sqrerr, total))
+
+
+class AUC:
+    """A streaming AUC of this worker's samples: over all of them, and over the last `slide_steps` updates.
+
+    Scores are counted in `num_thresholds` + 1 bins. `update` takes logits: of shape (n, 2), of which a softmax is
+    taken, or (n,) or (n, 1), of which a sigmoid is taken; with from_logits=False, probabilities of the same shapes.
+    """
+
+    def __init__(self, num_thresholds: int = 4095, slide_steps: int = 20, from_logits: bool = True) -> None:
+        if not all(isinstance(given, int) and given >= 1 for given in (num_thresholds, slide_steps)):
+            raise FleetError(
+                f"AUC: num_thresholds and slide_steps are whole numbers from 1, found {num_thresholds!r}, "
+                f"{slide_steps!r}"
+            )
+        self._num, self._from_logits = num_thresholds, from_logits
+        self._slides: deque[Counts] = deque(maxlen=slide_steps)
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all samples: before prediction begins, for instance."""
+        with self._lock:
+            self._counts: Counts = np.zeros((2, self._num + 1))
+            self._slides.clear()
+
+    def update(self, scores: Any, labels: Any) -> float:
+        """Count a batch; returns the AUC so far."""
+        probabilities, positive = self._probabilities(scores), as_array(labels).reshape(-1)
+        if len(probabilities) != len(positive):
+            raise FleetError(f"AUC: {len(probabilities)} scores and {len(positive)} labels")
+        if not np.isin(positive, (0, 1)).all():
+            raise FleetError("AUC: labels must be 0 or 1")
+        bins = (probabilities * self._num).astype(np.int64) + (positive.astype(np.int64) == 0) * (self._num + 1)
+        counts = np.bincount(bins, minlength=2 * (self._num + 1)).reshape(2, -1).astype(np.float64)
+        with self._lock:
+            self._counts += counts
+            self._slides.append(counts)
+            total = self._counts.copy()
+        return area(*total)
+
+    def compute(self) -> tuple[float, float, list[Counts]]:
+        """(auc, batch_auc, [batch_stat_pos, batch_stat_neg, stat_pos, stat_neg]), the batch's over the last updates."""
+        with self._lock:
+            slide = np.sum(list(self._slides), axis=0) if self._slides else np.zeros_like(self._counts)
+            total = self._counts.copy()
+        return area(*total), area(*slide), [slide[0], slide[1], total[0], total[1]]
+
+    def _probabilities(self, scores: Any) -> Counts:
+        values = _numbers("AUC: scores", scores)
+        with np.errstate(over="ignore", invalid="ignore"):  # NaN is found below
+            if values.ndim == 2 and values.shape[1] == 2:
+                found = 1 / (1 + np.exp(values[:, 0] - values[:, 1])) if self._from_logits else values[:, 1]
+            elif values.ndim == 1 or (values.ndim == 2 and values.shape[1] == 1):
+                found = 1 / (1 + np.exp(-values.reshape(-1))) if self._from_logits else values.reshape(-1)
+            else:
+                raise FleetError(f"AUC: scores have the shape (n,), (n, 1) or (n, 2), found {values.shape}")
+        if not ((found >= 0) & (found <= 1)).all():
+            raise FleetError("AUC: scores that are not probabilities, or not numbers; logits need from_logits=True")
+        return np.asarray(found)
+
+
+def area(positive: Counts, negative: Counts) -> float:
+    """The area under the curve of two histograms; samples of one bin are ties and count half. 0.5 without pairs."""
+    above = np.concatenate([np.cumsum(positive[::-1])[::-1][1:], [0.0]])
+    pairs = positive.sum() * negative.sum()
+    return float((negative * (above + positive / 2)).sum() / pairs) if pairs else 0.5
+
+
+def _ratio(name: str, numerator: Any, total: Any) -> float:
+    value, count = (float(np.asarray(sum(given)).sum()) for given in (numerator, total))
+    if count <= 0:
+        raise FleetError(f"fleet.metrics.{name}: there are no samples (total {count:g})")
+    return value / count
+
+
+def _reduced(name: str, value: Any) -> Any:
+    """The same kind of thing as `value`, combined over all workers in their order: equal bits everywhere."""
+    array = _numbers(f"fleet.metrics.{name}", value)
+    brought = fleet.gather("metrics", msgspec.msgpack.encode([name, list(array.shape), array.tobytes()]))
+    parts = [msgspec.msgpack.decode(part, type=tuple[str, list[int], bytes]) for part in brought]
+    if any(part[:2] != parts[0][:2] for part in parts):
+        raise FleetError(f"fleet.metrics: the workers brought different things: {[part[:2] for part in parts]}")
+    total = np.frombuffer(parts[0][2], np.float64)
+    for part in parts[1:]:
+        total = _COMBINE[name](total, np.frombuffer(part[2], np.float64))
+    total = np.array(total.reshape(array.shape))
+    if isinstance(value, torch.Tensor):
+        return torch.from_numpy(total).to(value.dtype if value.is_floating_point() else torch.float64)
+    return total if isinstance(value, (np.ndarray, list, tuple)) else builtins.float(total)
+
+
+def _numbers(what: str, value: Any) -> Counts:
+    """As an array; its shape stays, also that of a single number."""
+    try:
+        array = as_array(value)
+    except (TypeError, ValueError) as error:
+        raise FleetError(f"{what}: expected numbers; {error}") from None
+    if array.dtype.kind not in "iufb":
+        raise FleetError(f"{what}: expected numbers, found {array.dtype}")
+    return np.asarray(array, np.float64)

@@ -1,0 +1,176 @@
+"""fleet.prepare: an ordinary script's model, optimizer and loaders, made those of a job by one call."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from torchfleet.api import fleet
+from torchfleet.api.loader_shard import shared_loader
+from torchfleet.base.errors import FleetError, ModelError
+from torchfleet.base.role import is_collective_job
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.collective.tensors.outputs import map_tensors
+
+
+class PreparedLoader:
+    """This worker's batches: on the model's device, through fleet.prefetch. `loader` is the DataLoader behind it."""
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
+        self.loader, self._device = loader, device
+
+    def __iter__(self) -> Iterator[Any]:
+        return fleet.prefetch(self.loader if self._device.type == "cpu" else _Moved(self.loader, self._device))
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    @property
+    def dataset(self) -> Any:
+        return self.loader.dataset
+
+    @property
+    def batch_size(self) -> int | None:
+        """Of one worker."""
+        return self.loader.batch_size
+
+
+class _Moved:
+    """A loader's batches on a device."""
+
+    def __init__(self, loader: DataLoader[Any], device: torch.device) -> None:
+        self._loader, self._device = loader, device
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            yield map_tensors(lambda tensor: tensor.to(self._device, non_blocking=True), batch)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+def prepare(
+    *objects: Any,
+    strategy: DistributedStrategy | None = None,
+    sparse: str | int | None = None,
+    is_collective: bool | None = None,
+    dirname: str | None = None,
+) -> tuple[Any, ...]:
+    """`objects`, in the same order, as parts of this process's job: a model, the optimizers that were made of its
+    parameters, DataLoaders, schedulers.
+
+    It calls fleet.init unless that was done, distributed_model, distributed_optimizer and init_worker. Every worker
+    gets its share of each loader's samples. A server serves here until all workers have stopped, and then ends the
+    script (SystemExit). A script that ends without an error stops its worker; one that goes on calls fleet.stop_worker.
+
+    `strategy`: a DistributedStrategy, by default one for sync mode. `is_collective`: None for what the environment
+    says. `sparse`: as in distributed_model. `dirname`: a saved model to go on from. docs/prepare.md tells more.
+    """
+    model, optimizers = _one_model(objects), [thing for thing in objects if isinstance(thing, torch.optim.Optimizer)]
+    if not optimizers:
+        raise ModelError(f"fleet.prepare: expected an optimizer, found none among {len(objects)} arguments")
+    for number, thing in enumerate(objects):
+        if not isinstance(thing, _KINDS):
+            raise FleetError(
+                f"fleet.prepare: argument {number + 1}: expected a model, an optimizer, a DataLoader or a scheduler of "
+                f"torch, found {thing!r:.200}"
+            )
+    _begin(is_collective)
+    before = dict(model.named_parameters(remove_duplicate=False))
+    made = fleet.distributed_model(model, strategy, sparse)
+    prepared: dict[int, Any] = {id(model): made}
+    for optimizer in optimizers:
+        follow(optimizer, before, dict(made.named_parameters(remove_duplicate=False)))
+        prepared[id(optimizer)] = fleet.distributed_optimizer(optimizer)
+    start(dirname)
+    device = next((parameter.device for parameter in made.parameters()), torch.device("cpu"))
+    for thing in objects:
+        if isinstance(thing, DataLoader):
+            prepared[id(thing)] = PreparedLoader(shared_loader(thing, *fleet.data_shard(), _of_worker_0), device)
+        elif isinstance(thing, LRScheduler):
+            prepared[id(thing)] = fleet.distributed_scheduler(thing)
+    return tuple(prepared[id(thing)] for thing in objects)
+
+
+_KINDS = (torch.nn.Module, torch.optim.Optimizer, DataLoader, LRScheduler)
+
+
+def stop_at_exit() -> None:
+    """At the end of a script: stop the worker, unless an error has ended the script. If that fails, so does the script.
+
+    What an error leaves behind is not told to be well done: others learn that this worker has ended.
+    """
+    if not fleet.is_under_way() or hasattr(sys, "last_value"):
+        return
+    try:
+        fleet.stop_worker()
+    except BaseException:  # at the end of a process an error has no other way into its exit status
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _one_model(objects: Sequence[Any]) -> torch.nn.Module:
+    found = [thing for thing in objects if isinstance(thing, torch.nn.Module)]
+    if len(found) != 1:
+        raise ModelError(f"fleet.prepare: expected one model, found {len(found)} among {len(objects)} arguments")
+    return found[0]
+
+
+def _begin(is_collective: bool | None) -> None:
+    if fleet.is_under_way():
+        raise FleetError("fleet.prepare: a job is under way already: call fleet.stop_worker() or fleet.reset() first")
+    if not fleet.is_set_up():
+        fleet.init(is_collective=is_collective_job() if is_collective is None else is_collective)
+    elif is_collective is not None and is_collective != fleet.is_collective():
+        raise FleetError(
+            f"fleet.prepare(is_collective={is_collective}), and fleet.init has begun the other kind: leave it out"
+        )
+
+
+def start(dirname: str | None) -> None:
+    """Begin with a saved model, or anew: once model and optimizer are distributed. A worker is stopped when the script
+    ends. A server serves here, and then ends the script (SystemExit)."""
+    if fleet.is_collective():
+        if dirname is not None:
+            fleet.load(dirname)
+    elif fleet.is_server():
+        fleet.init_server(dirname)
+        fleet.run_server()
+        raise SystemExit(0)
+    else:
+        fleet.init_worker(dirname)
+    atexit.unregister(stop_at_exit)
+    atexit.register(stop_at_exit)
+
+
+def follow(
+    optimizer: torch.optim.Optimizer, before: dict[str, torch.nn.Parameter], after: dict[str, torch.nn.Parameter]
+) -> None:
+    """Put the parameters that the model has now in the place of those of the same name that it had."""
+    moved: dict[int, list[torch.nn.Parameter]] = {}
+    for name, parameter in before.items():
+        now = moved.setdefault(id(parameter), [])
+        if name in after and not any(after[name] is known for known in now):
+            now.append(after[name])
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            is_here = any(now is parameter for now in moved.get(id(parameter), [parameter]))
+            state = optimizer.state.get(parameter, {}) if is_here else optimizer.state.pop(parameter, {})
+            is_kept = is_here and fleet.is_collective()  # servers have a state of their own
+            if state and not is_kept and float(state.get("step", 1)) > 0:  # Adagrad makes its own before any step
+                raise ModelError("fleet.prepare: the optimizer has made steps already: prepare it before the first one")
+        group["params"] = [now for parameter in group["params"] for now in moved.get(id(parameter), [parameter])]
+
+
+def _of_worker_0(data: bytes) -> bytes:
+    return fleet.gather("fleet.prepare", data)[0]

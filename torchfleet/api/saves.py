@@ -1,0 +1,88 @@
+"""Models in folders: saved to train on or to predict with, and loaded again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torchfleet.api.current_job import any_job, current, get_job
+from torchfleet.api.job.ps_job import NO_WORKER
+from torchfleet.base.errors import FleetError
+from torchfleet.base.monitor.stop_request import end_with_save
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.manifest import read_manifest
+from torchfleet.ps.checkpoint.manifest_file import has_manifest
+
+
+def save_persistables(dirname: str, mode: int = 0, extra: Mapping[str, Any] | None = None) -> int:
+    """Save tables, parameters and optimizer state, to go on training from: docs/checkpoints.md. On worker 0 only.
+
+    `dirname`: a folder or URL; servers write there, so it must be the same place for all of them. `mode`: 0 for all
+    of it, 1 for what changed since the last save there (a delta). `extra`, which JSON must be able to hold, is kept
+    with the model: `saved_extra` gives it back. Returns the number of the save.
+    """
+    if mode not in (0, 1):
+        raise FleetError(f"save_persistables(mode={mode}): 0 is a full save, 1 a delta")
+    worker = get_job(NO_WORKER).first_worker("save_persistables")
+    number = worker.save(dirname, "delta" if mode else "full", extra).number
+    current.callbacks.save(dirname)
+    return number
+
+
+def save(dirname: str, extra: Mapping[str, Any] | None = None, asynchronous: bool = False) -> int:
+    """Save model, optimizer and strategies, to go on training from, and `extra`, which JSON must be able to hold.
+
+    `dirname`: a folder or URL that all processes reach. In collective training all ranks call it together; with
+    parameter servers it is save_persistables, on worker 0 only. `asynchronous`, in collective training: return as
+    soon as all is copied, and write it while training goes on. The next save, a load and stop_worker wait for it,
+    and raise what went wrong. Returns the number of the save.
+    """
+    number = any_job(NO_WORKER).save(dirname, extra, asynchronous)
+    current.callbacks.save(dirname)
+    return number
+
+
+def save_inference_model(dirname: str) -> None:
+    """Save what prediction needs into `dirname`: tables and parameters without optimizer state. On worker 0 only.
+
+    load_inference_model and DistributedInfer read it.
+    """
+    get_job(NO_WORKER).first_worker("save_inference_model").save(dirname, "inference")
+    current.callbacks.save(dirname)
+
+
+def load(dirname: str) -> dict[str, Any]:
+    """Collective training: go on from what `save` left in `dirname`, on any number of ranks and under any strategies.
+
+    All ranks call it together, after distributed_model and distributed_optimizer. Returns what `extra` was.
+    """
+    return any_job().load(dirname)
+
+
+def saved_extra(dirname: str) -> dict[str, Any] | None:
+    """What a save's `extra` kept with the model in `dirname`; None if there is no complete model."""
+    storage = Storage(dirname)
+    if not has_manifest(storage):
+        return None
+    from torchfleet.collective.checkpoint import collective_manifest
+
+    return dict(
+        collective_manifest.read(storage).extra
+        if collective_manifest.is_collective(dirname)
+        else read_manifest(storage).extra
+    )
+
+
+def stop_if_asked(dirname: str, extra: Mapping[str, Any] | None = None) -> None:
+    """If this job was asked to end: save to `dirname`, with `extra`, and end this process with status 75.
+
+    It saves as `save` does; the status means "start me again".
+
+    Schedulers ask with SIGUSR1, some time before a limit: docs/cluster/slurm.md. Call it after a step. With parameter
+    servers all workers may call it, and worker 0 acts; the scheduler ends the others. In collective training all ranks
+    call it together, and end together.
+    """
+    job = any_job(NO_WORKER)
+    if job.is_asked_to_stop():
+        end_with_save(partial(save, dirname, extra), dirname)

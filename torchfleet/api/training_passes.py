@@ -1,0 +1,116 @@
+"""Batches, epochs and datasets of a training script, and the numbers that it reports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from torchfleet.api.current_job import any_job, current, get_worker
+from torchfleet.api.job.arguments import check_loader, metric
+from torchfleet.api.job.ps_job import NO_WORKER
+from torchfleet.api.job.worker_role import WorkerRole
+from torchfleet.api.process_role import data_shard
+from torchfleet.api.training import Report, Result, as_step, infer, train
+from torchfleet.base.errors import FleetError
+from torchfleet.base.fetch import FetchHandler
+from torchfleet.data.dataset import Dataset, file_shard
+from torchfleet.data.slots import Batch
+from torchfleet.ps.worker.distributed_optimizer import DistributedOptimizer
+
+Item = TypeVar("Item")
+
+
+def split_files(files: Sequence[str]) -> list[str]:
+    """This worker's files: each file goes to exactly one worker, counts differ by at most one."""
+    return file_shard(files, *data_shard())
+
+
+def prefetch(loader: Iterable[Item]) -> Iterator[Item]:
+    """The loader's batches; where the mode allows it, rows of the next batch are pulled while this one computes.
+
+    In collective training it ends on all ranks together, when the first has no batch left: nobody waits for ever.
+    """
+    job = any_job(NO_WORKER)
+    check_loader(loader)
+    return job.prefetch(loader)
+
+
+def epochs(num: int, start: int = 0) -> Iterator[int]:
+    """`start` to num - 1, for the loop over epochs: whoever watches the job then knows when all of them will be over.
+
+    An epoch is a pass over `prefetch(loader)`, or a call of train_from_dataset. `start`: where a job goes on.
+    """
+    if type(num) is not int or type(start) is not int or not 0 <= start <= num:
+        raise FleetError(f"fleet.epochs: expected a number of epochs and a start of at most that, found {num}, {start}")
+    any_job(NO_WORKER).plan_epochs(num, start)
+    return iter(range(start, num))
+
+
+def train_from_dataset(
+    model: Callable[[Batch], Any],
+    dataset: Dataset,
+    optimizer: DistributedOptimizer | Sequence[DistributedOptimizer],
+    loss_fn: Callable[[Any, Batch], torch.Tensor] | None = None,
+    thread: int = 1,
+    fetch_list: Sequence[str] | None = None,
+    print_period: int = 100,
+    fetch_handler: FetchHandler | None = None,
+) -> Result:
+    """One pass over a dataset with reading, pulling, computing and pushing overlapped: docs/data.md.
+
+    `model` is a function step(batch) that returns the loss, or a dict with "loss" and other numbers to watch; or the
+    model itself, with a `loss_fn(output, batch)`. `optimizer`: what distributed_optimizer returned. `thread`: threads
+    that train on batches of their own; sync mode allows one.
+
+    Every `print_period` steps (0: never) a line shows step, samples per second and the entries of the dict that
+    `fetch_list` names (default: all that are single numbers). `fetch_handler` gets values from a thread of its own:
+    FetchHandler. Returns a Result with steps, samples, seconds, samples_per_s and `last`, the last step's values.
+    """
+    worker = get_worker()
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if not optimizers or not all(isinstance(one, DistributedOptimizer) for one in optimizers):
+        raise FleetError("train_from_dataset: give the optimizer that fleet.distributed_optimizer returned")
+    report, step = Report("train", fetch_list, print_period, fetch_handler), as_step(model, loss_fn)
+    report.on_print = partial(_tell_callbacks, worker)
+    with worker.status.follow_samples(dataset) as report.epoch:
+        result = train(step, dataset, optimizers, worker.engine, thread, report)
+    current.callbacks.end_epoch({**result.last, "samples_per_s": result.samples_per_s})
+    return result
+
+
+def _tell_callbacks(worker: WorkerRole, metrics: dict[str, float]) -> None:
+    current.callbacks.report(worker.communicator.num_steps, metrics)
+
+
+def infer_from_dataset(
+    model: Callable[[Batch], Any],
+    dataset: Dataset,
+    loss_fn: Callable[[Any, Batch], torch.Tensor] | None = None,
+    thread: int = 1,
+    fetch_list: Sequence[str] | None = None,
+    print_period: int = 100,
+    fetch_handler: FetchHandler | None = None,
+) -> Result:
+    """One pass over `dataset` without gradients, the model in eval mode: ids without a row read as zeros and get none.
+
+    `model`, `loss_fn`, `thread`, `fetch_list`, `print_period` and `fetch_handler` are as in train_from_dataset. The
+    Result also has `mean`: the mean of every number over all samples.
+    """
+    worker = get_worker()
+    report = Report("infer", fetch_list, print_period, fetch_handler)
+    worker.communicator.refresh()
+    leave = worker.communicator.leave_thread
+    return infer(as_step(model, loss_fn), dataset, worker.model, worker.engine, thread, report, leave)
+
+
+def report(**metrics: float) -> None:
+    """Show numbers, report(loss=0.3, auc=0.8), on all that watches the job, from the launcher's display to callbacks.
+
+    `metrics` are numbers by names of your own. The newest of each name is shown.
+    """
+    job, found = any_job(NO_WORKER), {name: metric(name, value) for name, value in metrics.items()}
+    job.report(found)
+    current.callbacks.report(job.num_steps, found)

@@ -1,0 +1,103 @@
+"""fleet.util: reductions, gathers and barriers among workers, servers or all, file shards, printing on one worker.
+
+`comm_world` says who takes part: "worker" (after fleet.init_worker), "server" (between fleet.init_server and
+fleet.run_server), or "all" (each at its place; in what is gathered, workers come first). All of them must call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchfleet.api import fleet
+from torchfleet.base.errors import FleetError
+
+_WORLDS = ("worker", "server", "all")
+_MODES = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+
+
+def get_file_shard(files: Sequence[str]) -> list[str]:
+    """This worker's files: each file goes to exactly one worker, counts differ by at most one."""
+    return fleet.split_files(files)
+
+
+def all_reduce(input: Any, mode: str = "sum", comm_world: str = "worker") -> Any:
+    """The elementwise sum, maximum or minimum over `comm_world`: a number, an array or a tensor, as it was given."""
+    _check_world(comm_world)
+    if mode not in _MODES:
+        raise FleetError(f"all_reduce: mode must be one of {', '.join(_MODES)}, found {mode!r}")
+    array = as_array(input)
+    if array.dtype.kind not in "iufb":
+        raise FleetError(f"all_reduce: expected numbers, found {array.dtype}")
+    if mode == "sum" and array.dtype.kind == "b":
+        raise FleetError("all_reduce: give numbers to sum up, not True and False: int(flag)")
+    brought = fleet.gather(
+        "all_reduce", msgspec.msgpack.encode([mode, array.dtype.str, list(array.shape), array.tobytes()]), comm_world
+    )
+    parts = [msgspec.msgpack.decode(part, type=tuple[str, str, list[int], bytes]) for part in brought]
+    if any(part[:3] != parts[0][:3] for part in parts):
+        raise FleetError(f"all_reduce: the workers brought different things: {[part[:3] for part in parts]}")
+    total = np.frombuffer(parts[0][3], array.dtype)
+    for part in parts[1:]:
+        total = _MODES[mode](total, np.frombuffer(part[3], array.dtype))
+    total = np.array(total.reshape(array.shape))
+    if isinstance(input, torch.Tensor):
+        return torch.from_numpy(total).to(input.dtype)
+    return total if isinstance(input, np.ndarray) else total.tolist()
+
+
+def all_gather(input: Any, comm_world: str = "worker") -> list[Any]:
+    """What everyone in `comm_world` gave, in their order: numbers, text, lists and dicts of them."""
+    _check_world(comm_world)
+    try:
+        _check_plain(input)
+        own = msgspec.msgpack.encode(input)
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise FleetError(f"all_gather: numbers, text, lists and dicts can be sent; {error}") from None
+    return [msgspec.msgpack.decode(part) for part in fleet.gather("all_gather", own, comm_world)]
+
+
+def barrier(comm_world: str = "worker") -> None:
+    """Wait for all others in `comm_world`."""
+    _check_world(comm_world)
+    if comm_world == "worker":
+        fleet.barrier_worker()
+    else:
+        fleet.gather("barrier", b"", comm_world)
+
+
+def print_on_rank(message: str, rank_id: int) -> None:
+    """Print on one worker."""
+    if fleet.is_worker() and fleet.worker_index() == rank_id:
+        print(message, flush=True)
+
+
+def _check_world(comm_world: str) -> None:
+    if comm_world not in _WORLDS:
+        raise FleetError(f"comm_world must be one of {', '.join(map(repr, _WORLDS))}, found {comm_world!r}")
+
+
+def as_array(value: Any) -> npt.NDArray[Any]:
+    """Numbers, arrays and tensors of any kind as a numpy array."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = (value.float() if value.dtype == torch.bfloat16 else value).numpy()  # numpy has no bfloat16
+    return np.asarray(value)
+
+
+def _check_plain(value: Any) -> None:
+    """Only what arrives as it was given; a tuple arrives as a list."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_plain(key)
+            _check_plain(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _check_plain(item)
+    elif not (value is None or isinstance(value, (bool, int, float, str))):
+        raise TypeError(f"found {type(value).__name__}")

@@ -1,0 +1,114 @@
+"""Checkpoints of a Trainer: Lightning's file, and beside it the rows and the optimizer's state as fleet saves them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torchfleet.api import fleet
+from torchfleet.base.errors import FleetError
+from torchfleet.collective.tensors.whole_state import whole_state
+from torchfleet.ps.worker.row_state.embedding_state import EmbeddingState
+
+_SUFFIX = ".fleet"  # of the folder beside a checkpoint's file
+
+
+class CheckpointFolders:
+    """`name.ckpt` has what Lightning puts there, with the rows of tables of a declared size: a plain module loads it.
+
+    `name.ckpt.fleet` has tables, network and optimizer, as fleet.save leaves them. `fit(ckpt_path=...)` goes on from
+    it, with any number of servers and workers. Tables for any id are only there.
+    """
+
+    checkpoint_io: Any
+    is_global_zero: bool
+    lightning_module: Any
+    model: Any
+    optimizers: list[Any]
+    _folder: str | None = None  # beside the checkpoint that was loaded last
+    _is_collective: bool
+
+    def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> Any:
+        """Lightning's file. A job that begins after it begins with the folder beside it, if there is one."""
+        folder = f"{os.fspath(checkpoint_path)}{_SUFFIX}"
+        is_there = not fleet.is_under_way() and fleet.saved_extra(folder) is not None
+        self._folder = folder if is_there else None
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    def folder_to_load(self) -> str | None:
+        """With which the job begins; None if no checkpoint was loaded, or one of plain Lightning."""
+        return self._folder
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """On the first worker; the others need not fetch all rows for a file that they do not write. Ranks call it
+        together, and have all of it."""
+        if self._is_collective:
+            return whole_state(self.lightning_module)
+        if not self.is_global_zero:
+            return {}
+        with _without_any_ids(self.lightning_module):
+            return dict(self.lightning_module.state_dict())
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """The folder first: where the file is, the folder is whole."""
+        folder = f"{os.fspath(filepath)}{_SUFFIX}"
+        if self._is_collective:
+            fleet.save(folder)
+        elif self.is_global_zero and "optimizer_states" in checkpoint:
+            fleet.save_persistables(folder)
+        elif self.is_global_zero:
+            fleet.save_inference_model(folder)
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        if self.is_global_zero:
+            self.checkpoint_io.remove_checkpoint(filepath)
+            self.checkpoint_io.remove_checkpoint(Path(f"{os.fspath(filepath)}{_SUFFIX}"))
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Before the job has begun: its first values. Later: all workers call it, and the first tells the servers."""
+        module, state = self.lightning_module, checkpoint["state_dict"]
+        any_ids = [name for name, one in module.named_modules() if _has_any_id(one)]
+        if self._folder is None and any_ids:
+            raise FleetError(
+                f"the rows of '{any_ids[0]}', a table for any id, are in the folder {_SUFFIX} beside a checkpoint, "
+                "which servers load when they start: give ckpt_path to the first call of a job"
+            )
+        with _without_any_ids(module):
+            module.load_state_dict(state, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Options of the param groups, as the rate; the state was loaded with the folder, or begins anew."""
+        if self._folder is None:
+            print(
+                f"FleetStrategy: there is no folder {_SUFFIX} beside the checkpoint: the optimizer's state begins anew",
+                flush=True,
+            )
+        if not self._is_collective:
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+                optimizer.load_state_dict({**state, "state": {}})
+
+
+def _has_any_id(module: torch.nn.Module) -> bool:
+    return isinstance(module, EmbeddingState) and module.num_embeddings is None and module.state is None
+
+
+@contextlib.contextmanager
+def _without_any_ids(module: torch.nn.Module) -> Iterator[None]:
+    """While a state is taken: tables for any id leave their rows out, which the folder has."""
+    found = [one for one in module.modules() if _has_any_id(one)]
+    for one in found:
+        one.state = "none"  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for one in found:
+            one.state = None  # type: ignore[assignment]

@@ -1,0 +1,197 @@
+"""Hugging Face's Trainer with the model and the optimizer of a collective job."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME
+from transformers.utils import can_return_loss, find_labels
+
+from torchfleet.api import fleet
+from torchfleet.api.prepare_job import follow, start
+from torchfleet.apps.both_sides import refuse_twice
+from torchfleet.base.errors import FleetError, ModelError
+from torchfleet.base.role import is_collective_job
+from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
+from torchfleet.collective.collective_model import CollectiveModel
+from torchfleet.collective.collective_optimizer import CollectiveOptimizer
+from torchfleet.collective.tensors.whole_state import whole_state
+
+_FOLDER = "fleet"  # of a checkpoint: what fleet.save leaves
+
+
+class FleetTrainerMixin:
+    """In front of a class of Trainers: `class Mine(FleetTrainerMixin, Seq2SeqTrainer)`. As FleetTrainer."""
+
+    # Of the Trainer behind it.
+    args: TrainingArguments
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    state: Any
+    _save: Any
+    push_to_hub: Any
+    label_names: list[str]
+    can_return_loss: bool
+    _stepped: CollectiveOptimizer
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *more: Any,
+        strategy: DistributedStrategy | None = None,
+        **options: Any,
+    ) -> None:
+        if model is None:
+            raise ModelError("FleetTrainer: expected a model, found none; model_init is not supported")
+        args = TrainingArguments() if args is None else args
+        _begin(strategy)
+        try:
+            optimizer, schedule = options.pop("optimizers", (None, None))
+            wrapped, optimizer = self._distributed(model, optimizer, args)
+            super().__init__(wrapped, args, *more, optimizers=(optimizer, schedule), **options)  # type: ignore[call-arg]
+            self._read_class(type(model), args)
+        except BaseException:
+            fleet.reset()  # a cell of a notebook can be run again
+            raise
+
+    def _distributed(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, args: TrainingArguments
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer | None]:
+        before = dict(model.named_parameters(remove_duplicate=False))
+        wrapped: Any = fleet.distributed_model(model)
+        refuse_twice(args, [strategy.field for strategy in wrapped.strategies])
+        if optimizer is None:
+            return wrapped, None
+        follow(optimizer, before, dict(wrapped.named_parameters(remove_duplicate=False)))
+        return wrapped, self._distribute(optimizer)
+
+    def _read_class(self, kind: type[torch.nn.Module], args: TrainingArguments) -> None:
+        """What the Trainer reads off a model's class, and found to be ours."""
+        if args.label_names is None:
+            self.label_names = find_labels(kind)
+        self.can_return_loss = can_return_loss(kind)
+
+    def _distribute(self, optimizer: torch.optim.Optimizer) -> CollectiveOptimizer:
+        made: Any = fleet.distributed_optimizer(optimizer)
+        self._stepped = made
+        start(None)
+        return self._stepped
+
+    # Training
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            self.optimizer = self._distribute(super().create_optimizer(model))  # type: ignore[misc]
+        found: torch.optim.Optimizer = self.optimizer
+        return found
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        """By the names of the user's own model."""
+        inner = model.module if isinstance(model, CollectiveModel) else model
+        names: list[str] = super().get_decay_parameter_names(inner)  # type: ignore[misc]
+        return names
+
+    def _clip_grad_norm(self, model: Any) -> None:
+        """Within the step, where the strategies have the gradients of all batches and ranks together."""
+        self._stepped.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> None:
+        """It is known after the step."""
+
+    def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, grad_norm: Any, *more: Any, **options: Any) -> None:
+        norm = self._stepped.grad_norm if self.args.max_grad_norm > 0 else None
+        super()._maybe_log_save_evaluate(tr_loss, norm, *more, **options)  # type: ignore[misc]
+
+    def log(self, logs: dict[str, float], *more: Any) -> None:
+        super().log(logs, *more)  # type: ignore[misc]
+        numbers = {name: value for name, value in logs.items() if isinstance(value, (int, float))}
+        if fleet.is_under_way():
+            fleet.report(**numbers)
+
+    # Checkpoints: the model as transformers saves it, and beside it all that training goes on from
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The whole model, for from_pretrained. All ranks call it together."""
+        wrapped = self.model
+        self._stepped_or_refused("save_model")
+        state = whole_state(wrapped.module)
+        self.model = wrapped.module
+        try:
+            if self.args.should_save:
+                self._save(output_dir, state_dict=state)
+        finally:
+            self.model = wrapped
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _stepped_or_refused(self, what: str) -> None:
+        if not fleet.is_under_way():
+            raise FleetError(
+                f"FleetTrainer.{what}: the job is over, or has not begun: call it between train() and the "
+                "end of the job"
+            )
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        fleet.save(os.path.join(output_dir, _FOLDER))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Nothing yet: model and optimizer are loaded together, once there is an optimizer."""
+        _folder_of(resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        fleet.load(_folder_of(checkpoint))
+        schedule = os.path.join(checkpoint, SCHEDULER_NAME)
+        self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        fleet.load(_folder_of(self.state.best_model_checkpoint))
+
+
+class FleetTrainer(FleetTrainerMixin, Trainer):  # type: ignore[misc]
+    """transformers.Trainer as a rank of a collective job: alone, or under `fleetrun --nproc_per_node N`.
+
+    `strategy`: a DistributedStrategy: amp, recompute, gradient_merge, sharding, localsgd, lamb, lars, dgc and others.
+    The rest is the Trainer's. It calls fleet.init unless that was done, and distributes the model and the optimizer,
+    its own or one that is given in `optimizers`. What both sides could do is done once: an error says which to use.
+    With gradient_merge a step of the Trainer is a batch, and every k-th changes the model.
+
+    A checkpoint has the whole model, for from_pretrained, and a folder `fleet` that train(resume_from_checkpoint=...)
+    goes on from, on any number of ranks. The job ends with the script, or by fleet.stop_worker().
+    """
+
+
+def _begin(strategy: DistributedStrategy | None) -> None:
+    if fleet.is_under_way():
+        raise FleetError("FleetTrainer: a job is under way already: call fleet.stop_worker() or fleet.reset() first")
+    if os.environ.get("FLEET_ROLE") and not is_collective_job():
+        raise FleetError(
+            "FleetTrainer is for ranks, and this is a process of a job with servers: start it with fleetrun "
+            "--nproc_per_node; with servers use transformers.Trainer as docs/torch.md says"
+        )
+    if not fleet.is_set_up():
+        fleet.init(is_collective=True, strategy=strategy)
+    elif not fleet.is_collective() or strategy is not None:
+        raise FleetError(
+            "FleetTrainer: fleet.init was called before. Leave it out and give the strategy here, or call "
+            "fleet.init(is_collective=True, strategy=...) and leave it out here."
+        )
+
+
+def _folder_of(checkpoint: str) -> str:
+    """Where fleet.save has left a checkpoint. Raises FleetError if it has not."""
+    folder = os.path.join(checkpoint, _FOLDER)
+    if fleet.saved_extra(folder) is None:
+        raise FleetError(
+            f"{checkpoint} has no folder '{_FOLDER}' that training could go on from: it was saved by another Trainer, "
+            "or with save_only_model. Begin with its weights instead: from_pretrained."
+        )
+    return folder

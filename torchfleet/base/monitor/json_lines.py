@@ -1,0 +1,122 @@
+"""Logs as JSON lines, on demand: one object for each line of output.
+
+{"time": "2026-11-16T15:04:05.123+00:00", "role": "worker", "index": 0, "level": "info", "text": "step 100 ..."}
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from datetime import datetime
+
+from torchfleet.base.errors import RoleError
+
+VARIABLE = "FLEET_LOG_FORMAT"
+FORMATS = ("text", "json")
+MOST = 1 << 16  # bytes of a line; a longer one is cut into several objects
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+_COMMANDS = re.compile("[\x7f-\x9f]")  # JSON need not escape them; terminals obey them
+_ENCODE = json.JSONEncoder(ensure_ascii=False).encode
+# What Python's logging puts first, in its own format or behind a time; warnings; what a traceback begins and ends with.
+_NAMED = re.compile(r"^(?:[\[\]\d\s:.,TZ+/-]*)(DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b")
+_WARNING = re.compile(r"(?:^|\s)\w*Warning: ")
+_FAILURE = re.compile(r"^(?:Traceback \(most recent call last\):|[\w.]+(?:Error|Exception|Interrupt|Exit)(?::|$))")
+
+
+def log_format(environment: str | None = None) -> str:
+    """What FLEET_LOG_FORMAT asks for, text if it is not set. Raises RoleError."""
+    found = (os.environ.get(VARIABLE) if environment is None else environment) or FORMATS[0]
+    if found not in FORMATS:
+        raise RoleError(f"{VARIABLE} must be one of {', '.join(FORMATS)}; found {found!r}")
+    return found
+
+
+def json_line(text: str, role: str, index: int, replica: int = 0, level: str | None = None) -> str:
+    """The object of a line, without an end of line. `level`: None, as the line itself shows."""
+    found: dict[str, object] = {"time": datetime.now().astimezone().isoformat(timespec="milliseconds")}
+    found |= {"role": role, "index": index, "level": level or level_of(text)}
+    if replica:
+        found["replica"] = replica
+    line = _ENCODE({**found, "text": text})
+    return _COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", line)
+
+
+def level_of(text: str) -> str:
+    """By what the line begins with; info where it says nothing."""
+    if named := _NAMED.match(text):
+        word = named[1].lower()
+        return {"warn": "warning", "fatal": "critical"}.get(word, word)
+    if _FAILURE.match(text):
+        return "error"
+    return "warning" if _WARNING.search(text) else "info"
+
+
+def readable(line: str) -> str:
+    """The text of a line of a log, whichever format the log has."""
+    if line.startswith('{"time": '):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            return line
+        if isinstance(found, dict) and found.get("level") in _LEVELS and isinstance(found.get("text"), str):
+            return str(found["text"])
+    return line
+
+
+def last_lines(end: bytes, num: int) -> list[str]:
+    """The last lines of a log, of which `end` is the end, for people."""
+    text = end.decode(errors="replace")
+    objects = text.rstrip("\n").split("\n")  # not splitlines(): JSON leaves other ends of lines as they are
+    if readable(objects[-1]) == objects[-1]:
+        return text.splitlines()[-num:]
+    whole = objects if readable(objects[0]) != objects[0] else objects[1:]  # the first may be cut off
+    return [readable(line) for line in whole][-num:]
+
+
+class LineSplitter:
+    """Puts pieces of output together to lines. Bytes that are no UTF-8 are replaced."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._rest, self._most = b"", most
+
+    def lines(self, data: bytes) -> Iterator[str]:
+        """The lines that are complete with this piece; one that is longer than `most` comes in parts."""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        for line in whole:
+            yield from self._parts(line)
+        while len(self._rest) > self._most:
+            part, self._rest = self._rest[: self._most], self._rest[self._most :]
+            yield _text(part)
+
+    def end(self) -> Iterator[str]:
+        """What has no end of line."""
+        rest, self._rest = self._rest, b""
+        if rest:
+            yield from self._parts(rest)
+
+    def _parts(self, line: bytes) -> Iterator[str]:
+        for begin in range(0, max(1, len(line)), self._most):
+            yield _text(line[begin : begin + self._most])
+
+
+class JsonLog:
+    """Takes the output of a process in pieces, and writes it as JSON lines."""
+
+    def __init__(self, write: Callable[[bytes], None], role: str, index: int, replica: int = 0) -> None:
+        self._write, self._who, self._splitter = write, (role, index, replica), LineSplitter()
+
+    def write(self, data: bytes) -> None:
+        self._put(self._splitter.lines(data))
+
+    def end(self) -> None:
+        self._put(self._splitter.end())
+
+    def _put(self, lines: Iterator[str]) -> None:
+        if made := "".join(f"{json_line(line, *self._who)}\n" for line in lines):
+            self._write(made.encode(errors="replace"))
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace")

@@ -1,0 +1,90 @@
+"""Settings of a process that the environment has beside its role: timeouts, logs of servers, lost workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchfleet.base.errors import RoleError
+from torchfleet.base.role.named_variables import NUMBER
+from torchfleet.base.role.role_info import GO_ON, LOSS_END, LOSS_RULES, SETTINGS, RoleInfo
+
+MAX_SECONDS = 7 * 24 * 3600.0
+MAX_FSYNC_MS = 60_000.0
+ON_LOSS, MIN_WORKERS = "FLEET_ON_WORKER_LOSS", "FLEET_MIN_WORKERS"
+DURABILITY, LOG_STORE, LOG_RUN, FSYNC = "FLEET_DURABILITY", "FLEET_LOG_STORE", "FLEET_LOG_RUN", "FLEET_FSYNC_MS"
+
+
+def process_settings(found: Mapping[str, str]) -> dict[str, Any]:
+    """Settings of a process that come from the environment even if its role was set in code."""
+    threads = found.get("CPU_NUM", "0")
+    if not (threads.isascii() and threads.isdigit()):
+        raise RoleError(f"CPU_NUM must be a number of threads, found {threads!r}")
+    return {
+        "socket_dir": found.get("FLEET_SOCKET_DIR"),
+        "address_book": found.get("FLEET_ADDRESS_BOOK"),
+        "status_file": found.get("FLEET_STATUS_FILE"),
+        "save_on_stop": found.get("FLEET_SAVE_ON_STOP") or None,
+        "debug": found.get("PSERVER_DEBUG", "0") not in ("", "0"),
+        "verbose": any(found.get(name, "0") not in ("", "0") for name in ("FLEET_VERBOSE", "PSERVER_DEBUG")),
+        "num_threads": int(threads),
+        "start_timeout": start_timeout_of(found),
+        "worker_timeout": _seconds(found, "FLEET_WORKER_TIMEOUT", RoleInfo.worker_timeout),
+        "orphan_timeout": _seconds(found, "FLEET_ORPHAN_TIMEOUT", RoleInfo.orphan_timeout, or_never=True),
+        **durability_of(found),
+    }
+
+
+def start_timeout_of(found: Mapping[str, str]) -> float:
+    """Seconds that a process waits for others that give no sign, as the environment says it. Raises RoleError."""
+    return _seconds(found, "FLEET_START_TIMEOUT", RoleInfo.start_timeout)
+
+
+def loss_of(found: Mapping[str, str], num_workers: int) -> dict[str, Any]:
+    """With how many workers a job begins, and what the loss of one means, as the environment says it. Raises
+    RoleError."""
+    least = found.get(MIN_WORKERS) or "0"
+    if not NUMBER.fullmatch(least) or int(least) > num_workers:
+        raise RoleError(
+            f"{MIN_WORKERS} is the number of workers with which an elastic job begins, at most FLEET_NUM_WORKERS "
+            f"({num_workers}); found {least!r}"
+        )
+    rule = found.get(ON_LOSS) or (GO_ON if int(least) else LOSS_END)
+    if rule not in LOSS_RULES:
+        raise RoleError(f"{ON_LOSS} must be one of {', '.join(LOSS_RULES)}; found {rule!r}")
+    if int(least) and rule != GO_ON:
+        raise RoleError(
+            f"{ON_LOSS}={rule} and {MIN_WORKERS}={least}: workers of an elastic job come and go, and nobody waits for "
+            f"one that is gone. Leave out {ON_LOSS}, or {MIN_WORKERS}."
+        )
+    return {"min_workers": int(least), "on_worker_loss": rule}
+
+
+def durability_of(found: Mapping[str, str]) -> dict[str, Any]:
+    """How servers keep what they promise, as the environment says it. Raises RoleError."""
+    kind = found.get(DURABILITY) or RoleInfo.durability
+    if kind not in SETTINGS:
+        raise RoleError(f"{DURABILITY} must be one of {', '.join(SETTINGS)}; found {kind!r}")
+    text = found.get(FSYNC) or str(RoleInfo.fsync_ms)
+    try:
+        fsync_ms = float(text)
+    except ValueError:
+        fsync_ms = -1.0
+    if not 0 <= fsync_ms <= MAX_FSYNC_MS:
+        raise RoleError(f"{FSYNC} must be a number of milliseconds from 0 to {MAX_FSYNC_MS:g}, found {text!r}")
+    store = found.get(LOG_STORE) or None
+    return {"durability": kind, "log_store": store, "log_run": found.get(LOG_RUN) or "", "fsync_ms": fsync_ms}
+
+
+def _seconds(found: Mapping[str, str], name: str, default: float, or_never: bool = False) -> float:
+    """`or_never`: 0 is allowed, and stands for it."""
+    text = found.get(name) or str(default)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    is_never = or_never and text.strip() in ("0", "0.0")
+    if not is_never and not 1.0 <= seconds <= MAX_SECONDS:  # NaN among them
+        never = ", or 0 for never" if or_never else ""
+        raise RoleError(f"{name} must be a number of seconds from 1 to {MAX_SECONDS:g}{never}, found {text!r}")
+    return seconds

@@ -1,0 +1,104 @@
+"""Who says what the role of a process is: its environment, or its script.
+
+No other module reads roles from the environment. Variables about something else are read where they are used, such as
+FLEET_DEVICE in collective/world.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torchfleet.base.errors import RoleError
+from torchfleet.base.role.fleet_role import fleet_role
+from torchfleet.base.role.named_variables import NamedVariables, endpoints_of
+from torchfleet.base.role.process_settings import loss_of, process_settings
+from torchfleet.base.role.rank_role import rank_role
+from torchfleet.base.role.role_info import SERVER, WORKER, RoleInfo
+
+
+class PaddleCloudRoleMaker:
+    """The role from the environment: FLEET_* variables, or Paddle's names as they are.
+
+    FLEET_ROLE (WORKER | SERVER)            TRAINING_ROLE (TRAINER | PSERVER)
+    FLEET_SERVER_ENDPOINTS                  PADDLE_PSERVERS_IP_PORT_LIST
+    FLEET_NUM_WORKERS                       PADDLE_TRAINERS_NUM
+    FLEET_WORKER_INDEX                      PADDLE_TRAINER_ID
+    FLEET_SERVER_INDEX                      POD_IP and PADDLE_PORT, looked up in the list of servers
+    FLEET_WORKER_ENDPOINTS                  PADDLE_TRAINER_ENDPOINTS
+    CPU_NUM: threads of torch; PSERVER_DEBUG=1: print the plan and the servers' tables;
+    FLEET_VERBOSE=1: print all settings
+    FLEET_RESTART: how often this role was started before, or "ask"
+    FLEET_START_TIMEOUT, FLEET_WORKER_TIMEOUT, FLEET_ORPHAN_TIMEOUT: seconds, see RoleInfo
+    FLEET_MIN_WORKERS: of an elastic job; FLEET_ON_WORKER_LOSS (end | wait | go_on), see RoleInfo
+    FLEET_DURABILITY (none | log), FLEET_LOG_STORE, FLEET_LOG_RUN, FLEET_FSYNC_MS: the servers' logs, see RoleInfo
+
+    For collective training (is_collective=True):
+    RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torch's launchers set them; or
+    PADDLE_TRAINER_ID, PADDLE_TRAINERS_NUM, PADDLE_TRAINER_ENDPOINTS (the first is where they meet),
+    FLAGS_selected_gpus. Without any of them: one rank.
+    """
+
+    def __init__(self, is_collective: bool = False, environment: Mapping[str, str] | None = None) -> None:
+        self._environment = os.environ if environment is None else environment
+        self._is_collective = is_collective
+
+    def read(self) -> RoleInfo:
+        found = self._environment
+        common = {
+            "key_dir": found.get("FLEET_KEY_DIR"),
+            "insecure": found.get("FLEET_INSECURE", "0") == "1",
+            **process_settings(found),
+        }
+        variables = NamedVariables(found, self._is_collective)
+        return rank_role(variables, common) if self._is_collective else fleet_role(variables, common)
+
+
+def is_collective_job(environment: Mapping[str, str] | None = None) -> bool:
+    """Whether the environment is that of a rank: it has a number of ranks, and no role in a job with servers."""
+    found = os.environ if environment is None else environment
+    servers = ("FLEET_ROLE", "TRAINING_ROLE", "FLEET_SERVER_ENDPOINTS", "PADDLE_PSERVERS_IP_PORT_LIST")
+    ranks = ("RANK", "WORLD_SIZE", "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM")
+    return not any(found.get(name) for name in servers) and any(found.get(name) for name in ranks)
+
+
+class UserDefinedRoleMaker:
+    """A role set in code; the names are Paddle's."""
+
+    def __init__(
+        self,
+        current_id: int = 0,
+        role: str = WORKER,
+        worker_num: int = 1,
+        server_endpoints: Sequence[str] = (),
+        worker_endpoints: Sequence[str] = (),
+        key_dir: str | None = None,
+        insecure: bool = False,
+    ) -> None:
+        if role not in (WORKER, SERVER):
+            raise RoleError(f"role must be 'worker' or 'server', found {role!r}")
+        if worker_num < 1:
+            raise RoleError(f"worker_num must be at least 1, found {worker_num}")
+        if worker_endpoints and len(worker_endpoints) != worker_num:
+            raise RoleError(f"worker_endpoints lists {len(worker_endpoints)} workers, but worker_num is {worker_num}")
+        limit = worker_num if role == WORKER else len(server_endpoints)
+        if not 0 <= current_id < max(1, limit):
+            raise RoleError(f"current_id is {current_id}, but there are {limit} {role}s, numbered from 0")
+        if not server_endpoints and (role == SERVER or worker_num > 1):
+            raise RoleError(f"server_endpoints is empty: a {role} of a fleet needs the addresses of all servers")
+        self._info = RoleInfo(
+            role,
+            current_id if role == WORKER else 0,
+            worker_num,
+            current_id if role == SERVER else 0,
+            endpoints_of(",".join(server_endpoints), "server_endpoints"),
+            endpoints_of(",".join(worker_endpoints), "worker_endpoints"),
+            key_dir,
+            insecure,
+        )
+
+    def read(self) -> RoleInfo:
+        key_dir = self._info.key_dir or os.environ.get("FLEET_KEY_DIR")
+        loss = loss_of(os.environ, self._info.num_workers)
+        return replace(self._info, key_dir=key_dir, **process_settings(os.environ), **loss)

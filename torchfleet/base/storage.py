@@ -1,0 +1,262 @@
+"""A folder for saves, on this machine or on any fsspec file system."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import fsspec
+from fsspec.spec import AbstractBufferedFile
+
+from torchfleet.base.errors import CheckpointError, FleetError
+
+Buffer = Any  # bytes, or an array's memory
+
+_MAX_WRITE = 1 << 24  # bytes of one system call
+# Stores in which an upload is seen when it is complete, and not before. They have no rename: theirs copies and deletes.
+_OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"}
+
+
+class Storage:
+    """Reads and writes whole files. Names are relative to the folder. A file is complete or does not exist.
+
+    To replace a file is one step on local file systems (rename) and object stores (one upload). On all other stores
+    the old file is removed before the new one gets its name: a process that ends in between leaves neither.
+    """
+
+    def __init__(self, dirname: str) -> None:
+        if not isinstance(dirname, (str, os.PathLike)) or not os.fspath(dirname):
+            raise CheckpointError(f"expected the path of a folder, found {dirname!r}")
+        self.path = os.fspath(dirname)
+        for protocol in ("file://", "local://"):  # as plain local paths, whose files are replaced in one step
+            self.path = self.path.removeprefix(protocol) if "::" not in self.path else self.path
+        self.is_local = "://" not in self.path and "::" not in self.path
+        if self.is_local:
+            self.path = os.path.abspath(self.path)
+        try:
+            self._fs: Any = None if self.is_local else fsspec.core.url_to_fs(self.path)[0]
+        except Exception as error:  # every file system has its own
+            raise CheckpointError(f"{self.path} cannot be opened: {type(error).__name__}: {error}") from error
+
+    def write(self, name: str, buffers: Sequence[Buffer]) -> None:
+        """Write a file from these buffers. A local file is on disk before it gets its name."""
+        with self.writing(name) as file:
+            for buffer in buffers:
+                view = memoryview(buffer)
+                rest = view.cast("B") if view.nbytes else b""  # an empty block cannot be cast
+                while len(rest):
+                    rest = rest[file.write(rest[:_MAX_WRITE]) :]
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[Any]:
+        """A new file to write bytes to. It has its name when the block ends; if the block fails, nothing is left of it.
+
+        Raises OSError if a local file cannot be written, and CheckpointError if one elsewhere cannot.
+        """
+        if self.is_local:
+            with self._writing_here(self.place(name)) as file:
+                yield file
+            return
+        write_whole = self._uploading if self._is_object_store else self._renaming
+        with self._telling(name, "written") as path, write_whole(path) as file:
+            yield file
+
+    @contextlib.contextmanager
+    def _writing_here(self, place: str) -> Iterator[Any]:
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        try:
+            with _new_file(f"{place}.tmp") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(f"{place}.tmp", place)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.remove(f"{place}.tmp")
+            raise
+        self._sync_folder(os.path.dirname(place))
+
+    @contextlib.contextmanager
+    def _uploading(self, path: str) -> Iterator[Any]:
+        file = self._fs.open(path, "wb")
+        try:
+            yield file
+            file.close()
+        except BaseException:
+            # Closed as it is, the half of it would be uploaded as if it were the whole.
+            if isinstance(file, AbstractBufferedFile) and not file.closed:
+                file.closed = True
+                with contextlib.suppress(Exception):  # parts that were uploaded; the first error is the one to tell of
+                    file.discard()
+            raise
+
+    @contextlib.contextmanager
+    def _renaming(self, path: str) -> Iterator[Any]:
+        unfinished = f"{path}.tmp"
+        self._fs.makedirs(os.path.dirname(path), exist_ok=True)
+        try:
+            with self._fs.open(unfinished, "wb") as file:
+                yield file
+            if self._fs.exists(path):
+                self._fs.rm_file(path)  # of HDFS and others: a rename replaces nothing
+            self._fs.mv(unfinished, path)
+            if not self._fs.exists(path):  # HDFS answers a rename that was not done without an error
+                raise OSError(f"{unfinished} could not be renamed to {path}")
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first error is the one to tell of
+                self._fs.rm_file(unfinished)
+            raise
+
+    def read(self, name: str) -> bytes:
+        """The contents of a file, as it is now. Raises CheckpointError if it is missing or cannot be read."""
+        try:
+            if not self.is_local:
+                return self._read_there(name)
+            with open(self.place(name), "rb", buffering=0) as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)  # read ahead the whole file
+                return file.read()
+        except FileNotFoundError:
+            raise CheckpointError(f"{self.place(name)} is missing") from None
+        except OSError as error:
+            raise CheckpointError(f"{self.place(name)} cannot be read: {error}") from error
+
+    def _read_there(self, name: str) -> bytes:
+        with self._telling(name, "read") as path:
+            self._fs.invalidate_cache()  # sizes that were listed before another process replaced the file
+            return bytes(self._fs.cat_file(path))
+
+    def exists(self, name: str) -> bool:
+        if self.is_local:
+            return os.path.exists(self.place(name))
+        with self._telling(name, "looked for") as path:
+            self._fs.invalidate_cache()
+            return bool(self._fs.exists(path))
+
+    def make_folder(self, name: str) -> bool:
+        """Make a folder in it; False if there is one of this name. Stores elsewhere know no folders: True says that
+        nothing is listed under this name, which another process may see as well."""
+        if self.is_local:
+            os.makedirs(self.path, exist_ok=True)
+            try:
+                os.mkdir(self.place(name))
+            except FileExistsError:
+                return False
+            return True
+        return name not in self.folders()
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """The files of a folder in it, with their sizes in bytes; none if it is not there."""
+        if self.is_local:
+            with contextlib.suppress(FileNotFoundError):
+                names = os.listdir(self.place(name))
+                return {file: os.path.getsize(self.place(f"{name}/{file}")) for file in names}
+            return {}
+        with contextlib.suppress(FileNotFoundError), self._telling(name, "listed") as path:
+            self._fs.invalidate_cache()
+            entries = self._fs.ls(path, detail=True)
+            return {entry["name"].rsplit("/", 1)[-1]: int(entry["size"] or 0) for entry in entries}
+        return {}
+
+    def leads_outside(self, name: str) -> bool:
+        """Whether a link stands in the way to a file of it and leads to another folder."""
+        if not self.is_local:
+            return False
+        folder = os.path.realpath(self.path)
+        return os.path.commonpath([folder, os.path.realpath(os.path.join(self.path, name))]) != folder
+
+    def folders(self) -> Iterator[str]:
+        """The names of the folders in it."""
+        yield from self._names(is_folder=True)
+
+    def files(self) -> Iterator[str]:
+        """The names of the files in it."""
+        yield from self._names(is_folder=False)
+
+    def _names(self, is_folder: bool) -> Iterator[str]:
+        if self.is_local:
+            if os.path.isdir(self.path):
+                yield from (entry.name for entry in os.scandir(self.path) if entry.is_dir() == is_folder)
+            return
+        with self._telling("", "listed"):
+            self._fs.invalidate_cache()  # other processes write there too
+            path = self._inner(self.path)
+            entries = self._fs.ls(path, detail=True) if self._fs.exists(path) else []
+        for entry in entries:
+            if (entry["type"] == "directory") == is_folder:
+                yield entry["name"].rstrip("/").rsplit("/", 1)[-1]
+
+    def remove_folder(self, name: str) -> None:
+        """Does nothing if it is not there."""
+        if self.is_local:
+            shutil.rmtree(self.place(name), ignore_errors=True)
+            return
+        with contextlib.suppress(FileNotFoundError), self._telling(name, "removed") as path:
+            self._fs.rm(path, recursive=True)
+
+    def remove_file(self, name: str) -> None:
+        """Does nothing if it is not there."""
+        with contextlib.suppress(FileNotFoundError):
+            if self.is_local:
+                os.remove(self.place(name))
+                return
+            with self._telling(name, "removed") as path:
+                self._fs.rm_file(path)
+
+    def place(self, name: str) -> str:
+        """The path or URL of a file in the folder."""
+        folder = self.path.rstrip("/")
+        is_bare = not self.is_local and folder.endswith(":")  # memory://
+        return f"{folder}//{name}" if is_bare else f"{folder}/{name}"
+
+    @property
+    def _is_object_store(self) -> bool:
+        protocols = self._fs.protocol
+        return not _OBJECT_STORES.isdisjoint([protocols] if isinstance(protocols, str) else protocols)
+
+    @contextlib.contextmanager
+    def _telling(self, name: str, what: str) -> Iterator[str]:
+        """The file system's own name of a file; what goes wrong with it is told by its place."""
+        try:
+            yield self._inner(self.place(name))
+        except FleetError:
+            raise
+        except Exception as error:  # every file system has its own
+            if isinstance(error, FileNotFoundError) and what != "written":
+                raise
+            raise CheckpointError(
+                f"{self.place(name)} cannot be {what}: {type(error).__name__}: {error}. Is the place right, and may "
+                "you use it?"
+            ) from error
+
+    def _inner(self, place: str) -> str:
+        return str(self._fs._strip_protocol(place))
+
+    @staticmethod
+    def _sync_folder(path: str) -> None:
+        """Force a rename to disk: it is there when its folder is."""
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _new_file(place: str) -> Any:
+    """A file that was not there; what a process left when it was killed, or a link, is removed and not written to."""
+    try:
+        return open(place, "xb")
+    except FileExistsError:
+        os.remove(place)
+        return open(place, "xb")
+
+
+def split_place(path: str) -> tuple[str, str]:
+    """The folder and the name of a file, whose path may be any that fsspec opens."""
+    protocol, mark, rest = path.rpartition("://")
+    folder, slash, name = rest.rpartition("/")
+    if not name:
+        raise CheckpointError(f"expected the path of a file, found {path!r}, which ends like a folder")
+    return (f"{protocol}{mark}{folder or slash}" or "."), name

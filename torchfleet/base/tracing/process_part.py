@@ -1,0 +1,45 @@
+"""A process of a job as `fleet profile` sees it: who it is, and the files by which it takes part."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchfleet.base.tracing.profile_folder import Offset, Part, machine_number, write
+from torchfleet.base.tracing.span_recorder import Recorder
+
+
+@dataclass(frozen=True)
+class ProcessName:
+    """Who a process is in its job."""
+
+    role: str  # "worker", "server" or "rank"
+    index: int
+    num_workers: int
+    num_servers: int
+    process: int  # its number, by which others know it
+    mode: str = ""
+
+    def path(self, folder: Path, ending: str) -> Path:
+        return folder / f"{self.role}.{self.index}.{ending}"
+
+    def part(self, recorder: Recorder | None = None) -> Part:
+        """What it has to say; without a recorder, only who it is."""
+        own = (self.role, self.index, self.num_workers, self.num_servers)
+        made = Part(*own, socket.gethostname(), machine_number(), os.getpid(), self.process, self.mode)
+        if recorder is not None:
+            made.spans = recorder.take()
+            made.offsets = [Offset(process, *found) for process, found in recorder.offsets.items()]
+            made.num_dropped = recorder.num_dropped
+        return made
+
+    def say_here(self, folder: Path) -> None:
+        write(self.path(folder, "here"), self.part())
+
+    def say_ready(self, folder: Path) -> None:
+        write(self.path(folder, "ready"), self.part())
+
+    def leave_part(self, folder: Path, recorder: Recorder) -> None:
+        write(self.path(folder, "part.json"), self.part(recorder))

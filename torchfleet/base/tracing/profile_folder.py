@@ -1,0 +1,162 @@
+"""The folder in which a profile is asked for, and in which the processes of a job leave their parts of it.
+
+request.json              what is asked for; whoever runs a job looks for it twice a second
+ID/ROLE.N.here            this process takes part
+ID/ROLE.N.ready           of a worker: it could begin
+ID/begin.json             when all workers begin: written when all are ready
+ID/ROLE.N.part.json       its spans; beside it ROLE.N.torch.json, what torch.profiler saw
+ID/end                    servers write their parts: all workers have
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import stat
+import time
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from torchfleet.base.errors import FleetError
+from torchfleet.base.tracing.span import Span
+
+VARIABLE = "FLEET_PROFILE"
+NAME = ".profile"  # of the folder beside the logs of a run
+LOOK = 0.5  # seconds between two looks for a request
+MOST_STEPS = 10_000  # of one profile
+_ID = re.compile("[0-9a-f]{16}")
+_MAX_BYTES = 1 << 16  # of a request
+LIFE = 600.0  # seconds after which a request is not looked at any more, unless it says otherwise
+
+Body = TypeVar("Body")
+
+
+_Steps = Annotated[int, msgspec.Meta(ge=0, le=MOST_STEPS)]
+
+
+class ProfileRequest(msgspec.Struct):
+    """Steps `skip` to `skip + steps` of every worker, counted from when it sees this."""
+
+    id: str
+    steps: _Steps
+    skip: _Steps
+    with_torch: bool
+    until: float  # seconds since 1970: nobody begins later
+
+
+class Begin(msgspec.Struct):
+    """Every worker begins with its first step after `at`, nanoseconds since 1970."""
+
+    at: int
+
+
+class Offset(msgspec.Struct):
+    """How far the clock of a server's process is ahead of the one that wrote this, by its fastest request."""
+
+    process: int
+    round_trip: int
+    ahead: int
+
+
+class Part(msgspec.Struct):
+    """What one process of a job has to say."""
+
+    role: str
+    index: int
+    num_workers: int
+    num_servers: int
+    host: str
+    machine: str  # the number of the machine's start: processes with the same one share a clock
+    pid: int
+    process: int  # the number of the process, by which others know it
+    mode: str
+    spans: list[Span] = []
+    offsets: list[Offset] = []
+    num_dropped: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} {self.index}"
+
+
+def new_request(
+    steps: int, skip: int, with_torch: bool, now: float | None = None, life: float = LIFE
+) -> ProfileRequest:
+    """`life`: seconds for which processes may begin."""
+    until = (time.time() if now is None else now) + life
+    return ProfileRequest(secrets.token_hex(8), steps, skip, with_torch, until)
+
+
+def machine_number() -> str:
+    """Different for every machine, and for every start of one."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def write(path: Path, body: object) -> None:
+    """Replaced in one step: a reader never sees half of it. A link that stands in its way is not followed."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.new")
+    unfinished.unlink(missing_ok=True)
+    with open(unfinished, "xb") as file:
+        file.write(msgspec.json.encode(body))
+    os.replace(unfinished, path)
+
+
+def read(path: Path, expected: type[Body]) -> Body | None:
+    """What is written there; None if there is no such file. Raises FleetError if it is something else."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=expected)
+    except FileNotFoundError:
+        return None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError) as error:
+        raise FleetError(f"{path} should hold a {expected.__name__} of a profile, and does not: {error}") from None
+
+
+class ProfileFolder:
+    """A process's view of the folder. `root` is None where a process has none: then nobody asks."""
+
+    def __init__(self, root: Path | None) -> None:
+        self._root, self._seen = root, ""
+        self._next = 0.0
+
+    def look(self) -> ProfileRequest | None:
+        """A request that is new to this process, at most once in a period; None: there is none."""
+        now = time.monotonic()
+        if now < self._next:
+            return None
+        self._next = now + LOOK
+        path = None if self._root is None else self._root / "request.json"
+        try:
+            if path is None or not _may_ask(path.lstat()):
+                return None
+            found = read(path, ProfileRequest)
+        except (FleetError, OSError):
+            return None  # not ours, or just gone
+        if found is None or found.id == self._seen or not _ID.fullmatch(found.id) or time.time() > found.until:
+            return None
+        self._seen = found.id
+        return found
+
+    def of(self, request: ProfileRequest) -> Path:
+        """Where the parts of this profile are left. The folder was made by whoever asked."""
+        assert self._root is not None
+        return self._root / request.id
+
+
+def _may_ask(about: os.stat_result) -> bool:
+    """Whether this is a request of our own user, or of root: no link, and no pipe that a reader would wait for."""
+    is_small_file = stat.S_ISREG(about.st_mode) and about.st_size <= _MAX_BYTES
+    return is_small_file and about.st_uid in (os.geteuid(), 0)
+
+
+def folder_of(status_file: str | None) -> ProfileFolder:
+    """The folder of this process: that of FLEET_PROFILE, or the one beside its status file."""
+    given = os.environ.get(VARIABLE)
+    if given:
+        return ProfileFolder(Path(given))
+    return ProfileFolder(Path(status_file).parent / NAME if status_file else None)

@@ -1,0 +1,146 @@
+"""What a process records of traced steps. `active` is None where nothing is traced: a look at it is all it costs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torchfleet.base.tracing.span import QUEUE, REQUEST, WAIT, Span, Value
+
+LIMIT = 200_000  # spans that are kept; later ones are counted and dropped
+_MOST_OFFSET = 10**9 * 3600 * 24 * 365  # a clock that is further off is none
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A traced step, on its way from one thread to another."""
+
+    trace: int
+    since: int
+
+
+class _Own(threading.local):
+    """What a thread is at."""
+
+    trace = 0
+    track = ""
+
+
+class Recorder:
+    """Spans of one process. Any thread may add to it."""
+
+    def __init__(self, origin: int = 0, clock: Callable[[], int] = time.time_ns, limit: int = LIMIT) -> None:
+        """`origin`: the number of the worker's process, whose steps it counts; 0 on a server."""
+        self.origin, self.now = origin, clock
+        self.num_dropped = 0
+        self.offsets: dict[int, tuple[int, int]] = {}  # by server process: (round trip, its clock less ours), shortest
+        self._spans: deque[Span] = deque()
+        self._limit = limit
+        self._own = _Own()
+
+    @property
+    def trace(self) -> int:
+        """The number of the traced step that the calling thread is at; 0: none."""
+        return self._own.trace
+
+    def begin(self, trace: int, track: str) -> None:
+        """The calling thread is at this step from now on; 0: at none that is traced."""
+        self._own.trace, self._own.track = trace, track
+
+    def add(self, span: Span) -> None:
+        if len(self._spans) < self._limit:
+            self._spans.append(span)
+        else:
+            self.num_dropped += 1
+
+    def take(self) -> list[Span]:
+        """All spans so far, which are forgotten here."""
+        taken = []
+        with contextlib.suppress(IndexError):
+            while True:
+                taken.append(self._spans.popleft())
+        return taken
+
+    def note(self, name: str, kind: str, start: int, **more: Value) -> None:
+        """A span of the calling thread's step that ends now."""
+        own = self._own
+        self.add(Span(name, kind, start, self.now(), own.track, own.trace, self.origin, more=more))
+
+    def note_request(self, request: Request, server: str, incarnation: int, taken: int, answered: int) -> None:
+        """A reply is there. `taken`, `answered`: as the server says, by its clock; both 0 if it does not know."""
+        now, more = self.now(), dict[str, Value](server=server, bytes=request.num_bytes)
+        own = answered - taken
+        round_trip = now - request.sent - own
+        if taken and 0 <= own <= now - request.sent:
+            offset = (taken - request.sent + answered - now) // 2
+            more |= {"server_ms": own / 1e6, "way_ms": round_trip / 1e6}
+            best = self.offsets.get(incarnation)
+            if abs(offset) < _MOST_OFFSET and (best is None or round_trip < best[0]):
+                self.offsets[incarnation] = round_trip, offset
+        name, track = f"{request.name} {server}", f"requests to {server}"
+        self.add(
+            Span(
+                name, REQUEST, request.sent, now, track, request.trace, self.origin, request.client, request.call, more
+            )
+        )
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """The calling thread waits for a reply."""
+        start = self.now()
+        try:
+            yield
+        finally:
+            if self._own.trace:
+                self.note(what, WAIT, start)
+
+    @contextlib.contextmanager
+    def as_part_of(self, marks: Sequence[Mark], track: str) -> Iterator[None]:
+        """What the calling thread does meanwhile belongs to the first of these steps; they have waited until now."""
+        for mark in marks:
+            self._own.trace, self._own.track = mark.trace, f"{track}: queue"
+            self.note("queue", QUEUE, mark.since)
+        self.begin(marks[0].trace, track)
+        try:
+            yield
+        finally:
+            self.begin(0, "")
+
+
+@dataclass(slots=True)
+class Request:
+    """A request that is traced, as its sender knows it."""
+
+    name: str
+    trace: int
+    client: int
+    call: int
+    sent: int
+    num_bytes: int
+
+
+active: Recorder | None = None
+
+
+def use(recorder: Recorder | None) -> Recorder | None:
+    """From now on this process records there; None: nowhere. Returns where it did before."""
+    global active
+    before, active = active, recorder
+    return before
+
+
+def mark() -> Mark | None:
+    """The calling thread's step, to be taken to another thread; None if it is not traced."""
+    if active is None or not active.trace:
+        return None
+    return Mark(active.trace, active.now())
+
+
+def part_of(marks: Sequence[Mark | None], track: str) -> contextlib.AbstractContextManager[None]:
+    """As Recorder.as_part_of, of those that are traced."""
+    found = [each for each in marks if each is not None]
+    return active.as_part_of(found, track) if active is not None and found else contextlib.nullcontext()

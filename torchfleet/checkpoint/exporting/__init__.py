@@ -1,1 +1,0 @@
-"""Saved models as files of other formats."""

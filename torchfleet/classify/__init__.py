@@ -1,7 +1,0 @@
-"""Large-scale classification from end to end: docs/collective/classification.md."""
-
-from __future__ import annotations
-
-from torchfleet.classify.entry import Classifier, Entry, Trained
-
-__all__ = ["Classifier", "Entry", "Trained"]

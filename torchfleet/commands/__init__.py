@@ -1,1 +1,0 @@
-"""The `fleet` command line, which `python -m torchfleet.commands` runs too."""

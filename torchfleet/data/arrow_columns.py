@@ -1,0 +1,204 @@
+"""Columns of Arrow as slots. Values that have a slot's type already are not copied: tensors lie over Arrow's memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchfleet.base.errors import DataError
+from torchfleet.base.extras import required
+from torchfleet.data.column_samples import Column, ColumnSamples, Lists
+from torchfleet.data.slots import DTYPES, Slot
+
+_INTEGERS = {np.dtype(np.int64): "integers", np.dtype(np.float32): "numbers"}
+
+
+def pyarrow() -> Any:
+    """The module, with those for columns and for Parquet loaded. Raises MissingPackage."""
+    for module in ("pyarrow.compute", "pyarrow.parquet"):
+        required(module, "data in columns", "parquet")
+    return required("pyarrow", "data in columns", "parquet")
+
+
+class ColumnReader:
+    """From record batches to samples: which columns fill which slot, and what a null is."""
+
+    def __init__(
+        self, slots: Sequence[Slot], columns: Mapping[str, str | Sequence[str]], fill_null: float | None
+    ) -> None:
+        unknown = set(columns) - {slot.name for slot in slots}
+        if unknown:
+            known = ", ".join(slot.name for slot in slots)
+            raise DataError(f"columns: there is no slot '{min(unknown)}' in use_var; it has {known}")
+        self._sources = {slot: _names(slot, columns.get(slot.name, slot.name)) for slot in slots}
+        self._fill_null = fill_null
+        self.names = list(dict.fromkeys(name for names in self._sources.values() for name in names))
+
+    def check_names(self, found: Sequence[str], where: str) -> None:
+        """Raise DataError for a column that is not there."""
+        for slot, names in self._sources.items():
+            for name in names:
+                if name not in found:
+                    there = ", ".join(found) or "none"
+                    raise DataError(f"{where}: expected a column '{name}' for slot '{slot.name}', found {there}")
+
+    def samples(self, batch: Any, where: str, first_row: int = 0) -> ColumnSamples:
+        """The samples of a record batch. `where` and `first_row` are for errors."""
+        self.check_names(batch.schema.names, where)
+        made: dict[str, Column] = {}
+        for slot, names in self._sources.items():
+            own = slot if len(names) == 1 else replace(slot, dim=1)  # several columns stand side by side
+            found: list[Any] = [
+                _Column(batch.column(name), own, name, where, first_row, self._fill_null).slot_values()
+                for name in names
+            ]
+            made[slot.name] = found[0] if len(names) == 1 else torch.cat(found, 1)
+        return ColumnSamples(made, batch.num_rows)
+
+
+def slots_of(schema: Any, where: str) -> list[Slot]:
+    """A slot for every column: numbers have `dim=1`, lists any number of values, lists of fixed size that number."""
+    types = pyarrow().types
+    slots = []
+    for field in schema:
+        kind = _stored(field.type)
+        dim: int | None = 1
+        if types.is_fixed_size_list(kind):
+            kind, dim = kind.value_type, kind.list_size
+        elif types.is_list(kind) or types.is_large_list(kind):
+            kind, dim = kind.value_type, None
+        kind = _stored(kind)
+        if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)):
+            raise DataError(
+                f"{where}, column '{field.name}': expected numbers, or lists of them, found {field.type}. Name the "
+                "slots that you want in use_var, or leave the column out."
+            )
+        slots.append(Slot(field.name, "float32" if types.is_floating(kind) else "int64", dim))
+    return slots
+
+
+class _Column:
+    """One column of a record batch on its way into a slot."""
+
+    def __init__(self, array: Any, slot: Slot, name: str, where: str, first_row: int, fill_null: float | None) -> None:
+        self._array, self.slot, self._fill_null = _decoded(array), slot, fill_null
+        self._found, self._where, self._first_row = array.type, f"{where}, column '{name}'", first_row
+        self.dtype = DTYPES[slot.dtype]
+
+    def slot_values(self) -> Column:
+        types, kind, dim = pyarrow().types, self._array.type, self.slot.dim
+        if types.is_fixed_size_list(kind):
+            size = kind.list_size
+            self._check_nulls(self._array, "lists of a fixed size")
+            values = self._values(self._array.flatten())
+            offsets = np.arange(len(self._array) + 1) * size
+        elif types.is_list(kind) or types.is_large_list(kind):
+            values, offsets = self._lists()
+        elif dim == 1:
+            return self._values(self._array).view(-1, 1)
+        else:
+            values, offsets = self._values(self._array), np.arange(len(self._array) + 1)
+            if dim is not None:
+                raise self._error(f"expected lists of {dim} values for slot '{self.slot.name}'")
+        if dim is None:
+            return Lists(values, offsets)
+        wrong = np.flatnonzero(np.diff(offsets) != dim)
+        if len(wrong):
+            found = int(offsets[wrong[0] + 1] - offsets[wrong[0]])
+            raise self._error(f"expected {dim} values for slot '{self.slot.name}'", int(wrong[0]), f"{found} values")
+        return values.view(-1, dim)
+
+    def _lists(self) -> tuple[torch.Tensor, npt.NDArray[np.int64]]:
+        """A null list is an empty one. What lies behind a null is nobody's: it is left out."""
+        array = self._array
+        if array.null_count:
+            lengths = pyarrow().compute.fill_null(pyarrow().compute.list_value_length(array), 0)
+            offsets = np.concatenate(([0], np.cumsum(lengths.to_numpy(zero_copy_only=False), dtype=np.int64)))
+            return self._values(array.flatten()), offsets
+        offsets = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
+        inner = array.values.slice(offsets[0], offsets[-1] - offsets[0])
+        return self._values(inner), offsets - offsets[0] if offsets[0] else offsets
+
+    def _values(self, array: Any) -> torch.Tensor:
+        """Numbers in the slot's type: a view of Arrow's memory if they have it."""
+        pa, array = pyarrow(), _decoded(array)
+        kind, wanted = array.type, pa.int64() if self.dtype == np.int64 else pa.float32()
+        is_number = pa.types.is_integer(kind) or pa.types.is_boolean(kind)
+        if not is_number and not (self.dtype == np.float32 and pa.types.is_floating(kind)):
+            raise self._error(f"expected {_INTEGERS[self.dtype]} for slot '{self.slot.name}' ({self.slot.dtype})")
+        if array.null_count and self._fill_null is None:
+            self._check_nulls(array, f"{_INTEGERS[self.dtype]} for slot '{self.slot.name}'")
+        if array.null_count:
+            array = pa.compute.fill_null(array, pa.scalar(self._fill_null).cast(kind))
+        if not kind.equals(wanted) and not (kind.equals(pa.uint64()) and self.dtype == np.int64):
+            array = array.cast(wanted, safe=False)
+        values = _tensor(array, self.dtype)
+        if self.dtype == np.float32 and not math.isfinite(float(values.sum(dtype=torch.float64))):
+            raise self._error(f"expected finite numbers for slot '{self.slot.name}'", None, "nan or inf")
+        return values
+
+    def _check_nulls(self, array: Any, expected: str) -> None:
+        if array.null_count:
+            row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
+            at = row if array is self._array else None  # inside lists it is not the number of a row
+            raise self._error(
+                f"expected {expected}", at, "a null. fill_null=0 reads nulls as 0; or leave such rows out before"
+            )
+
+    def _error(self, expected: str, row: int | None = None, found: str = "") -> DataError:
+        place = self._where if row is None else f"{self._where}, row {self._first_row + row}"
+        return DataError(f"{place}: {expected}, found {found or self._found}")
+
+
+def _names(slot: Slot, given: str | Sequence[str]) -> tuple[str, ...]:
+    names = (given,) if isinstance(given, str) else tuple(given)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise DataError(f"columns['{slot.name}']: expected the name of a column, or a list of them, found {given!r}")
+    if len(names) > 1 and slot.dim != len(names):
+        raise DataError(
+            f"columns['{slot.name}'] names {len(names)} columns, and the slot has dim={slot.dim}: give it "
+            f"dim={len(names)}"
+        )
+    return names
+
+
+def _stored(kind: Any) -> Any:
+    """The type of the numbers behind extension and dictionary types."""
+    pa = pyarrow()
+    while isinstance(kind, pa.BaseExtensionType) or pa.types.is_dictionary(kind):
+        kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
+    return kind
+
+
+def _decoded(array: Any) -> Any:
+    pa = pyarrow()
+    while isinstance(array, pa.ExtensionArray) or pa.types.is_dictionary(array.type):
+        array = array.storage if isinstance(array, pa.ExtensionArray) else array.dictionary_decode()
+    return array
+
+
+class _Memory:
+    """Arrow's memory in numpy's interface. It is not marked as read-only, which torch would warn of in every batch;
+    docs/data.md says that batches are not to be written to."""
+
+    def __init__(self, array: Any, dtype: np.dtype[Any]) -> None:
+        self._kept = array.buffers()[1]
+        address = self._kept.address + array.offset * dtype.itemsize
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": (len(array),),
+            "typestr": dtype.str,
+        }
+
+
+def _tensor(array: Any, dtype: np.dtype[Any]) -> torch.Tensor:
+    if not len(array):
+        return torch.from_numpy(np.empty(0, dtype))
+    return torch.from_numpy(np.asarray(_Memory(array, dtype)))

@@ -1,1 +1,0 @@
-"""Samples as columns: from Arrow's arrays, and Parquet files, to batches without rows in between."""

@@ -1,1 +1,0 @@
-"""Samples in memory: slots, rows and batches."""

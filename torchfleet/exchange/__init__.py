@@ -1,1 +1,0 @@
-"""What processes of a job give to each other beside tables and gradients: plain values, as bytes."""

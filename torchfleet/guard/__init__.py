@@ -1,1 +1,0 @@
-"""What comes from other users, processes and files, made harmless."""

@@ -1,0 +1,52 @@
+"""`python -m torchfleet.launch.cell_process`: calls the function that fleet.notebook.run has handed over.
+
+Arguments: the number of the inherited file with the call, then those for the outcomes of workers and of servers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+
+from torchfleet.api import fleet
+from torchfleet.launch.handover import Failure, loaded, read_call, write_failure, write_outcome
+
+
+def main() -> None:
+    call, workers, servers = sys.argv[1:]
+    is_server = os.environ["FLEET_ROLE"] == "SERVER"
+    index = int(os.environ["FLEET_SERVER_INDEX" if is_server else "FLEET_WORKER_INDEX"])
+    file = int((servers if is_server else workers).split(",")[index])
+    try:
+        function, args, kwargs = loaded(read_call(int(call)))
+        value = function(*args, **kwargs)
+        write_outcome(file, None if is_server else value, "what the function returned")
+        if fleet.is_under_way():  # a worker whose function has returned is done; servers wait for all to say so
+            fleet.stop_worker()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            write_outcome(file, None, "nothing")
+            raise
+        _fail(file, error)
+
+
+def _fail(file: int, error: BaseException) -> None:
+    """Leave the traceback for the notebook and for the log, and end this process."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next  # from the user's function on: our own frames say nothing
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+    write_failure(file, Failure(summary, text, time.time()))
+    sys.stderr.write(text)
+    sys.stderr.flush()
+    sys.stdout.flush()
+    sys.exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
+
+
+if __name__ == "__main__":
+    main()

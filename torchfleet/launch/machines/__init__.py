@@ -1,1 +1,0 @@
-"""How the machines of a collective job find each other."""

@@ -1,0 +1,184 @@
+"""The processes of a simulated job: forked from one that has imported everything, so that many fit into memory."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import os
+import random
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import torchfleet.api.fleet
+import torchfleet.api.metrics
+import torchfleet.api.util  # noqa: F401  (imported once, for all)
+from torchfleet.api.prepare_job import stop_at_exit
+from torchfleet.launch.simulate.conditions import Job, Part
+from torchfleet.launch.simulate.coordinator import ProcessFailed
+from torchfleet.launch.simulate.inside.actors import Schedule
+from torchfleet.launch.simulate.inside.step_watch import StepWatch
+from torchfleet.launch.simulate.inside.virtual_ranks import BACKEND, VARIABLE, VirtualRanks
+from torchfleet.launch.simulate.inside.virtual_sockets import VirtualNetwork
+from torchfleet.launch.simulate.inside.virtual_threads import end_threads, install
+from torchfleet.launch.simulate.packets import Line
+from torchfleet.ps.net.addresses import TRANSPORTS
+from torchfleet.ps.server.warm import warm_up
+
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_LINE_BYTES = 1 << 22
+_PATIENCE = 60  # seconds
+_USER_TICKS, _SYSTEM_TICKS = 11, 12  # in /proc/PID/stat, behind the name
+
+
+class Child:
+    """A forked process, and the coordinator's end of its line."""
+
+    def __init__(self, part: Part, pid: int, connection: socket.socket) -> None:
+        self.part, self.pid = part, pid
+        self.look: Callable[[], None] = lambda: None  # called while it computes for seconds
+        self.line = Line(connection, self._look_at_silence)
+        self._used, self._num_silent = -1, 0  # ticks of the processor; seconds without one
+
+    def _look_at_silence(self) -> None:
+        """A process that has its turn computes. One that waits for something real will wait for ever."""
+        self.look()
+        with open(f"/proc/{self.pid}/stat") as status:
+            fields = status.read().rpartition(")")[2].split()
+        used = int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS])
+        self._num_silent = self._num_silent + 1 if used == self._used else 0
+        self._used = used
+        if self._num_silent >= _PATIENCE:
+            os.kill(self.pid, signal.SIGUSR1)  # its threads write where they are into the log
+            time.sleep(1.0)
+            raise ProcessFailed(
+                self.part,
+                f"{self.part.name} has waited for {_PATIENCE} s of real time for something that is not part of the "
+                "simulation, such as a process or a socket of its own; its log says where",
+            )
+
+
+def end(child: Child) -> None:
+    """Kill a child and what it has started, and wait for it."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child.pid, signal.SIGKILL)  # one that has no group of its own yet
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(child.pid, 0)
+    child.line.close()
+
+
+def prepare() -> None:
+    """Import and compile what all processes need. No thread and no backward pass: they would not survive a fork."""
+    torch.set_num_threads(1)
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports more than one would think
+    warm_up()
+    gc.collect()
+    gc.freeze()  # pages that nobody touches stay shared
+
+
+def fork(job: Job, number: int, epoch: float) -> Child:
+    """Start process `number` of the job. It waits for its first turn."""
+    part = job.parts[number]
+    ours, theirs = socket.socketpair()
+    for end in (ours, theirs):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LINE_BYTES)
+    pid = os.fork()
+    if not pid:
+        ours.close()
+        code = 1
+        try:
+            code = _live(job, number, Line(theirs), epoch)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    theirs.close()
+    return Child(part, pid, ours)
+
+
+def _live(job: Job, number: int, line: Line, epoch: float) -> int:
+    """All that a forked process does; returns its exit status."""
+    part, conditions = job.parts[number], job.conditions
+    _begin_process(part)
+    _seed(conditions.seed * 100_003 + number)
+    factor = conditions.factor(part.role, part.index, job.num_workers)
+    is_measured = conditions.step_seconds is None
+    scale = conditions.compute_scale * factor if is_measured else 0.0
+    schedule = Schedule(line, number, conditions.link.latency, scale)
+    schedule.reach()  # the first turn
+    install(schedule, epoch)
+    addresses = {f"tcp://{address}": index for index, address in enumerate(job.servers)}
+    TRANSPORTS["tcp"] = VirtualNetwork(schedule, addresses, conditions.request_seconds)
+    if part.role == "worker":
+        watch = StepWatch(schedule, (conditions.step_seconds or 0.0) * factor)
+        watch.install()
+        VirtualRanks(schedule, watch.note_reduce).install(part.index, job.num_workers)
+    schedule.go_on()
+    code = _run(job.script, job.arguments, job.is_module)
+    if code == 0:
+        stop_at_exit()  # while its threads are there
+    end_threads()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    schedule.end(code)
+    return code
+
+
+def _begin_process(part: Part) -> None:
+    """As a process of its own: session, signals, streams, environment."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    log = os.open(part.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for opened, stream in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(opened, stream)
+    for stream_object in (sys.stdout, sys.stderr):
+        stream_object.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # for one that is stuck in real time
+    os.environ.clear()
+    os.environ.update(part.environment, **{VARIABLE: BACKEND})
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+def _run(script: str, arguments: Sequence[str], is_module: bool) -> int:
+    """Run the script, or the module, as a process of its own would; returns its exit status."""
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.getcwd() if is_module else str(Path(script).absolute().parent))
+    try:
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, int) or end.code is None:
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != str(Path(script)):
+            trace = trace.tb_next
+        sys.excepthook(type(error), error.with_traceback(trace or error.__traceback__), trace or error.__traceback__)
+        return 1
+    return 0

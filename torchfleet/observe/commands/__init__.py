@@ -1,0 +1,1 @@
+"""The `fleet` command line, which `python -m torchfleet.observe.commands` runs too."""

@@ -1,0 +1,63 @@
+"""`fleet dashboard`: the web page of a job that runs or has ended, from the folders of its logs."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from types import FrameType
+
+from torchfleet.base.printable import say
+from torchfleet.observe.dashboard.access import is_loopback, token_of
+from torchfleet.observe.dashboard.dashboard_server import DEFAULT_PORT, Dashboard
+from torchfleet.observe.dashboard.run_folders import RunFolders
+from torchfleet.observe.watch.watchers import port_or_any
+
+
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "dashboard",
+        help="a web page of a job: charts, tables, logs",
+        description="Serve a web page of a job that runs or has ended, until Ctrl-C.",
+    )
+    parser.add_argument(
+        "folders",
+        nargs="+",
+        metavar="LOG_DIR",
+        help="the folder of a run, such as log/latest; or the --log_dir of fleetrun, to choose among its runs; or "
+        "several folders, which are the machines of one job",
+    )
+    parser.add_argument("--port", type=port_or_any, help=f"default: {DEFAULT_PORT}, or the next that is free; 0: any")
+    parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (127.0.0.1, this machine alone)")
+    token = parser.add_mutually_exclusive_group()
+    token.add_argument(
+        "--token_file",
+        metavar="FILE",
+        help="a file with the token, which is made if it is not there (default: a random token, in the address)",
+    )
+    token.add_argument(
+        "--no_token", action="store_true", help="let every user of this machine see the page; on loopback alone"
+    )
+    parser.set_defaults(run=_dashboard)
+
+
+def _dashboard(options: argparse.Namespace) -> int:
+    folders = RunFolders(options.folders)
+    token = None if options.no_token else token_of(options.token_file)
+    asked = threading.Event()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        asked.set()
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    dashboard = Dashboard(folders, options.host, options.port, token)
+    try:
+        say(f"dashboard: {dashboard.url}")
+        if not is_loopback(options.host):
+            say("What is sent is not encrypted. On a network that others use, leave --host out and take an ssh tunnel.")
+        asked.wait()
+    finally:
+        dashboard.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 0

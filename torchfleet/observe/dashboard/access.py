@@ -1,0 +1,124 @@
+"""Who may see the page: requests by a name of this machine, from the page itself, with the token that was printed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+from email.message import Message
+from http.cookies import CookieError, SimpleCookie
+from pathlib import Path
+
+from torchfleet.base.errors import FleetError
+
+_NUM_BYTES = 16  # of a random token: its address is a line of an 80-column terminal
+_SHORTEST = 16  # characters of a token
+_LONGEST = 200
+
+
+class Access:
+    """`token`: None lets everyone in who can reach the port, which is right on loopback alone."""
+
+    def __init__(self, host: str, token: str | None) -> None:
+        if token is None and not is_loopback(host):
+            raise FleetError(f"the dashboard on {host} can be reached from other machines: it needs a token")
+        self.token = token
+        self._names = {"localhost", host.lower(), socket.gethostname().lower()}
+        if not is_loopback(host):
+            self._names.add(socket.getfqdn().lower())  # may wait for a name server
+
+    def is_known_host(self, header: str | None) -> bool:
+        """Whether the Host of a request is ours. A page of another site whose name was made to lead here has its own.
+
+        A number is no name, and cannot be made to lead elsewhere; the port may be that of a tunnel.
+        """
+        name = _host_of(header or "")
+        return name in self._names or _is_address(name)
+
+    def is_own_page(self, headers: Message) -> bool:
+        """Whether a browser says that this page, or the user, sends the request; other programs say nothing."""
+        return headers.get("Sec-Fetch-Site", "none") in ("none", "same-origin")
+
+    def is_token(self, given: str) -> bool:
+        return self.token is None or _same(given, self.token)
+
+    def may_read(self, headers: Message, cookie_name: str) -> bool:
+        """Whether a request has the cookie of a login, or the token itself: `Authorization: Bearer TOKEN`."""
+        if self.token is None:
+            return True
+        scheme, _, given = (headers.get("Authorization") or "").partition(" ")
+        if scheme.lower() == "bearer":
+            return _same(given.strip(), self.token)
+        try:
+            found = SimpleCookie(headers.get("Cookie") or "").get(cookie_name)
+        except CookieError:
+            return False
+        return found is not None and _same(found.value, self.cookie())
+
+    def cookie(self) -> str:
+        """What a browser keeps in the place of the token."""
+        return hmac.new((self.token or "").encode(), b"fleet dashboard cookie", hashlib.sha256).hexdigest()
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(_NUM_BYTES)
+
+
+@functools.cache
+def token_of_this_process() -> str:
+    """The same for every attempt of a job, so that a page that is open stays open."""
+    return new_token()
+
+
+def token_of(path: str | None) -> str:
+    """The token in this file, which is made if it is not there; without a file a random one. Raises FleetError."""
+    if path is None:
+        return new_token()
+    file = Path(path)
+    try:
+        if not file.exists():
+            with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as made:
+                made.write(new_token() + "\n")
+        if file.stat().st_mode & 0o077:
+            raise FleetError(f"others can read the token in {file}: chmod 600 {file}")
+        token = file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FleetError(f"the token cannot be read from {file}: {error}") from None
+    if not (_SHORTEST <= len(token) <= _LONGEST and token.isascii() and token.isprintable() and " " not in token):
+        raise FleetError(
+            f"expected a token of {_SHORTEST} to {_LONGEST} letters and digits in {file}, found {len(token)} characters"
+            ": remove the file, and one is made"
+        )
+    return token
+
+
+def _host_of(header: str) -> str:
+    """The name in a Host header, without its port."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0].lower()
+    return header.partition(":")[0].lower()
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _same(given: str, expected: str) -> bool:
+    return hmac.compare_digest(given.encode(), expected.encode())

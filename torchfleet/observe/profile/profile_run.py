@@ -1,0 +1,94 @@
+"""Asks the processes of a job for a profile, and waits for what they leave."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torchfleet.base.errors import FleetError
+from torchfleet.base.tracing.profile_folder import Begin, Part, ProfileRequest, read, write
+from torchfleet.observe.profile.torch_events import TorchTrace
+
+_LOOK = 0.1  # seconds between two looks into the folder
+_LAST_ONE = 5.0  # seconds without a newcomer, after which no more workers are expected on this machine
+_AHEAD = 0.3  # seconds between the word to begin and the beginning
+_SERVERS = 10.0  # seconds that servers have for their parts
+
+Ended = Callable[[], int | None]
+
+
+class ProfileRun:
+    """One request, from its file to the parts. Left as a context, the folder holds nothing of it."""
+
+    def __init__(self, root: Path, request: ProfileRequest, ended: Ended, timeout: float) -> None:
+        """`ended`: the exit status of the job, once it has one."""
+        self._root, self._request, self._ended = root, request, ended
+        self._folder = root / request.id
+        self._deadline = time.monotonic() + timeout
+        self._timeout = timeout
+
+    def __enter__(self) -> ProfileRun:
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._folder.mkdir()
+        write(self._root / "request.json", self._request)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        (self._root / "request.json").unlink(missing_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def parts(self) -> list[Part]:
+        """What all processes have to say. Raises FleetError if there is nothing, or it takes too long."""
+        workers = self._wait_for_workers()
+        if self._ended() is None:
+            write(self._folder / "begin.json", Begin(time.time_ns() + int(_AHEAD * 1e9)))
+        made = self._wait_for_parts(workers)
+        (self._folder / "end").touch()
+        return made + self._wait_for_servers()
+
+    def torch_traces(self, parts: Sequence[Part]) -> dict[str, TorchTrace]:
+        """What torch.profiler saw, by the name of the process."""
+        paths = {part.name: (self._folder / f"{part.role}.{part.index}.torch.json", part.pid) for part in parts}
+        return {name: TorchTrace(path, pid) for name, (path, pid) in paths.items() if path.exists()}
+
+    def _wait_for_workers(self) -> list[Part]:
+        """Those that are ready to begin: all of the job, or all of this machine if no more come."""
+        num_before, since = 0, time.monotonic()
+        while True:
+            here, ready = self._found("here"), self._found("ready")
+            if len(here) != num_before:
+                num_before, since = len(here), time.monotonic()
+            is_all = bool(here) and (len(here) >= here[0].num_workers or time.monotonic() - since > _LAST_ONE)
+            if is_all and len(ready) == len(here):
+                return ready
+            self._check(f"{len(here)} workers have seen the request, {len(ready)} are ready. A worker looks for it at "
+                        f"the end of a step, and is ready after {self._request.skip} more (--skip)")  # fmt: skip
+            time.sleep(_LOOK)
+
+    def _wait_for_parts(self, workers: Sequence[Part]) -> list[Part]:
+        while len(made := self._found("part.json")) < len(workers):
+            self._check(f"{len(made)} of {len(workers)} workers have made their {self._request.steps} steps")
+            time.sleep(_LOOK)
+        return made
+
+    def _wait_for_servers(self) -> list[Part]:
+        servers, deadline = self._found("here", is_server=True), time.monotonic() + _SERVERS
+        while len(made := self._found("part.json", is_server=True)) < len(servers):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK)
+        return made
+
+    def _found(self, ending: str, is_server: bool = False) -> list[Part]:
+        found = [read(path, Part) for path in sorted(self._folder.glob(f"*.{ending}"))]
+        return [part for part in found if part is not None and (part.role == "server") == is_server]
+
+    def _check(self, state: str) -> None:
+        code = self._ended()
+        if code is not None:
+            time.sleep(_LOOK)  # its last files may just have come
+            raise FleetError(f"the job has ended with status {code} before its profile was complete: {state}")
+        if time.monotonic() > self._deadline:
+            raise FleetError(f"no profile after {self._timeout:g} s (--timeout): {state}")

@@ -1,0 +1,138 @@
+"""A job as a whole, from what its processes report: what one line or a few can tell of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from torchfleet.base.monitor.freshness import Ages, in_short, summed
+from torchfleet.base.monitor.snapshot import JobSnapshot, RoleSnapshot
+from torchfleet.base.printable import bare
+from torchfleet.observe.watch import figures
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far all workers together are with their data."""
+
+    epoch: int  # from 0: that of the last of them
+    epochs: int | None  # how many there are going to be, if the script says so
+    share: float | None  # of this epoch; None: its size is not known
+    done: int
+    unit: str
+    eta_s: float | None  # until the last worker is through
+
+    @property
+    def heading(self) -> str:
+        return f"epoch {self.epoch + 1}{f'/{self.epochs}' if self.epochs else ''}"
+
+    @property
+    def text(self) -> str:
+        """epoch 1/3 37 %, ETA 1:20."""
+        if self.share is None:
+            return f"{self.heading}: {figures.count(self.done)} {self.unit}"
+        eta = f", ETA {figures.duration(self.eta_s)}" if self.eta_s and self.share < 1 else ""
+        return f"{self.heading} {figures.share(self.share)}{eta}"
+
+
+@dataclass(frozen=True)
+class JobTotals:
+    """Sums and means over all processes. What no process reports is None, or empty."""
+
+    mode: str = ""
+    samples: int = 0
+    rate: float = 0.0  # samples/s of the last seconds
+    mean_rate: float = 0.0  # since the first step
+    metrics: dict[str, float] = field(default_factory=dict)  # means over the workers that report them
+    progress: Progress | None = None
+    rows: int | None = None
+    num_tables: int = 0  # with rows
+    table_bytes: int = 0
+    server_memory: int = 0
+    busy: float | None = None
+    waiting: float | None = None
+    dense_ages: Ages = field(default_factory=dict)
+    sparse_ages: Ages = field(default_factory=dict)
+
+    @property
+    def staleness(self) -> str:
+        return in_short(self.dense_ages, self.sparse_ages)
+
+    @property
+    def shown_metrics(self) -> list[str]:
+        """loss 0.4312; the loss first."""
+        names = sorted(self.metrics, key=lambda name: name != "loss")
+        return [f"{bare(name)} {figures.metric(self.metrics[name])}" for name in names]
+
+
+def totals_of(snapshot: JobSnapshot) -> JobTotals:
+    """A backup has the rows of its primary, and counts for its memory alone."""
+    servers = [role.status for role in snapshot.of("server")]
+    primaries = [status for status in servers if not status.get("backup")]
+    workers = [role for role in snapshot.roles if role.role != "server"]
+    training = [role.status for role in workers if is_training(role)]
+    tables = [table for status in primaries for table in status.get("tables", {}).values()]
+    rows = [status["rows"] for status in primaries if "rows" in status]
+    return JobTotals(
+        mode=next((role.status["mode"] for role in workers if "mode" in role.status), ""),
+        samples=sum(role.status.get("samples", 0) for role in workers),
+        rate=sum(status.get("samples_per_s", 0.0) for status in training),
+        mean_rate=sum(role.status.get("samples_per_s_mean", 0.0) for role in workers),
+        metrics=means(role.metrics for role in workers),
+        progress=_progress([role.status for role in workers]),
+        rows=sum(sum(found.values()) for found in rows) if any(rows) else None,
+        num_tables=len({name for found in rows for name in found}),
+        table_bytes=sum(table["bytes"] for table in tables),
+        server_memory=sum(status.get("memory", 0) for status in servers),
+        busy=_mean(status.get("busy") for role in snapshot.of("server") if _runs(role) for status in [role.status]),
+        waiting=_mean(status.get("waiting") for status in training),
+        dense_ages=summed(status.get("staleness_dense", {}) for status in primaries),
+        sparse_ages=summed(status.get("staleness_sparse", {}) for status in primaries),
+    )
+
+
+def is_training(role: RoleSnapshot) -> bool:
+    """Whether a worker runs, and has not said good-bye."""
+    return _runs(role) and not role.status.get("left")
+
+
+def _runs(role: RoleSnapshot) -> bool:
+    return role.state == "running" and not role.status.get("backup")
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
+
+
+def means(metrics: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Of every metric, over the workers that report it."""
+    found: dict[str, list[float]] = {}
+    for reported in metrics:
+        for name, value in reported.items():
+            found.setdefault(name, []).append(value)
+    return {name: fmean(values) for name, values in found.items()}
+
+
+def _progress(statuses: Sequence[dict[str, Any]]) -> Progress | None:
+    """Workers that are ahead, or have left, are through with the epoch of the last one."""
+    told = [status["progress"] for status in statuses if "progress" in status]
+    open_ = [status["progress"] for status in statuses if "progress" in status and not status.get("left")]
+    if not told:
+        return None
+    last = min(open_ or told, key=lambda progress: progress["epoch"])
+    epoch = last["epoch"]
+    done = total = 0
+    for status in statuses:
+        if (found := status.get("progress")) is None:
+            continue
+        of_all = found.get("total")
+        is_through = found["epoch"] > epoch or status.get("left")
+        done += of_all if is_through and of_all else found["done"]
+        total = -1 if of_all is None or total < 0 else total + of_all
+    counted = [found for found in open_ if found["epoch"] == epoch or "epochs" in found]
+    etas = [found["eta_s"] for found in counted if "eta_s" in found]
+    share = min(1.0, done / total) if total > 0 else None
+    return Progress(epoch, last.get("epochs"), share, done, last["unit"], max(etas, default=None))

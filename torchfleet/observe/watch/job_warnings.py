@@ -1,0 +1,165 @@
+"""What is off with a running job, in sentences: a straggler, a full queue, an old network, repeated requests, silence,
+little memory or disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+from torchfleet.base import cgroups
+from torchfleet.base.monitor.freshness import OLD_NETWORK, Ages, summed
+from torchfleet.base.monitor.freshness import median as median_age
+from torchfleet.base.monitor.snapshot import JobSnapshot, RoleSnapshot
+from torchfleet.observe.watch import figures
+from torchfleet.observe.watch.job_totals import is_training
+
+_WINDOW = 10.0  # seconds over which something must be off
+_HOLD = 10.0  # seconds for which it must be well again before it counts as over
+_SLOW = 0.5  # of the others' rate
+_FULL = 0.9  # of a queue, on average
+_WAITS = 0.2  # share of time waited from which on a full queue holds training up
+_SILENT = {"server": 15.0, "worker": 60.0, "rank": 60.0}  # seconds; a worker says nothing while it evaluates
+_MACHINE = 5.0  # seconds between two looks at memory and disk
+_LITTLE_MEMORY = 0.05  # of all
+_LITTLE_DISK = 200_000_000  # bytes
+_MANY_PUSHES = 200  # since the last look, below which an age says little
+
+Found = tuple[str, str]  # what tells a warning from others, and its sentence
+
+
+class JobWarnings:
+    """Looks at one snapshot after another. Times are those of the snapshots."""
+
+    def __init__(self, log_dir: Path | None = None) -> None:
+        self._log_dir = log_dir
+        self._looks: dict[str, deque[tuple[float, RoleSnapshot]]] = {}  # of a window, by key
+        self._changed: dict[str, tuple[float, object]] = {}  # when a status last changed, and to what
+        self._ages: deque[tuple[float, Ages]] = deque()
+        self._machine: tuple[float, list[Found]] = (0.0, [])
+        self._active: dict[str, tuple[float, str]] = {}  # when it was last so, and the sentence
+        self.new: list[str] = []  # sentences that were not there at the look before
+
+    def look(self, snapshot: JobSnapshot) -> list[str]:
+        """What is off now, or was a moment ago."""
+        now = snapshot.time
+        self._note(snapshot)
+        before = set(self._active)
+        for key, text in self._found(snapshot):
+            self._active[key] = now, text
+        self._active = {key: kept for key, kept in self._active.items() if now - kept[0] <= _HOLD}
+        self.new = [text for key, (_, text) in self._active.items() if key not in before]
+        return [text for _, text in self._active.values()]
+
+    def _note(self, snapshot: JobSnapshot) -> None:
+        for role in snapshot.roles:
+            looks = self._looks.setdefault(role.key, deque())
+            looks.append((snapshot.time, role))
+            while snapshot.time - looks[0][0] > _WINDOW:
+                looks.popleft()
+            said = role.state, role.num_restarts, _report(role)
+            if role.key not in self._changed or self._changed[role.key][1] != said:
+                self._changed[role.key] = snapshot.time, said
+
+    def _found(self, snapshot: JobSnapshot) -> Iterator[Found]:
+        workers = [role for role in snapshot.roles if role.role != "server" and is_training(role)]
+        yield from self._stragglers(workers, snapshot.time)
+        for worker in workers:
+            yield from self._queue(worker, snapshot.time)
+            yield from self._retries(worker)
+        yield from self._old_network(snapshot)
+        yield from self._silence(snapshot)
+        if snapshot.time - self._machine[0] >= _MACHINE:
+            self._machine = snapshot.time, list(self._short_of())
+        yield from self._machine[1]
+
+    def _window(self, role: RoleSnapshot, now: float) -> list[RoleSnapshot]:
+        """Its looks in a whole window in which it trained, or none: what is short is no trend."""
+        looks = self._looks[role.key]
+        is_whole = now - looks[0][0] >= 0.8 * _WINDOW and len(looks) > 2
+        training = [found for _, found in looks if is_training(found) and found.status.get("steps")]
+        return training if is_whole and len(training) == len(looks) else []
+
+    def _stragglers(self, workers: list[RoleSnapshot], now: float) -> Iterator[Found]:
+        means = {}
+        for worker in workers:
+            if looks := self._window(worker, now):
+                means[worker.key] = sum(look.status.get("samples_per_s", 0.0) for look in looks) / len(looks)
+        for worker in workers if len(means) == len(workers) > 1 else []:
+            others = median(rate for key, rate in means.items() if key != worker.key)
+            if not worker.status.get("samples_per_s"):
+                continue  # at a standstill: it evaluates or saves, or its silence will be told
+            if others > 0 and means[worker.key] < _SLOW * others:
+                told = f"{figures.rate(means[worker.key])} samples/s, {figures.share(means[worker.key] / others)} of"
+                yield (
+                    f"slow {worker.key}",
+                    f"{worker.name} is slow: {told} what the others make ({figures.rate(others)})",
+                )
+
+    def _queue(self, worker: RoleSnapshot, now: float) -> Iterator[Found]:
+        status, looks = worker.status, self._window(worker, now)
+        if not looks or "queue_size" not in status:
+            return
+        filled = sum(look.status.get("queue", 0) for look in looks) / len(looks) / max(1, status["queue_size"])
+        waits = sum(look.status.get("waiting", 0.0) for look in looks) / len(looks)
+        if filled >= _FULL and waits >= _WAITS:
+            told = f"{status['queue']} of {status['queue_size']} steps wait to be sent, and training waits for them"
+            yield f"queue {worker.key}", f"the queue of {worker.name} is full: {told}"
+
+    def _retries(self, worker: RoleSnapshot) -> Iterator[Found]:
+        first = self._looks[worker.key][0][1]
+        num = worker.status.get("retries", 0) - first.status.get("retries", worker.status.get("retries", 0))
+        if num > 0 and first.status.get("steps"):  # while it starts, servers may not be there yet
+            yield (
+                f"retries {worker.key}",
+                f"{worker.name} sent {figures.plural(num, 'request')} again in the last {_WINDOW:.0f} s: answers come "
+                "late, or not at all",
+            )
+
+    def _old_network(self, snapshot: JobSnapshot) -> Iterator[Found]:
+        """By the pushes of the last window, not of the whole job."""
+        total = summed(role.status.get("staleness_dense", {}) for role in snapshot.of("server"))
+        self._ages.append((snapshot.time, total))
+        while snapshot.time - self._ages[0][0] > _WINDOW:
+            self._ages.popleft()
+        before = self._ages[0][1]
+        recent = {age: num - before.get(age, 0) for age, num in total.items() if num > before.get(age, 0)}
+        age = median_age(recent)
+        if age is not None and age > OLD_NETWORK and sum(recent.values()) >= _MANY_PUSHES:
+            yield "old", f"the network is old: half of the gradients come from one of {age} updates ago or more"
+
+    def _silence(self, snapshot: JobSnapshot) -> Iterator[Found]:
+        for kind, most in _SILENT.items():
+            quiet = {
+                role.index: snapshot.time - self._changed[role.key][0]
+                for role in snapshot.of(kind)
+                if role.state == "running" and role.status.get("pid") and not role.status.get("left")
+            }
+            silent = {index: seconds for index, seconds in quiet.items() if seconds >= most}
+            if silent:
+                who = f"{kind}{'s' * (len(silent) > 1)} {figures.ranges(list(silent))}"
+                why = "" if kind == "server" else ": evaluating, saving, or stuck"
+                yield f"silent {kind}", f"{who}: no report for {figures.duration(min(silent.values()))}{why}"
+
+    def _short_of(self) -> Iterator[Found]:
+        left, limit = cgroups.memory_left(), cgroups.memory_limit()
+        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        total = machine if limit is None else min(limit, machine)
+        if left is not None and left < _LITTLE_MEMORY * total:
+            yield "memory", f"memory is short: {figures.size(max(0, left))} of {figures.size(total)} are left here"
+        if self._log_dir is not None:
+            try:
+                free = shutil.disk_usage(self._log_dir).free
+            except OSError:
+                return
+            if free < _LITTLE_DISK:
+                yield "disk", f"the disk of {self._log_dir} is full: {figures.size(free)} are left"
+
+
+def _report(role: RoleSnapshot) -> object:
+    """What is new as long as the process reports. The rates of a worker are set to nothing when it does not."""
+    status = role.status
+    return status if role.role == "server" else [status.get(name) for name in ("pid", "steps", "samples", "metrics")]

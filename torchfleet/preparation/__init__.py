@@ -1,1 +1,0 @@
-"""fleet.prepare: the objects of an ordinary script of torch's, made those of a job."""

@@ -1,1 +1,0 @@
-"""Steps that are traced or profiled, on workers, ranks and servers."""

@@ -1,0 +1,1 @@
+"""Parameter servers: workers, servers, tables, kernels, the wire between them, and saved models."""

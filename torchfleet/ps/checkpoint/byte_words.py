@@ -1,0 +1,56 @@
+"""Tensors of any type in a block of float32: their bytes, two to a word, each word a whole number from 0 to 65535.
+
+A table holds finite float32 values. The bytes of an int64 or a bfloat16 read as float32 may be none (a NaN), but every
+16-bit number is one exactly. So counters, masks and frozen half-precision weights go the way of all dense values: to
+every worker, into saves, to another number of servers, without a kind of array of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.base.errors import CheckpointError
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float32]
+
+_WORD = np.dtype("<u2")
+
+
+def num_words(num_bytes: int) -> int:
+    return -(-num_bytes // _WORD.itemsize)
+
+
+def to_words(data: Bytes) -> Floats:
+    """The words of these bytes; an odd number of them ends with a byte of zero."""
+    padded = np.zeros(_WORD.itemsize * num_words(len(data)), np.uint8)
+    padded[: len(data)] = data
+    return padded.view(_WORD).astype(np.float32)
+
+
+def to_bytes(words: Floats, num_bytes: int, name: str) -> Bytes:
+    """The bytes that `to_words` was given, of the tensor `name`. Raises CheckpointError for what are no words."""
+    flat = np.ascontiguousarray(words).reshape(-1)
+    whole = flat.astype(_WORD) if len(flat) and 0 <= flat.min() <= flat.max() < 1 << 16 else np.empty(0, _WORD)
+    if len(flat) != num_words(num_bytes) or not np.array_equal(whole, flat):
+        raise CheckpointError(
+            f"'{name}': expected {num_words(num_bytes):,} whole numbers from 0 to 65535 (two bytes each), found others"
+        )
+    return whole.view(np.uint8)[:num_bytes]
+
+
+def to_numbers(words: Floats, dtype: str, shape: Sequence[int], name: str) -> npt.NDArray[Any]:
+    """The tensor's numbers, flat, for comparison: bfloat16 as float32, other types that numpy lacks as their bytes."""
+    num = int(np.prod(shape, dtype=np.int64))
+    if dtype == "bfloat16":  # the upper half of a float32
+        halves = to_bytes(words, 2 * num, name).view(_WORD)
+        return (halves.astype(np.uint32) << 16).view(np.float32)
+    try:
+        known = np.dtype(dtype).newbyteorder("<")
+    except TypeError:
+        return to_bytes(words, len(words) * _WORD.itemsize, name)
+    return to_bytes(words, num * known.itemsize, name).view(known)

@@ -1,0 +1,98 @@
+"""A table of a saved model in formats that other programs read: Parquet, or lines of `key v1 v2 ...`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.base.errors import CheckpointError
+from torchfleet.base.extras import required
+from torchfleet.base.storage import Storage, split_place
+from torchfleet.ps.checkpoint.chain import live_rows, statistics_of
+from torchfleet.ps.checkpoint.manifest import read_manifest
+from torchfleet.ps.checkpoint.part_file import STATISTICS, Arrays
+
+FORMATS = ("parquet", "text")
+_LINES = 1 << 12  # of text, written at a time
+
+Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32], Arrays]
+
+
+def export_table(
+    dirname: str,
+    table: str,
+    path: str,
+    file_format: str = "parquet",
+    with_state: bool = False,
+    with_statistics: bool = False,
+) -> int:
+    """Write a sparse table's rows to a file, some at a time; returns how many. Keys are written as signed numbers.
+
+    `path` may be any that fsspec opens. A folder on this machine must be there.
+    Statistics that the table keeps come in columns of their own behind the values, as they are saved: times in seconds
+    since 1970, shows and clicks as of the day on which the row was last looked up. The file appears when all is in it.
+    """
+    if file_format not in FORMATS:
+        raise CheckpointError(f"export: the format is one of {', '.join(FORMATS)}, found {file_format!r}")
+    storage = Storage(dirname)
+    manifest = read_manifest(storage)
+    saved = manifest.table(table)
+    names = statistics_of(manifest, table) if with_statistics else ()
+    width = saved.dim * (1 + saved.num_states) if with_state else saved.dim
+    rows = (_some(keys, arrays, width, names) for keys, arrays in live_rows(storage, manifest, table))
+    write = _write_parquet if file_format == "parquet" else _write_text
+    folder, name = split_place(path)
+    target = Storage(folder)
+    if target.is_local and not os.path.isdir(target.path):
+        raise CheckpointError(f"export to {path}: expected a folder {target.path}, found none. Make it first.")
+    try:
+        with target.writing(name) as file:
+            return write(rows, file, width, names)
+    except OSError as error:
+        raise CheckpointError(f"export to {path}: {error}") from error
+
+
+def _some(keys: npt.NDArray[np.uint64], arrays: Arrays, width: int, names: tuple[str, ...]) -> Rows:
+    zeros = np.zeros(len(keys), np.uint32)  # what a save from before the table kept it says of it
+    kept = {name: arrays[name] if name in arrays else zeros.view(STATISTICS[name]) for name in names}
+    return keys.view(np.int64), arrays["rows"][:, :width], kept
+
+
+def _write_text(rows: Iterator[Rows], file: Any, width: int, names: tuple[str, ...]) -> int:
+    num = 0
+    for keys, values, statistics in rows:
+        for start in range(0, len(keys), _LINES):
+            some = slice(start, start + _LINES)
+            columns = [statistics[name][some].tolist() for name in names]
+            lines = zip(keys[some].tolist(), values[some].tolist(), *columns, strict=True)
+            file.write("".join(_line(*line) for line in lines).encode("ascii"))
+        num += len(keys)
+    return num
+
+
+def _line(key: int, row: list[float], *statistics: float) -> str:
+    """Nine digits tell every float32 from every other; times have ten, and are whole."""
+    numbers = [*(f"{value:.9g}" for value in row), *map(_digits, statistics)]
+    return f"{key} {' '.join(numbers)}\n"
+
+
+def _digits(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.9g}"
+
+
+def _write_parquet(rows: Iterator[Rows], file: Any, width: int, names: tuple[str, ...]) -> int:
+    pa, pq = (required(m, "Parquet", "parquet", ", or use format text") for m in ("pyarrow", "pyarrow.parquet"))
+    columns: list[tuple[str, Any]] = [("key", pa.int64()), ("values", pa.list_(pa.float32(), width))]
+    columns += [(name, pa.from_numpy_dtype(STATISTICS[name])) for name in names]
+    num = 0
+    with pq.ParquetWriter(file, pa.schema(columns)) as writer:
+        for keys, values, statistics in rows:
+            lists = pa.FixedSizeListArray.from_arrays(pa.array(np.ascontiguousarray(values).reshape(-1)), width)
+            kept = {name: pa.array(column) for name, column in statistics.items()}
+            writer.write_table(pa.table({"key": pa.array(keys), "values": lists, **kept}))
+            num += len(keys)
+    return num

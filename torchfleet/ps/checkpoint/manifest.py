@@ -1,0 +1,118 @@
+"""The manifest: which tables a saved model has, which files they are in, and a checksum of each file and of itself.
+
+The donefile beside it has one line of JSON per save of the chain, for programs that wait for new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from torchfleet.base.errors import CheckpointError
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.lock import remove_all_but
+from torchfleet.ps.checkpoint.manifest_check import check_manifest
+from torchfleet.ps.checkpoint.manifest_file import FILE, has_manifest, read_body, write_body
+from torchfleet.ps.checkpoint.manifest_parts import (
+    FORMAT,
+    VERSION,
+    Link,
+    Manifest,
+    Parameter,
+    Part,
+    Saved,
+    Table,
+    described,
+)
+
+__all__ = [
+    "DONEFILE",
+    "FILE",
+    "FORMAT",
+    "VERSION",
+    "Link",
+    "Manifest",
+    "Parameter",
+    "Part",
+    "Saved",
+    "Table",
+    "as_json",
+    "described",
+    "folder_of",
+    "next_save",
+    "read_manifest",
+    "remove_others",
+    "write_donefile",
+    "write_manifest",
+]
+
+DONEFILE = "donefile.jsonl"
+READABLE = (1, 2)
+_SAVE = re.compile(r"save-[0-9]{1,18}")  # other folders are not ours
+
+
+def write_manifest(storage: Storage, manifest: Manifest) -> None:
+    """The last act of saving: from here on the new model is the model."""
+    write_body(storage, msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+
+
+def read_manifest(storage: Storage) -> Manifest:
+    """Raises CheckpointError if there is no complete model, or if its manifest is damaged."""
+    body, place = read_body(storage), storage.place(FILE)
+    try:
+        manifest = msgspec.json.decode(body, type=Manifest)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+        raise CheckpointError(f"{place} is not a manifest of this version: {error}") from None
+    if manifest.format != FORMAT or manifest.version not in READABLE:
+        raise CheckpointError(
+            f"{place}: expected {FORMAT} version {VERSION}, found {manifest.format} version {manifest.version}"
+        )
+    check_manifest(manifest, place)
+    return manifest
+
+
+def write_donefile(storage: Storage, manifest: Manifest) -> None:
+    """The very last act of saving, after the manifest: all links of the chain, the oldest first. Replaces the file."""
+    lines = [
+        {
+            "number": link.number,
+            "parent": link.parent,
+            "kind": "delta" if link.parent else manifest.kind,
+            "folder": link.save,
+            "time": link.time,
+        }
+        for link in manifest.links()
+    ]
+    storage.write(DONEFILE, [b"".join(msgspec.json.encode(line) + b"\n" for line in lines)])
+
+
+def next_save(storage: Storage) -> int:
+    """A number above those of all saves that are or were being made here."""
+    numbers = [int(name[5:]) for name in storage.folders() if _SAVE.fullmatch(name)]
+    if has_manifest(storage):
+        with contextlib.suppress(CheckpointError):  # a damaged one is replaced
+            numbers.append(read_manifest(storage).number)
+    return max(numbers, default=0) + 1
+
+
+def folder_of(number: int) -> str:
+    return f"save-{number:06}"
+
+
+def remove_others(storage: Storage, manifest: Manifest) -> None:
+    """Folders of saves that are no part of the chain, and of those that never came to an end."""
+    remove_all_but(storage, {link.save for link in manifest.links()})
+
+
+def as_json(extra: Mapping[str, Any], function: str) -> dict[str, Any]:
+    """What will be read back of `extra`; an error names the function that was given something else."""
+    try:
+        kept = msgspec.json.decode(msgspec.json.encode(dict(extra)))
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"{function}(extra=...): expected a dict that JSON can hold: {error}") from None
+    assert isinstance(kept, dict)
+    return kept

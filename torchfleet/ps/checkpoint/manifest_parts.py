@@ -1,0 +1,154 @@
+"""What a manifest says: the tables of a saved model, its chain of saves, their part files, its parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+
+from torchfleet.base.errors import CheckpointError
+from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec, kind_named
+from torchfleet.ps.tables.table import PartKind
+
+FORMAT = "torchfleet checkpoint"
+VERSION = 2
+_INFINITE = (math.inf, -math.inf)
+
+
+class Parameter(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A dense parameter or buffer: where in its table's block it lies."""
+
+    name: str
+    shape: list[int]
+    start: int
+    dtype: str = "float32"  # another one is kept as its bytes: byte_words.py
+    words: int = 0  # how many elements of the block these are
+
+    @property
+    def size(self) -> int:
+        """How many elements of the block it takes."""
+        return self.words if self.dtype != "float32" else math.prod(self.shape)
+
+    @property
+    def described(self) -> str:
+        return f"{self.dtype} of shape {tuple(self.shape)}"
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file: rows of a sparse table, or a stretch of a dense one, or what belongs to rows (docs/checkpoints.md)."""
+
+    table: str
+    file: str
+    shard: int = msgspec.field(name="part")  # of the table, counted over the servers of the save
+    rows: int
+    bytes: int
+    crc32: int
+    start: int = 0  # dense: first element; sketch: first block
+    kind: PartKind = "rows"
+
+
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One save of a chain: a full one, or what changed since its parent."""
+
+    save: str  # the folder with the parts
+    number: int
+    parent: int  # 0: a full save
+    num_servers: int
+    parts: list[Part]
+    time: float = 0.0  # by the clock of the tables
+    num_files: int = 0  # how many parts there must be; 0: saved by an earlier release
+
+    def parts_of(self, table: str, kind: PartKind = "rows") -> list[Part]:
+        return [part for part in self.parts if part.table == table and part.kind == kind]
+
+
+class Saved(msgspec.Struct):
+    """What one server has saved."""
+
+    parts: list[Part]
+    steps: dict[str, int]
+    rows: dict[str, int]  # that the table has, whether they are in this save or not
+    time: float  # by the clock of the tables
+    is_time_set: bool = False  # by the job; else it is the wall clock's
+
+
+class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A saved table: its description, and how far it had come."""
+
+    name: str
+    kind: str
+    dim: int
+    size: int
+    seed: int
+    rule: dict[str, Any]
+    initializer: dict[str, Any]
+    num_states: int  # words of optimizer state per value
+    step: int
+    rows: int
+    parameters: list[Parameter] = []
+    entry: dict[str, Any] = {}
+    shrink: dict[str, Any] = {}
+
+    @property
+    def is_dense(self) -> bool:
+        """One flat block; else rows by key."""
+        return kind_named(self.kind).is_dense
+
+    def spec(self) -> TableSpec:
+        return TableSpec(
+            self.name,
+            self.kind,
+            self.dim,
+            self.size,
+            msgspec.convert(self.rule, Rule),
+            msgspec.convert(self.initializer, Initializer),
+            self.seed,
+            entry=msgspec.convert(self.entry, AdmissionEntry),
+            shrink=msgspec.convert(self.shrink, Shrink),
+        )
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A saved model: the newest save of a chain, and those that it continues."""
+
+    save: str  # the folder with the parts
+    number: int
+    kind: str  # "full", or "inference": without optimizer state
+    num_servers: int
+    tables: list[Table]
+    parts: list[Part]
+    format: str = FORMAT
+    version: int = VERSION
+    token: int = 0  # tells this save from every other
+    parent: int = 0  # number of the save that this one continues; 0: a full save
+    base: list[Link] = []  # the saves that it continues, the full one first
+    time: float = 0.0  # by the clock of the tables
+    is_time_set: bool = False  # by the job; else it is the wall clock's
+    extra: dict[str, Any] = {}  # what the script keeps with its model
+    num_files: int = 0  # how many parts there must be; 0: saved by an earlier release
+
+    def links(self) -> list[Link]:
+        """The chain: a full save, and what changed since, in order."""
+        newest = self.save, self.number, self.parent, self.num_servers, self.parts, self.time, self.num_files
+        return [*self.base, Link(*newest)]
+
+    def table(self, name: str) -> Table:
+        for table in self.tables:
+            if table.name == name:
+                return table
+        names = ", ".join(table.name for table in self.tables)
+        raise CheckpointError(f"the saved model has no table '{name}'; its tables are {names}")
+
+    def parts_of(self, table: str) -> list[Part]:
+        return [part for part in self.parts if part.table == table]
+
+
+def described(spec: TableSpec, num_states: int, step: int, rows: int, parameters: list[Parameter]) -> Table:
+    """A table's line in the manifest. Bounds that are infinite are left out: JSON has no word for them."""
+    rule = {name: value for name, value in msgspec.structs.asdict(spec.rule).items() if value not in _INFINITE}
+    first = msgspec.structs.asdict(spec.initializer)
+    policies = msgspec.to_builtins(spec.entry), msgspec.to_builtins(spec.shrink)
+    described = spec.name, spec.kind, spec.dim, spec.size, spec.seed, rule, first, num_states, step, rows, parameters
+    return Table(*described, *policies)

@@ -1,0 +1,250 @@
+"""Reading part files into tables: every byte is checked, and every row goes to the shard that owns it now."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.base.errors import CheckpointError, FleetError, TableError
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint import part_file
+from torchfleet.ps.checkpoint.manifest import FILE, Link, Manifest, Parameter, Part, Table
+from torchfleet.ps.checkpoint.saved_parameters import check_parameter, without_lost
+from torchfleet.ps.tables.settings.owners import owners_of
+from torchfleet.ps.tables.settings.spec import TableSpec, shard_range
+from torchfleet.ps.tables.table import BlockTable, PartKind, RowTable, SavedSlice
+
+Made = TypeVar("Made")
+
+_AHEAD = 3  # files being read while another one is taken in
+
+
+def read_part(storage: Storage, folder: str, part: Part) -> part_file.Arrays:
+    """The part's arrays. A file that is missing, cut off or changed by a single bit is named."""
+    name = f"{folder}/{part.file}"
+    place = storage.place(name)
+    if storage.leads_outside(name):
+        raise CheckpointError(f"{place} leads outside of {storage.path}: a saved model has its files in its own folder")
+    data = storage.read(name)
+    if len(data) != part.bytes:
+        raise CheckpointError(f"{place} is damaged: {len(data):,} bytes, and {part.bytes:,} were saved")
+    if part_file.checksum([data]) != part.crc32:
+        raise CheckpointError(f"{place} is damaged: its checksum is not the one that was saved")
+    return part_file.decode(data, place)
+
+
+def read_parts(
+    storage: Storage, folder: str, chosen: Sequence[Part], prepare: Callable[[Part, part_file.Arrays], Made]
+) -> Iterator[Made]:
+    """What `prepare` makes of each part, in turn; the next ones are read and prepared meanwhile, in threads.
+
+    Whatever `prepare` raises is a CheckpointError that names the file.
+    """
+
+    def read(part: Part) -> Made:
+        arrays = read_part(storage, folder, part)
+        with _naming(storage.place(f"{folder}/{part.file}")):
+            return prepare(part, arrays)
+
+    with ThreadPoolExecutor(_AHEAD) as pool:
+        under_way = deque(pool.submit(read, part) for part in chosen[:_AHEAD])
+        for following in range(_AHEAD, len(chosen) + _AHEAD):
+            if not under_way:
+                return
+            made = under_way.popleft().result()
+            if following < len(chosen):
+                under_way.append(pool.submit(read, chosen[following]))
+            yield made
+
+
+@contextlib.contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """Whatever is wrong with what is in a file, the file is named."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        text = str(error) if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"{place}: {text}") from error
+
+
+def load_sparse(storage: Storage, manifest: Manifest, table: RowTable, quiet: bool = False) -> int:
+    """All saved rows that this shard of the table owns, with their state if the rule is the same. Returns how many.
+
+    `quiet`: nothing is printed if the state is not loaded.
+    """
+    spec, saved = table.spec, manifest.table(table.spec.name)
+    _check_match(storage, saved, spec)
+    is_whole = spec.dim * (1 + saved.num_states) == table.num_words and _same_rule(saved, spec)
+    if not is_whole and not quiet:
+        _tell_of_new_state(saved, spec)
+    table.step = saved.step if is_whole else 0
+    for link in manifest.links():
+        loading = Loading(storage, link, table, saved, is_whole)
+        loading.rows()
+        loading.candidates()
+    loading.sketch()
+    return table.note_loaded()
+
+
+class Loading:
+    """One save of a chain into one shard of a table."""
+
+    def __init__(self, storage: Storage, link: Link, table: RowTable, saved: Table, is_whole: bool) -> None:
+        self._storage, self._link, self._table, self._saved, self._is_whole = storage, link, table, saved, is_whole
+        self._same_cut = link.num_servers == table.spec.num_shards
+
+    def rows(self) -> None:
+        """Rows that were dropped, then those that are there."""
+        self._load("gone")
+        table = self._table
+        share = 1 if self._same_cut else table.spec.num_shards
+        table.reserve(sum(part.rows for part in self._parts("rows")) // share)
+        self._load("rows")
+
+    def candidates(self) -> None:
+        """Keys that were counted and had no row."""
+        self._load("candidates_gone")
+        self._load("candidates")
+
+    def sketch(self) -> None:
+        """Counters of the window; of another window they would say nothing."""
+        entry, saved = self._table.spec.entry, self._saved.spec().entry
+        if (saved.window_hours, saved.num_blocks) != (entry.window_hours, entry.num_blocks):
+            return
+        for part, arrays in read_parts(self._storage, self._link.save, self._parts("sketch"), self._whole):
+            self._table.load_slice(SavedSlice("sketch", arrays, part.start))
+
+    def _load(self, kind: PartKind) -> None:
+        """Everything of this kind that the shard owns."""
+        for part, arrays in read_parts(self._storage, self._link.save, self._parts(kind), self._own):
+            before, num = self._table.num_rows, len(arrays["keys"])
+            with _naming(self._storage.place(f"{self._link.save}/{part.file}")):
+                self._table.load_slice(SavedSlice(kind, arrays))
+                num_known = num - (self._table.num_rows - before)
+                if kind == "rows" and not self._link.parent and 2 * num_known > num:
+                    raise TableError(f"of {num:,} keys {num_known:,} were there before, in this file or in another")
+
+    def _parts(self, kind: PartKind) -> list[Part]:
+        """The files that hold something of this shard."""
+        chosen = self._link.parts_of(self._table.spec.name, kind)
+        is_own = self._same_cut and kind != "sketch"
+        return [part for part in chosen if part.shard == self._table.spec.shard] if is_own else chosen
+
+    def _whole(self, part: Part, arrays: part_file.Arrays) -> tuple[Part, part_file.Arrays]:
+        part_file.check_arrays(self._saved, part, arrays)
+        return part, arrays
+
+    def _own(self, part: Part, arrays: part_file.Arrays) -> tuple[Part, part_file.Arrays]:
+        """What this shard owns of a part."""
+        spec = self._table.spec
+        part_file.check_arrays(self._saved, part, arrays)
+        found = dict(arrays)
+        is_mine = owners_of(spec, found["keys"], self._link.num_servers) == part.shard
+        if not is_mine.all():
+            raise TableError(f"expected keys of server {part.shard}, found some of other servers")
+        if not self._same_cut:
+            is_mine = owners_of(spec, found["keys"], spec.num_shards) == spec.shard
+            found = {name: array[is_mine] for name, array in found.items()}
+        if part.kind == "rows":
+            width = self._table.num_words if self._is_whole else spec.dim
+            found["rows"] = np.ascontiguousarray(found["rows"][:, :width])
+            self._table.check_values(found["keys"], found["rows"])
+            if not self._is_whole:
+                found.pop("tick", None)  # steps are counted anew
+        return part, found
+
+
+def load_dense(
+    storage: Storage,
+    manifest: Manifest,
+    table: BlockTable,
+    names: set[str] | None,
+    layout: Sequence[Parameter] | None = None,
+) -> int:
+    """Values of this shard's elements: of the named parameters, or of all. Returns how many elements.
+
+    `layout` says where the model has its parameters; each gets the values that were saved under its name. State, which
+    has one count of steps for the table, comes with them if all of them come from one table of the same rule.
+    """
+    spec = table.spec
+    if layout is None:
+        _check_match(storage, manifest.table(spec.name), spec)
+        layout = manifest.table(spec.name).parameters
+    chosen = [parameter for parameter in layout if names is None or parameter.name in names]
+    if not chosen:
+        return 0
+    known = {parameter.name: (saved, parameter) for saved in manifest.tables for parameter in saved.parameters}
+    chosen = without_lost(storage, manifest, chosen)
+    if not chosen:
+        return 0
+    for parameter in chosen:
+        check_parameter(storage, parameter, known[parameter.name][1] if parameter.name in known else None)
+    sources = {known[parameter.name][0].name: known[parameter.name][0] for parameter in chosen}
+    blocks = {name: read_dense(storage, manifest, saved) for name, saved in sources.items()}
+    saved = known[chosen[0].name][0]
+    is_whole = len(chosen) == len(layout) and len(sources) == 1 and _same_rule(saved, spec)
+    is_whole = is_whole and saved.num_states == table.num_states
+    if not is_whole and names is None:
+        _tell_of_new_state(saved, spec)
+    first, last = shard_range(spec.size, spec.shard, spec.num_shards)
+    loaded = []
+    for parameter in chosen:
+        source, there = known[parameter.name]
+        start = max(first, parameter.start)
+        stop = min(last, parameter.start + parameter.size)
+        if start < stop:
+            shift = there.start - parameter.start
+            block = blocks[source.name][: None if is_whole else 1, start + shift : stop + shift]
+            with _naming(f"{storage.place(manifest.save)}/*.safetensors, parameter '{parameter.name}'"):
+                table.load(start - first, block)
+            loaded.append((start, stop))
+    table.loaded = loaded
+    table.step = saved.step if is_whole else 0
+    return sum(stop - start for start, stop in loaded)
+
+
+def _tell_of_new_state(saved: Table, spec: TableSpec) -> None:
+    """Tables that are not trained (in a prediction job, of fixed parameters) have none to tell of."""
+    if not spec.rule.lr or spec.name != saved.name:
+        return
+    print(
+        f"table '{spec.name}': saved by {saved.rule['name']} with {saved.num_states} numbers of state per value, and "
+        f"now trained by {spec.rule.name}: values are loaded, the optimizer's state starts anew",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def read_dense(storage: Storage, manifest: Manifest, saved: Table) -> npt.NDArray[np.float32]:
+    """A dense table put together from its part files: a row of values, and one for each number of state."""
+    whole = np.empty((1 + saved.num_states, saved.size), np.float32)  # all of it is filled: manifest_check.py
+
+    def prepare(part: Part, arrays: part_file.Arrays) -> None:
+        part_file.check_arrays(saved, part, arrays)
+        whole[:, part.start : part.start + part.rows] = arrays["values"]
+
+    for _ in read_parts(storage, manifest.save, manifest.parts_of(saved.name), prepare):
+        pass
+    return whole
+
+
+def _check_match(storage: Storage, saved: Table, spec: TableSpec) -> None:
+    for name in ("kind", "dim", "size"):
+        if getattr(saved, name) != getattr(spec, name):
+            raise CheckpointError(
+                f"{storage.place(FILE)}: table '{spec.name}' was saved with {name}={getattr(saved, name)}, and the "
+                f"model has {name}={getattr(spec, name)}. Load it into the model that it was saved from."
+            )
+
+
+def _same_rule(saved: Table, spec: TableSpec) -> bool:
+    return bool(saved.rule["name"] == spec.rule.name)

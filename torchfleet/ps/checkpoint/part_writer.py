@@ -1,0 +1,149 @@
+"""Writes the part files of one save: every row goes to a file of the shard that owns it."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from torchfleet.base.errors import CheckpointError, FleetError
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint import part_file
+from torchfleet.ps.checkpoint.manifest import Link, Part, Table
+from torchfleet.ps.checkpoint.part_reader import read_parts
+from torchfleet.ps.tables.rows.keymap import Keys
+from torchfleet.ps.tables.settings.owners import owners_of
+from torchfleet.ps.tables.settings.spec import TableSpec, table_number
+from torchfleet.ps.tables.table import PartKind
+
+PART_BYTES = 1 << 25  # of a file
+_UNDER_WAY = 2  # files being written while the next one fills
+
+Show = Callable[[str], None]
+Live = Iterator[tuple[Keys, part_file.Arrays]]
+
+
+def write_file(target: Storage, name: str, buffers: Sequence[Any]) -> None:
+    try:
+        target.write(name, buffers)
+    except FleetError:
+        raise
+    except Exception as error:  # every file system has its own
+        raise CheckpointError(f"cannot write to {target.path}: {type(error).__name__}: {error}") from error
+
+
+class Files:
+    """Part files of one folder, filled server by server and written by threads."""
+
+    def __init__(self, target: Storage, folder: str, num_servers: int, show: Show) -> None:
+        self._target, self._folder, self._num_servers, self._show = target, folder, num_servers, show
+        self._pool = ThreadPoolExecutor(_UNDER_WAY)
+        self._under_way: deque[Future[Part]] = deque()
+        self._written: list[Part] = []
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def put(self, spec: TableSpec, kind: PartKind, live: Live, nothing: part_file.Arrays) -> int:
+        """Every row to a file of the server that owns it; returns how many. Files that stay empty are like `nothing`,
+        or are not made if that is empty."""
+        fillings = [Filling(spec.name, kind, server) for server in range(self._num_servers)]
+        num = 0
+        for keys, arrays in live:
+            nothing = {name: array[:0] for name, array in arrays.items()} if not num else nothing
+            for server, chosen in _by_owner(spec, keys, self._num_servers):
+                filling = fillings[server]
+                more = {"keys": keys[chosen], **{name: array[chosen] for name, array in arrays.items()}}
+                if not filling.takes(more):
+                    self._submit(filling)
+                filling.add(more)
+                if filling.size >= PART_BYTES:
+                    self._submit(filling)
+            num += len(keys)
+            self._show(f"{spec.name}: {num:,} {kind}")
+        for filling in fillings:
+            if not filling.pieces and not filling.number and nothing:
+                filling.add({"keys": np.empty(0, np.uint64), **nothing})
+            if filling.pieces:
+                self._submit(filling)
+        return num
+
+    def copy(self, source: Storage, link: Link, table: Table, kind: PartKind) -> None:
+        """Files that are whole in every save."""
+        numbers: Counter[int] = Counter()
+        for part, arrays in read_parts(source, link.save, link.parts_of(table.name, kind), lambda *both: both):
+            filling = Filling(table.name, kind, part.shard, numbers[part.shard])
+            numbers[part.shard] += 1
+            filling.pieces = {name: [array] for name, array in arrays.items()}
+            self._submit(filling, part)
+
+    def written(self) -> list[Part]:
+        """All files, when they are on disk."""
+        while self._under_way:
+            self._written.append(self._under_way.popleft().result())
+        return self._written
+
+    def _submit(self, filling: Filling, like: Part | None = None) -> None:
+        if len(self._under_way) >= _UNDER_WAY:
+            self._written.append(self._under_way.popleft().result())
+        num_rows, start = (like.rows, like.start) if like else (filling.num_rows, 0)
+        part = Part(filling.table, filling.file, filling.server, num_rows, 0, 0, start, filling.kind)
+        self._under_way.append(self._pool.submit(self._write, part, filling.pieces))
+        filling.begin(filling.number + 1)
+
+    def _write(self, part: Part, pieces: part_file.Pieces) -> Part:
+        buffers = part_file.encode_pieces(pieces)
+        write_file(self._target, f"{self._folder}/{part.file}", buffers)
+        size = sum(memoryview(buffer).nbytes for buffer in buffers)
+        return msgspec.structs.replace(part, bytes=size, crc32=part_file.checksum(buffers))
+
+
+class Filling:
+    """The next file of one table, kind and server."""
+
+    def __init__(self, table: str, kind: PartKind, server: int, number: int = 0) -> None:
+        self.table, self.kind, self.server = table, kind, server
+        self.begin(number)
+
+    def begin(self, number: int) -> None:
+        self.number, self.size, self.num_rows = number, 0, 0
+        self.pieces: part_file.Pieces = {}
+
+    def takes(self, arrays: part_file.Arrays) -> bool:
+        """A file has the same tensors for all its keys; one that is half full does not become too large."""
+        if not self.pieces:
+            return True
+        size = self.size + sum(array.nbytes for array in arrays.values())
+        return set(self.pieces) == set(arrays) and (size <= PART_BYTES or self.size < PART_BYTES // 2)
+
+    def add(self, arrays: part_file.Arrays) -> None:
+        for name, array in arrays.items():
+            self.pieces.setdefault(name, []).append(array)
+            self.size += array.nbytes
+        self.num_rows += len(arrays["keys"])
+
+    @property
+    def file(self) -> str:
+        name = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in self.table)
+        kind = "" if self.kind == "rows" else f".{self.kind}"
+        return f"{name}-{table_number(self.table):08x}{kind}.{self.server}-{self.number:05}.safetensors"
+
+
+def _by_owner(spec: TableSpec, keys: Keys, num_servers: int) -> Iterator[tuple[int, Any]]:
+    """(server, which of the keys are its own), for servers that have any."""
+    owners = owners_of(spec, keys, num_servers)
+    counts = np.bincount(owners, minlength=num_servers)
+    if len(keys) and counts.max() == len(keys):
+        yield int(counts.argmax()), slice(None)  # no copy
+        return
+    order = np.argsort(owners, kind="stable")
+    stops = np.cumsum(counts)
+    for server in np.flatnonzero(counts).tolist():
+        yield server, order[stops[server] - counts[server] : stops[server]]

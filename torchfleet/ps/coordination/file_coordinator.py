@@ -1,0 +1,64 @@
+"""The coordinator of jobs on one machine: files in a folder that fleetrun makes.
+
+A term is a file, which is made once: whoever makes the file of the next term has changed the view. There is no lock, so
+that a process that is stopped in the middle holds up nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchfleet.base.errors import CoordinatorUnreachable
+from torchfleet.base.ownership import check_own
+from torchfleet.ps.coordination.view import View, pack_view, unpack_view
+
+
+class FileCoordinator:
+    """As Coordinator, for processes of one machine and one user."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises SecurityError if others can write to the folder, CoordinatorUnreachable if there is none."""
+        self._folder = Path(folder)
+        with self._errors():
+            check_own(self._folder)
+
+    def read(self, shard: int) -> View | None:
+        with self._errors():
+            names = (path.name.partition(".") for path in self._folder.iterdir())
+            terms = [int(term) for name, _, term in names if name == f"shard-{shard}" and term.isdigit()]
+            if not terms:
+                return None
+            path = self._path(shard, max(terms))
+            return unpack_view(path.read_bytes(), str(path))
+
+    def replace(self, shard: int, before: View | None, after: View) -> bool:
+        assert after.term == (before.term if before else 0) + 1
+        if self.read(shard) != before:
+            return False
+        with self._errors(), tempfile.NamedTemporaryFile(dir=self._folder, prefix="new-") as written:
+            written.write(pack_view(after))
+            written.flush()
+            try:
+                os.link(written.name, self._path(shard, after.term))
+            except FileExistsError:
+                return False
+            return True
+
+    def renew(self) -> None:
+        pass
+
+    def _path(self, shard: int, term: int) -> Path:
+        return self._folder / f"shard-{shard}.{term}"
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CoordinatorUnreachable(
+                f"the folder {self._folder}, where fleetrun keeps who is primary, cannot be used: {error}"
+            ) from None

@@ -1,0 +1,35 @@
+"""One mixing function for every hash in the package; integers only, so equal on every architecture for ever."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchfleet.ps.kernels.jit import inlined
+
+_M1 = np.uint64(0xBF58476D1CE4E5B9)
+_M2 = np.uint64(0x94D049BB133111EB)
+_S30, _S27, _S31, _S32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32)
+
+# Owner and map position come from differently salted hashes: with one hash for both, the keys of one server
+# would fill only one stretch of its map.
+_OWNER_SALT = np.uint64(0x6A09E667F3BCC909)
+
+
+@inlined
+def mix(x: np.uint64) -> np.uint64:
+    """The finaliser of SplitMix64: a bijection on 64 bits in which every input bit moves every output bit."""
+    x = (x ^ (x >> _S30)) * _M1
+    x = (x ^ (x >> _S27)) * _M2
+    return x ^ (x >> _S31)
+
+
+@inlined
+def owner_hash(key: np.uint64) -> np.uint64:
+    """32 bits; whatever is divided among servers in the order of this hash is one stretch per server."""
+    return mix(key ^ _OWNER_SALT) >> _S32
+
+
+@inlined
+def owner_of(key: np.uint64, num_owners: np.uint64) -> np.uint64:
+    """Which of `num_owners` servers owns the key; consecutive keys are spread evenly."""
+    return (owner_hash(key) * num_owners) >> _S32

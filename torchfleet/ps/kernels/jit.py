@@ -1,0 +1,96 @@
+"""How every kernel is compiled, and where the compiled ones are kept."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+import numba as nb
+
+from torchfleet.base.errors import SecurityError
+from torchfleet.base.ownership import make_own
+
+
+def keep_kernels(folder: Path) -> None:
+    """Let numba keep compiled kernels beside their sources in `folder`, else in the user's own cache folder, else in
+    a temporary one, which is compiled into anew by every process: one line on stderr says so.
+
+    What numba keeps is a pickle, and machine code: it is executed when it is loaded. A folder in which others can write
+    is not used; if NUMBA_CACHE_DIR names one, SecurityError is raised.
+    """
+    if nb.config.CACHE_DIR:  # the user has chosen
+        _check_choice(Path(nb.config.CACHE_DIR))
+        return
+    stamp = _stamp(folder)
+    if _is_usable(folder / "__pycache__"):
+        _forget_old_kernels(folder / "__pycache__", stamp)
+        return
+    home = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    own = home / "torchfleet" / f"kernels-{stamp}"
+    if not _is_usable(own):
+        own = Path(tempfile.mkdtemp(prefix="torchfleet-kernels-"))
+        atexit.register(_remove, own, os.getpid())
+        print(
+            f"torchfleet: compiled kernels can be kept neither in {folder} nor in {home}, and are compiled anew in "
+            "every process, which takes a minute or more. Set NUMBA_CACHE_DIR to a folder that you, and nobody else, "
+            "can write to.",
+            file=sys.stderr,
+            flush=True,
+        )
+    nb.config.CACHE_DIR = str(own)
+
+
+def _stamp(folder: Path) -> str:
+    """Changes with any of the sources: numba itself looks at the file of a kernel only, and not at those of the
+    functions that it has inlined."""
+    return str(zlib.crc32(b"".join(source.read_bytes() for source in sorted(folder.glob("*.py")))))
+
+
+def _forget_old_kernels(kept: Path, stamp: str) -> None:
+    """Remove what numba has kept of kernels whose source has changed since."""
+    with contextlib.suppress(OSError):  # another process may be doing the same
+        noted = kept / "kernels.crc32"
+        if not noted.exists() or noted.read_text() != stamp:
+            for old in (*kept.glob("*.nbi"), *kept.glob("*.nbc")):
+                old.unlink(missing_ok=True)
+            noted.write_text(stamp)
+
+
+def _is_usable(folder: Path) -> bool:
+    """Whether this user can write there, and nobody else."""
+    try:
+        make_own(folder)
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except (OSError, SecurityError):
+        return False
+
+
+def _check_choice(folder: Path) -> None:
+    try:
+        make_own(folder.resolve())
+    except OSError:
+        return  # numba says what is wrong with it
+    except SecurityError as error:
+        raise SecurityError(f"NUMBA_CACHE_DIR: compiled kernels are executed when they are loaded. {error}") from None
+
+
+def _remove(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # a forked process goes on using it
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+keep_kernels(Path(__file__).parent)
+
+# Without the interpreter's lock; kept on disk between processes; and with IEEE's division: Python's would raise in the
+# middle of an update, and checking for it takes as long as the arithmetic itself. Without numba's reference counts
+# (_nrt): a kernel allocates nothing, and the atomic counts at every call of an inlined function took two thirds of the
+# text parser's time.
+kernel = nb.njit(nogil=True, cache=True, error_model="numpy", _nrt=False)
+inlined = nb.njit(forceinline=True, error_model="numpy", _nrt=False)

@@ -1,0 +1,146 @@
+"""Search in the map of kernels/hashmap.py: rows of many keys, and what is in them.
+
+Keys are taken in blocks. Per block first all buckets, then all rows are fetched by loops with nothing else in them, so
+that the processor has as many cache misses under way as it can hold.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchfleet.ps.kernels.hashmap import (
+    BLOCK,
+    FETCHED,
+    MISSING,
+    MOVED,
+    NEW,
+    OLD,
+    SALT,
+    first_match,
+    home_of,
+    key_at,
+    place_of,
+    tag_of,
+)
+from torchfleet.ps.kernels.intrinsics import copy_words
+from torchfleet.ps.kernels.jit import inlined, kernel
+from torchfleet.ps.kernels.rows import fetch_rows
+
+_U8, _LOW = np.uint64(8), np.uint64(0xFFFFFFFF)
+
+
+@inlined
+def _candidates(
+    old: np.ndarray,
+    new: np.ndarray,
+    num_buckets: np.ndarray,
+    state: np.ndarray,
+    keys_B: np.ndarray,
+    rows_B: np.ndarray,
+) -> np.uint64:
+    """rows_B[i] = a row whose key has the tag of keys_B[i], or MISSING. What is returned must be used.
+
+    A map that is not growing has loops of its own: deciding for every key which of two arrays holds it takes half as
+    long again.
+    """
+    moved, salt = np.uint64(state[MOVED]), np.uint64(state[SALT])
+    num_old, num_new = num_buckets[OLD], num_buckets[NEW]
+    fetched = np.uint64(0)
+    if moved >= num_old:
+        for i in range(len(keys_B)):
+            rows_B[i] = np.int64(home_of(tag_of(keys_B[i], salt), num_new))
+        for i in range(len(keys_B)):
+            fetched ^= new[np.uint64(rows_B[i]) * _U8]
+        for i in range(len(keys_B)):
+            found = first_match(new, np.uint64(rows_B[i]), tag_of(keys_B[i], salt))
+            rows_B[i] = np.int64(found & _LOW) - 1
+    else:
+        for i in range(len(keys_B)):  # a home in the old array as -1 - home
+            tag = tag_of(keys_B[i], salt)
+            home = home_of(tag, num_old)
+            rows_B[i] = np.int64(home_of(tag, num_new)) if home < moved else -1 - np.int64(home)
+        for i in range(len(keys_B)):
+            home = rows_B[i]
+            fetched ^= new[np.uint64(home) * _U8] if home >= 0 else old[np.uint64(-1 - home) * _U8]
+        for i in range(len(keys_B)):
+            tag, home = tag_of(keys_B[i], salt), rows_B[i]
+            found = first_match(new, np.uint64(home), tag) if home >= 0 else first_match(old, np.uint64(-1 - home), tag)
+            rows_B[i] = np.int64(found & _LOW) - 1
+    return fetched
+
+
+@kernel
+def _find_exactly(
+    old: np.ndarray,
+    new: np.ndarray,
+    num_buckets: np.ndarray,
+    state: np.ndarray,
+    words_RW: np.ndarray,
+    key: np.uint64,
+) -> int:
+    """For the few keys that share their tag with another key of the map."""
+    tag = tag_of(key, np.uint64(state[SALT]))
+    if home_of(tag, num_buckets[OLD]) < np.uint64(state[MOVED]):
+        slot = new[place_of(new, words_RW, key, tag, home_of(tag, num_buckets[NEW]))]
+    else:
+        slot = old[place_of(old, words_RW, key, tag, home_of(tag, num_buckets[OLD]))]
+    return np.int64(slot & _LOW) - 1
+
+
+@kernel
+def find(
+    old: np.ndarray,
+    new: np.ndarray,
+    num_buckets: np.ndarray,
+    state: np.ndarray,
+    words_RW: np.ndarray,
+    keys_N: np.ndarray,
+    rows_N: np.ndarray,
+    num_words: int,
+) -> int:
+    """rows_N[i] = row of keys_N[i], or MISSING; returns how many are missing.
+
+    The first `num_words` words of every row are then in the cache.
+    """
+    num_missing, fetched = 0, np.uint64(0)
+    for start in range(0, len(keys_N), BLOCK):
+        stop = min(start + BLOCK, len(keys_N))
+        fetched ^= _candidates(old, new, num_buckets, state, keys_N[start:stop], rows_N[start:stop])
+        fetched ^= fetch_rows(words_RW.reshape(-1), words_RW.shape[1], rows_N[start:stop], num_words)
+        for i in range(start, stop):
+            if rows_N[i] >= 0 and key_at(words_RW, np.uint64(rows_N[i])) != keys_N[i]:
+                rows_N[i] = _find_exactly(old, new, num_buckets, state, words_RW, keys_N[i])
+            num_missing += rows_N[i] == MISSING
+    state[FETCHED] = np.int64(fetched)  # a result that is stored is a fetch that is not optimised away
+    return num_missing
+
+
+@kernel
+def read(
+    old: np.ndarray,
+    new: np.ndarray,
+    num_buckets: np.ndarray,
+    state: np.ndarray,
+    words_RW: np.ndarray,
+    keys_N: np.ndarray,
+    rows_N: np.ndarray,
+    offset: int,
+    out_NC: np.ndarray,
+) -> int:
+    """`find`, and out_NC[i] = the first C words behind `offset` of the row of keys_N[i], zeros where it is missing."""
+    width, num_words = np.int64(words_RW.shape[1]), np.int64(out_NC.shape[1])
+    num_missing, fetched = 0, np.uint64(0)
+    for start in range(0, len(keys_N), BLOCK):
+        stop = min(start + BLOCK, len(keys_N))
+        fetched ^= _candidates(old, new, num_buckets, state, keys_N[start:stop], rows_N[start:stop])
+        fetched ^= fetch_rows(words_RW.reshape(-1), width, rows_N[start:stop], offset + num_words)
+        for i in range(start, stop):
+            if rows_N[i] >= 0 and key_at(words_RW, np.uint64(rows_N[i])) != keys_N[i]:
+                rows_N[i] = _find_exactly(old, new, num_buckets, state, words_RW, keys_N[i])
+            if rows_N[i] >= 0:
+                copy_words(out_NC, i * num_words, words_RW, rows_N[i] * width + offset, num_words)
+            else:
+                out_NC[i, :] = 0
+                num_missing += 1
+    state[FETCHED] = np.int64(fetched)
+    return num_missing

@@ -1,0 +1,79 @@
+"""Sets of row numbers: row r is bit r & 63 of words_W[r >> 6].
+
+pages_P[r >> 15] is not 0 where any of a page's 512 words may be: whoever reads passes over the other pages, and leaves
+memory that was never written to untouched.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchfleet.ps.kernels.intrinsics import trailing_zeros
+from torchfleet.ps.kernels.jit import inlined, kernel
+
+PAGE_WORDS = 512  # 4 KB
+PAGE_ROWS = 64 * PAGE_WORDS
+
+_U0, _U1, _U63, _ALL = np.uint64(0), np.uint64(1), np.uint64(63), np.uint64(0xFFFFFFFFFFFFFFFF)
+_WORD, _PAGE = np.uint64(6), np.uint64(15)  # shifts
+
+
+@kernel
+def mark(words_W: np.ndarray, pages_P: np.ndarray, max_rows: int, rows_N: np.ndarray) -> int:
+    """Add rows_N; negative ones are passed over, as are those from `max_rows` on: returns how many these are."""
+    end, num_beyond = np.uint64(max_rows), 0
+    for i in range(len(rows_N)):
+        row = np.uint64(rows_N[i])
+        if row < end:  # a negative number is a very large one here
+            words_W[row >> _WORD] |= _U1 << (row & _U63)
+            pages_P[row >> _PAGE] = 1
+        else:
+            num_beyond += rows_N[i] >= 0
+    return num_beyond
+
+
+@inlined
+def _bits(words_W: np.ndarray, pages_P: np.ndarray, word: int, start: int, stop: int) -> np.uint64:
+    """The word's bits of rows in start..stop. The caller's words are all in the range, at least in part."""
+    if pages_P[word // PAGE_WORDS] == 0:
+        return _U0
+    bits = words_W[word]
+    if start > word * 64:
+        bits &= _ALL << np.uint64(start - word * 64)
+    if stop < word * 64 + 64:
+        bits &= _ALL >> np.uint64(word * 64 + 64 - stop)
+    return bits
+
+
+@kernel
+def count(words_W: np.ndarray, pages_P: np.ndarray, start: int, stop: int) -> int:
+    """How many of the row numbers from `start` on and below `stop` are in the set; start < stop."""
+    num = 0
+    for word in range(start >> 6, (stop + 63) >> 6):
+        bits = _bits(words_W, pages_P, word, start, stop)
+        while bits != _U0:
+            bits &= bits - _U1
+            num += 1
+    return num
+
+
+@kernel
+def collect(words_W: np.ndarray, pages_P: np.ndarray, start: int, stop: int, rows_N: np.ndarray) -> None:
+    """Those row numbers, ascending."""
+    num = 0
+    for word in range(start >> 6, (stop + 63) >> 6):
+        bits = _bits(words_W, pages_P, word, start, stop)
+        while bits != _U0:
+            rows_N[num] = word * 64 + np.int64(trailing_zeros(bits))
+            bits &= bits - _U1
+            num += 1
+
+
+@kernel
+def unite(words_W: np.ndarray, pages_P: np.ndarray, other_words_W: np.ndarray, other_pages_P: np.ndarray) -> None:
+    """Add all rows of the other set."""
+    for page in range(len(other_pages_P)):
+        if other_pages_P[page] != 0:
+            pages_P[page] = 1
+            for word in range(page * PAGE_WORDS, (page + 1) * PAGE_WORDS):
+                words_W[word] |= other_words_W[word]

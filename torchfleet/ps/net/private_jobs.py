@@ -1,0 +1,188 @@
+"""Private folders of jobs on one machine: keys or sockets that no other user can reach, and how a job's is found.
+
+torchfleet-UID/          in the folder of temporary files; mode 0700, checked before use
+    job-XXXXXXXX/        of one job; locked as long as its launcher lives
+        servers          host:port of every server, one a line
+        keys/            the job's own keys; or
+        HOST:PORT        the socket of a server
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from torchfleet.base.errors import SecurityError
+from torchfleet.base.ownership import check_own, make_own
+from torchfleet.ps.net.addresses import endpoint_in
+from torchfleet.ps.net.keys import keygen
+from torchfleet.ps.net.replica_channels import SEPARATOR
+
+KEYS, IPC = "keys", "ipc"
+_SERVERS, _KEYS = "servers", "keys"
+_LONGEST = 107  # bytes of a socket's path, as the kernel allows
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a job's servers are reached: keys in a folder, or sockets in one; neither: plainly. Servers that may move are
+    looked up in an address book."""
+
+    key_dir: str | None = None
+    socket_dir: str | None = None
+    address_book: str | None = None
+
+    def endpoint(self, place: str) -> str:
+        """The address to listen on or to connect to, for a server that is known as host:port; for one with replicas the
+        addresses of all of them."""
+        if SEPARATOR in place:
+            return SEPARATOR.join(map(self.endpoint, place.split(SEPARATOR)))
+        if self.address_book:
+            return endpoint_in(self.address_book, place)
+        return f"ipc://{_socket(self.socket_dir, place)}" if self.socket_dir else f"tcp://{place}"
+
+    def check(self) -> None:
+        """Raise SecurityError if there is a folder of sockets that is not this user's alone."""
+        try:
+            if self.socket_dir:
+                check_own(Path(self.socket_dir))
+        except OSError as error:
+            raise SecurityError(f"no folder of sockets (FLEET_SOCKET_DIR): {error}. Make it with mode 0700.") from None
+
+
+class PrivateJob:
+    """The folder of a job that runs on this machine alone. Its launcher makes it and removes it."""
+
+    def __init__(self, places: Sequence[str], kind: str) -> None:
+        """`kind`: KEYS or IPC. Raises SecurityError if this user can have no such folder, or a place is taken."""
+        self._held: list[socket.socket] = []
+        with _user_folder() as folder:
+            _sweep(folder)
+            self._path = Path(tempfile.mkdtemp(prefix="job-", dir=folder))
+            self._lock = _locked(self._path)  # tells others that this job lives, also programs that clean /tmp
+        try:
+            self.way = self._fill(places, kind)
+        except BaseException:
+            self.close()
+            raise
+
+    def _fill(self, places: Sequence[str], kind: str) -> Way:
+        (self._path / _SERVERS).write_text("".join(f"{place}\n" for place in places))
+        if kind == KEYS:
+            keygen(self._path / _KEYS)
+            return Way(key_dir=str(self._path / _KEYS))
+        for place in places:
+            if len(os.fsencode(_socket(str(self._path), place))) > _LONGEST:
+                raise SecurityError(
+                    f"the path of a socket may have {_LONGEST} bytes, and {_socket(str(self._path), place)} is longer: "
+                    "set TMPDIR to a shorter folder, or say --private keys"
+                )
+            self._held.append(_hold(place))
+        return Way(socket_dir=str(self._path))
+
+    def close(self) -> None:
+        """Remove the folder with all that is in it."""
+        for held in self._held:
+            held.close()
+        shutil.rmtree(self._path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def way_in(endpoints: Sequence[str], key_dir: str | None) -> tuple[list[str], str | None]:
+    """Addresses to connect to and the folder of keys, for servers that a user knows by these addresses: as they are, or
+    those of a private job of this user that is running."""
+    places = [endpoint.replace("tcp://", "") for endpoint in endpoints]
+    way = _way_to([each for place in places for each in place.split(SEPARATOR)])
+    return ([way.endpoint(place) for place in places], way.key_dir) if way else (list(endpoints), key_dir)
+
+
+def _way_to(places: Sequence[str]) -> Way | None:
+    folder = _folder()
+    try:
+        check_own(folder)
+        jobs = sorted(folder.glob("job-*"))
+    except (OSError, SecurityError):
+        return None
+    for job in jobs:
+        with contextlib.suppress(OSError):
+            if set(places) <= set((job / _SERVERS).read_text().split()) and _is_alive(job):
+                return Way(str(job / _KEYS), None) if (job / _KEYS).is_dir() else Way(None, str(job))
+    return None
+
+
+def _folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"torchfleet-{os.getuid()}"
+
+
+@contextlib.contextmanager
+def _user_folder() -> Iterator[Path]:
+    """This user's folder of jobs, locked: nobody takes a new job's folder for an old one's."""
+    folder = _folder()
+    try:
+        make_own(folder)
+        lock = os.open(folder, os.O_RDONLY)
+    except (OSError, SecurityError) as error:
+        raise SecurityError(
+            f"no private folder for this job can be made: {error}. Set TMPDIR to a folder of your own; or say --plain "
+            "if every user of this machine may read and change the model."
+        ) from None
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield folder
+    finally:
+        os.close(lock)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what launchers left that were killed."""
+    for job in folder.glob("job-*"):
+        if not _is_alive(job):
+            shutil.rmtree(job, ignore_errors=True)
+
+
+def _is_alive(job: Path) -> bool:
+    with contextlib.suppress(OSError):
+        lock = _locked(job)
+        if lock is not None:
+            os.close(lock)
+            return False
+    return True
+
+
+def _locked(folder: Path) -> int | None:
+    """A lock on the folder, held until it is closed; None if another process has it."""
+    made = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(made, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(made)
+        return None
+    return made
+
+
+def _socket(folder: str | None, place: str) -> str:
+    return f"{folder}/{quote(place, safe=':[]')}"
+
+
+def _hold(place: str) -> socket.socket:
+    """The port, bound and not listened on: a place stands for one job's server only."""
+    host, _, port = place.rpartition(":")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    held = socket.socket(family)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        held.bind((host.strip("[]"), int(port)))
+    except OSError as error:
+        held.close()
+        raise SecurityError(f"cannot take {place} for a server: {error}. Is the port in use?") from None
+    return held

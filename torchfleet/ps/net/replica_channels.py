@@ -1,0 +1,146 @@
+"""A client's way to a server with replicas: to the one of them that is primary, whichever that is.
+
+A replica that is not primary refuses every request (NotPrimary). When that happens, or when nothing was heard for a
+moment, all of them are asked (PING). Whoever answers under the highest term is the primary. What is under way must then
+be sent again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchfleet.base.errors import NotPrimary, WireError
+from torchfleet.ps.net.transport import Channel
+from torchfleet.ps.net.wire import (
+    ERROR,
+    HEADER,
+    VERSION,
+    Command,
+    Frame,
+    Message,
+    Role,
+    decode_reply,
+    encode,
+    unpack,
+    version_of,
+)
+
+SEPARATOR = "|"  # between the addresses of a server's replicas
+SILENCE = 0.2  # seconds of waiting in vain after which all are asked
+_STEP = 0.02  # seconds between two looks at all replicas, once they were asked
+_LEAST = 0.001  # seconds of a wait: less may be lost in rounding
+_PROBE = (1 << 64) - 1  # the call of a question of ours, which no client's request reaches
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Fields of a header, for whoever passes a message on: nothing behind it has been looked at."""
+
+    command: int
+    role: int  # of a reply: its status
+    worker: int
+    call: int
+    shard: int
+    term: int
+
+
+def envelope_of(frames: Sequence[Frame]) -> Envelope | None:
+    """The envelope of a message of this version, which may be broken in every other way; None if it is none."""
+    if version_of(frames) != VERSION or memoryview(frames[0]).nbytes < HEADER.size:
+        return None
+    fields = HEADER.unpack_from(memoryview(frames[0]).cast("B"))
+    return Envelope(fields[2], fields[3], fields[5], fields[9], fields[13], fields[14])
+
+
+class ReplicaChannels:
+    """As Channel. `shard`: the number of the server; `term`: the highest that it has answered under."""
+
+    def __init__(self, channels: Sequence[Channel], shard: int, role: Role) -> None:
+        self._channels, self.shard, self._role = channels, shard, role
+        self.term = 0
+        self._current = 0
+        self._waited = 0.0  # seconds spent in vain since the current one was last heard
+        self._is_asking = self._is_refused = self._has_moved = False
+
+    def send(self, frames: Sequence[Frame]) -> bool:
+        return self._channels[self._current].send(frames)
+
+    def receive(self, timeout: float) -> Sequence[Frame] | None:
+        """As Channel.receive; None also as soon as `take_move` has something to say."""
+        deadline = self.now() + timeout
+        while True:
+            before = self.now()
+            longest = _STEP if self._is_asking else max(_LEAST, SILENCE - self._waited)
+            frames = self._channels[self._current].receive(max(0.0, min(longest, deadline - before)))
+            if frames is not None:
+                self._waited = 0.0
+                if self._is_for_client(self._current, frames):
+                    return frames
+            else:
+                self._waited += self.now() - before
+            if self._is_asking:
+                self._hear_others()
+            if self._waited >= SILENCE:
+                self._ask()
+            if self._has_moved or self.now() >= deadline:
+                return None
+
+    def take_move(self) -> bool:
+        """Whether since the last call another replica became the one to talk to, or the same one as primary again."""
+        moved, self._has_moved = self._has_moved, False
+        return moved
+
+    def reconnect(self) -> None:
+        self._channels[self._current].reconnect()
+
+    def close(self) -> None:
+        for channel in self._channels:
+            channel.close()
+
+    def now(self) -> float:
+        return self._channels[0].now()
+
+    def wakes(self) -> tuple[object, ...]:
+        return tuple(thing for channel in self._channels for thing in channel.wakes())
+
+    def _ask(self) -> None:
+        self._waited, self._is_asking = 0.0, True
+        probe = encode(Message(Command.PING, self._role, call=_PROBE, shard=self.shard, term=self.term))
+        for channel in self._channels:
+            channel.send(probe)
+
+    def _hear_others(self) -> None:
+        for number, channel in enumerate(self._channels):
+            while number != self._current and (frames := channel.receive(0.0)) is not None:
+                self._is_for_client(number, frames)  # a late reply of one that was primary is of no use
+
+    def _is_for_client(self, number: int, frames: Sequence[Frame]) -> bool:
+        """Whether it is a reply to pass on. Learns from it who is primary."""
+        envelope = envelope_of(frames)
+        if envelope is None:
+            return number == self._current  # a server of version 1 says in its own way what it is
+        if envelope.role == ERROR and _is_refusal(frames):
+            if number == self._current and envelope.call != _PROBE and not self._is_refused:
+                self._is_refused = True
+                self._ask()
+            return False
+        return envelope.term >= self.term and self._follow(number, envelope)
+
+    def _follow(self, number: int, envelope: Envelope) -> bool:
+        """A primary speaks."""
+        is_news = number != self._current or self._is_refused
+        if envelope.call == _PROBE or number == self._current:
+            self.term = envelope.term
+            self._is_asking = False
+        if envelope.call == _PROBE and is_news:
+            self._current, self._is_refused, self._has_moved, self._waited = number, False, True, 0.0
+        return envelope.call != _PROBE and number == self._current
+
+
+def _is_refusal(frames: Sequence[Frame]) -> bool:
+    try:
+        reply = decode_reply(frames)
+        return bool(reply.arrays) and unpack(reply.arrays[0], dict).get("kind") == NotPrimary.__name__
+    except WireError:
+        return False

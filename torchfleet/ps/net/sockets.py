@@ -1,0 +1,240 @@
+"""Frames over ZeroMQ: tcp and ipc, plain or with CURVE encryption and authentication."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from torchfleet.base.errors import FleetError, ServerBusy, WireError
+from torchfleet.ps.net.admission_desk import AdmissionDesk
+from torchfleet.ps.net.doorkeeper import Doorkeeper
+from torchfleet.ps.net.keys import KeyFolder, require_keys
+from torchfleet.ps.net.long_messages import drop_rest
+from torchfleet.ps.net.open_files import OpenFiles
+from torchfleet.ps.net.transport import Handler
+from torchfleet.ps.net.unread import COUNTED, Unread, size_of
+from torchfleet.ps.net.wire import MAX_ENTRY, MAX_FRAME, Frame, Role
+
+QUEUED_MESSAGES = 64  # per peer and direction; a sender finds the queue full and waits, memory stays bounded
+QUEUED_REQUESTS = 4  # of one client at a server; what else it sends waits with it
+TICK = 0.05  # seconds between two looks at the clock
+_DESK_PAUSE = 0.005  # seconds between two looks for handshakes, under load
+_UNCONFIRMED_MS = 30_000  # that bytes may be on their way, until a peer is taken for gone
+_HANDSHAKE_MS = 10_000
+_KEEPALIVE = 10  # seconds between two questions of the system whether a silent peer is there
+_HELLO = b""  # a connection's first message: small, so that the server knows it before anything large comes
+
+
+class Listener:
+    """A server's socket. Requests of all clients come in one queue, to be answered one after the other."""
+
+    def __init__(self, endpoint: str, keys: KeyFolder | None = None, insecure: bool = False) -> None:
+        require_keys(endpoint, keys, insecure)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._roles = keys.roles() if keys else {}
+        self._desk = AdmissionDesk(self._context, frozenset(key.encode() for key in self._roles)) if keys else None
+        self._socket = _socket(self._context, zmq.ROUTER, endpoint)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        self._doorkeeper = Doorkeeper(self._socket, endpoint)
+        self._unread = Unread()
+        self.num_dropped_replies = 0
+        if keys:
+            self._socket.curve_publickey, self._socket.curve_secretkey = keys.server_pair()
+            self._socket.curve_server = True
+        self._files: OpenFiles | None = None
+        try:
+            self._socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise FleetError(
+                f"cannot listen on {endpoint}: {error}. Is the port in use, the address of this machine?"
+            ) from None
+        self._files = OpenFiles(self._doorkeeper.listening())
+        self.endpoint = str(self._socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0")
+        self._poller = zmq.Poller()
+        for watched in (self._socket, *([self._desk.socket] if self._desk else [])):
+            self._poller.register(watched, zmq.POLLIN)
+
+    def serve(self, handler: Handler, is_over: Callable[[], bool]) -> None:
+        """Answer requests until `is_over`, which is looked at after every request and every TICK."""
+        assert self._files is not None
+        next_tick, next_desk, worked = 0.0, 0.0, None
+        watched: tuple[object, ...] = ()
+        while not is_over():
+            watched = self._watch(watched, handler.wakes())
+            request = self._next(0 if worked else int(TICK * 1000) if worked is None else 1, handler.rest)
+            if request is not None:
+                self._take(request, handler)
+                del request  # its memory is free before the next one is taken
+            worked = handler.work()
+            now = time.monotonic()
+            if self._desk is not None and now >= next_desk:
+                self._desk.answer(now)
+                next_desk = now + _DESK_PAUSE
+            if worked or now >= next_tick:
+                self._reply(handler.tick(now), handler)
+            if now >= next_tick:
+                self._doorkeeper.look(now)
+                self._tell(handler)
+                self._files.look()
+                next_tick = now + TICK
+
+    def _watch(self, before: tuple[object, ...], after: tuple[object, ...]) -> tuple[object, ...]:
+        """Wait for these from now on, beside requests."""
+        if after != before:
+            for gone in before:
+                self._poller.unregister(gone)
+            for new in after:
+                self._poller.register(new, zmq.POLLIN)
+        return after
+
+    def _take(self, request: list[zmq.Frame], handler: Handler) -> None:
+        self._doorkeeper.note(request[-1])
+        peer, frames = request[0].bytes, [frame.buffer for frame in request[1:]]
+        if len(request) > MAX_ENTRY + 2:
+            num = len(request) - 1 + drop_rest(self._socket)
+            error = WireError(f"a message of {num:,} frames, at most {MAX_ENTRY + 1:,}: the connection is ended")
+            self._reply(handler.refuse(peer, frames, error), handler)
+            self._doorkeeper.shut_later(request[-1], str(error))
+        elif refusal := self._unread.refusal(peer):
+            self._reply(handler.refuse(peer, frames, ServerBusy(refusal)), handler)
+        elif len(frames) != 1 or len(frames[0]):  # all but a hello
+            role = self._roles.get(str(request[-1].get("User-Id"))) if self._roles and frames else None
+            self._reply(handler.handle(peer, frames, role), handler)
+
+    def _next(self, timeout_ms: int, rest: Callable[[], None]) -> list[zmq.Frame] | None:
+        """The next request, or as many of its frames as a request may have and one more. Under load there is one
+        already, and a poll, which is dearer than taking it, is saved. `rest` is called if there is none."""
+        with contextlib.suppress(zmq.Again):
+            return self._frames()
+        self._doorkeeper.rest()
+        rest()
+        if timeout_ms and self._poller.poll(timeout_ms):
+            with contextlib.suppress(zmq.Again):
+                return self._frames()
+        return None
+
+    def _frames(self) -> list[zmq.Frame]:
+        frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+        frames = [frame]
+        while frame.more and len(frames) <= MAX_ENTRY + 2:
+            frame = self._socket.recv(copy=False)
+            frames.append(frame)
+        return frames
+
+    def _tell(self, handler: Handler) -> None:
+        news, self._doorkeeper.news = self._doorkeeper.news, []
+        for text in news:
+            handler.note_refusal(text)
+
+    def close(self) -> None:
+        self._doorkeeper.close()
+        self._socket.close(linger=500)
+        if self._files is not None:
+            self._files.close()
+        if self._desk is not None:
+            self._desk.close()
+        self._context.term()
+
+    def _reply(self, replies: Sequence[tuple[Any, list[Frame]]], handler: Handler) -> None:
+        for peer, frames in replies:
+            num_bytes = size_of(frames)
+            if num_bytes < COUNTED:
+                self._send(peer, frames)
+            elif refusal := self._unread.refusal(peer, num_bytes):
+                self.num_dropped_replies += 1
+                self._send(peer, handler.refused(frames, ServerBusy(refusal)))
+            else:
+                self._send(peer, self._unread.count(peer, frames, num_bytes))
+
+    def _send(self, peer: bytes, frames: list[Frame]) -> None:
+        try:
+            self._socket.send_multipart([peer, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError:  # the peer is gone, or does not read its replies: it will ask again or not
+            self.num_dropped_replies += 1
+
+
+class SocketChannel:
+    """A client's connection to one server. Belongs to one thread."""
+
+    def __init__(self, endpoint: str, keys: KeyFolder | None = None, role: Role = Role.WORKER) -> None:
+        self._endpoint = endpoint
+        self._pair = keys.client_pair(role) if keys else None
+        self._server_key = keys.server_public() if keys else b""
+        self._socket = self._connect()
+
+    def send(self, frames: Sequence[Frame]) -> bool:
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self, timeout: float) -> Sequence[Frame] | None:
+        if timeout > 0 and not self._socket.poll(max(1, int(timeout * 1000))):
+            return None
+        with contextlib.suppress(zmq.Again):
+            return [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+        return None
+
+    def reconnect(self) -> None:
+        self._socket.close(linger=0)
+        self._socket = self._connect()
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def wakes(self) -> tuple[object, ...]:
+        return (self._socket,)
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        connection = _socket(zmq.Context.instance(), zmq.DEALER, self._endpoint)
+        if self._pair:
+            connection.curve_publickey, connection.curve_secretkey = self._pair
+            connection.curve_serverkey = self._server_key
+        try:
+            connection.connect(self._endpoint)
+        except zmq.ZMQError as error:
+            connection.close(linger=0)
+            raise FleetError(
+                f"not an address to connect to: {self._endpoint!r} ({error}); expected tcp://host:port"
+            ) from None
+        connection.send(_HELLO, zmq.NOBLOCK)
+        return connection
+
+
+class ZeroMQ:
+    """The transport of tcp:// and ipc:// addresses."""
+
+    def listen(self, endpoint: str, keys: KeyFolder | None, insecure: bool) -> Listener:
+        """As Transport.listen."""
+        return Listener(endpoint, keys, insecure)
+
+    def connect(self, endpoint: str, keys: KeyFolder | None, role: Role) -> SocketChannel:
+        """As Transport.connect."""
+        return SocketChannel(endpoint, keys, role)
+
+
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
+    made = context.socket(kind)
+    made.set(zmq.LINGER, 0)
+    made.set(zmq.SNDHWM, QUEUED_MESSAGES)
+    made.set(zmq.RCVHWM, QUEUED_MESSAGES if kind == zmq.DEALER else QUEUED_REQUESTS)
+    made.set(zmq.MAXMSGSIZE, MAX_FRAME)
+    made.set(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    # No heartbeats of either side: libzmq (4.3.5) aborts when one is due, or is to be answered, on a connection that
+    # ended while the queue of its messages was full. The system finds peers that are gone.
+    made.set(zmq.TCP_KEEPALIVE, 1)
+    made.set(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE)
+    made.set(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE)
+    made.set(zmq.TCP_KEEPALIVE_CNT, 3)
+    made.set(zmq.TCP_MAXRT, _UNCONFIRMED_MS)
+    made.set(zmq.IPV6, int("[" in endpoint))
+    return made

@@ -1,0 +1,280 @@
+"""Requests, replies and their frames. docs/protocol.md describes every byte; nothing here trusts a length it was told.
+
+A message, request or reply, is a header frame and one frame per array. The header holds the count, width and dtype of
+every array, and a frame whose length differs from what they say is refused before anything is made of it: decoding
+allocates nothing that depends on a number in the message.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.base.errors import WireError
+
+MAGIC = b"TFLT"
+VERSION = 2
+MAX_ARRAYS = 4096
+MAX_ENTRY = MAX_ARRAYS + 2  # arrays of a message from server to server, which may hold a whole one
+MAX_FRAME = 1 << 30
+MAX_BODY = 1 << 16  # bytes of a structured body
+HEADER = struct.Struct("<4sBBBBIHHQQQQQII")
+_FIRST_HEADER = struct.Struct("<4sBBBBIHxxQQQQ")  # of version 1
+_ARRAY = struct.Struct("<IBxxxIQ")
+_DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<u1"), 2: np.dtype("<u8"), 3: np.dtype("<f4"), 4: np.dtype("<f8")}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+
+Frame = Any  # bytes, memoryview, zmq.Frame's buffer or a numpy array: anything with the buffer protocol
+Body = TypeVar("Body")
+
+if sys.byteorder != "little":
+    raise ImportError("torchfleet's frames are little-endian, and so must the machine be")
+
+
+class Command(IntEnum):
+    PING = 1
+    STATS = 2
+    CREATE_TABLE = 3
+    PULL = 4
+    PUSH = 5
+    SET = 6
+    ERASE = 7
+    BARRIER = 8
+    LEAVE = 9
+    STOP = 10
+    PULL_CHANGED = 11
+    GATHER = 12
+    SEND = 13
+    TAKE = 14
+    FILES = 15
+    SAVE = 16
+    CLOCK = 17
+    SHRINK = 18
+    INSPECT = 19
+    JOIN = 20
+    WALK = 21
+    FOLLOW = 22
+    APPEND = 23
+    CONFIRM = 24
+    LOST = 25
+
+
+class Role(IntEnum):
+    """Who asks. Where keys are in use, the key decides and not the message."""
+
+    WORKER = 1
+    FIRST_WORKER = 2
+    LAUNCHER = 3
+    SERVER = 4  # another replica of the same shard
+
+
+OK, ERROR = 0, 1  # the status of a reply
+NO_CREATE = 1  # flag of PULL: missing keys read as zeros and take no row
+VERSIONS = 2  # flag of PULL, and of PUSH with DENSE_BACK: the reply ends with the number of updates that each table in
+# it has seen
+SYNC = 4  # flag of PUSH: one update with the mean of all workers' gradients, answered when it has been made; of PULL:
+# it is part of such a step, and keys that it makes known get their rows when that ends
+DENSE_BACK = 8  # flag of PUSH: the reply holds the dense sections' new values
+DELTA = 16  # flag of PUSH: differences to be added, instead of gradients
+GATHER = 32  # flag of PUSH: one update with the mean of so many pushes, whoever they come from; answered at once
+BOUNDED = 64  # flag of PUSH: waits while it would make what another worker computes with too old; of PULL: this worker
+# computes with these dense values, and its push comes next
+
+
+@dataclass(slots=True)
+class Array:
+    """An array frame and what it belongs to; always two-dimensional, (rows, columns)."""
+
+    number: int  # of the table; in a reply to GATHER, of the worker that brought it; else 0
+    data: npt.NDArray[Any]
+
+
+@dataclass(slots=True)
+class Message:
+    """A request."""
+
+    command: int
+    role: int = Role.WORKER
+    flags: int = 0
+    worker: int = 0
+    client: int = 0  # a random number per client
+    call: int = 0  # numbers a client's requests, so that replies find them
+    sequence: int = 0  # numbers a client's changes per server from 1 on; 0: a request that may be repeated freely
+    floor: int = 0  # all changes of this client below this sequence are settled
+    arrays: list[Array] = field(default_factory=list)
+    incarnation: int = 0  # a random number per process: tells a worker from the one that had its number before
+    shard: int = 0  # which server is asked, where servers have replicas; else 0
+    term: int = 0  # the highest of the shard that the sender has seen; 0: there are no replicas, or it has seen none
+    trace: int = 0  # the number of the traced step that it is part of, below 2**16; 0: it is part of none
+
+
+@dataclass(slots=True)
+class Reply:
+    """The answer to a request, with the same header: the status stands where a request has the role.
+
+    It repeats command, worker and call of its request.
+    """
+
+    command: int
+    status: int  # OK or ERROR
+    worker: int
+    incarnation: int  # a random number per server process
+    call: int
+    arrays: list[Array] = field(default_factory=list)
+    term: int = 0  # under which the server answers; 0: it has no replicas
+    taken: int = 0  # of a request that is traced: when the server took it, and when it answered, in nanoseconds since
+    answered: int = 0  # 1970 by the server's clock; else 0
+
+
+def encode_reply(reply: Reply, version: int = VERSION) -> list[Frame]:
+    """As `encode`. `version`: that of the request; one of before can read that it is refused, and why."""
+    message = Message(reply.command, reply.status, 0, reply.worker, call=reply.call, arrays=reply.arrays)
+    message.incarnation, message.term = reply.incarnation, reply.term
+    message.sequence, message.floor = reply.taken, reply.answered
+    frames = encode(message)
+    if version == 1:
+        fields = HEADER.unpack_from(frames[0])
+        first = _FIRST_HEADER.pack(MAGIC, 1, *fields[2:7], reply.incarnation, *fields[9:12])
+        frames[0] = first + frames[0][HEADER.size :]
+    return frames
+
+
+def decode_reply(frames: Sequence[Frame]) -> Reply:
+    """As `decode`; also what a server of version 1 says, which is that it does not understand."""
+    if version_of(frames) == 1:
+        header = bytes(_as_bytes(frames[0]))
+        fields = _FIRST_HEADER.unpack_from(header)
+        rest = header[_FIRST_HEADER.size :]
+        frames = [HEADER.pack(MAGIC, VERSION, *fields[2:7], 0, *fields[7:], fields[7], 0, 0) + rest, *frames[1:]]
+    message = decode(frames)
+    return Reply(
+        message.command, message.role, message.worker, message.incarnation, message.call, message.arrays, message.term,
+        message.sequence, message.floor,
+    )  # fmt: skip
+
+
+def encode(message: Message) -> list[Frame]:
+    """Frames of a message. Arrays are not copied: leave them alone until the message has been sent."""
+    parts = [b""]
+    frames: list[Frame] = [b""]
+    for array in message.arrays:
+        data = array.data if array.data.ndim == 2 else array.data.reshape(-1, 1)
+        if not data.flags.c_contiguous:
+            data = np.ascontiguousarray(data)
+        if data.nbytes > MAX_FRAME:
+            raise WireError(
+                f"an array of {data.nbytes:,} bytes is too large for one message (at most {MAX_FRAME:,}). "
+                "Send it in ranges, or use more servers."
+            )
+        parts.append(_ARRAY.pack(array.number, _CODES[data.dtype], data.shape[1], data.shape[0]))
+        frames.append(data)
+    if len(message.arrays) > _most_arrays(message.role):
+        raise WireError(f"{len(message.arrays)} arrays in one message, at most {_most_arrays(message.role)}")
+    parts[0] = HEADER.pack(
+        MAGIC, VERSION, message.command, message.role, message.flags, message.worker, len(message.arrays),
+        message.trace, message.client, message.call, message.sequence, message.floor, message.incarnation,
+        message.shard, message.term,
+    )  # fmt: skip
+    frames[0] = b"".join(parts)
+    return frames
+
+
+def call_of(frames: Sequence[Frame]) -> int:
+    """The call number of a request that may be broken in every other way, so that its sender can be told; else 0."""
+    return int(_FIRST_HEADER.unpack_from(_as_bytes(frames[0]).data)[8]) if version_of(frames) else 0
+
+
+def version_of(frames: Sequence[Frame]) -> int:
+    """The version of a message that may be broken in every other way; 0 if it is none of ours.
+
+    The first 48 bytes are the same in all versions.
+    """
+    header = bytes(_as_bytes(frames[0])[: _FIRST_HEADER.size]) if frames else b""
+    return header[4] if len(header) == _FIRST_HEADER.size and header.startswith(MAGIC) else 0
+
+
+def decode(frames: Sequence[Frame]) -> Message:
+    """The message in these frames, its arrays over the frames' own memory. Raises WireError and nothing else."""
+    if not frames:
+        raise WireError("expected a header frame, found no frame at all")
+    header = _as_bytes(frames[0]).data
+    if len(header) < _FIRST_HEADER.size:
+        raise WireError(f"expected a header of at least {_FIRST_HEADER.size} bytes, found {len(header)}")
+    if header[: len(MAGIC)] != MAGIC:
+        found = bytes(header[: len(MAGIC)])
+        raise WireError(f"expected the magic bytes {MAGIC!r}, found {found!r}: this is not a torchfleet client")
+    if header[4] != VERSION:
+        raise WireError(
+            f"expected protocol version {VERSION}, found {header[4]}: use the same torchfleet on both sides"
+        )
+    if len(header) < HEADER.size:
+        raise WireError(f"expected a header of at least {HEADER.size} bytes, found {len(header)}")
+    (
+        _, _, command, role, flags, worker, num_arrays, trace, client, call, sequence, floor, incarnation, shard, term
+    ) = HEADER.unpack_from(header)  # fmt: skip
+    if num_arrays > _most_arrays(role) or len(header) != HEADER.size + num_arrays * _ARRAY.size:
+        raise WireError(f"a header for {num_arrays} arrays cannot have {len(header)} bytes")
+    if len(frames) != 1 + num_arrays:
+        raise WireError(f"the header announces {num_arrays} arrays, found {len(frames) - 1}")
+    arrays = [_decode_array(header, i, frames[1 + i]) for i in range(num_arrays)]
+    return Message(command, role, flags, worker, client, call, sequence, floor, arrays, incarnation, shard, term, trace)
+
+
+def _most_arrays(role: int) -> int:
+    return MAX_ENTRY if role == Role.SERVER else MAX_ARRAYS
+
+
+def _decode_array(header: memoryview, index: int, frame: Frame) -> Array:
+    number, code, num_columns, num_rows = _ARRAY.unpack_from(header, HEADER.size + index * _ARRAY.size)
+    dtype = _DTYPES.get(code)
+    if dtype is None:
+        raise WireError(f"array {index} has the unknown dtype code {code}; known are {sorted(_DTYPES)}")
+    data = _as_bytes(frame)
+    if num_rows * num_columns * dtype.itemsize != len(data):
+        raise WireError(
+            f"array {index} is announced as {num_rows} x {num_columns} {dtype}, which is "
+            f"{num_rows * num_columns * dtype.itemsize} bytes; its frame has {len(data)}"
+        )
+    if num_rows > MAX_FRAME:  # only possible when a row is empty
+        raise WireError(f"array {index} is announced with {num_rows} rows of no bytes")
+    values = data.view(dtype)
+    if not values.flags.aligned:  # small frames lie anywhere in the receive buffer; kernels read whole words
+        values = data.copy().view(dtype)
+    return Array(number, values.reshape(num_rows, num_columns))
+
+
+def _as_bytes(frame: Frame) -> npt.NDArray[np.uint8]:
+    """The memory of a frame as a flat array of bytes, whatever it is made of."""
+    if isinstance(frame, np.ndarray):
+        return frame.reshape(-1).view(np.uint8)
+    return np.frombuffer(frame, np.uint8) if len(frame) else np.empty(0, np.uint8)
+
+
+def pack(body: object) -> Array:
+    """A structured body (a table's description, statistics, an error) as an array frame of bytes."""
+    return Array(0, np.frombuffer(msgspec.msgpack.encode(body), np.uint8).reshape(-1, 1))
+
+
+def unpack(array: Array, expected: type[Body], max_bytes: int = MAX_FRAME) -> Body:
+    """The body, checked field by field against its type. Raises WireError."""
+    if array.data.dtype != np.uint8:
+        raise WireError(f"expected a body of bytes, found an array of {array.data.dtype}")
+    if array.data.nbytes > max_bytes:
+        raise WireError(f"expected a body of at most {max_bytes:,} bytes, found {array.data.nbytes:,}")
+    try:
+        return msgspec.msgpack.decode(array.data.tobytes(), type=expected)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError(f"expected a {expected.__name__}: {error}") from None
+
+
+def error_arrays(kind: str, text: str) -> list[Array]:
+    """The arrays of a reply whose status is ERROR."""
+    return [pack({"kind": kind, "text": text})]

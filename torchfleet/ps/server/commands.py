@@ -1,0 +1,269 @@
+"""The commands of a server: short functions from (server state, request) to the arrays of the reply.
+
+None of them sees a socket. One that raises FleetError has changed nothing and is answered with its text. None as the
+result means: the reply comes later, through `State.finish`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchfleet import __version__
+from torchfleet.base.errors import FleetError, TableError, WireError
+from torchfleet.ps.net.request import Request
+from torchfleet.ps.net.wire import (
+    BOUNDED,
+    DELTA,
+    GATHER,
+    MAX_BODY,
+    MAX_FRAME,
+    NO_CREATE,
+    SYNC,
+    VERSIONS,
+    Array,
+    Command,
+    Role,
+    pack,
+    unpack,
+)
+from torchfleet.ps.server.among_workers import barrier, files, gather, join, leave, send, take
+from torchfleet.ps.server.arrays import (
+    check_worker,
+    column,
+    expect_distinct,
+    only,
+    pairs,
+    push_sections,
+)
+from torchfleet.ps.server.kept_pushes import answer, apply_gathered, bounded_push, gather_push
+from torchfleet.ps.server.long_work import in_slices, inspect, set_clock, shrink_tables, walk
+from torchfleet.ps.server.sliced_pull import begin_long_pull, pulls_long
+from torchfleet.ps.server.state.state import Answer, State
+from torchfleet.ps.server.sync_step import keep_for_step
+from torchfleet.ps.server.table_saving import SaveBody, save_in_slices
+from torchfleet.ps.tables.settings.spec import TableSpec
+
+MAX_CHANGED = 1 << 24  # numbers of one table in a reply to PULL_CHANGED: 64 MB
+
+
+def ping(state: State, request: Request) -> Answer:
+    return []
+
+
+def stats(state: State, request: Request) -> Answer:
+    tables = {table.spec.name: {"kind": table.spec.kind, **table.stats()} for table in state.tables.values()}
+    body = {
+        "tables": tables,
+        "model": state.model,
+        "requests": state.num_requests,
+        "errors": state.num_errors,
+        "busy": state.load.busy,
+        "gathered": len(state.gathered),
+        "dropped": state.num_dropped,
+        "clients": len(state.sessions),
+        "workers": state.presence.describe(request.arrived),
+        "members": state.members.describe(state.num_workers),
+        "steps": state.num_steps,
+        "uptime": time.monotonic() - state.started,
+        "pid": os.getpid(),
+        "release": __version__,
+    }
+    return [pack(body)]
+
+
+def create_table(state: State, request: Request) -> Answer:
+    """Make a table. Making it again with the same description changes nothing; with another one it is an error."""
+    spec = unpack(only(request), TableSpec, MAX_BODY)
+    num_before = len(state.tables)
+    state.add_table(spec)
+    if len(state.tables) > num_before:
+        state.say(f"table '{spec.name}' is made")
+    return []
+
+
+def pull(state: State, request: Request) -> Answer | None:
+    """Per section: rows for keys of a sparse table, or a range (start, stop) of a dense one."""
+    return _pull(state, request, create=not request.message.flags & NO_CREATE)
+
+
+def pull_again(state: State, request: Request) -> Answer | None:
+    """A pull whose reply was lost: what it has counted and created stays, and is not done twice."""
+    return _pull(state, request, create=False)
+
+
+def _pull(state: State, request: Request, create: bool) -> Answer | None:
+    expect_distinct(request.message.arrays)
+    sections = [(state.table(array.number), column(array, np.uint64)) for array in request.message.arrays]
+    in_step = bool(request.message.flags & SYNC) and state.num_workers > 1
+    worker = request.message.worker if in_step else None
+    if create:
+        _check_new_rows(state, request)
+    if state.hot_keys.is_on:
+        for table, keys in sections:
+            if not table.spec.is_dense:
+                state.hot_keys.note(table.spec.name, keys)
+    is_long = pulls_long(sections, create, state.budgets.is_growing(request.peer, request.arrived))
+    num_bytes = sum(
+        4 * len(keys) * table.spec.dim if is_long and not table.spec.is_dense else table.check_pull(keys, create)
+        for table, keys in sections
+    )
+    if num_bytes > MAX_FRAME:
+        raise TableError(f"a reply of {num_bytes:,} bytes is too large for one message: ask for at most {MAX_FRAME:,}")
+    if request.message.flags & BOUNDED:
+        check_worker(state, request)
+        state.bound.begin(request.message.worker)
+    if is_long:
+        begin_long_pull(state, request, sections, create, worker)
+        return None
+    before = sum(table.num_rows for table, _ in sections)
+    reply = [Array(table.spec.number, table.pull(keys, create, worker)) for table, keys in sections]
+    num_new = sum(table.num_rows for table, _ in sections) - before
+    if num_new:
+        state.budgets.note_pull(request.peer, sum(len(keys) for _, keys in sections), num_new, request.arrived)
+    if request.message.flags & VERSIONS:
+        reply.append(Array(0, np.array([[table.step] for table, _ in sections], np.uint64).reshape(-1, 1)))
+    return reply
+
+
+def push(state: State, request: Request) -> Answer | None:
+    """One update of each section's table; all sections are checked before the first is applied."""
+    flags = request.message.flags
+    _check_new_rows(state, request)
+    sections = list(push_sections(state, request))
+    for section in sections:
+        section.check_add() if flags & DELTA else section.check()
+    if (flags & (SYNC | DELTA | GATHER | BOUNDED)).bit_count() > 1:
+        raise WireError(f"flags {flags}: a push is one of a step of all workers, differences, gathered or bounded")
+    if flags & SYNC:
+        keep_for_step(state, request)
+        return None
+    if flags & BOUNDED:
+        return bounded_push(state, request, sections)
+    if flags & GATHER:
+        return gather_push(state, request, sections)
+    before = sum(section.table.num_rows for section in sections)
+    for section in sections:
+        if flags & DELTA:
+            section.add()
+            state.changes.note(section.table.spec.number, section.keys, request.message.worker)
+        else:
+            section.apply()
+    num_new = sum(section.table.num_rows for section in sections) - before
+    state.budgets.note_new_rows(request.peer, num_new, request.arrived)
+    return answer(request, sections)
+
+
+def _check_new_rows(state: State, request: Request) -> None:
+    """Raise ServerBusy or TableError if this client, or nobody, may have rows for new keys now."""
+    state.budgets.check_new_rows(request.peer, request.arrived)
+    state.spare_memory.check(request.arrived)
+
+
+def pull_changed(state: State, request: Request) -> Answer:
+    """Rows of sparse tables that others changed since this worker's last call, and whole dense tables.
+
+    The first array is the number of the last reply that this worker has taken in; a reply that got lost is made
+    again. The reply starts with its own number and with how many rows it had no room for, which the next one brings;
+    then per section: keys and rows, or no keys and the block.
+    """
+    if not request.message.arrays:
+        raise WireError("expected the number of the last reply, found no array")
+    check_worker(state, request)
+    received = column(request.message.arrays[0], np.uint64)
+    tables = [state.table(array.number) for array in request.message.arrays[1:]]
+    if len(received) != 1:
+        raise WireError(f"expected the number of the last reply, found {len(received)} numbers")
+    most = {table.spec.number: max(1, MAX_CHANGED // table.spec.dim) for table in tables if not table.spec.is_dense}
+    message = request.message
+    number, changed, rest = state.changes.since(message.worker, int(received[0]), most, message.client)
+    reply = [Array(0, np.array([number, rest], np.uint64))]
+    for table in tables:
+        keys = changed.get(table.spec.number, np.empty(0, np.uint64))
+        whole = table.whole()
+        values = table.pull(keys, False, None) if whole is None else whole
+        reply += [Array(table.spec.number, keys), Array(table.spec.number, values)]
+    return reply
+
+
+def set_values(state: State, request: Request) -> Answer:
+    """Overwrite: pairs of arrays, (keys, values) of a sparse table or (start, values) of a dense one."""
+    sections = list(pairs(state, request.message.arrays))
+    for table, keys, values in sections:
+        table.check_assign(keys, values)
+    for table, keys, values in sections:
+        table.assign(keys, values)
+    return []
+
+
+def erase(state: State, request: Request) -> Answer:
+    """Drop rows: an array of keys per table."""
+    sections = [(state.table(array.number), column(array, np.uint64)) for array in request.message.arrays]
+    for table, keys in sections:
+        table.check_erase(keys)
+    for table, keys in sections:
+        table.erase(keys)
+    return []
+
+
+def save(state: State, request: Request) -> Answer | FleetError | None:
+    """Write this server's share of the model to files; the reply, which says to which, comes when all are on disk.
+
+    A repeat of the request gets the same answer.
+    """
+    body = unpack(only(request), SaveBody, MAX_BODY)
+    if not re.fullmatch(r"save-[0-9]{1,18}", body.folder):
+        raise WireError(f"expected a folder save-NUMBER, found {body.folder!r}")
+    apply_gathered(state)  # its pushes were acknowledged: they belong to the model
+    return in_slices(state, request, body.token, lambda long: save_in_slices(state, long, body))
+
+
+def stop(state: State, request: Request) -> Answer:
+    state.is_stopping = True
+    return []
+
+
+@dataclass(frozen=True)
+class CommandHandler:
+    """What serves a command: the function, the roles that may call it, and what becomes of a repeat."""
+
+    run: Callable[[State, Request], Answer | FleetError | None]
+    roles: frozenset[Role]
+    once: bool = False  # a repeat does not run it again
+    again: Callable[[State, Request], Answer | None] | None = None  # what a repeat does; None: nothing
+    as_worker: bool = False  # only the process that has joined as the message's worker may give it, if one has
+    as_worker_flags: int = 0  # the same for messages with one of these flags
+
+
+_ALL = frozenset({Role.WORKER, Role.FIRST_WORKER, Role.LAUNCHER})
+_FIRST = frozenset({Role.FIRST_WORKER, Role.LAUNCHER})
+_LAUNCHER = frozenset({Role.LAUNCHER})
+
+COMMANDS: dict[int, CommandHandler] = {
+    Command.PING: CommandHandler(ping, _ALL),
+    Command.STATS: CommandHandler(stats, _ALL),
+    Command.CREATE_TABLE: CommandHandler(create_table, _FIRST),
+    Command.PULL: CommandHandler(pull, _ALL, again=pull_again, as_worker_flags=SYNC | BOUNDED),
+    Command.PUSH: CommandHandler(push, _ALL, once=True, as_worker_flags=SYNC | BOUNDED),
+    Command.SET: CommandHandler(set_values, _FIRST, once=True),
+    Command.ERASE: CommandHandler(erase, _FIRST, once=True),
+    Command.BARRIER: CommandHandler(barrier, _ALL, once=True, as_worker=True),
+    Command.LEAVE: CommandHandler(leave, _ALL),
+    Command.STOP: CommandHandler(stop, _LAUNCHER),
+    Command.PULL_CHANGED: CommandHandler(pull_changed, _ALL),
+    Command.GATHER: CommandHandler(gather, _ALL, as_worker=True),
+    Command.SEND: CommandHandler(send, _ALL, as_worker=True),
+    Command.TAKE: CommandHandler(take, _ALL, as_worker=True),
+    Command.FILES: CommandHandler(files, _ALL, as_worker=True),
+    Command.SAVE: CommandHandler(save, _FIRST),
+    Command.CLOCK: CommandHandler(set_clock, _FIRST),
+    Command.SHRINK: CommandHandler(shrink_tables, _FIRST),
+    Command.INSPECT: CommandHandler(inspect, _ALL),
+    Command.JOIN: CommandHandler(join, _ALL),
+    Command.WALK: CommandHandler(walk, _ALL),
+}

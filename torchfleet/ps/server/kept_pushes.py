@@ -1,0 +1,151 @@
+"""Pushes that are not applied as they come: gathered into one update, or held while others would become too old."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from torchfleet.base.errors import FleetError, TableError, WireError
+from torchfleet.ps.net.request import Request
+from torchfleet.ps.net.wire import DENSE_BACK, VERSIONS, Array
+from torchfleet.ps.server.arrays import check_worker, column, push_sections
+from torchfleet.ps.server.sections import Section, mean_section
+from torchfleet.ps.server.state.state import Answer, State
+from torchfleet.ps.server.sync_step import new_dense_values
+
+MAX_GATHERED = 1024
+
+
+def gather_push(state: State, request: Request, sections: Sequence[Section]) -> Answer:
+    """Keep a checked push; the one that makes the number full is followed by one update with the mean of all.
+
+    Without a section: make the update with what is here.
+    """
+    if not sections:
+        apply_gathered(state)
+        return []
+    num, _ = _settings(request, 2)
+    if not 1 <= num <= MAX_GATHERED:
+        raise WireError(f"a gathered update is the mean of 1 to {MAX_GATHERED} pushes, found {num}")
+    if state.gathered:
+        _check_alike(state.gathered[0], request)
+    state.budgets.hold(request, waits=False)
+    state.gathered.append(_own(request))
+    if len(state.gathered) >= num:
+        apply_gathered(state)
+    return answer(request, sections)
+
+
+def apply_gathered(state: State) -> None:
+    """One update with the mean of the pushes that are here, summed in the order of the workers.
+
+    Gradients of the network that are too old have no part in it; those of rows have.
+    """
+    requests, state.gathered = sorted(state.gathered, key=lambda request: request.message.worker), []
+    if not requests:
+        return
+    _, max_age = _settings(requests[0], 2)
+    by_table: dict[int, list[Section]] = {}
+    for request in requests:
+        kept = list(push_sections(state, request))
+        fresh = _without_old(kept, max_age)
+        state.num_dropped += len(fresh) < len(kept)
+        for section in fresh:
+            by_table.setdefault(section.table.spec.number, []).append(section)
+    means = [mean_section(sections) for sections in by_table.values()]
+    try:
+        for mean in means:
+            mean.check()
+    except TableError as error:
+        raise TableError(f"the gradients of {len(requests)} pushes cannot be applied together: {error}") from None
+    for mean, sections in zip(means, by_table.values(), strict=True):
+        for section in sections:
+            section.note_age()
+        replace(mean, version=None).apply()
+
+
+def bounded_push(state: State, request: Request, sections: Sequence[Section]) -> Answer | None:
+    """A checked push waits as long as it would make what another worker computes with too old.
+
+    Without a section: this worker computes nothing now.
+    """
+    check_worker(state, request)
+    if not sections:
+        state.bound.release(request.message.worker)
+        apply_waiting(state)
+        return []
+    (limit,) = _settings(request, 1)
+    if not state.num_workers:
+        raise TableError("this server was not told the number of workers, so it cannot bound ages: use num_workers")
+    if limit < max(1, state.num_workers - 1):
+        raise TableError(
+            f"max_staleness={limit} cannot be kept with {state.num_workers} workers: the last of them to push comes "
+            f"after all others. Use at least {max(1, state.num_workers - 1)}."
+        )
+    state.budgets.hold(request)
+    state.bound.arrive(request, limit)
+    apply_waiting(state)
+    return None
+
+
+def apply_waiting(state: State) -> None:
+    """Apply the held pushes that may go on now, and answer them."""
+    for request in state.bound.ready():
+        sections = list(push_sections(state, request))
+        fresh = _without_old(sections, state.bound.limit)  # it may come from a worker that was given up
+        try:
+            for section in fresh:
+                section.check()
+        except FleetError as error:
+            state.bound.release(request.message.worker)
+            state.finish(request, error)
+            continue
+        state.num_dropped += len(fresh) < len(sections)
+        for section in fresh:
+            section.apply()
+        state.bound.applied(request.message.worker)
+        state.finish(request, answer(request, sections))
+
+
+def answer(request: Request, sections: Sequence[Section]) -> Answer:
+    """The reply to a push: its dense tables as they are now, and their versions, if it asks for them."""
+    flags = request.message.flags
+    if not flags & DENSE_BACK:
+        return []
+    reply = new_dense_values(list(sections))
+    if flags & VERSIONS:
+        steps = [[section.table.step] for section in sections if section.table.spec.is_dense]
+        reply.append(Array(0, np.array(steps, np.uint64).reshape(-1, 1)))
+    return reply
+
+
+def _without_old(sections: Sequence[Section], max_age: int) -> list[Section]:
+    """All but gradients of the network that are older. Those of rows do no harm when they are late."""
+    return [section for section in sections if not section.table.spec.is_dense or (section.age or 0) <= max_age]
+
+
+def _settings(request: Request, num: int) -> list[int]:
+    """The numbers that the last array holds."""
+    numbers = column(request.message.arrays[-1], np.uint64)
+    if len(numbers) != num:
+        raise WireError(f"expected {num} numbers behind the gradients, found {len(numbers)}")
+    return [int(number) for number in numbers]
+
+
+def _check_alike(first: Request, request: Request) -> None:
+    if _settings(first, 2) != _settings(request, 2):
+        raise WireError(
+            f"gather and gather_max_age are {_settings(first, 2)} for other workers, and {_settings(request, 2)} for "
+            "this one: use one strategy"
+        )
+    tables = [[array.number for array in message.arrays] for message in (first.message, request.message)]
+    if tables[0] != tables[1]:
+        raise TableError("the workers pushed different tables into one update: they must run the same model")
+
+
+def _own(request: Request) -> Request:
+    """With arrays of its own: who sent it is answered now, and may use the memory for something else."""
+    arrays = [Array(array.number, array.data.copy()) for array in request.message.arrays]
+    return replace(request, message=replace(request.message, arrays=arrays))

@@ -1,0 +1,137 @@
+"""A server with a log on disk: it goes on from there after it was killed, and cuts the log when that has grown."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchfleet.base.errors import FleetError, LogError
+from torchfleet.ps.net.wire import MAX_BODY, unpack
+from torchfleet.ps.server.arrays import only
+from torchfleet.ps.server.log.log_entry import decode_entry
+from torchfleet.ps.server.log.log_folder import LogFolder
+from torchfleet.ps.server.log.log_writer import LogWriter
+from torchfleet.ps.server.log.logged_server import LoggedServer
+from torchfleet.ps.server.log.other_run import forget_workers
+from torchfleet.ps.server.log.replay import Replay
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.server.server_log import rows_text
+from torchfleet.ps.server.table_saving import SaveBody
+
+DEFAULT_FSYNC_MS = 10.0
+MIN_GROWTH = 1 << 30  # bytes of entries behind a copy of the state before the next copy is made for their sake
+_LOOK = 0.001  # seconds
+
+
+@dataclass(frozen=True)
+class Durability:
+    """Where a server keeps its log, and how soon what is written is on the disk for good."""
+
+    folder: Path
+    fsync_ms: float = DEFAULT_FSYNC_MS
+    run: str = ""  # of a launcher; the workers of another run are gone
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.fsync_ms < float("inf"):
+            raise FleetError(f"fsync_ms must be a number of milliseconds, 0 for each time; found {self.fsync_ms}")
+
+
+class DurableServer(LoggedServer):
+    """A LoggedServer whose first sink is its log."""
+
+    def __init__(
+        self, server: Server, folder: LogFolder, fsync_ms: float, replay: Replay | None = None, begins: bool = False
+    ) -> None:
+        """`replay`: what went on from the entries of the folder; None: it is empty. `begins`: the log begins anew with
+        what the server has now."""
+        index, term = (0, 0) if replay is None else (replay.index, replay.term)
+        super().__init__(server, (), index, term, None if replay is None else replay.time)
+        self._folder = folder
+        self._writer = LogWriter(folder, index, fsync_ms, self.wake)
+        self.add_sink(self._writer)
+        self._attempt = server.state.chain.attempt
+        self._most_bytes = _most_bytes(self._writer.segment_bytes)  # of the segment
+        if replay is None or begins:
+            self._cut()
+            self._wait_for_copy()
+
+    def work(self) -> bool | None:
+        """As Handler.work. A full save cuts the log, and so does one that has grown by as much as it has copied."""
+        if self._writer.segment_bytes > self._most_bytes or self.server.state.chain.attempt != self._attempt:
+            self._consider_cut()
+        return super().work()
+
+    def close(self, is_over: bool = False) -> None:
+        """`is_over`: the job has ended, and nobody will go on from the log: it is removed."""
+        super().close()
+        if is_over:
+            self._folder.remove()
+        self._folder.close()
+
+    def _cut(self) -> None:
+        if not self.is_copying and not self._writer.trouble():
+            self._writer.begin_segment()
+            self.copy_to(self._writer.append, self._writer.has_room, self._end_copy)
+
+    def _end_copy(self) -> None:
+        self._writer.end_copy()
+        self._most_bytes = _most_bytes(self._writer.segment_bytes)
+
+    def _wait_for_copy(self) -> None:
+        """Before anybody is served: what is here now must be in the log, or the entries after it are worth nothing."""
+        while self.is_copying or not self._writer.is_idle:
+            if not self.work():
+                self.rest()
+                time.sleep(_LOOK)
+            if trouble := self._writer.trouble():
+                self.close()
+                raise LogError(f"{trouble} The server does not begin without its log.")
+
+    def _consider_cut(self) -> None:
+        state = self.server.state
+        is_new, self._attempt = state.chain.attempt != self._attempt, state.chain.attempt
+        long = state.long_requests.get(self._attempt) if is_new else None
+        is_full_save = long is not None and not unpack(only(long.request), SaveBody, MAX_BODY).delta
+        if is_full_save or self._writer.segment_bytes > self._most_bytes:
+            self._cut()
+
+
+def _most_bytes(copied: int) -> int:
+    """Of a segment that begins with a copy of so many bytes, before the next one is made."""
+    return copied + max(MIN_GROWTH, copied)
+
+
+def go_on(server: Server, durability: Durability, say: Callable[[str], None]) -> DurableServer | None:
+    """The server with all that its log has, going on from there; None: there is nothing to go on from.
+
+    `server`: with its tables, which are empty. Raises LogError if the log cannot be used.
+    """
+    folder = LogFolder(durability.folder)
+    if folder.is_empty:
+        folder.close()
+        return None
+    try:
+        started, replay = time.monotonic(), Replay(server)
+        for frames in folder.entries():
+            replay.apply(decode_entry(frames))
+        replay.finish()
+        is_other_run = folder.run != durability.run
+        if is_other_run:
+            forget_workers(server.state)
+            folder.note_run(durability.run)
+    except BaseException:
+        folder.close()
+        raise
+    rows = rows_text(server.state.tables.values())
+    say(f"went on from {folder.path}: {replay.index:,} entries, {rows}, in {time.monotonic() - started:.1f} s")
+    return DurableServer(server, folder, durability.fsync_ms, replay, begins=is_other_run)
+
+
+def begin_log(server: Server, durability: Durability) -> DurableServer:
+    """The server with a log that begins with what it has now. Returns when that is on disk. Raises LogError."""
+    folder = LogFolder(durability.folder)
+    folder.remove()  # what a server has left that was killed before it served anybody
+    folder.note_run(durability.run)
+    return DurableServer(server, folder, durability.fsync_ms)

@@ -1,0 +1,188 @@
+"""Notes every change of a server as an entry, with what was decided while it was made, and hands it to all sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torchfleet.base.errors import FleetError, LogStuck, ServerBusy
+from torchfleet.ps.net.packed import pack_arrays, peer_bytes
+from torchfleet.ps.net.request import Request
+from torchfleet.ps.net.wire import BOUNDED, NO_CREATE, Command
+from torchfleet.ps.server.commands import COMMANDS
+from torchfleet.ps.server.log.log_entry import Effects, Entry, Kind, LongResult, Refused, encode_entry, noted_table
+from torchfleet.ps.server.log.sink import Sink
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.server.state.state import Answer, LongRequest
+from torchfleet.ps.tables.rows.row_statistics import is_counted
+from torchfleet.ps.tables.rowstore import RowStore
+from torchfleet.ps.tables.table import Table
+
+_UNKNOWN = Effects()  # until the change is made
+LOOK = 0.05  # seconds between two looks at the wall clock, of which tables take whole seconds
+
+READS = frozenset({Command.PING, Command.STATS, Command.INSPECT, Command.WALK, Command.STOP})
+_ALWAYS_ANSWERED = frozenset({Command.PING, Command.STATS, Command.STOP})
+
+
+class Journal:
+    """The Recorder of a server.
+
+    A change is made first and noted then: a request that is refused for now is not noted, and what was decided is. As
+    no reply leaves before its entry is safe, nobody can have seen a change whose entry was never written.
+    """
+
+    def __init__(self, server: Server, sinks: Sequence[Sink], index: int, term: int) -> None:
+        """`index`, `term`: of the last entry."""
+        self.sinks = list(sinks)
+        self.index, self.term = index, term
+        self._server = server
+        self._stuck_since: float | None = None
+        self._wall, self._measured_at = 0, -LOOK  # the tables' time, and when it was looked at
+        self._known: dict[int, Table] = {}
+        self._counting: set[int] = set()  # numbers of tables of which a pull for training changes something
+        self._counted: list[RowStore] = []  # those of them that decide
+
+    def apply(self, request: Request, run: Callable[[], Answer | FleetError | None]) -> Answer | FleetError | None:
+        """As Recorder.apply. Raises LogStuck while nothing can be promised."""
+        for sink in self.sinks:
+            if sink.trouble():
+                self._check(request, sink.trouble())
+        if len(self._known) != len(self._server.state.tables):
+            self._look_at_tables()
+        if not self._is_change(request):
+            return run()
+        num_finished, deciding = len(self._server.state.finished), self._counted
+        entry = self._begin(Kind.REQUEST, request.arrived, deciding)
+        entry.role, entry.peer, entry.frames = request.role, peer_bytes(request.peer), request.frames
+        num_errors = 1
+        try:
+            result = run()
+            num_errors = int(isinstance(result, FleetError))
+            return result
+        except ServerBusy:
+            entry.kind = 0
+            raise
+        except FleetError as error:  # nothing has changed but what is known of the request
+            entry.kind = 0
+            self._append_refused(entry, request, error)
+            raise
+        finally:  # also after our own mistake, which may have changed something: a repeat makes it too
+            entry.effects = self._end(deciding)
+            entry.effects.num_errors = num_errors + self._num_errors(num_finished)
+            if entry.kind:
+                self.append(entry)
+
+    def advance(self, now: float, pause: float, run: Callable[[float], bool]) -> bool:
+        """As Recorder.advance. While nothing can be promised time stands still, and then that time does not count."""
+        if any(sink.trouble() for sink in self.sinks):
+            self._stuck_since = now - pause if self._stuck_since is None else self._stuck_since
+            return False
+        if self._stuck_since is not None:
+            pause, self._stuck_since = now - self._stuck_since, None
+        num_finished = len(self._server.state.finished)
+        entry = self._begin(Kind.TICK, now, self._counted)
+        entry.pause = pause
+        is_changed = run(pause)
+        entry.effects = self._end(self._counted)
+        entry.effects.num_errors = self._num_errors(num_finished)
+        if is_changed:
+            self.append(entry)
+        return True
+
+    def work(self, run: Callable[[], bool]) -> bool:
+        """As Recorder.work."""
+        state, deciding = self._server.state, self._deciding()
+        front, attempt, num_works = state.long_work[0], state.chain.attempt, len(state.long_work)
+        token, long = next(((t, n) for t, n in state.long_requests.items() if n.work is front), (0, None))
+        entry = self._begin(Kind.SLICE, state.now(), deciding)
+        worked = run()
+        effects = entry.effects = self._end(deciding)
+        if long is not None and long.request.message.command == Command.INSPECT:
+            return worked
+        effects.token, effects.is_begun = token, state.chain.attempt != attempt
+        if (long is None and len(state.long_work) < num_works) or (long is not None and long.result is not None):
+            effects.result = _result(long)
+        if long is not None and long.result is not None:
+            long.work = None  # its result is noted once
+        if effects.tables or effects.is_begun or effects.result is not None:
+            self.append(entry)
+        return worked
+
+    def append(self, entry: Entry) -> None:
+        """Give it the next index, and hand it to all sinks."""
+        self.index += 1
+        entry.index, entry.term = self.index, self.term
+        frames = encode_entry(entry)
+        for sink in self.sinks:
+            sink.append(self.index, frames)
+
+    def _is_change(self, request: Request) -> bool:
+        """Whether it may change what is promised. A row's first value is a function of its key: making it is none."""
+        message, state = request.message, self._server.state
+        if message.command in READS:
+            return False
+        if message.sequence and state.sessions.is_settled(message.client, message.sequence):
+            return False
+        if message.command != Command.PULL or message.sequence or message.flags & BOUNDED:
+            return True
+        if message.flags & NO_CREATE:
+            return False
+        return any(array.number in self._counting for array in message.arrays)
+
+    def _look_at_tables(self) -> None:
+        self._known = dict(self._server.state.tables)
+        self._counting = {number for number, table in self._known.items() if is_counted(table.spec)}
+        counting = (self._known[number] for number in sorted(self._counting))
+        self._counted = [table for table in counting if isinstance(table, RowStore)]
+
+    @staticmethod
+    def _check(request: Request, trouble: str) -> None:
+        """Raise LogStuck: a change could not be promised, and a read might show one that is not."""
+        if request.message.command not in _ALWAYS_ANSWERED:
+            raise LogStuck(f"{trouble} Nothing is lost, and it goes on when that is over: ask again later.")
+
+    def _begin(self, kind: Kind, now: float, deciding: Sequence[RowStore]) -> Entry:
+        if not 0 <= now - self._measured_at < LOOK:
+            self._wall, self._measured_at = self._server.state.clock.measured(), now
+        self._server.state.clock.freeze(self._wall)
+        for table in deciding:
+            table.decisions.begin()
+        return Entry(kind, wall=self._wall, time=now, effects=_UNKNOWN)
+
+    def _end(self, deciding: Sequence[RowStore]) -> Effects:
+        self._server.state.clock.freeze(None)
+        effects = Effects([])
+        for table in deciding:
+            noted = table.decisions.end()
+            if noted is not None:
+                noted.gone = table.absent(noted.dropped)
+                effects.tables.append(noted_table(table.spec.number, noted))
+        return effects
+
+    def _deciding(self) -> list[RowStore]:
+        """The tables that may decide something in a shrink or a save."""
+        return [table for table in self._server.state.tables.values() if isinstance(table, RowStore)]
+
+    def _num_errors(self, start: int) -> int:
+        finished = self._server.state.finished
+        return sum(isinstance(result, FleetError) for _, result in finished[start:]) if len(finished) > start else 0
+
+    def _append_refused(self, entry: Entry, request: Request, error: FleetError) -> None:
+        """Remember the outcome of a change, so that a repeat is refused too."""
+        message = request.message
+        handler = COMMANDS[message.command]
+        if not message.sequence or not (handler.once or handler.again is not None):
+            return
+        refused = Refused(
+            message.client, message.sequence, message.floor, message.worker, message.incarnation,
+            type(error).__name__, str(error),
+        )  # fmt: skip
+        self.append(Entry(Kind.REFUSED, wall=entry.wall, time=entry.time, effects=Effects([], refused=refused)))
+
+
+def _result(long: LongRequest | None) -> LongResult:
+    if long is None or long.result is None:
+        return LongResult([])
+    if isinstance(long.result, FleetError):
+        return LongResult([], (type(long.result).__name__, str(long.result)))
+    return LongResult(pack_arrays(long.result))

@@ -1,0 +1,140 @@
+"""Applying entries again: a server that takes them in their order comes to the state of the one that made them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from torchfleet.base.errors import FleetError, LogError
+from torchfleet.ps.net.packed import away, error_of, unpack_answer
+from torchfleet.ps.net.request import Request
+from torchfleet.ps.net.wire import MAX_BODY, Command, decode, unpack
+from torchfleet.ps.server.arrays import only
+from torchfleet.ps.server.log.log_entry import Effects, Entry, Kind, noted_of
+from torchfleet.ps.server.log.state_copy import StateImport
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.server.state.long_pulls import LongPulls
+from torchfleet.ps.server.table_saving import SaveBody, begin_save
+from torchfleet.ps.tables.policies.decisions import Noted
+from torchfleet.ps.tables.rowstore import RowStore
+
+
+class Replay:
+    """A server that follows entries. It serves nobody until `finish`."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.index = 0  # of the last entry
+        self.term = 0
+        self.time = 0.0  # of the server that made the entries, at the last of them
+        self._import = StateImport(server)
+        self._lenient(True)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all pieces of the state are here: what follows can be served."""
+        return self._import.is_complete
+
+    def apply(self, entry: Entry) -> None:
+        """Raises LogError if the entry is not the next one, or does not lead to what it led to before."""
+        if entry.kind == Kind.PIECE:
+            if self._import.copy is None:
+                self.index, self.term, self.time = entry.index, entry.term, entry.time
+            elif entry.index != self.index:
+                raise LogError(f"a piece of the state at entry {entry.index} came after entry {self.index}")
+            self._import.take(entry.frames)
+            return
+        self._import.check_begun()
+        if entry.index != self.index + 1 or entry.term < self.term:
+            raise LogError(
+                f"expected entry {self.index + 1} of term {self.term} or later, found {entry.index} of {entry.term}"
+            )
+        try:
+            self._apply(entry)
+        except LogError:
+            raise
+        except (FleetError, KeyError, ValueError) as error:
+            raise LogError(f"entry {entry.index} cannot be applied: {type(error).__name__}: {error}") from error
+        self.index, self.term, self.time = entry.index, entry.term, max(self.time, entry.time)
+
+    def finish(self) -> None:
+        """No more entries come: from now on the server decides by itself. Raises LogError if pieces are missing."""
+        if not self.is_complete:
+            raise LogError("the state that entries continue is not complete: pieces of it are missing")
+        self._lenient(False)
+        for table in self.server.state.tables.values():
+            if isinstance(table, RowStore):
+                table.decisions.followed = None
+
+    def _lenient(self, is_lenient: bool) -> None:
+        """What the other server has taken in is taken in here, whatever this machine has left."""
+        self.server.state.is_following = is_lenient
+        self.server.state.budgets.is_lenient = self.server.state.spare_memory.is_lenient = is_lenient
+
+    def _apply(self, entry: Entry) -> None:
+        state = self.server.state
+        state.clock.freeze(entry.wall)
+        self._follow(entry.effects)
+        try:
+            self._make(entry)
+        finally:
+            state.clock.freeze(None)
+            for table in state.tables.values():
+                if isinstance(table, RowStore):
+                    table.follow_no_more()
+        num_errors = sum(isinstance(result, FleetError) for _, result in state.finished)
+        state.finished = []
+        if num_errors != entry.effects.num_errors:
+            raise LogError(
+                f"entry {entry.index} led to {num_errors} errors, and to {entry.effects.num_errors} where it was made: "
+                "this server is not the same. Is it of the same release, with the same settings?"
+            )
+
+    def _follow(self, effects: Effects) -> None:
+        noted = {written.table: noted_of(written) for written in effects.tables}
+        for number, table in self.server.state.tables.items():
+            if isinstance(table, RowStore):
+                table.follow(noted.get(number, _NOTHING))
+
+    def _make(self, entry: Entry) -> None:
+        if entry.kind == Kind.REQUEST:
+            self.server.repeat(
+                Request(decode(entry.frames), away(entry.peer), entry.time, entry.role, frames=entry.frames)
+            )
+            self.server.state.long_pulls = LongPulls()  # it changes nothing: who asked asks again
+        elif entry.kind == Kind.REFUSED:
+            self._refuse(entry)
+        elif entry.kind == Kind.TICK:
+            self.server.advance(entry.time, entry.pause)
+        elif entry.kind == Kind.SLICE:
+            self._slice(entry.effects)
+
+    def _refuse(self, entry: Entry) -> None:
+        refused, sessions = entry.effects.refused, self.server.state.sessions
+        if refused is None:
+            raise LogError(f"entry {entry.index} is of a change that was refused, and does not say which")
+        sessions.begin(refused.client, refused.sequence, refused.floor, entry.time, refused.worker, refused.incarnation)
+        sessions.settle(refused.client, refused.sequence, error_of(refused.kind, refused.text))
+
+    def _slice(self, effects: Effects) -> None:
+        """What a slice dropped has been followed; here is what became of its request."""
+        state, long = self.server.state, self.server.state.long_requests.get(effects.token)
+        if long is None:  # on the server's own schedule
+            own = {id(known.work) for known in state.long_requests.values()}
+            scheduled = [work for work in state.long_work if id(work) not in own]
+            if effects.result is not None and scheduled:
+                state.long_work.remove(scheduled[0])
+            return
+        if effects.is_begun:
+            begin_save(state, unpack(only(long.request), SaveBody, MAX_BODY))
+        if long.request.message.command != Command.SAVE:
+            for written in effects.tables:
+                name = state.table(written.table).spec.name
+                long.dropped[name] = long.dropped.get(name, 0) + len(written.dropped) // np.uint64().itemsize
+        if effects.result is not None:
+            long.result = unpack_answer(effects.result.packed())
+            if long.work is not None:
+                state.long_work.remove(long.work)
+            long.work = None
+
+
+_NOTHING = Noted()

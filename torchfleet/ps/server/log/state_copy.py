@@ -1,0 +1,246 @@
+"""A server's state in pieces: all but the rows at once, then the rows in slices, while the server goes on serving.
+
+The first piece is the state at one index. Each slice has rows as they are when it is taken, which is at a later index.
+Whoever takes pieces and entries in the order in which they were made comes to the state of the server: an entry that
+finds a row not yet there makes one that means nothing, and its slice overwrites it. What the server decided by its rows
+is in the entries, so nothing else depends on rows that are not yet there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from torchfleet.base.errors import FleetError, LogError
+from torchfleet.ps.net.packed import pack_answer, pack_request, unpack_answer, unpack_request
+from torchfleet.ps.net.wire import Command, Frame
+from torchfleet.ps.server.log.long_requests import resume_long
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.server.state.claims import Agreement
+from torchfleet.ps.server.state.state import LongRequest
+from torchfleet.ps.tables.copied_notes import export_notes, restore_notes, restore_tracking
+from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.tables.table import BlockTable, PartKind, RowTable, SavedSlice
+
+SLICE = 1 << 14  # rows between two requests
+_DTYPES = {"|u1", "<u4", "<u8", "<f4"}
+
+Piece = Sequence[Frame]
+
+
+class PieceHead(msgspec.Struct, array_like=True):
+    """The first frame of a piece; the others are its arrays."""
+
+    copy: int  # which copy of the state it belongs to
+    what: str  # "state", "rows" or "end"
+    table: int = 0
+    kind: PartKind = "rows"
+    start: int = 0
+    arrays: list[tuple[str, str, list[int]]] = []  # name, dtype, shape
+
+
+class StateBody(msgspec.Struct):
+    """All but the rows."""
+
+    incarnation: int
+    tables: list[tuple[TableSpec, dict[str, Any]]]
+    num_workers: int
+    min_workers: int
+    on_worker_loss: str
+    members: dict[str, Any]
+    sessions: list[Any]
+    barriers: dict[str, Any]
+    gatherings: dict[str, Any]
+    mail: list[Any]
+    files: dict[str, Any]
+    presence: dict[str, Any]
+    changes: list[Any]
+    bound: dict[str, Any]
+    sync_step: dict[int, Any]
+    num_steps: int
+    gathered: list[Any]
+    long_requests: dict[int, Any]  # request, answer, tables, rows dropped
+    chain: tuple[int, int]
+    clock: int | None
+    schedule: dict[int, int]
+    num_dropped: int
+    model: str
+    agreement: Agreement | None = None
+
+
+def export_state(server: Server, copy: int) -> Iterator[list[Frame]]:
+    """The pieces: take the first at once, others whenever there is time. `copy`: a number for this copy alone."""
+    tables = list(server.state.tables.values())
+    yield [msgspec.msgpack.encode(PieceHead(copy, "state")), msgspec.msgpack.encode(_body(server))]
+    for table in tables:
+        for saved in table.save_slices("copy", SLICE):
+            arrays = {name: np.ascontiguousarray(array) for name, array in saved.arrays.items()}
+            named = [(name, array.dtype.str, list(array.shape)) for name, array in arrays.items()]
+            head = PieceHead(copy, "rows", table.spec.number, saved.kind, saved.start, named)
+            yield [msgspec.msgpack.encode(head), *arrays.values()]
+    yield [msgspec.msgpack.encode(PieceHead(copy, "end"))]
+
+
+def import_state(server: Server, pieces: Iterable[Piece]) -> None:
+    """All pieces of one copy, into a server that has no state yet."""
+    taken = StateImport(server)
+    for piece in pieces:
+        taken.take(piece)
+    if not taken.is_complete:
+        raise LogError("expected all pieces of a server's state, and the last is missing")
+
+
+def _body(server: Server) -> StateBody:
+    state = server.state
+    kept = {
+        token: [pack_request(long.request), pack_answer(long.result), *_progress(long)]
+        for token, long in state.long_requests.items()
+        if long.request.message.command != Command.INSPECT
+    }
+    return StateBody(
+        server.incarnation,
+        [(table.spec, export_notes(table)) for table in state.tables.values()],
+        state.num_workers,
+        state.members.min_workers,
+        state.members.on_loss,
+        state.members.export(),
+        state.sessions.export(),
+        state.barriers.export(),
+        state.gatherings.export(),
+        state.mail.export(),
+        state.files.export(),
+        state.presence.export(),
+        state.changes.export(),
+        state.bound.export(),
+        {worker: pack_request(request) for worker, request in state.sync_step.items()},
+        state.num_steps,
+        [pack_request(request) for request in state.gathered],
+        kept,
+        (state.chain.attempt, state.chain.base),
+        state.clock.given,
+        state.schedule.export(),
+        state.num_dropped,
+        state.model,
+        state.agreement,
+    )
+
+
+def _progress(long: LongRequest) -> tuple[list[int], dict[str, int]]:
+    """Of what is not done: the tables that are shrunk, and the rows that were dropped."""
+    if long.result is not None:
+        return [], {}
+    return long.due, {name: num for name, num in long.dropped.items() if num}
+
+
+class StateImport:
+    """Takes the pieces of one copy, between entries."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._notes: dict[int, dict[str, Any]] = {}
+        self.copy: int | None = None  # which one; None: no piece was taken yet
+        self.is_complete = False
+
+    def take(self, piece: Piece) -> None:
+        """Raises LogError if it is not the next piece of this copy. Pieces of later copies are passed over: what they
+        have is here."""
+        try:
+            head = msgspec.msgpack.decode(memoryview(piece[0]), type=PieceHead)
+            if self.copy is None and head.what == "state":
+                self._take_state(head, msgspec.msgpack.decode(memoryview(piece[1]), type=StateBody))
+            elif head.copy == self.copy and head.what == "rows":
+                self._take_rows(head, piece[1:])
+            elif head.copy == self.copy and head.what == "end":
+                self._end()
+            elif self.copy is None:
+                raise LogError(f"expected the first piece of a server's state, found '{head.what}'")
+        except LogError:
+            raise
+        except (FleetError, msgspec.MsgspecError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise LogError(
+                f"a piece of a server's state cannot be taken in: {type(error).__name__}: {error}"
+            ) from error
+
+    def check_begun(self) -> None:
+        """Raise LogError if there is no state yet that an entry could change."""
+        if self.copy is None:
+            raise LogError("expected the first piece of a server's state, found an entry")
+
+    def _take_state(self, head: PieceHead, body: StateBody) -> None:
+        server, state = self._server, self._server.state
+        kept = body.num_workers, body.min_workers, body.on_worker_loss
+        own = state.num_workers, state.members.min_workers, state.members.on_loss
+        if kept != own:
+            raise LogError(
+                f"the state is that of a server for {_described(*kept)}, and this one is for {_described(*own)}: go on "
+                "with the same, or start without the log"
+            )
+        for spec, notes in body.tables:
+            state.add_table(spec)
+            restore_notes(state.tables[spec.number], notes)
+            self._notes[spec.number] = notes
+        server.incarnation, self.copy = body.incarnation, head.copy
+        state.members.restore(body.members)
+        state.sessions.restore(body.sessions)
+        state.barriers.restore(body.barriers)
+        state.gatherings.restore(body.gatherings)
+        state.mail.restore(body.mail)
+        state.files.restore(body.files)
+        state.presence.restore(body.presence)
+        state.changes.restore(body.changes)
+        state.bound.restore(body.bound)
+        state.schedule.restore(body.schedule)
+        state.sync_step = {worker: unpack_request(request) for worker, request in body.sync_step.items()}
+        state.num_steps = body.num_steps
+        state.gathered = [unpack_request(request) for request in body.gathered]
+        state.chain.attempt, state.chain.base = body.chain
+        if body.clock is not None:
+            state.clock.set(body.clock)
+        state.num_dropped, state.model = body.num_dropped, body.model
+        state.agreement = body.agreement
+        self._take_long(body)
+
+    def _take_long(self, body: StateBody) -> None:
+        """What was not done begins anew, when there is somebody to do it."""
+        for token, (request, answer, due, dropped) in body.long_requests.items():
+            long = LongRequest(unpack_request(request), unpack_answer(answer), due=list(due), dropped=dict(dropped))
+            resume_long(self._server.state, token, long)
+
+    def _take_rows(self, head: PieceHead, frames: Sequence[Frame]) -> None:
+        table = self._server.state.tables[head.table]
+        arrays: dict[str, Any] = {}
+        for (name, dtype, shape), frame in zip(head.arrays, frames, strict=True):
+            if dtype not in _DTYPES:
+                raise LogError(f"expected arrays of {sorted(_DTYPES)}, found {dtype!r}")
+            arrays[name] = np.frombuffer(frame, np.dtype(dtype)).reshape(shape)
+        step = table.step
+        table.restore(OneSlice(SavedSlice(head.kind, arrays, head.start)))
+        table.step = step
+
+    def _end(self) -> None:
+        for number, notes in self._notes.items():
+            restore_tracking(self._server.state.tables[number], notes)
+        self.is_complete = True
+
+
+def _described(num_workers: int, min_workers: int, on_loss: str) -> str:
+    least = f"{min_workers} to " if min_workers else ""
+    return f"{least}{num_workers} workers (on_worker_loss={on_loss})"
+
+
+class OneSlice:
+    """A slice as a saved model, to be read into the table that it comes from."""
+
+    def __init__(self, saved: SavedSlice) -> None:
+        self._saved = saved
+
+    def load_rows(self, table: RowTable) -> None:
+        """As SavedModel.load_rows."""
+        table.load_slice(self._saved)
+
+    def load_block(self, table: BlockTable) -> None:
+        """As SavedModel.load_block."""
+        table.load(0, self._saved.arrays["values"])

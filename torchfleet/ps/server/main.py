@@ -1,0 +1,171 @@
+"""A server of its own: `python -m torchfleet.server --endpoint tcp://127.0.0.1:7000`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from torchfleet.base.errors import FleetError
+from torchfleet.base.role import LOSS_RULES, MIN_WORKERS, ON_LOSS, loss_of
+from torchfleet.base.tracing.otlp import trace_every
+from torchfleet.base.tracing.process_part import ProcessName
+from torchfleet.base.tracing.profile_folder import folder_of
+from torchfleet.ps.net.addresses import listen
+from torchfleet.ps.net.keys import KeyFolder
+from torchfleet.ps.server.log.durable_server import DEFAULT_FSYNC_MS, Durability, DurableServer, begin_log, go_on
+from torchfleet.ps.server.server import Server
+from torchfleet.ps.server.server_log import speaker
+from torchfleet.ps.server.server_tracing import ServerTracing
+from torchfleet.ps.server.state.server_status import ServerStatus
+from torchfleet.ps.server.warm import COMPILING, telling_compilation, warm_up
+from torchfleet.ps.tables.settings.table_size import parse_bytes
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchfleet.server",
+        description="Run one parameter server. It prints the address it listens on and serves until it is told to stop "
+        "(by a client with the launcher's role, or by SIGTERM / Ctrl-C). Several servers on one machine use its cores.",
+    )
+    parser.add_argument(
+        "--endpoint", default="tcp://127.0.0.1:0", help="tcp://HOST:PORT (port 0: any free one) or ipc://PATH"
+    )
+    parser.add_argument(
+        "--key_dir", default=os.environ.get("FLEET_KEY_DIR"), help="folder of keys; needed off loopback"
+    )
+    parser.add_argument("--insecure", action="store_true", help="serve other machines without keys: anyone may connect")
+    parser.add_argument(
+        "--max_table_bytes",
+        metavar="SIZE",
+        help="largest size of one table, such as 8GB (default: FLEET_MAX_TABLE_BYTES, else all memory of the machine "
+        "or container)",
+    )
+    parser.add_argument(
+        "--save_root",
+        action="append",
+        metavar="DIR",
+        help="write saves below this folder or URL only; may be given several times (default: FLEET_SAVE_ROOTS, else "
+        "wherever worker 0 has made the folder of its save)",
+    )
+    parser.add_argument(
+        "--orphan_timeout",
+        type=float,
+        metavar="SECONDS",
+        help="end when no worker has been heard of for so long, once one was there (default: 1800 with --num_workers; "
+        "0: never)",
+    )
+    parser.add_argument(
+        "--durability",
+        choices=("none", "log"),
+        default=os.environ.get("FLEET_DURABILITY") or "none",
+        help="log: every change is on disk before it is answered, and a server that is started again goes on with it",
+    )
+    parser.add_argument(
+        "--log_store",
+        metavar="DIR",
+        default=os.environ.get("FLEET_LOG_STORE"),
+        help="folder of the log, of this server alone (default: FLEET_LOG_STORE)",
+    )
+    parser.add_argument(
+        "--fsync_ms",
+        type=float,
+        default=float(os.environ.get("FLEET_FSYNC_MS") or DEFAULT_FSYNC_MS),
+        metavar="MS",
+        help="changes that a loss of power may take, in milliseconds; 0: none, every answer waits for the disk "
+        "(default: FLEET_FSYNC_MS, else 10)",
+    )
+    parser.add_argument("--num_workers", type=int, default=0, help="end when so many workers have left (0: never)")
+    parser.add_argument(
+        "--min_workers",
+        type=int,
+        default=int(os.environ.get(MIN_WORKERS) or 0),
+        help="with how many of them an elastic job begins; others come and go (default: FLEET_MIN_WORKERS, else 0: all "
+        "are waited for)",
+    )
+    parser.add_argument(
+        "--on_worker_loss",
+        choices=LOSS_RULES,
+        default=os.environ.get(ON_LOSS) or None,
+        help="what the loss of a worker means to those who wait for it (default: FLEET_ON_WORKER_LOSS, else end; "
+        "go_on where workers come and go)",
+    )
+    return parser.parse_args(arguments)
+
+
+def _table_bytes(options: argparse.Namespace) -> int | None:
+    return None if options.max_table_bytes is None else parse_bytes(options.max_table_bytes, "--max_table_bytes")
+
+
+def _orphan_timeout(options: argparse.Namespace) -> float | None:
+    seconds: float | None = options.orphan_timeout
+    if seconds is not None and not 0 <= seconds < float("inf"):
+        raise FleetError(f"--orphan_timeout must be a number of seconds, 0 for never; found {seconds}")
+    return seconds
+
+
+def _with_log(server: Server, options: argparse.Namespace) -> DurableServer | Server:
+    """The server as it is, or with a log, and with all that this has."""
+    if options.durability == "none":
+        return server
+    if not options.log_store:
+        raise FleetError("--durability log needs a folder for the log: give --log_store DIR, or FLEET_LOG_STORE")
+    durability = Durability(Path(options.log_store), options.fsync_ms)
+    return go_on(server, durability, speaker()) or begin_log(server, durability)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    ended = False
+
+    def end(number: int, frame: FrameType | None) -> None:
+        nonlocal ended
+        ended = True
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    try:
+        given = {MIN_WORKERS: str(options.min_workers), ON_LOSS: options.on_worker_loss or ""}
+        loss = loss_of(given, options.num_workers)
+        every = trace_every()
+        server = Server(_table_bytes(options), options.num_workers, options.save_root, _orphan_timeout(options), **loss)
+        handler = _with_log(server, options)
+        with telling_compilation(lambda: speaker()(COMPILING)):
+            warm_up()
+        listener = listen(options.endpoint, KeyFolder(options.key_dir) if options.key_dir else None, options.insecure)
+        status = ServerStatus(server.state)
+    except FleetError as error:
+        print(f"torchfleet server: {error}", file=sys.stderr)
+        return 2
+    print(f"listening on {listener.endpoint}", flush=True)
+    server.state.say = speaker()
+
+    name = ProcessName("server", 0, options.num_workers, 1, server.incarnation)
+    tracing = ServerTracing(name, server.traced, folder_of(None), every)
+
+    def is_over() -> bool:
+        server.state.load.look()
+        status.write()
+        tracing.look()
+        return ended or handler.is_stopping
+
+    try:
+        listener.serve(handler, is_over)
+    finally:
+        listener.close()
+        status.close()
+        tracing.close()
+        if isinstance(handler, DurableServer):
+            handler.close(is_over=server.is_stopping and not server.desertion and not ended)
+    server.state.say(f"stopped after {server.state.num_requests:,} requests")
+    if server.desertion:
+        print(f"torchfleet server: {server.desertion}. No worker is left; the server ends.", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

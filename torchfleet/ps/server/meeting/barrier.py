@@ -1,0 +1,153 @@
+"""Barriers: a worker waits until all others that have not left are there, or until its time is up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from types import MappingProxyType
+from typing import Any
+
+from torchfleet.base.errors import BarrierError, FleetError, WorkerMissing
+from torchfleet.ps.net.packed import pack_request, unpack_request
+from torchfleet.ps.net.request import Request
+from torchfleet.ps.server.meeting.members import Members
+
+MAX_NAMES = 1024
+MAX_NAMED = 20
+NOBODY: Mapping[int, str] = MappingProxyType({})
+
+
+@dataclass(slots=True)
+class Meeting:
+    """One barrier that somebody waits at."""
+
+    num_workers: int
+    deadline: float
+    timeout: float
+    waiting: dict[int, Request]
+    first: int = 0  # the lowest number of those who meet
+
+    @property
+    def expected(self) -> range:
+        return range(self.first, self.first + self.num_workers)
+
+    @property
+    def described(self) -> str:
+        """Of how many, or of which, for a text."""
+        return f"{self.expected[0]} to {self.expected[-1]}" if self.first else str(self.num_workers)
+
+
+class Barriers:
+    """All barriers of a server, by name. A name can be used again as soon as its barrier has opened."""
+
+    def __init__(self, members: Members | None = None) -> None:
+        """`members`: says who is not waited for."""
+        self._meetings: dict[str, Meeting] = {}
+        self._members = members or Members()
+
+    def arrive(
+        self, name: str, request: Request, num_workers: int, timeout: float, now: float, first: int = 0
+    ) -> list[Request]:
+        """Returns the requests that may go on: none yet, or all of this barrier. A repeat replaces its first.
+
+        Those who meet have the numbers from `first` on.
+        """
+        asked = Meeting(num_workers, now + timeout, timeout, {}, first)
+        meeting = self._meetings.get(name) or asked
+        if request.message.worker not in asked.expected or asked.expected != meeting.expected:
+            who = f"numbers {meeting.described}" if first else f"{meeting.num_workers} workers numbered from 0"
+            raise BarrierError(
+                f"barrier '{name}' is for {who}; worker {request.message.worker} came for one of {asked.described}. "
+                "All workers must be started with one number."
+            )
+        if name not in self._meetings and len(self._meetings) >= MAX_NAMES:
+            raise BarrierError(f"more than {MAX_NAMES} barriers are waiting")
+        self._members.come(request.message.worker)
+        self._meetings[name] = meeting
+        meeting.waiting[request.message.worker] = request
+        return self._open(name)
+
+    def leave(self, worker: int) -> list[Request]:
+        """The worker is not waited for any more. Returns the requests that this lets go."""
+        return [request for _, going in self.leave_by_name(worker) for request in going]
+
+    def leave_by_name(self, worker: int) -> list[tuple[str, list[Request]]]:
+        self._members.absent.add(worker)
+        return [(name, going) for name in list(self._meetings) if (going := self._open(name))]
+
+    def forget(self, worker: int) -> None:
+        """The worker's process of before has ended: it waits nowhere, and counts as there nowhere."""
+        for name, meeting in list(self._meetings.items()):
+            if meeting.waiting.pop(worker, None) is not None and not meeting.waiting:
+                del self._meetings[name]
+
+    def expired(self, now: float, lost: Mapping[int, str] = NOBODY) -> list[tuple[Request, FleetError]]:
+        """Everybody at a barrier whose time is up, or that waits for a worker of `lost`, with what to tell them."""
+        return [(request, error) for _, request, error in self.expired_by_name(now, lost)]
+
+    def expired_by_name(self, now: float, lost: Mapping[int, str]) -> list[tuple[str, Request, FleetError]]:
+        given_up = []
+        for name, meeting in list(self._meetings.items()):
+            gone = [text for worker, text in lost.items() if self._is_missing(meeting, worker)]
+            if gone:
+                error: FleetError = WorkerMissing(f"barrier '{name}': {'; '.join(gone)}. Look at its log.")
+            elif now >= meeting.deadline:
+                error = BarrierError(
+                    f"barrier '{name}': after {meeting.timeout:g} s still waiting for worker {self._missing(meeting)} "
+                    f"of {meeting.described}. Look at their logs; if they are only slow, give a longer timeout."
+                )
+            else:
+                continue
+            given_up += [(name, request, error) for request in meeting.waiting.values()]
+            del self._meetings[name]
+        return given_up
+
+    def waiting(self) -> Iterator[tuple[str, int]]:
+        """(barrier, worker) of everybody who waits."""
+        return ((name, worker) for name, meeting in self._meetings.items() for worker in meeting.waiting)
+
+    def end_all(self, error: FleetError) -> list[tuple[Request, FleetError]]:
+        """Nobody waits any longer. Returns everybody who did, to be told `error`."""
+        return [(request, error) for _, request, error in self.end_all_by_name(error)]
+
+    def end_all_by_name(self, error: FleetError) -> list[tuple[str, Request, FleetError]]:
+        meetings, self._meetings = self._meetings, {}
+        return [(name, request, error) for name, meeting in meetings.items() for request in meeting.waiting.values()]
+
+    def export(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        meetings = {
+            name: [m.num_workers, m.deadline, m.timeout, m.first, {w: pack_request(r) for w, r in m.waiting.items()}]
+            for name, m in self._meetings.items()
+        }
+        return {"meetings": meetings}
+
+    def restore(self, kept: dict[str, Any]) -> None:
+        """What `export` gave."""
+        self._meetings = {
+            name: Meeting(num, deadline, timeout, {w: unpack_request(r) for w, r in waiting.items()}, first)
+            for name, (num, deadline, timeout, first, waiting) in kept["meetings"].items()
+        }
+
+    def _open(self, name: str) -> list[Request]:
+        meeting = self._meetings[name]
+        if self._num_there(meeting) < meeting.num_workers:
+            return []
+        del self._meetings[name]
+        return list(meeting.waiting.values())
+
+    def _num_there(self, meeting: Meeting) -> int:
+        absent = self._members.absent
+        gone = sum(worker in meeting.expected and worker not in meeting.waiting for worker in absent)
+        return len(meeting.waiting) + gone
+
+    def _is_missing(self, meeting: Meeting, worker: int) -> bool:
+        return worker in meeting.expected and worker not in self._members.absent and worker not in meeting.waiting
+
+    def _missing(self, meeting: Meeting) -> str:
+        """The numbers of those who never came; the first few, for a text that somebody is to read."""
+        absent = (worker for worker in meeting.expected if self._is_missing(meeting, worker))
+        named = [str(worker) for worker in islice(absent, MAX_NAMED)]
+        more = meeting.num_workers - self._num_there(meeting) - len(named)
+        return ", ".join(named) + (f" and {more:,} more" if more else "")

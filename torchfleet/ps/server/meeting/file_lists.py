@@ -1,0 +1,196 @@
+"""Lists of files that workers share: each file goes to one worker, and to another if that one dies."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+
+from torchfleet.base.errors import DataError
+from torchfleet.ps.server.meeting.presence import MAX_NAME
+
+MAX_LISTS = 256
+MAX_LIST = 1 << 24  # bytes of a list
+WAIT, END = "wait", "end"
+_NAMES = "Give all workers one whole list, or different lists different names (set_filelist(..., name=...))."
+
+
+class FilesBody(msgspec.Struct, forbid_unknown_fields=True):
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+    number: int  # of the pass
+    lease: float  # seconds of silence after which the worker is given up
+    files: list[str] = []
+    done: list[str] = []
+    take: int = 0  # > 0: wants a file; numbers the wishes of a client, so that a repeat gets the same answer
+
+
+@dataclass
+class Holder:
+    """A worker's process that takes files."""
+
+    worker: int
+    heard: float
+    lease: float
+    files: set[str] = field(default_factory=set)
+    answered: tuple[int, str, str] = (0, "", "")
+
+
+@dataclass
+class Pass:
+    files: frozenset[str]
+    waiting: deque[str]
+    holders: dict[int, Holder] = field(default_factory=dict)  # by client
+    num_done: int = 0
+    wishes: dict[int, int] = field(default_factory=dict)  # by client: the last wish; an older one comes late
+    hold: object = None  # what its memory is counted by
+    former: set[int] = field(default_factory=set)  # clients of workers that were started again since
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_done == len(self.files)
+
+    def export(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        holders = {c: [h.worker, h.heard, h.lease, sorted(h.files), h.answered] for c, h in self.holders.items()}
+        return {
+            "files": sorted(self.files), "waiting": list(self.waiting), "holders": holders, "num_done": self.num_done,
+            "wishes": self.wishes, "former": sorted(self.former),
+        }  # fmt: skip
+
+    @classmethod
+    def restored(cls, kept: dict[str, Any]) -> Pass:
+        """What `export` gave."""
+        holders = {
+            client: Holder(worker, heard, lease, set(files), (answered[0], answered[1], answered[2]))
+            for client, (worker, heard, lease, files, answered) in kept["holders"].items()
+        }
+        made = cls(frozenset(kept["files"]), deque(kept["waiting"]), holders, kept["num_done"], dict(kept["wishes"]))
+        made.former = set(kept["former"])
+        return made
+
+    def give_up(self, client: int) -> None:
+        """What it held is for others, first of all."""
+        holder = self.holders.pop(client)
+        self.waiting.extendleft(sorted(holder.files, reverse=True))
+
+
+class FileLists:
+    """Passes over lists of files, by name and number. Those that are over take no memory but their number."""
+
+    def __init__(self) -> None:
+        self._passes: OrderedDict[tuple[str, int], Pass | int] = (
+            OrderedDict()
+        )  # of those that are over a digest of the list
+        self._first: dict[str, int] = {}  # by name: all passes before this one are over, or were left by all
+
+    def ask(self, client: int, worker: int, body: FilesBody, now: float, hold: object = None) -> tuple[str, str]:
+        """("file", path), or WAIT while others hold the last ones, or END. ("", "") where no file was wished for.
+
+        `hold`: is kept as long as the list, if this request opens it.
+        """
+        place = (body.name, body.number)
+        if body.number < self._first.get(body.name, 0):
+            return (END, "") if body.take else ("", "")
+        if body.files and place not in self._passes:
+            self._open(place, body.files, hold)
+        if place not in self._passes:
+            raise DataError(f"file list '{body.name}', pass {body.number}: not known to this server; was it restarted?")
+        current = self._passes[place]
+        if isinstance(current, int):
+            if body.files and _digest(body.files) != current:
+                raise DataError(
+                    f"file list '{body.name}': pass {body.number} is over, and was over other files. {_NAMES}"
+                )
+            return (END, "") if body.take else ("", "")
+        if body.files and frozenset(body.files) != current.files:
+            raise DataError(
+                f"file list '{body.name}': this worker has {len(body.files)} files and others have "
+                f"{len(current.files)}, not the same ones. {_NAMES}"
+            )
+        if client in current.former:
+            return (END, "") if body.take else ("", "")
+        holder = self._holder(current, client, worker, body.lease, now)
+        for path in body.done:
+            current.num_done += path in holder.files
+            holder.files.discard(path)
+        answer = self._next(current, holder, client, body.take) if body.take else ("", "")
+        if current.is_over:
+            self._passes[place] = _digest(current.files)
+        return answer
+
+    def leave(self, worker: int) -> None:
+        for current in self._passes.values():
+            for client, holder in list(current.holders.items()) if isinstance(current, Pass) else ():
+                if isinstance(current, Pass) and holder.worker == worker:
+                    current.give_up(client)
+
+    def expire(self, now: float) -> bool:
+        """Give up workers that were silent for too long; returns whether there is one."""
+        is_any = False
+        for current in self._passes.values():
+            for client, holder in list(current.holders.items()) if isinstance(current, Pass) else ():
+                if isinstance(current, Pass) and now > holder.heard + holder.lease:
+                    current.give_up(client)
+                    is_any = True
+        return is_any
+
+    def export(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        passes = [[*place, p if isinstance(p, int) else p.export()] for place, p in self._passes.items()]
+        return {"passes": passes, "first": self._first}
+
+    def restore(self, kept: dict[str, Any]) -> None:
+        """What `export` gave."""
+        self._first = dict(kept["first"])
+        self._passes = OrderedDict(
+            ((name, number), p if isinstance(p, int) else Pass.restored(p)) for name, number, p in kept["passes"]
+        )
+
+    def _open(self, place: tuple[str, int], files: list[str], hold: object) -> None:
+        if len(set(files)) < len(files):
+            raise DataError(f"file list '{place[0]}': a file is in it twice")
+        if len(self._passes) >= MAX_LISTS:  # the oldest pass of a list of which there are more: over, or left by all
+            free = [known for known, current in self._passes.items() if isinstance(current, int) or not current.holders]
+            if not free:
+                raise DataError(f"{MAX_LISTS} lists of files are open already, which is the limit")
+            name, number = free[0]
+            del self._passes[free[0]]
+            self._first[name] = max(self._first.get(name, 0), number + 1)
+        self._passes[place] = Pass(frozenset(files), deque(files), hold=hold)
+
+    @staticmethod
+    def _holder(current: Pass, client: int, worker: int, lease: float, now: float) -> Holder:
+        for other, holder in list(current.holders.items()):
+            if holder.worker == worker and other != client:
+                current.give_up(other)  # the worker was started again: its former process is gone
+                current.former.add(other)
+        holder = current.holders.setdefault(client, Holder(worker, now, lease))
+        holder.heard = now
+        return holder
+
+    @staticmethod
+    def _next(current: Pass, holder: Holder, client: int, wish: int) -> tuple[str, str]:
+        if wish < current.wishes.get(client, 0):
+            return WAIT, ""  # nobody listens to the answer
+        if wish == holder.answered[0]:
+            return holder.answered[1:]
+        current.wishes[client] = wish
+        if current.is_over:
+            return END, ""
+        holder.answered = wish, WAIT, ""
+        if current.waiting:
+            holder.answered = wish, "file", current.waiting.popleft()
+            holder.files.add(holder.answered[2])
+        return holder.answered[1:]
+
+
+def _digest(files: Iterable[str]) -> int:
+    """Of a list in any order. Not Python's hash(): it is salted per process, and a server may follow another."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(files):
+        digest.update(path.encode(errors="surrogatepass") + b"\0")
+    return int.from_bytes(digest.digest(), "little")

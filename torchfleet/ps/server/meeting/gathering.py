@@ -1,0 +1,120 @@
+"""Gathers: every worker brings some bytes, waits for the others, and gets what all of them brought."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from torchfleet.base.errors import FleetError, TableError
+from torchfleet.ps.net.packed import pack_answer, unpack_answer
+from torchfleet.ps.net.request import Request
+from torchfleet.ps.net.wire import Array
+from torchfleet.ps.server.meeting.barrier import NOBODY, Barriers
+from torchfleet.ps.server.meeting.members import Members
+from torchfleet.ps.server.meeting.presence import MAX_NAME
+
+MAX_BYTES = 1 << 24  # that one worker may bring
+MAX_KEPT = 1 << 12
+
+Answers = list[tuple[Request, list[Array] | FleetError]]
+
+
+class GatherBody(msgspec.Struct, forbid_unknown_fields=True):
+    name: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+    round: int  # numbers a client's gatherings: a repeat of the last one is answered with what it was
+    num_workers: int
+    timeout: float
+    first: int = 0  # the number of the first of them
+
+
+class Gatherings:
+    """Open ones are barriers; of closed ones each client's last is kept, for a reply that got lost.
+
+    A request of an earlier round than the client's last is a copy that comes late: nobody waits for its answer.
+    """
+
+    def __init__(self, members: Members | None = None) -> None:
+        self._barriers = Barriers(members)
+        self._rounds: dict[
+            tuple[str, int], tuple[int, int]
+        ] = {}  # by name and worker, of those that wait: client, round
+        # By client, with what its bytes are counted by.
+        self._kept: OrderedDict[int, tuple[int, list[Array] | FleetError, object]] = OrderedDict()
+
+    def arrive(self, body: GatherBody, request: Request) -> Answers:
+        """The requests that may go on, with their replies: none while workers are missing."""
+        num_bytes = request.message.arrays[1].data.nbytes
+        if num_bytes > MAX_BYTES:
+            raise TableError(f"gather '{body.name}': {num_bytes:,} bytes from one worker, at most {MAX_BYTES:,}")
+        client = request.message.client
+        kept = self._kept.get(client)
+        if kept is not None and body.round <= kept[0]:
+            return [(request, kept[1])] if body.round == kept[0] else []
+        place = (body.name, request.message.worker)
+        waits = self._rounds.get(place)
+        if waits is not None and waits[0] == client and body.round < waits[1]:
+            return []
+        going = self._barriers.arrive(body.name, request, body.num_workers, body.timeout, request.arrived, body.first)
+        self._rounds[place] = client, body.round
+        return self._close(body.name, going)
+
+    def leave(self, worker: int) -> Answers:
+        """As Barriers.leave."""
+        return [answer for name, going in self._barriers.leave_by_name(worker) for answer in self._close(name, going)]
+
+    def forget(self, worker: int) -> None:
+        """As Barriers.forget."""
+        self._barriers.forget(worker)
+        self._rounds = {place: known for place, known in self._rounds.items() if place[1] != worker}
+
+    def expired(self, now: float, lost: Mapping[int, str] = NOBODY) -> list[tuple[Request, FleetError]]:
+        """As Barriers.expired."""
+        return self._give_up(self._barriers.expired_by_name(now, lost))
+
+    def waiting(self) -> Iterator[tuple[str, int]]:
+        """As Barriers.waiting."""
+        return self._barriers.waiting()
+
+    def end_all(self, error: FleetError) -> list[tuple[Request, FleetError]]:
+        """As Barriers.end_all."""
+        return self._give_up(self._barriers.end_all_by_name(error))
+
+    def export(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {
+            "barriers": self._barriers.export(),
+            "rounds": [[*place, *waits] for place, waits in self._rounds.items()],
+            "kept": [[client, number, pack_answer(answer)] for client, (number, answer, _) in self._kept.items()],
+        }
+
+    def restore(self, kept: dict[str, Any]) -> None:
+        """What `export` gave."""
+        self._barriers.restore(kept["barriers"])
+        self._rounds = {(name, worker): (client, number) for name, worker, client, number in kept["rounds"]}
+        answers = [(client, number, unpack_answer(packed)) for client, number, packed in kept["kept"]]
+        self._kept = OrderedDict((client, (number, found or [], None)) for client, number, found in answers)
+
+    def _give_up(self, given_up: list[tuple[str, Request, FleetError]]) -> list[tuple[Request, FleetError]]:
+        for name, request, error in given_up:
+            self._keep(name, request, error)
+        return [(request, error) for _, request, error in given_up]
+
+    def _close(self, name: str, going: list[Request]) -> Answers:
+        """The same reply for all: per worker that took part its number and what it brought."""
+        ordered = sorted(going, key=lambda request: request.message.worker)
+        reply = [Array(request.message.worker, request.message.arrays[1].data) for request in ordered]
+        for request in going:
+            self._keep(name, request, reply)
+        return [(request, reply) for request in going]
+
+    def _keep(self, name: str, request: Request, answer: list[Array] | FleetError) -> None:
+        client, number = self._rounds.pop((name, request.message.worker))
+        kept = self._kept.get(client)
+        if kept is None or kept[0] < number:
+            self._kept[client] = number, answer, request.hold
+        self._kept.move_to_end(client)
+        while len(self._kept) > MAX_KEPT:
+            self._kept.popitem(last=False)

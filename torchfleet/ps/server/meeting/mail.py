@@ -1,0 +1,142 @@
+"""Parcels from worker to worker: kept until they are taken, within a bound of memory."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+
+from torchfleet.ps.net.packed import pack_arrays, unpack_arrays
+from torchfleet.ps.net.wire import Array
+from torchfleet.ps.server.meeting.presence import MAX_NAME
+
+MAX_BYTES = 1 << 28  # of all parcels that wait
+MAX_BYTES_OF_ONE = MAX_BYTES // 2  # that one worker has sent
+MAX_TAKEN = 1 << 23  # bytes of one reply, but at least one parcel
+MAX_TAKEN_ARRAYS = 1 << 11  # of one reply; a message holds 4,096
+MAX_PARCELS = 1 << 16  # that wait: an empty one takes memory, too
+MAX_TOPICS = 8  # the oldest of who has opened most is dropped: it belongs to an exchange that was given up
+
+
+class SendBody(msgspec.Struct, forbid_unknown_fields=True):
+    topic: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+    to: int
+    number: int  # 1, 2, ... from one worker to another within a topic: a repeat is recognised by it
+
+
+class TakeBody(msgspec.Struct, forbid_unknown_fields=True):
+    topic: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+    received: int  # the last parcel that this worker has; it and those before it can be forgotten
+
+
+@dataclass
+class Box:
+    """What waits for one worker."""
+
+    parcels: deque[tuple[int, list[Array], int]] = field(default_factory=deque)  # number, arrays, sender
+    next_number: int = 1
+
+
+@dataclass
+class Topic:
+    opened_by: int  # a worker
+    boxes: dict[int, Box] = field(default_factory=dict)
+    sent: dict[tuple[int, int], int] = field(default_factory=dict)  # (from, to) → the last parcel's number
+
+
+class Mail:
+    def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
+        self._topics: OrderedDict[str, Topic] = OrderedDict()
+        self.num_bytes = self.num_parcels = 0
+        self._sent: Counter[int] = Counter()  # bytes that wait, by sender
+
+    def send(self, sender: int, body: SendBody, parcel: list[Array]) -> bool:
+        """Whether there was room for it. Sending again what is here already changes nothing."""
+        topic = self._topic(body.topic, sender)
+        way = (sender, body.to)
+        if body.number <= topic.sent.get(way, 0):
+            return True
+        size = _size(parcel)
+        if self.num_parcels >= MAX_PARCELS or (self.num_bytes and self.num_bytes + size > MAX_BYTES):
+            return False
+        if self._sent[sender] and self._sent[sender] + size > MAX_BYTES_OF_ONE:
+            return False
+        box = topic.boxes.setdefault(body.to, Box())
+        # A frame's memory belongs to the message it came in; the copy is ours for as long as it waits.
+        box.parcels.append((box.next_number, [Array(array.number, array.data.copy()) for array in parcel], sender))
+        box.next_number += 1
+        topic.sent[way] = body.number
+        self._count(sender, size, 1)
+        return True
+
+    def take(self, worker: int, body: TakeBody) -> list[tuple[int, list[Array]]]:
+        """Parcels after number `received`, some of them; again the same until they are acknowledged."""
+        box = self._topic(body.topic, worker).boxes.setdefault(worker, Box())
+        while box.parcels and box.parcels[0][0] <= body.received:
+            _, parcel, sender = box.parcels.popleft()
+            self._count(sender, -_size(parcel), -1)
+        taken: list[tuple[int, list[Array]]] = []
+        size = num_arrays = 0
+        for number, parcel, _ in box.parcels:
+            size += _size(parcel)
+            num_arrays += 1 + len(parcel)
+            if taken and (size > MAX_TAKEN or num_arrays > MAX_TAKEN_ARRAYS):
+                break
+            taken.append((number, parcel))
+        return taken
+
+    def export(self) -> list[Any]:
+        """All of it as plain values."""
+        return [
+            [
+                name,
+                topic.opened_by,
+                [[to, n] for to, n in topic.sent.items()],
+                {to: [box.next_number, _packed(box)] for to, box in topic.boxes.items()},
+            ]
+            for name, topic in self._topics.items()
+        ]
+
+    def restore(self, kept: list[Any]) -> None:
+        """What `export` gave."""
+        self._begin()
+        for name, opened_by, sent, boxes in kept:
+            topic = self._topics[name] = Topic(opened_by, sent={(way[0], way[1]): n for way, n in sent})
+            for to, (next_number, parcels) in boxes.items():
+                box = topic.boxes[to] = Box(next_number=next_number)
+                for number, arrays, sender in parcels:
+                    box.parcels.append((number, unpack_arrays(arrays), sender))
+                    self._count(sender, _size(box.parcels[-1][1]), 1)
+
+    def _count(self, sender: int, num_bytes: int, num_parcels: int) -> None:
+        self.num_bytes += num_bytes
+        self.num_parcels += num_parcels
+        self._sent[sender] += num_bytes
+
+    def _topic(self, name: str, worker: int) -> Topic:
+        topic = self._topics.get(name)
+        if topic is None:
+            topic = self._topics[name] = Topic(worker)
+            if len(self._topics) > MAX_TOPICS:
+                self._drop_one()
+        return topic
+
+    def _drop_one(self) -> None:
+        ((most, _),) = Counter(topic.opened_by for topic in self._topics.values()).most_common(1)
+        oldest = next(name for name, topic in self._topics.items() if topic.opened_by == most)
+        for box in self._topics.pop(oldest).boxes.values():
+            for _, parcel, sender in box.parcels:
+                self._count(sender, -_size(parcel), -1)
+
+
+def _packed(box: Box) -> list[Any]:
+    return [[number, pack_arrays(parcel), sender] for number, parcel, sender in box.parcels]
+
+
+def _size(parcel: list[Array]) -> int:
+    return sum(array.data.nbytes for array in parcel)

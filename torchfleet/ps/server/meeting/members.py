@@ -1,0 +1,124 @@
+"""Who belongs to a job now: who may still come, who is there, who has left, and whom the others go on without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchfleet.base.errors import CountedOut
+from torchfleet.base.role import GO_ON, LOSS_END, LOSS_WAIT
+
+
+class Members:
+    """The workers of a job by number. Signs of life are kept by Presence; here is what follows from them.
+
+    A job has a fixed number of workers, all of which are waited for until they leave; or it is elastic, and those who
+    are there are waited for. `absent` are the numbers that no meeting and no step waits for.
+    """
+
+    def __init__(self, num_workers: int = 0, min_workers: int = 0, on_loss: str = LOSS_END) -> None:
+        """`min_workers`: above 0, the job is elastic: so many begin, and at most `num_workers` come. `on_loss`: what
+        the loss of a worker means to those who wait for it."""
+        self.min_workers, self.on_loss = min_workers, on_loss
+        self.absent: set[int] = set(range(num_workers)) if min_workers else set()
+        self.left: dict[int, int] = {}  # who has said good-bye: the number of its process
+        self.lost: dict[int, str] = {}  # without whom the others go on, and why
+        self._out: dict[int, tuple[int, int]] = {}  # who missed a step: its process, the step
+        self._processes: dict[int, int] = {}  # by worker: how many have joined under its number so far
+
+    @property
+    def is_elastic(self) -> bool:
+        return self.min_workers > 0
+
+    @property
+    def go_on(self) -> bool:
+        """Whether the others go on without a worker that is lost."""
+        return self.on_loss == GO_ON
+
+    @property
+    def wait(self) -> bool:
+        """Whether a worker that is lost is waited for until the time of a step or meeting is up."""
+        return self.on_loss == LOSS_WAIT
+
+    @property
+    def num_joined(self) -> int:
+        """Workers that have ever been there."""
+        return len(self._processes)
+
+    def num_present(self, num_workers: int) -> int:
+        """Of so many, those that are waited for."""
+        return num_workers - sum(worker < num_workers for worker in self.absent)
+
+    def num_restarts(self, worker: int) -> int:
+        """How many processes have had this number before the present one."""
+        return max(0, self._processes.get(worker, 0) - 1)
+
+    def expected(self, num_workers: int) -> set[int]:
+        """Whose part in a step is waited for."""
+        return set(range(num_workers)) - self.absent
+
+    def begin(self, worker: int, is_new: bool) -> None:
+        """A process has joined. `is_new`: it is another one than the last of this number."""
+        self._processes[worker] = self._processes.get(worker, 0) + is_new
+        self._out.pop(worker, None)
+        self.come(worker)
+
+    def come(self, worker: int) -> bool:
+        """The worker is there. Returns whether the others had gone on without it."""
+        self.absent.discard(worker)
+        self.left.pop(worker, None)
+        return self.lost.pop(worker, None) is not None
+
+    def leave(self, worker: int, incarnation: int = 0) -> None:
+        """The worker has done its work."""
+        self.left[worker] = incarnation
+        self.absent.add(worker)
+        self.lost.pop(worker, None)
+
+    def lose(self, worker: int, why: str) -> None:
+        """The others go on without the worker."""
+        self.lost[worker] = why
+        self.absent.add(worker)
+
+    def count_out(self, worker: int, incarnation: int, step: int) -> None:
+        """A step was made without the worker: this process has no part in those that follow."""
+        self._out.setdefault(worker, (incarnation, step))
+
+    def has_left(self, worker: int, incarnation: int) -> bool:
+        """Whether this very process has left: what still comes of it is a late copy."""
+        return bool(incarnation) and self.left.get(worker) == incarnation
+
+    def is_out(self, worker: int, incarnation: int) -> bool:
+        """Whether the others have made a step without this process."""
+        return worker in self._out and self._out[worker][0] == incarnation
+
+    def check(self, worker: int, incarnation: int) -> None:
+        """Raise CountedOut if the others have made a step without this process."""
+        if self.is_out(worker, incarnation):
+            raise CountedOut(
+                f"worker {worker} was counted out at step {self._out[worker][1]}: nothing was heard of it for longer "
+                "than FLEET_WORKER_TIMEOUT, and the others went on without it (on_worker_loss=go_on). What this "
+                "process still sends is not taken: end it, and start the worker again."
+            )
+
+    def is_over(self, num_workers: int) -> bool:
+        """Whether all have left. One that is lost may still be started again."""
+        return bool(num_workers and self.left) and not self.lost and self.num_present(num_workers) <= 0
+
+    def describe(self, num_workers: int) -> dict[str, object]:
+        """For statistics."""
+        counts = {"joined": self.num_joined, "left": len(self.left), "lost": dict(sorted(self.lost.items()))}
+        most = {"most": num_workers, "least": self.min_workers or num_workers, "on_worker_loss": self.on_loss}
+        return {"present": max(0, self.num_present(num_workers)), **counts, **most}
+
+    def export(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        return {
+            "absent": sorted(self.absent), "left": self.left, "lost": self.lost, "out": self._out,
+            "processes": self._processes,
+        }  # fmt: skip
+
+    def restore(self, kept: dict[str, Any]) -> None:
+        """What `export` gave."""
+        self.absent, self.left, self.lost = set(kept["absent"]), dict(kept["left"]), dict(kept["lost"])
+        self._out = {worker: (process, step) for worker, (process, step) in kept["out"].items()}
+        self._processes = dict(kept["processes"])

@@ -1,0 +1,223 @@
+"""Which workers are there: who has joined, from where, and when each was last heard of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from torchfleet.base.errors import NumberTaken, RoleError, ServerBusy, WireError
+from torchfleet.base.role import LOSS_END
+
+# Seconds before others are told that a worker has ended: a launcher that watches it sees its exit status first, and
+# names it as the cause.
+GRACE = 2.0
+MAX_PAUSE = 1.0  # seconds between two looks at the clock; what is longer was a pause of the server itself
+# Time-outs after which a server gives up workers of which one has ended: long enough to start that one again.
+RESTART_TIMEOUTS = 6
+QUIET = 0.3  # of a worker's time-out: it has missed a sign of life; a launcher that says it was killed is believed then
+MAX_NAME = 256  # characters
+
+
+class JoinBody(msgspec.Struct, forbid_unknown_fields=True):
+    host: Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+    pid: int
+    num_workers: int  # of the job, as the worker was told; of an elastic one the most
+    timeout: float  # seconds of silence after which those who wait for this worker are told
+    sync_timeout: float  # seconds that a step of all workers may take
+    restart: int = 0  # how often its launcher has started it again
+    again: bool = False  # a sign of life of a worker that has joined before
+    ended: bool = False  # its process ends without having left
+    min_workers: int = 0  # of an elastic job, as the worker was told
+    on_worker_loss: str = LOSS_END  # as the worker was told
+    waiting: float | None = None  # share of its time that it waits for servers; None: not known yet
+
+
+@dataclass(slots=True)
+class Member:
+    """A worker that has joined."""
+
+    body: JoinBody
+    incarnation: int  # of its process
+    heard: float
+    joined: float
+    ended: float | None = None  # when it said that its process ends
+    is_noted: bool = False  # its silence has been printed
+
+    @property
+    def place(self) -> str:
+        return f"{self.body.host}, pid {self.body.pid}"
+
+
+class Presence:
+    """The workers that have joined and not left. One that never joined is never missed."""
+
+    def __init__(self) -> None:
+        self._members: dict[int, Member] = {}
+        self._looked = 0.0
+        self.num_lost = 0  # workers that ended, or fell silent, without having left
+        self.heard: float | None = None  # when a worker was last heard of; None: none has ever joined
+
+    def join(self, worker: int, incarnation: int, body: JoinBody, now: float, is_given_up: bool = False) -> bool:
+        """Take in a worker, or a sign of life of it; returns whether it takes the place of another process.
+
+        `is_given_up`: that of before has no part in the job any more, whatever is heard of it.
+
+        Raises NumberTaken if that has its number, ServerBusy if that is to be seen in a moment.
+        """
+        if not incarnation:
+            raise WireError("a worker that joins says which process it is (incarnation), found 0")
+        known = self._members.get(worker)
+        is_other = known is not None and known.incarnation != incarnation
+        may_replace = known is None or (is_given_up and not body.again) or self._may_replace(known, body, now)
+        if known is not None and is_other and not may_replace:
+            if not body.again and body.restart > known.body.restart:
+                raise ServerBusy(
+                    f"worker {worker} was started again, and its process of before ({known.place}) was heard of "
+                    f"{now - known.heard:.1f} s ago; its number is free when that is silent"
+                )
+            raise NumberTaken(
+                f"worker {worker} is here already, from {known.place}, and {body.host}, pid {body.pid} came with the "
+                "same number. Give every worker its own FLEET_WORKER_INDEX / PADDLE_TRAINER_ID; if the first one was "
+                f"killed, its number is free after {known.body.timeout:g} s of silence."
+            )
+        self.heard = now
+        if not body.again:
+            joined = now if known is None or is_other else known.joined
+            self._members[worker] = Member(body, incarnation, now, joined)
+        elif known is not None:  # one that has left is not brought back by a late copy
+            known.heard, known.is_noted, known.body = now, False, body
+            known.ended = (known.ended or now) if body.ended else None
+        return is_other and not body.again
+
+    def check(self, worker: int, incarnation: int) -> None:
+        """Raise RoleError if the worker is another process than the one that asks in its name."""
+        known = self._members.get(worker)
+        if known is not None and known.incarnation != incarnation:
+            raise RoleError(
+                f"worker {worker} is another process now, {known.place}: it was started again when this one had been "
+                "silent. What this process still sends is not taken; end it."
+            )
+
+    def hear(self, worker: int, now: float) -> None:
+        """Something came from the worker."""
+        known = self._members.get(worker)
+        if known is not None:
+            known.heard = max(known.heard, now)
+
+    def is_all(self, workers: Collection[int]) -> bool:
+        """Whether these are all that have joined and not left."""
+        return all(worker in workers for worker in self._members)
+
+    def incarnation(self, worker: int) -> int | None:
+        """Of the process that has joined as this worker; None: there is none."""
+        known = self._members.get(worker)
+        return None if known is None else known.incarnation
+
+    def others(self, worker: int, now: float) -> Literal["here", "quiet", "gone"]:
+        """Of all but this worker: "quiet" if every one that is left has missed a sign of life, "gone" if none is."""
+        lost = self.lost(now)
+        left = [m for number, m in self._members.items() if number != worker and number not in lost and not m.ended]
+        if any(now - member.heard < QUIET * member.body.timeout for member in left):
+            return "here"
+        return "quiet" if left else "gone"
+
+    def leave(self, worker: int) -> None:
+        self._members.pop(worker, None)
+
+    def pause(self, now: float) -> float:
+        """It is `now`. Returns how long the server itself did not look, and could not hear anybody; 0: hardly."""
+        pause, self._looked = now - self._looked, now
+        return pause if pause > MAX_PAUSE else 0.0
+
+    def forgive(self, pause: float, now: float) -> None:
+        """So much time does not count as anybody's silence."""
+        if not pause:
+            return
+        if self.heard is not None:
+            self.heard = min(now, self.heard + pause)
+        for member in self._members.values():
+            member.heard = min(now, member.heard + pause)
+
+    def lost(self, now: float) -> dict[int, str]:
+        """Workers that have ended or are silent: what to tell those who wait for them, by worker."""
+        found = {}
+        for worker, member in self._members.items():
+            if member.ended is not None:
+                if now - member.ended >= GRACE:
+                    found[worker] = f"worker {worker} ({member.place}) has ended without fleet.stop_worker()"
+            elif now - member.heard >= member.body.timeout:
+                seconds = now - member.heard
+                found[worker] = f"worker {worker} ({member.place}) is lost: no sign of life for {seconds:.0f} s"
+        return found
+
+    def news(self, now: float) -> list[str]:
+        """What became known since the last call about workers that are lost."""
+        fresh = [(worker, text) for worker, text in self.lost(now).items() if not self._members[worker].is_noted]
+        for worker, _ in fresh:
+            self._members[worker].is_noted = True
+        self.num_lost += len(fresh)
+        return [text for _, text in fresh]
+
+    def is_deserted(self, num_left: int, num_workers: int, now: float, is_soon: bool = False) -> bool:
+        """Whether nobody will come back: all workers that have not left have ended, or are silent for too long.
+
+        `is_soon`: the others have done their work, and whoever is silent now is only given time for a restart.
+        """
+        if not self._members or num_left + len(self._members) < num_workers:
+            return False
+        any_ended = is_soon or any(member.ended is not None for member in self._members.values())
+        return all(
+            now - (member.heard if member.ended is None else member.ended)
+            >= (RESTART_TIMEOUTS * member.body.timeout if any_ended else member.body.sync_timeout)
+            for member in self._members.values()
+        )
+
+    def is_orphaned(self, timeout: float, now: float) -> bool:
+        """Whether workers were there, and none has been heard of for so long; 0: that is never too long."""
+        return bool(timeout) and self.heard is not None and now - self.heard >= timeout
+
+    def sync_timeout(self) -> float | None:
+        """How long a step of all workers may take; None if no worker has said it."""
+        return min((member.body.sync_timeout for member in self._members.values()), default=None)
+
+    def export(self) -> dict[str, Any]:
+        """All of it as plain values."""
+        members = {
+            worker: [msgspec.to_builtins(m.body), m.incarnation, m.heard, m.joined, m.ended]
+            for worker, m in self._members.items()
+        }
+        return {"members": members, "heard": self.heard}
+
+    def restore(self, kept: dict[str, Any]) -> None:
+        """What `export` gave."""
+        self.heard = kept["heard"]
+        self._members = {
+            worker: Member(msgspec.convert(body, JoinBody), *rest) for worker, (body, *rest) in kept["members"].items()
+        }
+
+    def describe(self, now: float) -> list[dict[str, object]]:
+        """For statistics: each worker's number, place, seconds since it joined and since it was last heard of, whether
+        it is lost, how much it waits, and how often it was started before."""
+        lost = self.lost(now)
+        return [
+            {
+                "worker": worker,
+                "place": member.place,
+                "age": max(0.0, now - member.joined),
+                "silent": max(0.0, now - member.heard),
+                "is_lost": worker in lost,
+                "waiting": member.body.waiting,
+                "restart": member.body.restart,
+            }
+            for worker, member in sorted(self._members.items())
+        ]
+
+    @staticmethod
+    def _may_replace(known: Member, body: JoinBody, now: float) -> bool:
+        silent = now - known.heard
+        is_gone = known.ended is not None or silent >= known.body.timeout
+        was_restarted = body.restart > known.body.restart and silent >= QUIET * known.body.timeout
+        return not body.again and (is_gone or was_restarted)

@@ -1,0 +1,100 @@
+"""Messages between the two replicas of a server.
+
+FOLLOW    the backup asks to be filled; body: FollowBody. Nothing answers it but what follows
+APPEND    the primary sends an entry, or a piece of its state; without one it is a sign of life
+CONFIRM   the reply to APPEND: up to which message the backup has all. It comes by the primary's own channel, so that
+          it does not wait in line behind the workers' requests
+LOST      the launcher says that the process of the other one has ended; body: LostBody
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from torchfleet.ps.coordination.view import MAX_NAME
+from torchfleet.ps.net.wire import Array, Command, Frame, Message, Role, encode, pack
+
+IN_VIEW = 1  # flag of APPEND: the view names this backup
+REQUESTS = (Command.FOLLOW, Command.APPEND)
+_MICROSECONDS = 1e6
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process that is a replica of a server."""
+
+    shard: int
+    replica: int
+    restart: int  # how often its launcher has started it again
+    incarnation: int
+
+    @property
+    def name(self) -> str:
+        """As it stands in views."""
+        return f"{self.replica}.{self.restart}.{self.incarnation:x}"
+
+
+class FollowBody(msgspec.Struct, forbid_unknown_fields=True):
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_NAME)]
+
+
+class LostBody(msgspec.Struct, forbid_unknown_fields=True):
+    replica: int
+    restart: int
+
+    def is_about(self, name: str) -> bool:
+        return name.startswith(f"{self.replica}.{self.restart}.")
+
+
+def replica_of(name: str) -> int:
+    """The number of the replica that a view names; -1 if it names none."""
+    number = name.partition(".")[0]
+    return int(number) if number.isascii() and number.isdigit() else -1
+
+
+def follow(own: Identity, term: int) -> list[Frame]:
+    message = _message(own, Command.FOLLOW, term, own.incarnation)
+    message.arrays = [pack(FollowBody(own.name))]
+    return encode(message)
+
+
+def append(
+    own: Identity, term: int, session: int, number: int, now: float, entry: Sequence[Frame], flags: int = 0
+) -> list[Frame]:
+    """`session`: the incarnation of the backup, for which alone it is; `number`: 0 without an entry."""
+    message = _message(own, Command.APPEND, term, session)
+    message.call, message.sequence, message.flags = number, stamp(now), flags
+    message.arrays = [Array(0, np.frombuffer(frame, np.uint8)) for frame in entry]
+    return encode(message)
+
+
+def confirm(own: Identity, term: int, number: int, stamped: int) -> list[Frame]:
+    message = _message(own, Command.CONFIRM, term, own.incarnation)
+    message.call, message.sequence = number, stamped
+    return encode(message)
+
+
+def stamp(now: float) -> int:
+    """The sender's own time; it comes back with what confirms the message."""
+    return max(1, int(now * _MICROSECONDS))
+
+
+def seconds(stamped: int) -> float:
+    return stamped / _MICROSECONDS
+
+
+def _message(own: Identity, command: Command, term: int, session: int) -> Message:
+    return Message(
+        command,
+        Role.SERVER,
+        worker=own.replica,
+        client=session,
+        incarnation=own.incarnation,
+        shard=own.shard,
+        term=term,
+    )

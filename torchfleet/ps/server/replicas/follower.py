@@ -1,0 +1,149 @@
+"""A replica that is not primary: it takes the primary's state and entries, and waits for the day that it is needed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+
+from torchfleet.base.errors import CoordinatorUnreachable, FleetError
+from torchfleet.ps.coordination.view import ENDED, Coordinator, View
+from torchfleet.ps.net.transport import Channel
+from torchfleet.ps.net.wire import Frame, Message
+from torchfleet.ps.server.log.log_entry import Entry, decode_entry
+from torchfleet.ps.server.log.replay import Replay
+from torchfleet.ps.server.replicas.between import IN_VIEW, Identity, LostBody, confirm, follow, replica_of
+from torchfleet.ps.server.replicas.pace import BEAT, GIVE_UP, OWN_PAUSE, SILENCE
+from torchfleet.ps.server.server import Server
+
+_MOST_WAITING = 16  # entries: how much memory they take, and a take-over longer
+
+
+class Fate(Enum):
+    """What becomes of a follower."""
+
+    WAITS = "waits"
+    TAKES_OVER = "takes over"
+    DROPPED = "dropped"  # what it has is of no use any more: it is to begin anew
+    ENDS = "ends"  # the job is over
+
+
+class Follower:
+    """Belongs to the server's loop. `connect`: a channel to the replica of this number, over which nothing comes.
+
+    What has come is confirmed at once and applied when there is time: a replica that takes over applies it first.
+    """
+
+    def __init__(
+        self, server: Server, own: Identity, coordinator: Coordinator, connect: Callable[[int], Channel], now: float
+    ) -> None:
+        self.replay = Replay(server)
+        self._own, self._coordinator, self._connect = own, coordinator, connect
+        self.view: View | None = None
+        self._channel: Channel | None = None
+        self._primary = ""  # whose entries come
+        self._number = self._stamp = 0  # of the last message
+        self._waiting: deque[Entry] = deque()  # entries that are to be applied
+        self._told = 0  # the last term that the primary spoke of
+        self._heard = self._looked = self._asked = now
+        self._is_in_view = self._is_primary_lost = False
+
+    @property
+    def term(self) -> int:
+        return max(self._told, self.view.term if self.view else 0)
+
+    def take(self, message: Message, now: float) -> list[Frame] | None:
+        """An APPEND of the primary, and what it is answered with. Raises LogError if an entry does not fit what is
+        here."""
+        if message.client != self._own.incarnation or self._channel is None:
+            return None  # meant for a process that was here before
+        self._heard, self._stamp = now, max(self._stamp, message.sequence)
+        self._told = max(self._told, message.term)
+        self._is_in_view |= bool(message.flags & IN_VIEW)
+        if message.call == self._number + 1:
+            if len(self._waiting) >= _MOST_WAITING:
+                self.catch_up()
+            self._waiting.append(decode_entry([array.data.reshape(-1) for array in message.arrays]))
+            self._number += 1
+        return confirm(self._own, message.term, self._number, self._stamp)
+
+    def work(self) -> bool:
+        """Apply one entry; False if none is left. Raises LogError."""
+        if self._waiting:
+            self.replay.apply(self._waiting.popleft())
+        return bool(self._waiting)
+
+    def catch_up(self) -> None:
+        """Apply all that has come. Raises LogError."""
+        while self.work():
+            pass
+
+    def hear_of_loss(self, body: LostBody) -> None:
+        """The launcher says that a process has ended."""
+        self._is_primary_lost |= body.is_about(self._primary)
+
+    def tick(self, now: float) -> Fate:
+        """What is to be done. Raises FleetError if nobody is left who has the state."""
+        if now - self._looked > OWN_PAUSE:
+            self._heard = now  # it was not the primary that was silent: nobody listened
+        self._looked = now
+        with contextlib.suppress(CoordinatorUnreachable):  # it is asked again
+            if not self._number:
+                return self._look_for_primary(now)
+            if self._is_primary_lost or now - self._heard > SILENCE or self.replay.server.is_stopping:
+                return self._look_for_end(now)
+        return Fate.WAITS
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
+    def _look_for_primary(self, now: float) -> Fate:
+        if now - self._asked < BEAT:
+            return Fate.WAITS
+        self._asked = now
+        view = self.view = self._coordinator.read(self._own.shard)
+        if view is None:
+            return Fate.WAITS
+        if view.primary == ENDED:
+            return Fate.ENDS
+        replica = replica_of(view.primary)
+        if replica == self._own.replica:
+            _check_backup(view)
+            return Fate.WAITS
+        if view.primary != self._primary:
+            self.close()
+            self._primary, self._channel = view.primary, self._connect(replica)
+        assert self._channel is not None
+        self._channel.send(follow(self._own, view.term))
+        return Fate.WAITS
+
+    def _look_for_end(self, now: float) -> Fate:
+        view = self.view = self._coordinator.read(self._own.shard)
+        if view is None or view.primary == ENDED:
+            return Fate.ENDS
+        if view.primary != self._primary:
+            return Fate.DROPPED
+        is_silent = self._is_primary_lost or now - self._heard > SILENCE
+        if view.backup == self._own.name:
+            if is_silent and self._coordinator.replace(self._own.shard, view, view.taken_over()):
+                self.view = view.taken_over()
+                return Fate.TAKES_OVER
+            return Fate.WAITS
+        if self._is_primary_lost:
+            raise FleetError(
+                "the primary of this server was lost before this backup had its whole state: nobody has it now. Start "
+                "the job anew from the last checkpoint."
+            )
+        is_late = self._is_in_view or now - self._heard > GIVE_UP
+        return Fate.DROPPED if is_late else Fate.WAITS
+
+
+def _check_backup(view: View) -> None:
+    """This process was started in the place of the primary."""
+    if not view.backup:
+        raise FleetError(
+            "this server was lost when it had no backup: nobody has its rows now. Start the job anew from the last "
+            "checkpoint; with --coordinator etcd://..., under another NAME."
+        )

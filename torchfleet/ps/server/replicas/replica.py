@@ -1,0 +1,253 @@
+"""A server that is one of two: primary or follower, one after the other. Stands between a transport and the server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from torchfleet.base.errors import FleetError, LogError, NotPrimary, PermissionRefused, WireError
+from torchfleet.ps.coordination.view import ENDED, Coordinator, View
+from torchfleet.ps.net.replica_channels import Envelope, envelope_of
+from torchfleet.ps.net.transport import Channel, Peer
+from torchfleet.ps.net.wire import (
+    ERROR,
+    MAX_BODY,
+    OK,
+    Array,
+    Command,
+    Frame,
+    Message,
+    Reply,
+    Role,
+    decode,
+    encode_reply,
+    error_arrays,
+    unpack,
+)
+from torchfleet.ps.server.log.logged_server import LoggedServer
+from torchfleet.ps.server.replicas.between import REQUESTS, Identity, LostBody
+from torchfleet.ps.server.replicas.follower import Fate, Follower
+from torchfleet.ps.server.replicas.pace import FAREWELL
+from torchfleet.ps.server.replicas.primary import Primary
+from torchfleet.ps.server.server import Server
+
+Replies = list[tuple[Peer, list[Frame]]]
+_NO_BACKUP = "it waits for its backup"
+
+
+class Replica:
+    """As Handler. `connect`: a channel to the replica of this number."""
+
+    def __init__(
+        self,
+        server: Server,
+        own: Identity,
+        coordinator: Coordinator,
+        connect: Callable[[int], Channel],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Claims the shard if nobody has it and this is its replica 0; else it will follow. Raises
+        CoordinatorUnreachable."""
+        self._server, self._own, self._coordinator, self._connect = server, own, coordinator, connect
+        self._clock = clock
+        self._took_over: float | None = None
+        self._is_active = False
+        self.is_over = False  # the job is, without this one
+        self.deposed = ""  # why what is here is of no use any more; "": it is
+        server.shard = own.shard
+        self._follower: Follower | None = None
+        self._primary: Primary | None = None
+        view = self._claim()
+        if view is None:
+            self._follower = Follower(server, own, coordinator, connect, clock())
+        else:
+            self._primary = self._lead(LoggedServer(server, [], clock=clock), view)
+
+    @property
+    def is_primary(self) -> bool:
+        return self._primary is not None
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether it has nothing left to do."""
+        if self._primary is None or self.deposed:
+            return self.is_over or bool(self.deposed)
+        is_new = self._took_over is not None and self._clock() < self._took_over + FAREWELL
+        return self._primary.logged.is_stopping and not is_new
+
+    def begin(self) -> None:
+        """From now on it serves, or follows. A first primary lets nobody in before it has a backup."""
+        self._is_active = True
+        if self._primary is not None:
+            self._server.loading = _NO_BACKUP
+
+    def end(self) -> None:
+        """It serves no longer; if that is because the job is over, nobody takes its place."""
+        if self._primary is not None and self._primary.logged.is_stopping and not self.deposed:
+            self._primary.end()
+        for part in (self._primary, self._follower):
+            if part is not None:
+                part.close()
+
+    def handle(self, peer: Peer, frames: Sequence[Frame], role: Role | None) -> Replies:
+        """As Handler.handle."""
+        envelope = envelope_of(frames)
+        if envelope is None:
+            return self._server.handle(peer, frames, role)  # which says what is wrong with it
+        proved = envelope.role if role is None else role
+        if envelope.command in (*REQUESTS, Command.LOST):
+            return self._take(peer, frames, envelope, proved)
+        primary = self._primary
+        if primary is not None and envelope.term > primary.view.term:
+            primary.check_view()
+        if primary is None or self.deposed or not primary.is_sure(self._clock()) or envelope.term > primary.view.term:
+            return [(peer, self._refusal(envelope, NotPrimary("this replica does not answer for its shard now")))]
+        return primary.logged.handle(peer, frames, role)
+
+    def refuse(self, peer: Peer, frames: Sequence[Frame], error: FleetError) -> Replies:
+        """As Handler.refuse."""
+        return self._handler.refuse(peer, frames, error)
+
+    def refused(self, reply: Sequence[Frame], error: FleetError) -> list[Frame]:
+        """As Handler.refused."""
+        return self._server.refused(reply, error)
+
+    def note_refusal(self, text: str) -> None:
+        """As Handler.note_refusal."""
+        self._server.note_refusal(text)
+
+    def tick(self, now: float) -> Replies:
+        """As Handler.tick. Raises FleetError if the state of the shard is lost."""
+        if not self._is_active or self.deposed:
+            return []
+        if self._follower is not None:
+            self._follow_fate(self._follower, now)
+        if self._primary is None:
+            return []
+        self._primary.tick(now)
+        if self._primary.has_backup and self._server.loading == _NO_BACKUP:
+            self._server.loading = ""
+        if self._primary.is_deposed:
+            self._depose("another replica has taken over")
+            return []
+        # What was read before a pause is not told after it, unless nobody has taken over meanwhile.
+        return self._primary.logged.tick(now) if self._primary.is_sure(now) else []
+
+    def work(self) -> bool | None:
+        """As Handler.work."""
+        if self.deposed:
+            return None
+        primary, now = self._primary, self._clock()
+        if primary is not None:
+            primary.listen(now)
+            return primary.logged.work() if primary.is_sure(now) else None
+        return self._apply_one() if self._follower is not None else None
+
+    def rest(self) -> None:
+        """As Handler.rest."""
+        if self._primary is not None:
+            self._primary.logged.rest()
+
+    def wakes(self) -> tuple[object, ...]:
+        """As Handler.wakes."""
+        return self._primary.wakes() if self._primary is not None else ()
+
+    @property
+    def _handler(self) -> LoggedServer | Server:
+        return self._primary.logged if self._primary is not None else self._server
+
+    @property
+    def term(self) -> int:
+        part = self._primary.view if self._primary is not None else self._follower
+        return part.term if part is not None else 0
+
+    def _claim(self) -> View | None:
+        """The view in which this replica is primary, if nobody was before, or only in a job that is over."""
+        before = self._coordinator.read(self._own.shard)
+        is_free = before is None or (before.primary == ENDED and not self._own.restart)
+        if self._own.replica or not is_free:
+            return None
+        view = View((before.term if before else 0) + 1, self._own.name)
+        return view if self._coordinator.replace(self._own.shard, before, view) else None
+
+    def _lead(self, logged: LoggedServer, view: View) -> Primary:
+        return Primary(logged, self._own, self._coordinator, self._connect, view, self._clock())
+
+    def _take(self, peer: Peer, frames: Sequence[Frame], envelope: Envelope, role: int) -> Replies:
+        """A message of the other replica, or of the launcher about it."""
+        expected = Role.LAUNCHER if envelope.command == Command.LOST else Role.SERVER
+        try:
+            if role != expected:
+                raise PermissionRefused(f"{Command(envelope.command).name} is for {expected.name.lower()}s")
+            message = decode(frames)
+            if message.shard != self._own.shard:
+                raise WireError(f"expected shard {self._own.shard}, found {message.shard}: this is another server")
+            if envelope.command == Command.LOST:
+                return [(peer, self._hear_of_loss(envelope, message.arrays))]
+            if self._is_active and not self.deposed:
+                return self._take_in(peer, message)
+        except LogError as error:
+            self._diverged(error)
+        except FleetError as error:
+            return [(peer, self._refusal(envelope, error))]
+        return []
+
+    def _take_in(self, peer: Peer, message: Message) -> Replies:
+        now, command, primary = self._clock(), message.command, self._primary
+        if primary is None:
+            is_entry = command == Command.APPEND and self._follower is not None
+            confirmed = self._follower.take(message, now) if is_entry and self._follower is not None else None
+            return [] if confirmed is None else [(peer, confirmed)]
+        if message.term > primary.view.term:
+            primary.check_view()
+        elif command == Command.FOLLOW:
+            primary.follow(message, now)
+        return []  # an APPEND is of one that was primary, and will find out
+
+    def _apply_one(self) -> bool | None:
+        """As Handler.work, of a follower."""
+        assert self._follower is not None
+        try:
+            return self._follower.work() or None
+        except LogError as error:
+            self._diverged(error)
+            return None
+
+    def _diverged(self, error: LogError) -> None:
+        self._depose(f"the entries of the primary do not fit what is here: {error}")
+
+    def _hear_of_loss(self, envelope: Envelope, arrays: list[Array]) -> list[Frame]:
+        if len(arrays) != 1:
+            raise WireError(f"LOST has one array, found {len(arrays)}")
+        body = unpack(arrays[0], LostBody, MAX_BODY)
+        for part in (self._primary, self._follower):
+            if part is not None:
+                part.hear_of_loss(body)
+        return encode_reply(self._reply(envelope, OK))
+
+    def _follow_fate(self, follower: Follower, now: float) -> None:
+        fate = follower.tick(now)
+        if fate is Fate.TAKES_OVER:
+            assert follower.view is not None
+            follower.catch_up()
+            follower.replay.finish()
+            replay = follower.replay
+            logged = LoggedServer(self._server, [], replay.index, follower.view.term, replay.time, self._clock)
+            self._primary, self._follower, self._took_over = self._lead(logged, follower.view), None, now
+            follower.close()
+            self._server.state.say(f"takes over as primary (term {self.term}), at entry {replay.index:,}")
+        elif fate is Fate.DROPPED:
+            self._depose("the primary goes on without this backup")
+        self.is_over |= fate is Fate.ENDS
+
+    def _depose(self, why: str) -> None:
+        self.deposed = f"{why}: this process ends, to begin anew as a backup"
+        self._server.state.say(self.deposed)
+
+    def _refusal(self, envelope: Envelope, error: FleetError) -> list[Frame]:
+        reply = self._reply(envelope, ERROR)
+        reply.arrays = error_arrays(type(error).__name__, str(error))
+        return encode_reply(reply)
+
+    def _reply(self, envelope: Envelope, status: int) -> Reply:
+        return Reply(envelope.command, status, envelope.worker, self._server.incarnation, envelope.call, term=self.term)

@@ -1,0 +1,92 @@
+"""Where a server writes saves. The folder arrives by message: it is a place to be checked, not one to be trusted.
+
+A server that was started with roots writes below them. One without writes where whoever asks has made the folder of
+the save before, as the server's own user and with the token of this save in it: who cannot write to a place as that
+user cannot make a server write there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from torchfleet.base.errors import CheckpointError
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.lock import check_reserved, reserved_for
+
+VARIABLE = "FLEET_SAVE_ROOTS"
+# Stores that hold bytes under names, and do nothing else. fsspec opens others that run what they read.
+PROTOCOLS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "webhdfs", "memory"})
+_LOCAL = ("file", "local")
+_MAX_LENGTH = 4096
+
+
+class SaveFolder:
+    """The folder of one save, which was checked. Files go into it as long as it belongs to this save."""
+
+    def __init__(self, storage: Storage, name: str, token: int, by_own_user: bool) -> None:
+        self.storage = storage
+        self._name, self._token, self._by_own_user = name, token, by_own_user
+        self._is_reserved = reserved_for(storage, name) is not None
+
+    def write(self, name: str, buffers: Sequence[Any]) -> None:
+        """Raises CheckpointError if the folder was given up meanwhile, and perhaps taken for another save."""
+        if self._is_reserved:
+            check_reserved(self.storage, self._name, self._token, self._by_own_user)
+        self.storage.write(f"{self._name}/{name}", buffers)
+
+
+def roots_of(given: Sequence[str] | None) -> tuple[str, ...]:
+    """The roots that were given, else those of FLEET_SAVE_ROOTS, separated by commas. Local ones are absolute."""
+    texts = os.environ.get(VARIABLE, "").split(",") if given is None else given
+    roots = [text.strip() for text in texts if text.strip()]
+    return tuple(root if "://" in root else os.path.abspath(root) for root in roots)
+
+
+def open_folder(roots: Sequence[str], dirname: str, folder: str, token: int) -> SaveFolder:
+    """The folder of a save that a message asks for. Raises CheckpointError if it must not be written to."""
+    place = _checked(dirname, roots)
+    if roots and not any(_is_below(place, root) for root in roots):
+        raise CheckpointError(
+            f"expected a folder below {', '.join(roots)}, the roots that this server was started with (--save_root, "
+            f"{VARIABLE}); found {place}"
+        )
+    storage = Storage(place)
+    if storage.leads_outside(folder):
+        raise CheckpointError(f"{storage.place(folder)} is a link that leads outside of {place}")
+    if not roots or reserved_for(storage, folder) is not None:
+        check_reserved(storage, folder, token, by_own_user=not roots)
+    return SaveFolder(storage, folder, token, by_own_user=not roots)
+
+
+def _checked(dirname: str, roots: Sequence[str]) -> str:
+    """A local path without links, or a URL of a store that may be used."""
+    if not 0 < len(dirname) <= _MAX_LENGTH or not dirname.isprintable():
+        raise CheckpointError(f"expected the path of a folder, 1 to {_MAX_LENGTH:,} characters, found {dirname!r:.200}")
+    if "::" in dirname:
+        raise CheckpointError(f"expected a folder, found a chain of file systems (::) in {dirname!r}")
+    protocol, mark, rest = dirname.partition("://")
+    if not mark or protocol in _LOCAL:
+        path = rest if mark else dirname
+        if not os.path.isabs(path):
+            raise CheckpointError(f"expected an absolute path, found {dirname!r}")
+        return os.path.realpath(path)
+    known = PROTOCOLS | {root.partition("://")[0] for root in roots if "://" in root}
+    if protocol not in known:
+        raise CheckpointError(
+            f"expected a local folder, or one on {', '.join(sorted(known))}; found {dirname!r}. Another store must be "
+            f"named when the server is started: --save_root {protocol}://..., {VARIABLE}."
+        )
+    if ".." in rest.split("/"):
+        raise CheckpointError(f"expected a URL without '..', found {dirname!r}")
+    return dirname
+
+
+def _is_below(place: str, root: str) -> bool:
+    if ("://" in place) != ("://" in root):
+        return False
+    if "://" not in root:
+        root = os.path.realpath(root)
+        return os.path.commonpath([root, place]) == root
+    return place.rstrip("/") == root.rstrip("/") or place.startswith(root if root.endswith("/") else f"{root}/")

@@ -1,0 +1,73 @@
+"""Pulls of very many keys: done in slices between other requests, so that nobody waits for the whole of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.base.errors import FleetError, TableError
+from torchfleet.ps.net.request import Request
+from torchfleet.ps.net.wire import VERSIONS, Array
+from torchfleet.ps.server.state.state import State
+from torchfleet.ps.tables.rows.row_statistics import is_counted
+from torchfleet.ps.tables.table import Table
+
+SLICE = 1 << 14  # keys: two or three milliseconds
+WHOLE = 1 << 17  # keys that are pulled in one go
+NEW_SLICE, NEW_WHOLE = 1 << 12, 1 << 15  # the same for keys that are likely to be new
+MAX_BYTES = 1 << 27  # of the reply to a long pull; clients ask for more in several requests
+
+PulledKeys = tuple[Table, npt.NDArray[np.uint64]]
+
+
+def pulls_long(sections: Sequence[PulledKeys], create: bool, is_growing: bool) -> bool:
+    """Whether a pull is worth slices, and means the same in slices: a table that counts appearances counts a key once
+    in a pull, however often it is in it."""
+    num_keys = sum(len(keys) for table, keys in sections if not table.spec.is_dense)
+    return num_keys > (NEW_WHOLE if create and is_growing else WHOLE) and not (
+        create and any(is_counted(table.spec) for table, _ in sections)
+    )
+
+
+def begin_long_pull(
+    state: State, request: Request, sections: Sequence[PulledKeys], create: bool, worker: int | None
+) -> None:
+    """The reply comes when all slices are done; the request waits in its client's name."""
+    num_bytes = sum(4 * len(keys) * table.spec.dim for table, keys in sections)
+    if num_bytes > MAX_BYTES:
+        raise TableError(
+            f"a pull of so many keys may have a reply of {MAX_BYTES:,} bytes, and this one has {num_bytes:,}: ask twice"
+        )
+    state.budgets.hold(request, num_bytes)
+    state.long_pulls.begin(request.peer, _slices(state, request, sections, create, worker))
+
+
+def _slices(
+    state: State, request: Request, sections: Sequence[PulledKeys], create: bool, worker: int | None
+) -> Iterator[bool]:
+    """Answers when all slices are done. Versions are those of the beginning: the oldest value is no older."""
+    reply = []
+    steps = np.array([[table.step] for table, _ in sections], np.uint64).reshape(-1, 1)
+    try:
+        for table, keys in sections:
+            if table.spec.is_dense:
+                reply.append(Array(table.spec.number, table.pull(keys, create, worker)))
+                continue
+            out = np.empty((len(keys), table.spec.dim), np.float32)
+            reply.append(Array(table.spec.number, out))
+            start, size = 0, NEW_SLICE
+            while start < len(keys):
+                some = keys[start : start + size]
+                table.check_pull(some, create)  # others may have filled the table since
+                before = table.num_rows
+                out[start : start + size] = table.pull(some, create, worker)
+                num_new = table.num_rows - before
+                state.budgets.note_pull(request.peer, len(some), num_new, state.now())
+                start, size = start + size, NEW_SLICE if 2 * num_new > len(some) else SLICE
+                yield True
+    except FleetError as error:
+        state.finish(request, type(error)(f"{error} Rows of the keys before have been created."))
+        return
+    state.finish(request, [*reply, Array(0, steps)] if request.message.flags & VERSIONS else reply)

@@ -1,0 +1,36 @@
+"""What a worker says of its job when it joins, and what the workers that are here have said."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from torchfleet.ps.server.meeting.presence import MAX_NAME
+from torchfleet.ps.tables.settings.spec import TableSpec
+
+MAX_TABLES = 1024  # of a server
+MAX_CLAIMS = 1 << 20  # bytes
+MAX_FIELDS = 256
+MAX_VALUE = 1024  # characters
+
+Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME)]
+Value = bool | int | float | Annotated[str, msgspec.Meta(max_length=MAX_VALUE)]
+
+
+class Claims(msgspec.Struct, forbid_unknown_fields=True):
+    """What a worker was told of its job, as far as others must have been told the same."""
+
+    release: Name  # of torchfleet
+    server: int  # the number that this server has in the worker's list of addresses
+    num_servers: int
+    strategy: Annotated[dict[Name, Value], msgspec.Meta(max_length=MAX_FIELDS)]
+    tables: Annotated[list[TableSpec], msgspec.Meta(max_length=MAX_TABLES)]  # as this server has them
+
+
+class Agreement(msgspec.Struct):
+    """What the first of the workers that are here said. All others said the same."""
+
+    worker: int
+    num_workers: int
+    claims: Claims

@@ -1,0 +1,87 @@
+"""What a server tells its launcher and Prometheus: docs/watching.md has the fields."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torchfleet.base.monitor.freshness import ages_by_kind
+from torchfleet.base.monitor.prometheus.metrics_port import open_metrics_port
+from torchfleet.base.monitor.status import StatusFile
+from torchfleet.base.monitor.training_pace import RecentRates
+from torchfleet.ps.net.wire import Command
+from torchfleet.ps.server.state.state import State
+
+_FEW = 64  # tables of a server whose numbers are told one by one; of more, the largest
+
+
+class Standing(Protocol):
+    """Of a server with a backup."""
+
+    @property
+    def is_primary(self) -> bool: ...
+
+    @property
+    def deposed(self) -> str: ...
+
+
+class ServerStatus:
+    """Gathers what is known of a server, writes it to its status file, and serves it where FLEET_METRICS_PORT says."""
+
+    def __init__(
+        self,
+        state: State,
+        index: int = 0,
+        status_file: str | None = None,
+        replica: int = 0,
+        standing: Standing | None = None,
+    ) -> None:
+        """`status_file`: None for a server that has no launcher. Raises FleetError if the port cannot be had."""
+        self._state, self._standing = state, standing
+        self._file = StatusFile(status_file, self._make, open_metrics_port("server", index, replica))
+        self._rates = RecentRates()
+        state.hot_keys.is_on = status_file is not None
+
+    def write(self, now: bool = False) -> None:
+        """If it is time for it, or at once."""
+        self._file.write(now)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _make(self) -> dict[str, Any]:
+        state, standing = self._state, self._standing
+        stats = {table.spec.name: {"kind": table.spec.kind, **table.stats()} for table in state.tables.values()}
+        rates = self._rates.look({"requests_per_s": state.num_requests})
+        maybe: dict[str, Any] = {"busy": state.load.busy, "hot_keys": state.hot_keys.top() or None}
+        if state.saves.num:
+            maybe["saves"] = dict(vars(state.saves))
+        if standing is not None:
+            maybe |= {"backup": not standing.is_primary, "deposed": bool(standing.deposed)}
+        return {
+            "role": "server",
+            "requests": state.num_requests,
+            **rates,
+            "commands": {name_of(command): num for command, num in state.num_by_command.items()},
+            "errors": state.num_errors,
+            "dropped": state.num_dropped,
+            "bytes_in": state.bytes_in,
+            "bytes_out": state.bytes_out,
+            "workers_joined": state.members.num_joined,
+            "workers_lost": state.presence.num_lost,
+            **{name: value for name, value in maybe.items() if value is not None},
+            "rows": {name: table["rows"] for name, table in stats.items() if table["kind"] != "dense"},
+            "tables": dict(sorted(((n, _table(t)) for n, t in stats.items()), key=lambda it: -it[1]["bytes"])[:_FEW]),
+            **ages_by_kind(stats.values()),
+        }
+
+
+def name_of(command: int) -> str:
+    """Of a command, as labels have it."""
+    return Command(command).name.lower() if command else "unknown"
+
+
+def _table(stats: dict[str, Any]) -> dict[str, Any]:
+    found = {name: stats[name] for name in ("kind", "rows", "bytes")}
+    if "evicted" in stats:
+        found |= {"evicted": stats["evicted"], "created": max(0, stats["rows"] + stats["evicted"] - stats["loaded"])}
+    return found

@@ -1,0 +1,182 @@
+"""Which changes of which client have been applied: the memory that makes a repeated push harmless.
+
+A client numbers its changes to one server 1, 2, 3, ... and says with each message below which number (the floor)
+all is settled. The server keeps the outcome of every change above the floor, and answers a repeat with it. A client is
+forgotten where room is needed, after its worker has left or a lease of silence; until then newcomers are refused.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from torchfleet.base.errors import FleetError, ServerBusy, WireError
+from torchfleet.ps.net.packed import error_of
+
+MAX_CLIENTS = 1 << 16  # far more than a fleet has, far less than memory
+MAX_AHEAD = 1 << 12  # a client's changes above its floor
+MAX_OUTCOMES = 1 << 20  # of all clients
+FAIR_SHARE = MAX_OUTCOMES // MAX_CLIENTS  # outcomes that a client may have however many the others have
+MAX_REASONS = 16  # texts of refused changes that are kept per client, the latest ones
+LEASE = 3600.0  # seconds; a client repeats a request for minutes
+_ALL_SETTLED = 1 << 64  # a floor above every number
+_HIGHEST = _ALL_SETTLED - 1  # stands for it where it is kept
+
+
+class Outcome(Enum):
+    RUNNING = "running"  # taken in, its reply comes later
+    APPLIED = "applied"
+
+
+REFUSED = FleetError("this change was refused before; the reason is not kept any longer")
+
+
+@dataclass(slots=True)
+class Session:
+    worker: int
+    incarnation: int  # of the worker's process
+    heard: float
+    floor: int = 1
+    outcomes: dict[int, Outcome | FleetError] = field(default_factory=dict)
+    reasons: list[int] = field(default_factory=list)  # changes whose error still has its text, oldest first
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a reply is still owed."""
+        return Outcome.RUNNING in self.outcomes.values()
+
+
+class Sessions:
+    """Outcomes by client and sequence number; bounded."""
+
+    def __init__(self) -> None:
+        self._sessions: OrderedDict[int, Session] = OrderedDict()  # the one idle longest first
+        self.num_outcomes = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def begin(
+        self, client: int, sequence: int, floor: int, now: float = 0.0, worker: int = 0, incarnation: int = 0
+    ) -> Outcome | FleetError:
+        """What became of this change so far; RUNNING if it is new, or has been taken in but not answered.
+
+        Raises ServerBusy if there is no room for another client or change: nothing is known of it then.
+        """
+        session = self._sessions.get(client)
+        if session is None:
+            self._make_room(now)
+            session = self._sessions[client] = Session(worker, incarnation, now)
+        if session.floor < _ALL_SETTLED:
+            session.heard = now
+            self._sessions.move_to_end(client)
+        if floor > session.floor:
+            session.floor = floor
+            self._keep(session, {n: outcome for n, outcome in session.outcomes.items() if n >= floor})
+        if sequence < session.floor:
+            return Outcome.APPLIED  # settled long ago; whoever asked has stopped listening
+        if sequence >= session.floor + MAX_AHEAD:
+            raise WireError(f"change {sequence} is more than {MAX_AHEAD} ahead of the client's floor {session.floor}")
+        if sequence not in session.outcomes:
+            self._check_room(session)
+            session.outcomes[sequence] = Outcome.RUNNING
+            self.num_outcomes += 1
+        return session.outcomes[sequence]
+
+    def settle(self, client: int, sequence: int, outcome: Outcome | FleetError) -> None:
+        """Remember the answer to a change that has begun."""
+        session = self._sessions.get(client)
+        if session is None or sequence not in session.outcomes:
+            return
+        is_new = session.outcomes[sequence] is Outcome.RUNNING
+        session.outcomes[sequence] = outcome
+        if isinstance(outcome, FleetError) and is_new:
+            session.reasons.append(sequence)
+            if len(session.reasons) > MAX_REASONS:
+                forgotten = session.reasons.pop(0)
+                if forgotten in session.outcomes:
+                    session.outcomes[forgotten] = REFUSED
+
+    def is_running(self, client: int, sequence: int) -> bool:
+        """Whether this change has been taken in, and its reply is still owed."""
+        session = self._sessions.get(client)
+        return session is not None and session.outcomes.get(sequence) is Outcome.RUNNING
+
+    def retract(self, client: int, sequence: int) -> None:
+        """A change that has begun is refused for now: it is new when it comes again."""
+        del self._sessions[client].outcomes[sequence]
+        self.num_outcomes -= 1
+
+    def leave(self, worker: int, incarnation: int) -> None:
+        """The worker's process has left: whatever comes of its clients is a late copy. They are the first to go."""
+        gone = [
+            (client, session)
+            for client, session in self._sessions.items()
+            if session.worker == worker and session.incarnation == incarnation and not session.is_waiting
+        ]
+        for client, session in gone:
+            session.floor, session.heard = _ALL_SETTLED, -LEASE
+            self._keep(session, {})
+            self._sessions.move_to_end(client, last=False)
+
+    def is_settled(self, client: int, sequence: int) -> bool:
+        """Whether this change has been answered, so that a repeat of it changes nothing."""
+        session = self._sessions.get(client)
+        if session is None:
+            return False
+        return sequence < session.floor or session.outcomes.get(sequence, Outcome.RUNNING) is not Outcome.RUNNING
+
+    def export(self) -> list[Any]:
+        """All of it as plain values, the client idle longest first."""
+        return [
+            [
+                client, s.worker, s.incarnation, s.heard, min(s.floor, _HIGHEST), s.reasons,
+                [[number, _packed(outcome)] for number, outcome in s.outcomes.items()],
+            ]
+            for client, s in self._sessions.items()
+        ]  # fmt: skip
+
+    def restore(self, kept: list[Any]) -> None:
+        """What `export` gave."""
+        self._sessions, self.num_outcomes = OrderedDict(), 0
+        for client, worker, incarnation, heard, floor, reasons, outcomes in kept:
+            session = self._sessions[client] = Session(worker, incarnation, heard, floor, reasons=list(reasons))
+            session.floor = _ALL_SETTLED if floor == _HIGHEST else floor
+            session.outcomes = {number: _unpacked(outcome) for number, outcome in outcomes}
+            self.num_outcomes += len(outcomes)
+
+    def _make_room(self, now: float) -> None:
+        while len(self._sessions) >= MAX_CLIENTS:
+            client, longest = next(iter(self._sessions.items()))
+            if now - longest.heard < LEASE or longest.is_waiting:
+                raise ServerBusy(
+                    f"{MAX_CLIENTS:,} clients are known here, which is the limit; the one idle longest was heard of "
+                    f"{now - longest.heard:.0f} s ago, and is forgotten after {LEASE:g} s. Does something connect anew "
+                    "for every request?"
+                )
+            self._drop(client)
+
+    def _check_room(self, session: Session) -> None:
+        if self.num_outcomes >= MAX_OUTCOMES and len(session.outcomes) >= FAIR_SHARE:
+            raise ServerBusy(
+                f"{self.num_outcomes:,} changes of all clients are not settled, of which {len(session.outcomes):,} are "
+                "this one's. Wait for answers before you push on."
+            )
+
+    def _keep(self, session: Session, outcomes: dict[int, Outcome | FleetError]) -> None:
+        self.num_outcomes -= len(session.outcomes) - len(outcomes)
+        session.outcomes = outcomes
+        session.reasons = [sequence for sequence in session.reasons if sequence in outcomes]
+
+    def _drop(self, client: int) -> None:
+        self.num_outcomes -= len(self._sessions.pop(client).outcomes)
+
+
+def _packed(outcome: Outcome | FleetError) -> str | list[str]:
+    return outcome.value if isinstance(outcome, Outcome) else [type(outcome).__name__, str(outcome)]
+
+
+def _unpacked(kept: Any) -> Outcome | FleetError:
+    return Outcome(kept) if isinstance(kept, str) else error_of(kept[0], kept[1])

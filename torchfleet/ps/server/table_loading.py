@@ -1,0 +1,88 @@
+"""Loading a saved model into a server's tables, before it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torchfleet.base.errors import CheckpointError, FleetError
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.lock import check_written
+from torchfleet.ps.checkpoint.manifest import FILE, Manifest, Parameter, read_manifest
+from torchfleet.ps.checkpoint.part_reader import load_dense, load_sparse
+from torchfleet.ps.server.state.state import State
+from torchfleet.ps.tables.table import BlockTable, RowTable
+
+Layouts = Mapping[str, Sequence[Parameter]]  # by dense table: where it has which parameter
+
+
+def load_model(state: State, dirname: str, names: Sequence[str] | None, layouts: Layouts | None = None) -> None:
+    """All tables and parameters that the model has, or the named ones. A name that was not saved is an error.
+
+    `layouts`: where the model's dense tables have their parameters; without them, as they were saved. After an error
+    all tables are empty, as if they had just been made.
+    """
+    storage = Storage(dirname)
+    manifest = read_manifest(storage)
+    model = ChosenModel(storage, manifest, names, layouts or {})
+    for link in manifest.links():
+        check_written(storage, link.save, {part.file: part.bytes for part in link.parts})
+    try:
+        _restore(state, model, manifest)
+    except BaseException as error:
+        state.remake_tables()
+        if isinstance(error, FleetError) or not isinstance(error, Exception):
+            raise
+        raise CheckpointError(f"{storage.place(FILE)} cannot be loaded: {type(error).__name__}: {error}") from error
+    state.model = storage.path
+    state.schedule.note(state.tables.values(), int(manifest.time))
+    if names is None:  # all of it is here: the next save may be a delta
+        for table in state.tables.values():
+            table.begin_save(is_committed=True)
+        state.chain.attempt = manifest.token
+
+
+def _restore(state: State, model: ChosenModel, manifest: Manifest) -> None:
+    if manifest.is_time_set:  # a job that says how late it is: by the wall clock its rows would be years old
+        state.clock.set(int(manifest.time))
+    for table in state.tables.values():
+        table.restore(model)
+
+
+class ChosenModel:
+    """What is to be loaded of a saved model: everything, or the tables and parameters that are named."""
+
+    def __init__(self, storage: Storage, manifest: Manifest, names: Sequence[str] | None, layouts: Layouts) -> None:
+        self._storage, self._manifest, self._names, self._layouts = storage, manifest, names, layouts
+        self._saved = {table.name for table in manifest.tables}
+        parameters = {parameter.name for table in manifest.tables for parameter in table.parameters}
+        if isinstance(names, str):
+            raise CheckpointError(f"var_names: expected a list of names, found the single {names!r}")
+        unknown = sorted(set(names or ()) - self._saved - parameters)
+        if unknown:
+            raise CheckpointError(
+                f"{storage.path} has no {', '.join(unknown)}; it has the tables {', '.join(sorted(self._saved))} and "
+                f"the parameters {', '.join(sorted(parameters))}"
+            )
+
+    def load_rows(self, table: RowTable) -> None:
+        """As SavedModel.load_rows."""
+        name = table.spec.name
+        if self._has(name) and (self._names is None or name in self._names):
+            load_sparse(self._storage, self._manifest, table)
+
+    def load_block(self, table: BlockTable) -> None:
+        """As SavedModel.load_block; with a layout, its parameters may come from any saved table."""
+        name = table.spec.name
+        layout = self._layouts.get(name)
+        if layout is not None or self._has(name):
+            wanted = None if self._names is None or name in self._names else set(self._names)
+            load_dense(self._storage, self._manifest, table, wanted, layout)
+
+    def _has(self, name: str) -> bool:
+        """Whether a table of this name was saved. If everything is to be loaded, it must have been."""
+        if name not in self._saved and self._names is None:
+            raise CheckpointError(
+                f"{self._storage.path} has no table '{name}' of this model; it has {', '.join(sorted(self._saved))}. "
+                "Give init_server the names of what to load (var_names)."
+            )
+        return name in self._saved

@@ -1,0 +1,213 @@
+"""Saving this server's share of a model: in slices between requests, with the disk in threads of its own."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from torchfleet.base.background import BackgroundThreads
+from torchfleet.base.errors import CheckpointError, FleetError
+from torchfleet.ps.checkpoint import part_file
+from torchfleet.ps.checkpoint.manifest import Part, Saved
+from torchfleet.ps.checkpoint.part_writer import PART_BYTES
+from torchfleet.ps.kernels.rows import largest
+from torchfleet.ps.net.wire import pack
+from torchfleet.ps.server.save_roots import SaveFolder, open_folder
+from torchfleet.ps.server.state.saves_made import SavesMade
+from torchfleet.ps.server.state.state import LongRequest, State
+from torchfleet.ps.tables.settings.spec import table_number
+from torchfleet.ps.tables.table import PartKind, SavedSlice, SaveMode, Table
+
+SLICE = 1 << 14  # row numbers between two requests: one to three milliseconds
+_LOOK = 0.2  # seconds
+NUM_WRITERS = 2
+
+
+class SaveBody(msgspec.Struct, forbid_unknown_fields=True):
+    dirname: str
+    folder: str
+    with_state: bool
+    token: int  # new for every save: a repeat of the request is known by it
+    delta: bool = False  # only what changed since the save `parent`
+    parent: int = 0  # token of the save that is the model there now
+
+    @property
+    def mode(self) -> SaveMode:
+        if not self.with_state:
+            return "inference"
+        return "delta" if self.delta else "full"
+
+
+def save_in_slices(state: State, saving: LongRequest, body: SaveBody) -> Iterator[bool]:
+    """Yields after every slice (Server.work says what), and answers the request at the end."""
+    writer: Writer | None = None
+    started = time.monotonic()
+    try:
+        folder = open_folder(state.save_roots, body.dirname, body.folder, body.token)
+        writer = Writer(folder)
+        steps, rows, now = {}, {}, state.clock.now
+        if state.chain.attempt != body.token:  # a save that is made anew, after a restart, has begun
+            begin_save(state, body)
+        for table in list(state.tables.values()):
+            steps[table.spec.name] = table.step
+            for file in _files(table, body.mode):
+                while file is not None and not writer.offer(file):
+                    yield False
+                yield True
+            rows[table.spec.name] = table.num_rows
+        while not writer.is_done():
+            yield False
+        # As they were read: of a key twice, the later stands.
+        written = sorted(writer.written, key=lambda part: part.file)
+        saving.result = [pack(Saved(written, steps, rows, now, state.clock.is_set))]
+        seconds = time.monotonic() - started
+        num_rows, num_bytes = _num_rows(state, written), sum(part.bytes for part in written)
+        state.saves = SavesMade(state.saves.num + 1, time.time(), seconds, num_rows, num_bytes, body.dirname)
+        described = f"{num_rows:,} rows and the network to {body.dirname}, {body.folder} ({body.mode})"
+        state.say(f"saved {described} in {seconds:.1f} s")
+    except Exception as error:  # whatever it is, it must not end the service of all others
+        text = str(error) if isinstance(error, FleetError) else f"{type(error).__name__}: {error}"
+        saving.result = CheckpointError(f"cannot save to {body.dirname}: {text}")
+        state.say(str(saving.result))
+    finally:
+        if writer is not None:
+            writer.close()
+    state.finish(saving.request, saving.result)
+
+
+def _num_rows(state: State, written: list[Part]) -> int:
+    sparse = {table.spec.name for table in state.tables.values() if not table.spec.is_dense}
+    return sum(part.rows for part in written if part.kind == "rows" and part.table in sparse)
+
+
+def begin_save(state: State, body: SaveBody) -> None:
+    """All tables at once: what changes from here on belongs to the next save. One for prediction is no part of it."""
+    if not body.with_state:
+        return
+    is_committed = state.chain.begin(body.token, body.parent, body.delta)
+    for table in state.tables.values():
+        table.begin_save(is_committed)
+
+
+@dataclass
+class FileToWrite:
+    """A part file, before it is written."""
+
+    table: str
+    shard: int
+    number: int
+    arrays: part_file.Pieces
+    start: int
+    kind: PartKind
+
+    @property
+    def num_rows(self) -> int:
+        for name in ("keys", "blocks"):
+            if name in self.arrays:
+                return sum(len(piece) for piece in self.arrays[name])
+        return int(self.arrays["values"][0].shape[1])
+
+
+def _files(table: Table, mode: SaveMode) -> Iterator[FileToWrite | None]:
+    """Files of at most PART_BYTES, or of one slice, and None after slices that fill none."""
+    filling = Filling(table.spec.name, table.spec.shard)
+    for saved in table.save_slices(mode, SLICE):
+        yield from filling.add(saved)
+    yield from filling.end()
+
+
+class Filling:
+    """Slices of one table, gathered into files of one kind each."""
+
+    def __init__(self, table: str, shard: int) -> None:
+        self._table, self._shard = table, shard
+        self._number = self._size = self._start = 0
+        self._written: set[PartKind] = set()
+        self._arrays: part_file.Pieces = {}
+        self._kind: PartKind | None = None
+
+    def add(self, saved: SavedSlice) -> Iterator[FileToWrite | None]:
+        """The files that are full now, or None if there is none."""
+        if saved.kind != self._kind or saved.start:
+            yield from self.end()
+        self._kind, self._start = saved.kind, saved.start
+        for name, array in saved.arrays.items():
+            self._arrays.setdefault(name, []).append(array)
+            self._size += array.nbytes
+        if self._size >= PART_BYTES:
+            yield from self.end()
+        else:
+            yield None
+
+    def end(self) -> Iterator[FileToWrite]:
+        """What is left. A file without a row is written only if the table would have no file of rows at all."""
+        is_needed = self._kind == "rows" and "rows" not in self._written
+        if self._kind is not None and (self._size or is_needed):
+            self._written.add(self._kind)
+            yield FileToWrite(self._table, self._shard, self._number, self._arrays, self._start, self._kind)
+            self._number += 1
+        self._arrays, self._size = {}, 0
+
+
+class Writer:
+    """Writes files in threads of its own, so that checksums and the disk overlap; at most one file waits."""
+
+    def __init__(self, folder: SaveFolder) -> None:
+        self._folder = folder
+        self._queue: queue.Queue[FileToWrite] = queue.Queue(1)
+        self._num_under_way = 0
+        self._is_over = False
+        self.written: list[Part] = []
+        self._threads = BackgroundThreads([self._run] * NUM_WRITERS)
+        self._threads.start()
+
+    def offer(self, file: FileToWrite) -> bool:
+        """Whether it was taken; not while another one waits. Raises what went wrong with an earlier one."""
+        self._threads.check()
+        try:
+            self._queue.put_nowait(file)
+        except queue.Full:
+            return False
+        self._num_under_way += 1
+        return True
+
+    def is_done(self) -> bool:
+        self._threads.check()
+        return len(self.written) == self._num_under_way
+
+    def close(self) -> None:
+        """Let the threads end; nothing waits for them."""
+        self._is_over = True
+
+    def _run(self) -> None:
+        while self._threads.error is None and not self._is_over:
+            try:
+                file = self._queue.get(timeout=_LOOK)
+            except queue.Empty:
+                continue
+            try:
+                self.written.append(self._write(file))
+            except FleetError:
+                raise
+            except Exception as error:  # of the disk or the network: whoever asked is told
+                raise CheckpointError(
+                    f"cannot write to {self._folder.storage.path}: {type(error).__name__}: {error}"
+                ) from error
+
+    def _write(self, file: FileToWrite) -> Part:
+        table = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in file.table)
+        name = f"{table}-{table_number(file.table):08x}.{file.shard}-{file.number:05}.safetensors"
+        for kept in ("rows", "values"):
+            for piece in file.arrays.get(kept, ()):
+                if not largest(piece) < np.inf:
+                    raise CheckpointError(f"table '{file.table}' holds NaN or infinity: a model with it would not load")
+        buffers = part_file.encode_pieces(file.arrays)
+        num_bytes = sum(memoryview(buffer).nbytes for buffer in buffers)
+        self._folder.write(name, buffers)
+        crc = part_file.checksum(buffers)
+        return Part(file.table, name, file.shard, file.num_rows, num_bytes, crc, file.start, file.kind)

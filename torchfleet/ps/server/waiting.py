@@ -1,0 +1,120 @@
+"""Waits of workers for each other that cannot end well: they are ended, and those who wait are told why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torchfleet.base.errors import FleetError, WorkerMissing
+from torchfleet.ps.net.request import Request
+from torchfleet.ps.server.kept_pushes import apply_waiting
+from torchfleet.ps.server.meeting.barrier import NOBODY
+from torchfleet.ps.server.state.state import State
+from torchfleet.ps.server.sync_step import close_sync_step
+
+_STEP = "optimizer.step()"
+
+
+def end_hopeless_waits(state: State, now: float) -> bool:
+    """Answer everybody whose time is up, who waits for a worker that is lost, or who waits in a circle. Returns whether
+    that changed anything."""
+    lost, num_finished = state.presence.lost(now), len(state.finished)
+    is_any_released = sum(state.bound.release(worker) for worker in lost) > 0
+    apply_waiting(state)
+    if state.members.go_on:
+        is_any_released |= _go_on_without(state, lost)
+    hopeless = NOBODY if state.members.go_on or state.members.wait else lost
+    ended = (
+        *state.barriers.expired(now, hopeless),
+        *state.gatherings.expired(now, hopeless),
+        *_expired_step(state, now, lost),
+        *_expired_bound(state, now),
+    )
+    for request, error in ended or _circle(state):
+        state.finish(request, error)
+    return is_any_released or len(state.finished) > num_finished
+
+
+def open_meetings(state: State, worker: int) -> None:
+    """The worker is not waited for any more: whoever waited for it alone goes on, and its files are for others."""
+    for going in state.barriers.leave(worker):
+        state.finish(going, [])
+    for going, reply in state.gatherings.leave(worker):
+        state.finish(going, reply)
+    state.files.leave(worker)
+    close_sync_step(state)
+
+
+def _go_on_without(state: State, lost: Mapping[int, str]) -> bool:
+    """Workers that are lost are not waited for any more; returns whether there is one.
+
+    A server that hears of nobody decides nothing: it may be the one that is cut off.
+    """
+    members = state.members
+    fresh = [worker for worker in sorted(lost) if worker not in members.absent]
+    if not fresh or state.presence.is_all(lost):
+        return False
+    for worker in fresh:
+        members.lose(worker, lost[worker])
+        state.say(f"{lost[worker]}; the others go on without it")
+    for worker in fresh:
+        open_meetings(state, worker)
+    return True
+
+
+def _expired_step(state: State, now: float, lost: Mapping[int, str]) -> list[tuple[Request, FleetError]]:
+    waiting, timeout = state.sync_step, state.presence.sync_timeout()
+    if not waiting:
+        return []
+    missing = state.members.expected(state.num_workers) - set(waiting)
+    gone = [text for worker, text in lost.items() if worker in missing]
+    if gone and not state.members.go_on and not state.members.wait:
+        text = f"{'; '.join(gone)}. {_STEP} waits for it, and sync training cannot go on without it: look at its log."
+    elif timeout is not None and now >= min(request.arrived for request in waiting.values()) + timeout:
+        names = ", ".join(map(str, sorted(missing)))
+        text = (
+            f"after {timeout:g} s {_STEP} still waits for worker {names} of {state.num_workers}"
+            f"{''.join(f'; {text}' for text in gone)}. Look at their logs; if they are only slow, give a longer "
+            "sync_timeout."
+        )
+    else:
+        return []
+    state.sync_step = {}
+    return [(request, WorkerMissing(text)) for request in waiting.values()]
+
+
+def _expired_bound(state: State, now: float) -> list[tuple[Request, FleetError]]:
+    waiting, timeout = state.bound.waiting(), state.presence.sync_timeout()
+    if timeout is None or not waiting or now < min(request.arrived for request in waiting) + timeout:
+        return []
+    names = ", ".join(map(str, state.bound.slow()))
+    error = WorkerMissing(
+        f"after {timeout:g} s {_STEP} still waits for worker {names}, which max_staleness={state.bound.limit} lets "
+        "nobody leave further behind. Look at its log; if it is only slow, give a longer sync_timeout."
+    )
+    return [(request, error) for request in state.bound.end_waits()]
+
+
+def _circle(state: State) -> list[tuple[Request, FleetError]]:
+    """If every worker waits, and not all in one place, nobody will ever go on."""
+    places = dict(_places(state))
+    if len(set(places.values())) < 2 or not state.num_workers:
+        return []
+    if state.members.expected(state.num_workers) - set(places):
+        return []
+    where = "; ".join(f"worker {worker} waits in {place}" for worker, place in sorted(places.items()))
+    error = WorkerMissing(
+        f"the workers wait for each other: {where}. In sync training all workers make the same number of steps: give "
+        "them equally many batches, and call barriers and gathers at the same point of the loop on all of them."
+    )
+    waiting, state.sync_step = state.sync_step, {}
+    return [
+        *((request, error) for request in waiting.values()),
+        *state.barriers.end_all(error),
+        *state.gatherings.end_all(error),
+    ]
+
+
+def _places(state: State) -> Iterator[tuple[int, str]]:
+    yield from ((worker, _STEP) for worker in state.sync_step)
+    yield from ((worker, f"barrier '{name}'") for name, worker in state.barriers.waiting())
+    yield from ((worker, f"gather '{name}'") for name, worker in state.gatherings.waiting())

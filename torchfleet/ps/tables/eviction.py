@@ -1,0 +1,145 @@
+"""Dropping rows by a policy, some at a time, so that requests are served in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.base.errors import TableError
+from torchfleet.ps.kernels.rows import gather
+from torchfleet.ps.tables.policies.admission import Candidates
+from torchfleet.ps.tables.policies.capacity import least_recent, row_limit
+from torchfleet.ps.tables.policies.decisions import Decisions
+from torchfleet.ps.tables.rows.keymap import Keys, Rows
+from torchfleet.ps.tables.rows.keyrange import KeyRange
+from torchfleet.ps.tables.rows.row_statistics import Columns
+from torchfleet.ps.tables.rowstore import RowStore
+from torchfleet.ps.tables.settings.expressions import Expression, parse
+from torchfleet.ps.tables.settings.policy import EVICTION_NAMES, Shrink
+
+SLICE = 8192  # row numbers between two requests: a millisecond or two
+FEW = 100  # rows that a table may always lose
+MAX_ROUNDS = 4  # to a capacity: rows that are looked up while the oldest are sought stay, and others must go
+
+_KEPT = {"unseen_days": "seen", "age_days": "born", "score": "show", "click": "show", "norm": "", "tick": "tick"}
+_HOW = {
+    "seen": "shrink=fleet.Shrink(delete_after_unseen_days=...)",
+    "born": "shrink=fleet.Shrink(ttl_days=...)",
+    "tick": "shrink=fleet.Shrink(max_rows=...)",
+    "show": "entry=fleet.ShowClickEntry(show, click)",
+    "delta": "a shrink=fleet.Shrink(where=...) that uses delta",
+    "slot": "a shrink=fleet.Shrink(where=...) that uses slot",
+}
+
+
+def check_policy(table: RowStore, policy: Shrink) -> None:
+    """Raise TableError if the table does not keep what the policy looks at."""
+    kept = table.statistics.names if table.statistics is not None else ()
+    if isinstance(table.index, KeyRange):
+        raise TableError(f"table '{table.spec.name}' has a declared size: rows of such tables are not dropped")
+    for name in sorted(policy.names):
+        column = _KEPT.get(name, name)
+        if column and column not in kept:
+            raise TableError(
+                f"table '{table.spec.name}' keeps no '{column}', which this shrink looks at ({name}). A table keeps "
+                f"what it was declared with: give its SparseEmbedding {_HOW[column]}."
+            )
+    row_limit(table.spec, policy, table.index)  # raises if it leaves this server no row
+
+
+def shrink(table: RowStore, policy: Shrink) -> Iterator[int]:
+    """After every slice, how many rows it has dropped. What is seen again before its slice comes stays."""
+    check_policy(table, policy)
+    now = table.clock.now
+    where = parse(policy.where, EVICTION_NAMES) if policy.where is not None else None
+    if _looks_at_rows(policy) and policy.max_share < 1:
+        yield from _check_share(table, policy, where, now)
+    for rows in table.slices(SLICE) if _looks_at_rows(policy) else ():
+        yield _drop(table, table.index.alive(rows[_victims(table, rows, policy, where, now)])[0])
+    if table.admission is not None and table.admission.candidates is not None:
+        yield from _shrink_candidates(table.admission.candidates, table.decisions, policy, now)
+    yield from _shrink_to_capacity(table, policy)
+
+
+def _check_share(table: RowStore, policy: Shrink, where: Expression | None, now: int) -> Iterator[int]:
+    """Count what would be dropped, before anything is: raises TableError if that is more than the policy allows."""
+    num = 0
+    for rows in table.slices(SLICE):
+        num += len(table.index.alive(rows[_victims(table, rows, policy, where, now)])[0])
+        yield 0
+    if num > max(FEW, policy.max_share * table.index.num_keys):
+        raise TableError(
+            f"table '{table.spec.name}': this shrink would drop {num:,} of {table.index.num_keys:,} rows, more than "
+            f"max_share={policy.max_share:g} of them; nothing was dropped. Is the time right ({now} s since 1970)? If "
+            "so, say what may go: fleet.shrink(..., max_share=1.0), or shrink=fleet.Shrink(max_share=1.0) of the layer."
+        )
+
+
+def _looks_at_rows(policy: Shrink) -> bool:
+    asked = policy.delete_after_unseen_days, policy.delete_threshold, policy.ttl_days, policy.min_norm, policy.where
+    return any(value is not None for value in asked)
+
+
+def _victims(table: RowStore, rows: Rows, policy: Shrink, where: Expression | None, now: int) -> npt.NDArray[np.bool_]:
+    """Which of these rows the policy drops; of rows that are not in use, anything."""
+    columns: Columns = {}
+    if table.statistics is not None:
+        kept = table.statistics.read(rows)
+        columns = table.statistics.values(kept, now)
+    if "norm" in policy.names:
+        columns["norm"] = _norms(table, rows)
+    is_out = _expired(columns, policy, len(rows))
+    if policy.delete_threshold is not None:
+        is_out |= columns["score"] < policy.delete_threshold
+    if policy.min_norm is not None:
+        is_out |= columns["norm"] < policy.min_norm
+    return is_out | where(columns) if where is not None else is_out
+
+
+def _expired(columns: Columns, policy: Shrink, num: int) -> npt.NDArray[np.bool_]:
+    """Unseen for too long, or too old; of rows or of candidates."""
+    is_out = np.zeros(num, np.bool_)
+    if policy.delete_after_unseen_days is not None and "unseen_days" in columns:
+        is_out |= columns["unseen_days"] > policy.delete_after_unseen_days
+    if policy.ttl_days is not None and "age_days" in columns:
+        is_out |= columns["age_days"] > policy.ttl_days
+    return is_out
+
+
+def _shrink_candidates(candidates: Candidates, decisions: Decisions, policy: Shrink, now: int) -> Iterator[int]:
+    """Keys that wait for their row are forgotten by the same times."""
+    start = 0
+    is_asked = policy.delete_after_unseen_days is not None or policy.ttl_days is not None
+    while is_asked and start < candidates.index.num_row_numbers:
+        rows = np.arange(start, min(start + SLICE, candidates.index.num_row_numbers))
+        start += SLICE
+        columns = candidates.statistics.values(candidates.statistics.read(rows), now)
+        keys = candidates.index.alive(rows[_expired(columns, policy, len(rows))])[0]
+        decisions.note("forgotten", keys)
+        candidates.erase(keys)
+        yield 0
+
+
+def _shrink_to_capacity(table: RowStore, policy: Shrink) -> Iterator[int]:
+    limit = row_limit(table.spec, policy, table.index)
+    for _ in range(MAX_ROUNDS):
+        if limit is None or table.index.num_keys <= limit:
+            return
+        for keys in least_recent(table, table.index.num_keys - limit, SLICE):
+            yield _drop(table, keys) if keys is not None else 0
+
+
+def _norms(table: RowStore, rows: Rows) -> npt.NDArray[np.float64]:
+    values = np.empty((len(rows), table.spec.dim), np.float32)
+    gather(table.index.store, table.index.width, table.index.offset, rows, values)
+    norms: npt.NDArray[np.float64] = np.sqrt(np.einsum("ij,ij->i", values, values, dtype=np.float64))
+    return norms
+
+
+def _drop(table: RowStore, keys: Keys) -> int:
+    table.decisions.note("dropped", keys)
+    num = table.erase(keys)
+    table.num_evicted += num
+    return num

@@ -1,0 +1,176 @@
+"""A limit on the rows of a table: those not looked up for the longest time make room for new ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.base.errors import TableError
+from torchfleet.ps.kernels.key_hashes import hashes as hashes_of
+from torchfleet.ps.kernels.statistics import NEVER
+from torchfleet.ps.tables.policies.decisions import Decisions
+from torchfleet.ps.tables.rows.keymap import KeyMap, Keys, Rows
+from torchfleet.ps.tables.rows.keyrange import KeyRange
+from torchfleet.ps.tables.rows.packed_map import PackedMap
+from torchfleet.ps.tables.rows.row_statistics import Statistics
+from torchfleet.ps.tables.settings.policy import Shrink
+from torchfleet.ps.tables.settings.spec import TableSpec, shard_range
+
+SWEEP = 4096  # rows dropped in one go
+SAMPLE = 1 << 14  # rows whose ticks say how old the oldest are
+SHARE = 0.1  # of the rows, the oldest, may go in one lap
+MAP_BYTES = 18  # per row, beside the row itself: slots of the map, and its place in the list of free rows
+NUM_DIGITS = 6  # of 16 bits: two of the tick, four of the hash
+
+
+def row_limit(spec: TableSpec, policy: Shrink, index: KeyMap | KeyRange | PackedMap) -> int | None:
+    """How many rows this shard of the table may have; None: as many as there is memory for."""
+    limits = []
+    if policy.max_rows is not None:
+        limits.append(policy.max_rows)
+    if policy.max_bytes is not None:
+        limits.append(policy.max_bytes // (4 * index.width + MAP_BYTES))
+    if not limits:
+        return None
+    if min(limits) < spec.num_shards:  # said by all servers alike, so that none of them begins
+        raise TableError(
+            f"table '{spec.name}': max_rows or max_bytes allows {min(limits)} rows, which leaves none for some of the "
+            f"{spec.num_shards} servers; raise it"
+        )
+    start, stop = shard_range(min(limits), spec.shard, spec.num_shards)
+    return min(stop - start, index.max_rows)
+
+
+class EvictableRows(Protocol):
+    """What a capacity needs of the rows that it keeps within bounds (RowStore has it)."""
+
+    spec: TableSpec
+    index: KeyMap | KeyRange | PackedMap
+    statistics: Statistics | None
+    num_evicted: int
+    decisions: Decisions
+
+    def drop(self, keys: Keys, at: Rows) -> int:
+        """Erase keys that are known to be in these rows."""
+        ...
+
+
+class Capacity:
+    """A hand that goes round the rows and drops those whose last lookup is older than nine tenths of all.
+
+    Which rows are the oldest is read from a sample once per lap: no list has to be kept in order at every lookup.
+    """
+
+    def __init__(self, table: EvictableRows, max_rows: int) -> None:
+        self.max_rows = max_rows
+        self._table = table
+        self._hand = self._cut = 0
+
+    def make_room(self, num_new: int, in_use: Rows) -> None:
+        """Drop as many rows as it takes for so many new ones to fit. `in_use`: rows that stay (negative: none)."""
+        table = self._table
+        assert isinstance(table.index, KeyMap)
+        if table.decisions.followed is not None:
+            return
+        excess = table.index.num_keys + num_new - self.max_rows
+        if excess <= 0:
+            return
+        in_use = in_use[in_use >= 0]
+        if num_new + len(in_use) > self.max_rows:  # in_use may repeat
+            in_use = np.unique(in_use)
+            self.check(num_new + len(in_use))
+        self._drop(excess, in_use)
+
+    def check(self, num_needed: int) -> None:
+        """Raise TableError if one batch needs more rows than there may be."""
+        if num_needed > self.max_rows:
+            raise TableError(
+                f"table '{self._table.spec.name}' may have {self.max_rows:,} rows on this server, and one batch needs "
+                f"{num_needed:,}. Raise max_rows or max_bytes."
+            )
+
+    def _drop(self, excess: int, in_use: Rows) -> None:
+        """So many rows, in laps: in each those up to the tick that is the oldest tenth's when it begins."""
+        table = self._table
+        assert isinstance(table.index, KeyMap)
+        assert table.statistics is not None
+        oldest_in_use = int(table.statistics.column("tick", in_use).min()) if len(in_use) else int(NEVER)
+        at_start, is_first = excess, True
+        while excess > 0:
+            if self._hand == 0:
+                has_found_none = not is_first and excess == at_start
+                self._cut = int(NEVER) - 1 if has_found_none else self._oldest_tick()
+                at_start, is_first = excess, False
+            num_rows = table.index.num_row_numbers
+            old, stop = table.statistics.oldest(self._hand, num_rows, self._cut, min(excess, SWEEP))
+            self._hand = stop if stop < num_rows else 0
+            if self._cut >= oldest_in_use:
+                old = old[~np.isin(old, in_use)]
+            keys = table.index.keys_of(old)
+            table.decisions.note("dropped", keys)
+            table.drop(keys, old)
+            table.num_evicted += len(old)
+            excess -= len(old)
+
+    def _oldest_tick(self) -> int:
+        """The tick up to which a tenth of the rows were last looked up."""
+        table = self._table
+        assert isinstance(table.index, KeyMap)
+        assert table.statistics is not None
+        num = table.index.num_row_numbers
+        ticks = table.statistics.column("tick", np.arange(0, num, max(1, num // SAMPLE)))
+        ticks = ticks[ticks != NEVER]
+        return int(np.partition(ticks, int(len(ticks) * SHARE))[int(len(ticks) * SHARE)]) if len(ticks) else 0
+
+
+def least_recent(table: EvictableRows, num: int, slice_rows: int) -> Iterator[Keys | None]:
+    """The keys of the `num` rows that were not looked up for the longest time, exactly; of equal ones those with the
+    smaller hash. In slices: None while it is still being found out which they are.
+
+    The rank of a row is (tick, hash): 96 bits. Its digits of 16 bits are counted one after the other, each among the
+    rows that share all digits before, until the place where `num` rows lie below is known.
+    """
+    prefix: list[int] = []
+    remaining = num
+    while len(prefix) < NUM_DIGITS:
+        counts = np.zeros(1 << 16, np.int64)
+        for _, digits in _slices(table, slice_rows, len(prefix) + 1):
+            same = np.logical_and.reduce([digits[i] == digit for i, digit in enumerate(prefix)], axis=0)
+            counts += np.bincount(digits[-1][same] if prefix else digits[-1], minlength=1 << 16)
+            yield None
+        ends = np.cumsum(counts)
+        if remaining >= ends[-1]:  # the others of these rows were seen or dropped meanwhile: all that are left go
+            break
+        digit = int(np.searchsorted(ends, remaining))  # the first digit at which enough rows lie below or in it
+        prefix.append(digit)
+        remaining -= int(ends[digit] - counts[digit])
+        if remaining == counts[digit]:
+            break
+    for keys, digits in _slices(table, slice_rows, len(prefix)):
+        below = np.zeros(len(keys), np.bool_)
+        equal = np.ones(len(keys), np.bool_)
+        for own, digit in zip(digits, prefix, strict=True):
+            below |= equal & (own < digit)
+            equal &= own == digit
+        yield keys[below | equal]
+
+
+def _slices(table: EvictableRows, num_rows: int, num_digits: int) -> Iterator[tuple[Keys, list[npt.NDArray[np.int64]]]]:
+    """Keys of the rows in use and the first digits of their ranks."""
+    assert isinstance(table.index, KeyMap)
+    assert table.statistics is not None
+    start = 0
+    while start < table.index.num_row_numbers:
+        rows = np.arange(start, min(start + num_rows, table.index.num_row_numbers))
+        ticks = table.statistics.column("tick", rows)
+        rows, ticks = rows[ticks != NEVER], ticks[ticks != NEVER]
+        keys = table.index.keys_of(rows)
+        digits = [(ticks >> np.uint32(16)).astype(np.int64), (ticks & np.uint32(0xFFFF)).astype(np.int64)]
+        if num_digits > 2:
+            hashes = hashes_of(keys)
+            digits += [((hashes >> np.uint64(s)) & np.uint64(0xFFFF)).astype(np.int64) for s in (48, 32, 16, 0)]
+        yield keys, digits[:num_digits]
+        start += num_rows

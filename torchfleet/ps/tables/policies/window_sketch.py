@@ -1,0 +1,73 @@
+"""How often keys appeared within a sliding window of time, in fixed memory: one shard of the counters."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.base.errors import TableError
+from torchfleet.ps.kernels import sketch
+from torchfleet.ps.kernels.sketch import NUM_PANES, NUM_WORDS
+from torchfleet.ps.tables.rows.keymap import Keys
+from torchfleet.ps.tables.rows.memory import Memory
+from torchfleet.ps.tables.settings.policy import BLOCK_BYTES
+
+_LAST_PANE = (1 << 32) - 1
+
+
+class WindowSketch:
+    """Counts may be too high, where keys share their counters, and are never too low while below 255.
+
+    The window is the current quarter of `window_seconds` and the three before it. Part p of P holds the blocks from
+    p/P to (p+1)/P of all: those of the keys that kernels/hashing gives to owner p. Where P does not divide
+    `num_blocks`, a block on the border is held by both neighbours.
+    """
+
+    def __init__(self, num_blocks: int, shard: int, num_shards: int, window_seconds: int) -> None:
+        self._num_blocks = num_blocks
+        self._pane_seconds = max(1, window_seconds // NUM_PANES)
+        self.first = shard * num_blocks // num_shards
+        self.num = -(-(shard + 1) * num_blocks // num_shards) - self.first
+        words = Memory(BLOCK_BYTES * self.num).array(np.uint32)[: NUM_WORDS * self.num]
+        self._words: npt.NDArray[np.uint32] = words.reshape(self.num, NUM_WORDS)
+
+    def count(self, keys: Keys, now: int) -> npt.NDArray[np.int64]:
+        """Note one appearance of each, in their order; returns their counts in the window, each with this one.
+
+        A counter takes 255 appearances per pane, and stays there. `now` is in seconds. A clock that goes back counts
+        as if it had stood still. A key that belongs to another shard is a TableError, and nothing has been counted.
+        """
+        blocks, counts = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
+        num_outside = sketch.locate(keys, self._num_blocks, self.first, self.num, blocks)
+        if num_outside:
+            raise TableError(f"window counters: {num_outside} of {len(keys)} keys belong to other servers")
+        sketch.count(self._words, keys, blocks, min(max(now // self._pane_seconds, 0), _LAST_PANE), counts)
+        return counts
+
+    def blocks(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
+        """A copy of the blocks with the numbers start..stop, which this shard must hold; shape (n, 64)."""
+        if not self.first <= start <= stop <= self.first + self.num:
+            raise IndexError(f"blocks {start}..{stop} are not all among {self.first}..{self.first + self.num}")
+        found: npt.NDArray[np.uint8] = self._words[start - self.first : stop - self.first].copy().view(np.uint8)
+        return found
+
+    def load(self, start: int, blocks: npt.NDArray[np.uint8]) -> None:
+        """Take in a stretch of saved blocks, the first of which has the number `start`; those of others are left out.
+
+        Into a new sketch this gives what was saved. A block that has counted already, or comes twice because two
+        servers held it, gets the larger of the two counts everywhere, so that no key is counted too low.
+        """
+        if blocks.dtype != np.uint8 or blocks.ndim != 2 or blocks.shape[1] != BLOCK_BYTES:
+            raise TableError(
+                f"window counters: expected uint8 blocks of shape (n, {BLOCK_BYTES}), found {blocks.dtype} of shape "
+                f"{blocks.shape}"
+            )
+        low, high = max(start, self.first), min(start + len(blocks), self.first + self.num)
+        if low < high:
+            words = np.array(blocks[low - start : high - start], order="C").view(np.uint32)
+            sketch.absorb(self._words[low - self.first : high - self.first], words)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all counters: keys are spread over them, so all are soon in use."""
+        return BLOCK_BYTES * self.num

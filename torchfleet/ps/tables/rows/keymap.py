@@ -1,0 +1,199 @@
+"""A growing map from keys to rows of one store: kernels/hashmap.py and key_search.py, and the memory they use."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.base.errors import TableError
+from torchfleet.ps.kernels import hashmap, key_search
+from torchfleet.ps.kernels.hashmap import BUCKET, MOVED, NEW, NEXT_ROW, NUM_FREE, NUM_KEYS, OLD, OVERFLOW, SALT
+from torchfleet.ps.tables.rows.memory import Memory
+from torchfleet.ps.tables.rows.recent_pulls import RecentPulls
+from torchfleet.ps.tables.settings.table_size import HOW_TO_SET
+
+Keys = npt.NDArray[np.uint64]
+Rows = npt.NDArray[np.int64]
+
+MAX_LOAD = 0.72
+GROWTH = 1.25
+FIRST_BUCKETS = 64
+SPARE_BUCKETS = 64
+SMALL = 1 << 14  # buckets; below it a map doubles, and is carried over in one go (under a millisecond)
+MOVES_PER_KEY = 2  # buckets carried over per new key: done when the old slots have filled up by 1/16 more
+EASY_KEYS = 1 << 16  # a map of less than a megabyte, which is cheaper than to look which keys of a batch are new
+KEY_WORDS = 2
+
+
+class KeyMap:
+    """Rows of `num_words` float32 words behind their key; any 64-bit key. Keys per call: at most a few thousand, but
+    for `read`."""
+
+    offset = KEY_WORDS
+
+    def __init__(self, num_words: int, max_bytes: int) -> None:
+        self.width = KEY_WORDS + num_words
+        self.max_rows = min(max_bytes // (4 * self.width), (1 << 32) - 2)
+        if self.max_rows < 1:
+            raise TableError(
+                f"a row takes {4 * self.width:,} bytes, but max_table_bytes is {max_bytes:,}. Raise it: {HOW_TO_SET}."
+            )
+        self._store_memory = Memory(4 * self.width * self.max_rows)
+        self.store: npt.NDArray[np.float32] = self._store_memory.array(np.float32)
+        words = self.store.view(np.uint32)[: self.max_rows * self.width]
+        self._words: npt.NDArray[np.uint32] = words.reshape(self.max_rows, self.width)
+        self._free_rows: npt.NDArray[np.uint32] = Memory(4 * self.max_rows).array(np.uint32)
+        self.recent = RecentPulls(self.max_rows)
+        self._state = np.zeros(hashmap.FETCHED + 1, np.int64)
+        self._state[SALT] = np.frombuffer(os.urandom(8), np.int64)[0]
+        self._num_buckets = np.ones(2, np.uint64)
+        self._slots_memory = [Memory(0), Memory(0)]
+        self._slots: list[npt.NDArray[np.uint64]] = [np.zeros(2 * BUCKET, np.uint64), np.zeros(0, np.uint64)]
+        self._open(FIRST_BUCKETS)
+        self._finish_migration()
+
+    @property
+    def num_keys(self) -> int:
+        return int(self._state[NUM_KEYS])
+
+    @property
+    def load_factor(self) -> float:
+        return self.num_keys / (int(self._num_buckets[NEW]) * BUCKET)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in use: slots, rows up to the highest ever used, the list of free rows, and recent pulls."""
+        old, new = (memory.held_bytes for memory in self._slots_memory)
+        if self._migrating:  # in the order of the hash: pages behind the last bucket carried over are untouched
+            new = new * int(self._state[MOVED]) * BUCKET // self._slots[OLD].size
+        rows = 4 * self.width * int(self._state[NEXT_ROW]) + 4 * int(self._state[NUM_FREE])
+        return old + new + rows + self.recent.num_bytes
+
+    @property
+    def num_free_rows(self) -> int:
+        """How many more keys there is room for."""
+        return self.max_rows - self.num_keys
+
+    @property
+    def easy_room(self) -> int:
+        """As many new keys as can be reserved without looking: at worst the map grows a little early."""
+        return max(int(self._num_buckets[NEW]), EASY_KEYS)
+
+    def check(self, keys: Keys) -> None:
+        """Every key is a good key."""
+
+    def find(self, keys: Keys, rows: Rows, num_words: int) -> int:
+        """rows[i] = row of keys[i], or -1; returns the number of missing keys. The first `num_words` words behind
+        the key are brought into the cache for whoever reads or writes them next."""
+        return int(key_search.find(*self._arrays(), keys, rows, KEY_WORDS + num_words))
+
+    def read(self, keys: Keys, rows: Rows, out: npt.NDArray[np.float32]) -> int:
+        """As `find`, and out[i] = the first words behind the key of rows[i]; zeros where there is none."""
+        return int(key_search.read(*self._arrays(), keys, rows, KEY_WORDS, out.view(np.uint32)))
+
+    def insert_missing(self, keys: Keys, rows: Rows) -> Rows:
+        """Give rows to the keys that `find` missed. Returns the places in `keys` of those that are new.
+
+        The caller has checked `num_free_rows`, and has called `reserve` if an error here would come too late.
+        """
+        self.reserve(int((rows < 0).sum()))
+        fresh = np.empty(len(keys), np.int64)
+        num_fresh = hashmap.insert_missing(*self._arrays(), self._free_rows, keys, rows, fresh)
+        self._expect(num_fresh)
+        if self._migrating:
+            self._migrate(MOVES_PER_KEY * int(num_fresh))
+        return fresh[:num_fresh]
+
+    def load(self, keys: Keys, rows: npt.NDArray[np.float32]) -> bool:
+        """Whole rows in one pass; False, and no row changed, while the map grows or has freed rows."""
+        self.reserve(len(keys))
+        if self._migrating or self._state[NUM_FREE]:
+            return False
+        arrays = self._slots[NEW], self._num_buckets, self._state, self._words
+        self._expect(int(hashmap.load(*arrays, keys, rows.view(np.uint32))))
+        return True
+
+    def erase(self, keys: Keys) -> int:
+        """Take keys out; returns how many of them were there. Their rows are reused before new ones are made."""
+        self.recent.forget()
+        return int(hashmap.erase(*self._arrays(), self._free_rows, keys))
+
+    def alive(self, rows: Rows) -> tuple[Keys, Rows]:
+        """Keys and row numbers of those of these rows that are in use."""
+        keys = self.keys_of(rows)
+        if not self._state[NUM_FREE]:
+            return keys, rows
+        found = np.empty_like(rows)  # a freed row still shows the key it had, but that key no longer leads to it
+        self.find(keys, found, 0)
+        return keys[found == rows], rows[found == rows]
+
+    def keys_of(self, rows: Rows) -> Keys:
+        """The keys in these rows, which ascend; of a freed row, the last that it had."""
+        is_run = len(rows) and rows[-1] - rows[0] + 1 == len(rows)  # they ascend: a slice is a plain copy
+        words = self._words[rows[0] : rows[-1] + 1, :KEY_WORDS] if is_run else self._words[rows, :KEY_WORDS]
+        return np.ascontiguousarray(words).view(np.uint64).reshape(-1)
+
+    @property
+    def num_row_numbers(self) -> int:
+        """Row numbers ever given out are 0 up to this."""
+        return int(self._state[NEXT_ROW])
+
+    @property
+    def _migrating(self) -> bool:
+        return int(self._num_buckets[OLD]) > 1
+
+    def _arrays(self) -> tuple[Any, ...]:
+        return self._slots[OLD], self._slots[NEW], self._num_buckets, self._state, self._words
+
+    def reserve(self, num: int) -> None:
+        """Make room for so many new keys; begins to grow the map if need be. Raises TableError or changes nothing."""
+        needed = int((self.num_keys + num) / (MAX_LOAD * BUCKET)) + 1
+        if needed > int(self._num_buckets[NEW]):
+            self._finish_migration()
+            current = int(self._num_buckets[NEW])
+            self._open(max(needed, int(current * (2 if current < SMALL else GROWTH))))
+            if current < SMALL:
+                self._finish_migration()
+
+    def reserve_at_once(self, num: int) -> None:
+        """As `reserve`, and the map is carried over here and now."""
+        self.reserve(num)
+        self._finish_migration()
+
+    def _open(self, num_buckets: int) -> None:
+        """Begin to grow: today's slots become the old ones, and an empty array stands ready for what is carried."""
+        memory = Memory(8 * BUCKET * (num_buckets + SPARE_BUCKETS))
+        if self._slots[NEW].size:
+            self._slots[OLD], self._slots_memory[OLD] = self._slots[NEW], self._slots_memory[NEW]
+            self._num_buckets[OLD] = self._num_buckets[NEW]
+            self._state[MOVED] = 0
+        self._slots[NEW] = memory.array(np.uint64)[: BUCKET * (num_buckets + SPARE_BUCKETS)]
+        self._slots_memory[NEW] = memory
+        self._num_buckets[NEW] = num_buckets
+
+    def _migrate(self, num_buckets: int) -> None:
+        moved = hashmap.migrate(self._slots[OLD], self._slots[NEW], self._num_buckets, self._state, num_buckets)
+        self._expect(moved)
+        self._slots_memory[OLD].release_up_to(8 * BUCKET * moved)
+        if moved * BUCKET >= self._slots[OLD].size:
+            self._close_old()
+
+    def _finish_migration(self) -> None:
+        if self._migrating:
+            self._migrate(self._slots[OLD].size // BUCKET)
+        else:
+            self._close_old()
+
+    def _close_old(self) -> None:
+        """No old slots: one bucket that counts as moved, so that every key's place is in the new ones."""
+        self._slots[OLD], self._slots_memory[OLD] = np.zeros(2 * BUCKET, np.uint64), Memory(0)
+        self._num_buckets[OLD] = 1
+        self._state[MOVED] = 1
+
+    @staticmethod
+    def _expect(result: int) -> None:
+        if result == OVERFLOW:
+            raise RuntimeError("a key map ran out of spare buckets: its hash no longer spreads. This is a bug.")

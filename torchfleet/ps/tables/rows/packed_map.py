@@ -1,0 +1,225 @@
+"""A growing map with narrow rows inside it: the numba kernels of kernels/packed_buckets.py and the memory they use."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.base.errors import TableError
+from torchfleet.ps.kernels import packed_buckets, packed_moves
+from torchfleet.ps.kernels.packed_buckets import BUCKET, NEW, NUM_KEYS, OLD, OVERFLOW, SALT, SPARE_BUCKETS, UNMOVED
+from torchfleet.ps.tables.rows.keymap import KEY_WORDS, Keys, Rows
+from torchfleet.ps.tables.rows.memory import Memory
+
+MEMORY = 1.215  # times the bytes of its rows is the most that a large map takes, tags and marks included
+PEAK_LOAD = 0.955  # of the buckets that a growth moves last; beyond it lookups slow down
+SLACK = 1.25  # so much longer than a growth takes is the time until the next one
+FIRST_BUCKETS = 32
+SMALL = 1 << 11  # buckets; below it a map doubles, and grows in one go (under a millisecond)
+LIFTED_BUCKETS = 1 << 13  # room for the longest run of full buckets, many times over
+EASY_ROOM = 1 << 15  # keys
+_NUM_HASHES = 1 << 64
+
+
+class Pace:
+    """How a map with rows of `width` words grows: in small steps, so that it is never much emptier than it must be."""
+
+    def __init__(self, width: int) -> None:
+        num_bytes = 4 * width + 1 + 4 / BUCKET  # a row, its tag and its marks
+        least_load = num_bytes / (4 * width * MEMORY)
+        self.growth = PEAK_LOAD / least_load - 1  # share of its buckets by which it grows
+        self.max_load = PEAK_LOAD / (1 + self.growth / SLACK)  # at which it begins to
+        self.moves_per_key = SLACK / (BUCKET * self.max_load * self.growth)  # buckets moved per new key meanwhile
+
+    def num_buckets(self, num_keys: int) -> int:
+        """For so many keys."""
+        return int(num_keys / (self.max_load * BUCKET)) + 1
+
+    def num_moves(self, num_keys: int) -> int:
+        """For so many new keys."""
+        return int(num_keys * self.moves_per_key) + 1
+
+
+class PackedMap:
+    """The contract of KeyMap, but for row numbers: they hold until keys are inserted or erased.
+
+    Of the row numbers that are given to `insert_missing` none is out of date when it returns.
+    """
+
+    offset = KEY_WORDS
+
+    def __init__(self, num_words: int, max_bytes: int) -> None:
+        self.width = KEY_WORDS + num_words
+        self.max_rows = min(max_bytes // (4 * self.width), (1 << 32) - 2)
+        if self.max_rows < 1:
+            raise TableError(f"a row takes {4 * self.width:,} bytes, but max_table_bytes is {max_bytes:,}")
+        self._pace = Pace(self.width)
+        self._max_buckets = max(self._pace.num_buckets(self.max_rows), FIRST_BUCKETS)
+        num_places = (self._max_buckets + SPARE_BUCKETS) * BUCKET
+        self._memory = Memory(4 * self.width * num_places)
+        self.store: npt.NDArray[np.float32] = self._memory.array(np.float32)
+        words = self.store.view(np.uint32)[: num_places * self.width]
+        self._words: npt.NDArray[np.uint32] = words.reshape(num_places, self.width)
+        self._tags: npt.NDArray[np.uint64] = Memory(num_places).array(np.uint64)
+        self._marks: npt.NDArray[np.uint32] = Memory(4 * (num_places // BUCKET)).array(np.uint32)
+        num_lifted = LIFTED_BUCKETS * BUCKET
+        self._lifted: npt.NDArray[np.uint32] = Memory(4 * self.width * num_lifted).array(np.uint32)
+        self._lifted = self._lifted[: num_lifted * self.width].reshape(num_lifted, self.width)
+        self._kept: npt.NDArray[np.uint32] = Memory(4 * num_lifted).array(np.uint32)[:num_lifted]
+        self._state = np.zeros(packed_buckets.FETCHED + 1, np.int64)
+        self._state[SALT] = np.frombuffer(os.urandom(8), np.int64)[0]
+        self._num_buckets = np.full(2, FIRST_BUCKETS, np.uint64)
+        self._bucket_bytes = 4 * self.width * BUCKET
+        self._released = 0  # bytes of rows from this one on that the growth under way has left are without memory
+        self._has_marks = False
+
+    @property
+    def num_keys(self) -> int:
+        return int(self._state[NUM_KEYS])
+
+    @property
+    def load_factor(self) -> float:
+        return self.num_keys / (int(self._num_buckets[NEW]) * BUCKET)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in use: places, their tags, and their marks if saves are made."""
+        old, new = self._num_buckets.tolist()
+        num_buckets = new - (new - old) * int(self._state[UNMOVED]) // old  # what is not moved does not take more yet
+        return int(num_buckets + SPARE_BUCKETS) * (BUCKET * (4 * self.width + 1) + 4 * self._has_marks)
+
+    @property
+    def num_free_rows(self) -> int:
+        """How many more keys there is room for."""
+        return self.max_rows - self.num_keys
+
+    @property
+    def easy_room(self) -> int:
+        """As many new keys as can be reserved without looking: at worst the map grows a little early."""
+        return max(int(self._num_buckets[NEW]) // 8, EASY_ROOM)
+
+    def check(self, keys: Keys) -> None:
+        """Every key is a good key."""
+
+    def find(self, keys: Keys, rows: Rows, num_words: int) -> int:
+        """rows[i] = row of keys[i], or -1; returns the number of missing keys. The first `num_words` words behind
+        the key are brought into the cache for whoever reads or writes them next."""
+        return int(packed_buckets.find(*self._arrays(), keys, rows, KEY_WORDS + num_words))
+
+    def insert_missing(self, keys: Keys, rows: Rows) -> Rows:
+        """Give rows to the keys that `find` missed. Returns the places in `keys` of those that are new.
+
+        The caller has checked `num_free_rows`, and has called `reserve` if an error here would come too late.
+        """
+        num_missing = int((rows < 0).sum())
+        self.reserve(num_missing)
+        self._migrate(self._pace.num_moves(num_missing))  # first: what is inserted does not move before it is used
+        fresh = np.empty(len(keys), np.int64)
+        num_fresh = packed_buckets.insert_missing(*self._arrays(), keys, rows, fresh)
+        self._expect(num_fresh)
+        return fresh[:num_fresh]
+
+    def load(self, keys: Keys, rows: npt.NDArray[np.float32]) -> bool:
+        """Whole rows in one pass."""
+        self.reserve(len(keys))
+        self._migrate(self._pace.num_moves(len(keys)))
+        self._expect(int(packed_buckets.load(*self._arrays(), keys, rows.view(np.uint32))))
+        return True
+
+    def erase(self, keys: Keys) -> int:
+        """Take keys out; returns how many of them were there. Other rows may move to fill their places."""
+        return int(packed_moves.erase(*self._arrays_with_marks(), keys))
+
+    def alive(self, rows: Rows) -> tuple[Keys, Rows]:
+        """Keys and row numbers of those of these rows that are in use."""
+        rows = rows[self._tags.view(np.uint8)[rows] != 0]
+        return np.ascontiguousarray(self._words[rows, :KEY_WORDS]).view(np.uint64).reshape(-1), rows
+
+    def slices(self, num_rows: int, only_marked: bool) -> Iterator[Rows]:
+        """The rows in use, at most so many at a time. `only_marked`: those that the save under way must write.
+
+        Keys may be inserted and erased between two slices. A key that is there throughout comes exactly once: slices
+        follow the order of the hash, which no growth changes.
+        """
+        first = 0
+        while first < _NUM_HASHES:
+            rows, first = self.slice_from(first, num_rows, only_marked)
+            yield rows
+
+    def slice_from(self, first: int, num_rows: int, only_marked: bool = False) -> tuple[Rows, int]:
+        """(at most so many rows, in the order of the hash from `first` on; the hash behind the last of them)."""
+        num_hashes = (num_rows << 64) // (int(self._num_buckets[NEW]) * BUCKET)
+        return self._slice(first, max(num_hashes, 1), num_rows, only_marked)
+
+    def _slice(self, first: int, num_hashes: int, num_rows: int, only_marked: bool) -> tuple[Rows, int]:
+        """(rows of so many hashes, or of fewer if they are too many rows; the hash behind the last)."""
+        rows = np.empty(num_rows, np.int64)
+        while True:
+            last = min(first + num_hashes, _NUM_HASHES) - 1
+            arguments = np.uint64(first), np.uint64(last), only_marked, rows
+            num = int(packed_moves.collect(*self._arrays_with_marks(), *arguments))
+            if num != packed_moves.CROWDED:
+                return rows[:num], last + 1
+            num_hashes = (num_hashes + 1) // 2  # one hash is one key
+
+    def mark(self, rows: Rows) -> None:
+        """These rows changed since the last save began. Negative numbers are passed over."""
+        self._has_marks = True
+        packed_moves.mark(self._marks, rows)
+
+    def begin_save(self, keeps_last: bool) -> None:
+        """What is marked is what the save under way must write; `keeps_last`: beside what the last one had to."""
+        packed_moves.begin_save(self._marks, int(self._num_buckets[NEW]) + SPARE_BUCKETS, keeps_last)
+
+    def reserve(self, num: int) -> None:
+        """Make room for so many new keys; begins to grow the map if need be."""
+        needed = self._pace.num_buckets(self.num_keys + num)
+        current = int(self._num_buckets[NEW])
+        if needed > current:
+            self._finish_migration()
+            larger = current + int(current * (1 if current < SMALL else self._pace.growth))
+            self._num_buckets[OLD] = self._state[UNMOVED] = current
+            self._released = current * self._bucket_bytes
+            self._num_buckets[NEW] = min(max(needed, larger), self._max_buckets)
+            if current < SMALL:
+                self._finish_migration()
+
+    def reserve_at_once(self, num: int) -> None:
+        """As `reserve`, and every row is moved here and now."""
+        self.reserve(num)
+        self._finish_migration()
+
+    @property
+    def _migrating(self) -> bool:
+        return int(self._state[UNMOVED]) > 0
+
+    def _arrays(self) -> tuple[Any, ...]:
+        return self._tags, self._words, self._num_buckets, self._state
+
+    def _arrays_with_marks(self) -> tuple[Any, ...]:
+        return self._tags, self._marks, self._words, self._num_buckets, self._state
+
+    def _migrate(self, num_buckets: int) -> None:
+        if self._migrating:
+            arrays = *self._arrays_with_marks(), self._lifted, self._kept
+            self._expect(int(packed_moves.migrate(*arrays, num_buckets)))
+            self._release_gap()
+
+    def _release_gap(self) -> None:
+        """Between the old homes that are left and the first new home nothing is stored: no memory either."""
+        (old, new), unmoved = self._num_buckets.tolist(), int(self._state[UNMOVED])
+        first_new = (-(-(unmoved << 32) // old) * new) >> 32
+        stop = min(first_new * self._bucket_bytes, self._released)
+        self._released = self._memory.release(unmoved * self._bucket_bytes, stop)
+
+    def _finish_migration(self) -> None:
+        self._migrate(int(self._state[UNMOVED]))
+
+    @staticmethod
+    def _expect(result: int) -> None:
+        if result == OVERFLOW:
+            raise RuntimeError("a packed map ran out of room for a run of full buckets. This is a bug.")

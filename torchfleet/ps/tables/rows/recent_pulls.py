@@ -1,0 +1,73 @@
+"""Rows of keys that were pulled a moment ago: the push that follows finds them here, without a search."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.ps.kernels.rows import all_distinct
+from torchfleet.ps.tables.rows.memory import Memory
+
+Keys = npt.NDArray[np.uint64]
+Rows = npt.NDArray[np.int64]
+
+FEWEST_KEYS = 256  # of a pull that is kept: a search for fewer is cheap
+MOST_PULLS = 128  # on their way back, of all workers together
+MOST_KEYS = 1 << 20  # of all of them: 16 MB
+
+_Mark = tuple[int, int, int, int]
+
+
+class RecentPulls:
+    """Keys and rows of training's last pulls. A push takes its own out: what stays was never pushed, and ages.
+
+    Right as long as no key loses its row; whoever takes one away calls `forget`.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self._pulls: OrderedDict[_Mark, tuple[Keys, Rows]] = OrderedDict()
+        self._num_keys = 0
+        self._max_rows = max_rows
+        self._bits: npt.NDArray[np.uint64] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return 16 * self._num_keys
+
+    def note(self, keys: Keys, rows: Rows) -> None:
+        """These keys are in these rows, all of them. `rows` is kept, `keys` copied: it is memory of a message."""
+        if not FEWEST_KEYS <= len(keys) <= MOST_KEYS:
+            return
+        mark = _mark(keys)
+        self._drop(mark)
+        self._pulls[mark] = (keys.copy(), rows)
+        self._num_keys += len(keys)
+        while len(self._pulls) > MOST_PULLS or self._num_keys > MOST_KEYS:
+            self._drop(next(iter(self._pulls)))
+
+    def take(self, keys: Keys) -> Rows | None:
+        """The rows of these very keys in this order, each of them once; None if they are not known or repeat."""
+        pulled = self._drop(_mark(keys)) if len(keys) >= FEWEST_KEYS else None
+        if pulled is None or not np.array_equal(pulled[0], keys):
+            return None
+        if self._bits is None:
+            self._bits = Memory(8 * (self._max_rows // 64 + 1)).array(np.uint64)
+        return pulled[1] if all_distinct(pulled[1], self._bits) else None
+
+    def forget(self) -> None:
+        """Rows have been given away, and may be another key's."""
+        self._pulls.clear()
+        self._num_keys = 0
+
+    def _drop(self, mark: _Mark) -> tuple[Keys, Rows] | None:
+        pulled = self._pulls.pop(mark, None)
+        if pulled is not None:
+            self._num_keys -= len(pulled[0])
+        return pulled
+
+
+def _mark(keys: Keys) -> _Mark:
+    """What tells pulls apart at a glance; whether keys are equal is decided by all of them."""
+    return len(keys), int(keys[0]), int(keys[len(keys) // 2]), int(keys[-1])

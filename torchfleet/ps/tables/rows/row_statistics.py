@@ -1,0 +1,167 @@
+"""What is known of a key beside its value: when it was seen, shows, clicks. Kept only if a policy looks at it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.ps.kernels import rows as row_kernels
+from torchfleet.ps.kernels import statistics as kernels
+from torchfleet.ps.kernels.statistics import COLUMNS
+from torchfleet.ps.tables.rows.keymap import KeyMap, Rows
+from torchfleet.ps.tables.rows.keyrange import KeyRange
+from torchfleet.ps.tables.rows.packed_map import PackedMap
+from torchfleet.ps.tables.settings.clock import DAY
+from torchfleet.ps.tables.settings.policy import AdmissionEntry
+from torchfleet.ps.tables.settings.spec import TableSpec
+
+Columns = dict[str, npt.NDArray[Any]]  # by name, one value per row
+NUM_PUSHED = 3  # columns behind the gradients of a table that keeps them: show, click, slot
+MAX_DAYS = 4096  # beyond that many days nothing is left of a show
+_FLOATS = ("show", "click", "delta")
+
+
+def row_columns(spec: TableSpec) -> tuple[str, ...]:
+    """The statistics that a row of this table has, in the order of their words."""
+    wanted = set()
+    if "unseen_days" in spec.shrink.names or spec.entry.show:
+        wanted.add("seen")
+    if spec.entry.show:
+        wanted |= {"show", "click"}
+    for name, column in (("age_days", "born"), ("tick", "tick"), ("delta", "delta"), ("slot", "slot")):
+        if name in spec.shrink.names:
+            wanted.add(column)
+    return tuple(name for name in COLUMNS if name in wanted)
+
+
+def candidate_columns(spec: TableSpec) -> tuple[str, ...]:
+    """The statistics of a key that was seen and has no row yet; none if nothing is counted per key."""
+    if spec.entry.count == 1 and not spec.entry.predicate:
+        return ()
+    wanted = {"count"}
+    if {"unseen_days"} & (spec.entry.names | spec.shrink.names) or spec.entry.show:
+        wanted.add("seen")
+    if {"age_days"} & (spec.entry.names | spec.shrink.names):
+        wanted.add("born")
+    if spec.entry.show:
+        wanted |= {"show", "click"}
+    if "slot" in spec.entry.names | spec.shrink.names:
+        wanted.add("slot")
+    return tuple(name for name in COLUMNS if name in wanted)
+
+
+def is_pushed(spec: TableSpec) -> bool:
+    """Workers send show, click and slot of each key behind its gradient."""
+    return bool({"show", "slot"} & {*row_columns(spec), *candidate_columns(spec)})
+
+
+def is_counted(spec: TableSpec) -> bool:
+    """A pull for training changes something, even if all keys have their rows."""
+    return not spec.entry.is_open or bool(row_columns(spec))
+
+
+class Statistics:
+    """The columns `names` behind the first `first` words (the key's included) of the rows of an index."""
+
+    def __init__(
+        self, names: tuple[str, ...], index: KeyMap | KeyRange | PackedMap, first: int, entry: AdmissionEntry
+    ) -> None:
+        self.names = names
+        self._index, self._first, self._entry = index, first, entry
+        self._words: npt.NDArray[np.uint32] = index.store.view(np.uint32)
+        self._places = np.array([first + names.index(name) if name in names else -1 for name in COLUMNS], np.int64)
+        self._powers = decay_powers(entry.show_click_decay_rate)
+
+    def begin(self, rows: Rows, now: int, tick: int) -> None:
+        """Rows that are new. Their first appearance is noted by `appear`."""
+        kernels.begin(*self._arrays(), rows, np.uint32(now), np.uint32(tick))
+
+    def appear(self, rows: Rows, now: int, tick: int) -> None:
+        """Rows that were looked up for training; missing ones (negative) are passed over."""
+        kernels.appear(*self._arrays(), rows, np.uint32(now), np.uint32(tick), self._powers)
+
+    def add(self, rows: Rows, pushed: npt.NDArray[np.float32]) -> None:
+        """Show, click and slot of a step, added to the rows that are there."""
+        weights = np.float32(self._entry.nonclick_weight), np.float32(self._entry.click_weight)
+        kernels.add_shows(*self._arrays(), rows, pushed, *weights)
+
+    def read(self, rows: Rows) -> Columns:
+        """As they are kept."""
+        block = np.empty((len(rows), len(self.names)), np.float32)
+        row_kernels.gather(self._index.store, self._index.width, self._first, rows, block)
+        return split_columns(self.names, block)
+
+    def write(self, rows: Rows, columns: Columns) -> None:
+        """Overwrite all of them; a column that is not given is zeros."""
+        block = join_columns(self.names, columns, len(rows))
+        row_kernels.scatter(self._index.store, self._index.width, self._first, rows, block)
+
+    def values(self, columns: Columns, now: int) -> Columns:
+        """What expressions see of columns that were `read`, as of now."""
+        return expression_values(columns, now, self._entry, self._powers)
+
+    def column(self, name: str, rows: Rows) -> npt.NDArray[np.uint32]:
+        """One column as words."""
+        words: npt.NDArray[np.uint32] = self._words[rows * self._index.width + self._places[COLUMNS.index(name)]]
+        return words
+
+    def oldest(self, start: int, stop: int, cut: int, most: int) -> tuple[Rows, int]:
+        """(rows of a stretch with a tick of at most `cut`, so many at most; the row behind the last one looked at)."""
+        rows = np.empty(most, np.int64)
+        place = self._places[COLUMNS.index("tick")]
+        arguments = self._words, self._index.width, place, start, stop, np.uint32(cut), most, rows
+        num, behind = kernels.oldest(*arguments)
+        return rows[:num], behind
+
+    def put(self, name: str, rows: Rows, values: npt.ArrayLike) -> None:
+        """Set one column of these rows, if it is kept."""
+        place = self._places[COLUMNS.index(name)]
+        if place >= 0:
+            memory = self._index.store if name in _FLOATS else self._words
+            memory[rows * self._index.width + place] = values
+
+    def _arrays(self) -> tuple[Any, ...]:
+        return self._index.store, self._words, self._index.width, self._places
+
+
+def decay_powers(rate: float) -> npt.NDArray[np.float32]:
+    """rate ** days, by multiplication in float64: the same on every machine."""
+    powers = np.cumprod(np.full(MAX_DAYS, rate, np.float64)) if rate < 1 else np.ones(MAX_DAYS)
+    return np.concatenate([[1.0], powers]).astype(np.float32)
+
+
+def expression_values(columns: Columns, now: int, entry: AdmissionEntry, powers: npt.NDArray[np.float32]) -> Columns:
+    """What expressions see of columns as they are kept: shows and clicks decayed, times as days."""
+    found: Columns = {name: columns[name] for name in ("count", "delta", "slot") if name in columns}
+    if "seen" in columns:
+        found["unseen_days"] = _days(columns["seen"], now)
+    if "born" in columns:
+        found["age_days"] = _days(columns["born"], now)
+    if "show" in columns:
+        days = np.clip(now // DAY - columns["seen"].astype(np.int64) // DAY, 0, MAX_DAYS)
+        found["show"], found["click"] = columns["show"] * powers[days], columns["click"] * powers[days]
+        weights = np.float32(entry.nonclick_weight), np.float32(entry.click_weight)
+        found["score"] = weights[0] * (found["show"] - found["click"]) + weights[1] * found["click"]
+    return found
+
+
+def split_columns(names: tuple[str, ...], block: npt.NDArray[np.float32]) -> Columns:
+    """Words side by side → arrays by name."""
+    words = block.view(np.uint32)
+    return {name: np.ascontiguousarray((block if name in _FLOATS else words)[:, i]) for i, name in enumerate(names)}
+
+
+def join_columns(names: tuple[str, ...], columns: Columns, num: int) -> npt.NDArray[np.float32]:
+    """The inverse of split_columns; a column that is not given is zeros."""
+    block = np.zeros((num, len(names)), np.float32)
+    for i, name in enumerate(names):
+        if name in columns:
+            (block if name in _FLOATS else block.view(np.uint32))[:, i] = columns[name]
+    return block
+
+
+def _days(times: npt.NDArray[np.uint32], now: int) -> npt.NDArray[np.float64]:
+    """Since then; a time that lies ahead counts as now."""
+    return np.maximum(now - times.astype(np.float64), 0.0) / DAY

@@ -1,0 +1,162 @@
+"""Which rows of a table changed, and which keys lost theirs, since the last save: what a delta writes.
+
+There are two generations. A save writes one of them, while whatever changes meanwhile belongs to the next.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.ps.kernels import marks
+from torchfleet.ps.kernels.marks import PAGE_ROWS, PAGE_WORDS
+from torchfleet.ps.kernels.merge import unique
+from torchfleet.ps.tables.rows.keymap import Keys, Rows
+from torchfleet.ps.tables.rows.memory import Memory
+from torchfleet.ps.tables.rows.packed_map import PackedMap
+
+_COMPACT_AT = 1 << 16  # keys
+
+
+class _Gone:
+    """Keys that lost their rows between two saves."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Keys] = [np.empty(0, np.uint64)]
+        self._num = 0
+        self._is_distinct = True  # one piece without repeats
+        self._compact_at = _COMPACT_AT
+
+    def note(self, keys: Keys) -> None:
+        self._pieces.append(keys)
+        self._num += len(keys)
+        self._is_distinct = False
+        if self._num > self._compact_at:
+            self.distinct()
+            self._compact_at = max(_COMPACT_AT, 2 * self._num)
+
+    def distinct(self) -> Keys:
+        if not self._is_distinct:
+            self._pieces = [unique(np.concatenate(self._pieces))[0].copy()]  # not a view of memory for all
+            self._num = len(self._pieces[0])
+            self._is_distinct = True
+        return self._pieces[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return 8 * self._num
+
+
+class _Generation:
+    """The changes between two saves. Its address space is that of all rows, its memory that of rows marked."""
+
+    def __init__(self, max_rows: int) -> None:
+        num_pages = -(-max_rows // PAGE_ROWS)
+        self.words: npt.NDArray[np.uint64] = Memory(8 * PAGE_WORDS * num_pages).array(np.uint64)
+        self.pages: npt.NDArray[np.uint8] = np.zeros(num_pages, np.uint8)
+        self.gone = _Gone()
+
+    @property
+    def num_bytes(self) -> int:
+        return 8 * PAGE_WORDS * int(np.count_nonzero(self.pages)) + len(self.pages) + self.gone.num_bytes
+
+
+class Tracking:
+    """For rows with numbers below `max_rows`. Saves begin one after another, and each says how the last one ended."""
+
+    def __init__(self, max_rows: int) -> None:
+        self._max_rows = max_rows
+        self._current = _Generation(max_rows)
+        self._under_way = _Generation(max_rows)
+
+    def mark(self, rows: Rows) -> None:
+        """These rows changed now. Numbers may repeat; negative ones are passed over."""
+        num_beyond = marks.mark(self._current.words, self._current.pages, self._max_rows, rows)
+        if num_beyond:
+            raise IndexError(f"{num_beyond} of {len(rows)} row numbers are {self._max_rows:,} or more. This is a bug.")
+
+    def note_gone(self, keys: Keys) -> None:
+        """These keys lost their rows now. They are copied."""
+        if len(keys):
+            self._current.gone.note(keys.copy())
+
+    def begin(self, is_committed: bool) -> None:
+        """A save begins: it must write what changed since the one before it began.
+
+        `is_committed`: the one before is on disk for good, and what it held is forgotten. Otherwise this one must write
+        that as well, which takes a pass over the rows that changed.
+        """
+        fresh = _Generation(self._max_rows)
+        if is_committed:
+            self._under_way = self._current
+        else:
+            marks.unite(self._under_way.words, self._under_way.pages, self._current.words, self._current.pages)
+            self._under_way.gone.note(self._current.gone.distinct())
+        self._current = fresh
+
+    def changed(self, start: int, stop: int) -> Rows:
+        """The row numbers from `start` on and below `stop` that the save under way must write, ascending."""
+        start, stop = max(start, 0), min(stop, self._max_rows)
+        if start >= stop:
+            return np.empty(0, np.int64)
+        arrays = self._under_way.words, self._under_way.pages, start, stop
+        rows = np.empty(marks.count(*arrays), np.int64)
+        marks.collect(*arrays, rows)
+        return rows
+
+    @property
+    def gone(self) -> Keys:
+        """Distinct keys that the save under way must write as gone, in the order in which they went.
+
+        A key that has come back is among them too: whoever writes them leaves it out.
+        """
+        return self._under_way.gone.distinct()
+
+    @property
+    def gone_since(self) -> Keys:
+        """The same for the save after it, so far."""
+        return self._current.gone.distinct()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in use, but for the rounding to whole huge pages."""
+        return self._current.num_bytes + self._under_way.num_bytes
+
+
+class PackedTracking:
+    """The contract of Tracking, but for `changed`: a packed map's rows move, and their marks with them, inside the map.
+
+    Which rows the save under way must write is asked of the map (`PackedMap.slices`).
+    """
+
+    def __init__(self, index: PackedMap) -> None:
+        self._index = index
+        self._current, self._under_way = _Gone(), _Gone()
+
+    def mark(self, rows: Rows) -> None:
+        """These rows changed now. Numbers may repeat; negative ones are passed over."""
+        self._index.mark(rows)
+
+    def note_gone(self, keys: Keys) -> None:
+        """These keys lost their rows now. They are copied."""
+        if len(keys):
+            self._current.note(keys.copy())
+
+    def begin(self, is_committed: bool) -> None:
+        """A save begins, see Tracking.begin. Takes a pass over the marks of all rows."""
+        self._index.begin_save(keeps_last=not is_committed)
+        if is_committed:
+            self._under_way = self._current
+        else:
+            self._under_way.note(self._current.distinct())
+        self._current = _Gone()
+
+    @property
+    def gone(self) -> Keys:
+        """Distinct keys that the save under way must write as gone, see Tracking.gone."""
+        return self._under_way.distinct()
+
+    @property
+    def gone_since(self) -> Keys:
+        """The same for the save after it, so far."""
+        return self._current.distinct()

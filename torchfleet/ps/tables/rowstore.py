@@ -1,0 +1,312 @@
+"""Rows by key, `[key | value | optimizer state | statistics]` in one float32 store: found, made, dropped, walked."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.base.errors import TableError
+from torchfleet.ps.kernels import random, rows
+from torchfleet.ps.kernels.merge import unique
+from torchfleet.ps.kernels.statistics import NEVER
+from torchfleet.ps.tables.policies.admission import Admission
+from torchfleet.ps.tables.policies.capacity import Capacity, row_limit
+from torchfleet.ps.tables.policies.decisions import Decisions, Noted
+from torchfleet.ps.tables.rows.keymap import KEY_WORDS, KeyMap, Keys, Rows
+from torchfleet.ps.tables.rows.keyrange import KeyRange
+from torchfleet.ps.tables.rows.packed_map import PackedMap
+from torchfleet.ps.tables.rows.row_statistics import Columns, Statistics, join_columns, row_columns
+from torchfleet.ps.tables.rows.tracking import PackedTracking, Tracking
+from torchfleet.ps.tables.settings.clock import Clock
+from torchfleet.ps.tables.settings.spec import Floats, TableSpec
+from torchfleet.ps.tables.settings.table_size import HOW_TO_SET
+from torchfleet.ps.tables.update_bounds import UpdateBounds, check_block, check_squares
+
+PACKED_BYTES = 48  # a row of so many at most (key, value and state) is stored in its map; wider ones have a store
+CHUNK = 2048  # keys taken through find and then through the next kernel while their rows are still in the cache
+_KINDS = {
+    "constant": random.CONSTANT,
+    "uniform": random.UNIFORM,
+    "normal": random.NORMAL,
+    "truncated_normal": random.TRUNCATED_NORMAL,
+}
+
+
+class RowStore:
+    """Any number of rows; owned by one thread. Every method that raises TableError has changed nothing."""
+
+    def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> None:
+        self.spec = spec
+        self.step = 0
+        self.num_evicted = 0
+        self.clock = clock or Clock()
+        num_words, names = spec.dim * (1 + spec.num_states), row_columns(spec)
+        self.index: KeyMap | KeyRange | PackedMap
+        if spec.has_size:
+            self.index = KeyRange(spec.name, num_words, max_bytes, spec.size, spec.shard, spec.num_shards)
+        elif not names and spec.entry.is_open and 4 * (KEY_WORDS + num_words) <= PACKED_BYTES:
+            self.index = PackedMap(num_words, max_bytes)
+        else:  # policies keep row numbers while rows come and go
+            self.index = KeyMap(num_words + len(names), max_bytes)
+        self._layout = (self.index.width, self.index.offset)
+        self._row_words = num_words
+        self._stream = _stream(spec.seed, spec.name)
+        self._found: Rows = np.empty(CHUNK, np.int64)
+        first = self.index.offset + num_words
+        self.statistics = Statistics(names, self.index, first, spec.entry) if names else None
+        self.decisions = Decisions()
+        self.admission = None if spec.entry.is_open else Admission(spec, max_bytes, self.clock, self.decisions)
+        limit = row_limit(spec, spec.shrink, self.index)
+        self._capacity = Capacity(self, limit) if limit is not None else None
+        self.tracking: Tracking | PackedTracking | None = None
+        self.bounds = UpdateBounds(spec)
+        self.num_waiting = 0  # keys that may get a row when a sync step ends
+
+    def find(self, keys: Keys) -> Rows:
+        """Row numbers of any number of keys, in a new array; -1 where there is none."""
+        at = np.empty(len(keys), np.int64)
+        for start in range(0, len(keys), CHUNK):
+            self.index.find(keys[start : start + CHUNK], at[start : start + CHUNK], self.spec.dim)
+        return at
+
+    def absent(self, keys: Keys) -> Keys:
+        """Those of `keys` that have no row."""
+        chunks = [keys[start : start + CHUNK] for start in range(0, len(keys), CHUNK)]
+        return np.concatenate([chunk[self._locate(chunk, False, 0) < 0] for chunk in chunks] or [keys])
+
+    def check_keys(self, keys: Keys, create: bool = False) -> None:
+        """Raise TableError if these keys cannot be looked up, or (create) if there is no room for the new ones."""
+        self.index.check(keys)
+        if not create or isinstance(self.index, KeyRange):  # every id of a declared size has its place
+            return
+        num_new, room = len(keys), self.num_free_rows
+        if self._capacity is None:
+            room -= self.num_waiting
+        counted = num_new if self.admission is None else self.admission.num_free
+        if num_new > min(room, self.index.easy_room, counted):
+            num_new = len(np.unique(self.absent(keys)))
+        if num_new > room:
+            raise TableError(
+                f"table '{self.spec.name}' is full: {self.index.num_keys:,} rows, {num_new:,} new keys, room for "
+                f"{room:,} rows. Set a larger max_table_bytes ({HOW_TO_SET}), use more servers, or evict "
+                "(fleet.shrink)."
+            )
+        if self.admission is not None:
+            self.admission.check_room(num_new)
+        elif self._capacity is not None and len(keys) > self._capacity.max_rows:
+            self._capacity.check(len(unique(keys)[0]))
+        self.index.reserve(min(num_new, self.index.num_free_rows))
+
+    @property
+    def num_free_rows(self) -> int:
+        """How many more keys could get a row; a table with a capacity makes room."""
+        return self.index.num_free_rows if self._capacity is None else self._capacity.max_rows
+
+    def check_assign(self, keys: Keys, values: Floats) -> None:
+        """Raise TableError if `assign` could not take this."""
+        self.check_values(keys, values)
+        self.check_keys(keys, create=True)
+
+    def assign(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
+        """Set values, or values and state when the rows are that wide. Of equal keys the last one stands."""
+        self.check_assign(keys, values)
+        self.bounds.note(rows.largest(values))
+        is_whole = values.shape[1] == self._row_words  # then nothing of a first value would remain
+        for start in range(0, len(keys), CHUNK):
+            some = slice(start, start + CHUNK)
+            at = self._locate(keys[some], True, self._row_words, initialise=not is_whole)
+            rows.scatter(self.index.store, *self._layout, at, values[some])
+            if columns is not None and self.statistics is not None:
+                self.statistics.write(at, {name: column[some] for name, column in columns.items()})
+            self._mark(at)
+        if self.admission is not None and self.admission.candidates is not None:
+            self.admission.candidates.erase(keys)
+
+    def load(self, keys: Keys, values: Floats, columns: Columns | None = None) -> None:
+        """`assign` for many rows that `check_values` has passed, with room `reserve`d: several times as fast."""
+        self.check_keys(keys)
+        self.bounds.note(rows.largest(values))
+        whole = values
+        if self.statistics is not None:
+            block = join_columns(self.statistics.names, self._complete(columns or {}, len(keys)), len(keys))
+            whole = np.concatenate([values, block], axis=1)
+        has_room = values.shape[1] == self._row_words and len(keys) <= self.index.num_free_rows
+        if has_room and self.index.load(keys, whole):
+            return
+        capacity, self._capacity = self._capacity, None  # a later save of the chain says which rows went, not this one
+        try:
+            self.assign(keys, values, self._complete(columns or {}, len(keys)))
+        finally:
+            self._capacity = capacity
+
+    def _complete(self, columns: Columns, num: int) -> Columns:
+        """A table that did not keep times when it was saved: its rows count as seen and made now."""
+        now = np.full(num, self.clock.now, np.uint32)
+        return {"seen": now, "born": now, "tick": np.full(num, self.step, np.uint32), **columns}
+
+    def check_values(self, keys: Keys, values: Floats) -> None:
+        """Raise TableError if these cannot be rows of this table; touches nothing, so any thread may call it."""
+        num_words = self._row_words if values.shape[1:] == (self._row_words,) else self.spec.dim
+        check_block(self.spec, keys, values, num_words, f"values (or {self._row_words} with state)")
+        if num_words > self.spec.dim:
+            check_squares(self.spec, keys, values)
+
+    def erase(self, keys: Keys) -> int:
+        """Drop rows; absent keys are passed over. Returns how many were there. Their memory is reused."""
+        self.check_keys(keys)
+        if self.statistics is None and self.tracking is None:
+            return self.index.erase(keys)
+        at = self.find(keys)
+        return self.drop(keys[at >= 0], at[at >= 0])
+
+    def drop(self, keys: Keys, at: Rows) -> int:
+        """`erase` for keys that are known to be in these rows."""
+        if self.statistics is not None:
+            self.statistics.put("tick", at, NEVER)
+        if self.tracking is not None and len(keys):
+            self.tracking.note_gone(keys)
+        return self.index.erase(keys)
+
+    def chunks(
+        self, num_rows: int = 1 << 16, save: Literal["full", "delta"] | None = None
+    ) -> Iterator[tuple[Keys, Floats, Columns]]:
+        """All rows, in pieces: (keys, values and state side by side, statistics).
+
+        Rows may be pulled, pushed, added and erased between two pieces: a row that lives throughout comes exactly
+        once, with value and state that belong together. `save`: they are being written; of a delta only those come
+        that it must write.
+        """
+        for some in self.slices(num_rows, only_changed=save == "delta" and self.tracking is not None):
+            keys, at = self.index.alive(some)
+            out = np.empty((len(keys), self._row_words), np.float32)
+            rows.gather(self.index.store, *self._layout, at, out)
+            columns: Columns = {}
+            if self.statistics is not None:
+                columns = self.statistics.read(at)
+                if save is not None and "delta" in columns:
+                    self.statistics.put("delta", at, 0)  # what was gathered since the last save
+                    self.decisions.note("saved", keys)
+            yield keys, out, columns
+
+    def slices(self, num_rows: int, only_changed: bool = False) -> Iterator[Rows]:
+        """Numbers of all rows, some at a time, as `chunks` takes them; `index.alive` says which of them are in use.
+
+        They hold until rows are added or erased. `only_changed`: those that the save under way must write.
+        """
+        if isinstance(self.index, PackedMap):
+            yield from self.index.slices(num_rows, only_changed)
+            return
+        start, tracking = 0, self.tracking if only_changed else None
+        while start < self.index.num_row_numbers:
+            stop = min(start + num_rows, self.index.num_row_numbers)
+            yield tracking.changed(start, stop) if isinstance(tracking, Tracking) else np.arange(start, stop)
+            start = stop
+
+    def walk(self, cursor: int, num_rows: int) -> tuple[Keys, Floats, int]:
+        """As Table.walk: `cursor` is a row number, or a hash where rows move."""
+        index = self.index
+        if isinstance(index, PackedMap):
+            some, cursor = index.slice_from(cursor, num_rows)
+        else:
+            stop = min(cursor + num_rows, index.num_row_numbers)
+            some, cursor = np.arange(min(cursor, stop), stop), stop if stop < index.num_row_numbers else 0
+        keys, at = index.alive(some)
+        out = np.empty((len(keys), self.spec.dim), np.float32)
+        rows.gather(index.store, *self._layout, at, out)
+        return keys, out, cursor % (1 << 64)
+
+    def begin_save(self, is_committed: bool) -> None:
+        """From here on changes belong to the next save. `is_committed`: the one before is on disk for good."""
+        if self.tracking is None:
+            index = self.index
+            self.tracking = PackedTracking(index) if isinstance(index, PackedMap) else Tracking(index.max_rows)
+        self.tracking.begin(is_committed)
+        if self.admission is not None:
+            self.admission.begin_save(is_committed)
+
+    def follow(self, noted: Noted) -> None:
+        """What comes next was applied elsewhere before, and this is what was decided there; until `follow_no_more`."""
+        self.decisions.followed = noted
+        self.num_evicted += len(noted.dropped)
+        if len(noted.dropped):
+            self.erase(noted.dropped)
+        if self.admission is not None and self.admission.candidates is not None and len(noted.forgotten):
+            self.admission.candidates.erase(noted.forgotten)
+        if self.statistics is not None and len(noted.saved):
+            at = self.find(noted.saved)
+            self.statistics.put("delta", at[at >= 0], 0)
+
+    def follow_no_more(self) -> None:
+        """All of it has been applied."""
+        noted, self.decisions.followed = self.decisions.followed, None
+        if noted is not None and len(noted.gone):
+            self.erase(noted.gone)
+
+    @property
+    def num_rows(self) -> int:
+        """Keys that have a row."""
+        return self.index.num_keys
+
+    @property
+    def num_words(self) -> int:
+        """Numbers per row: values and state."""
+        return self._row_words
+
+    def reserve(self, num_rows: int) -> None:
+        """Make room for so many new rows in one go: before they are loaded, when nobody waits for an answer."""
+        self.index.reserve_at_once(min(num_rows, self.index.num_free_rows))
+
+    def _locate(self, keys: Keys, create: bool, num_words: int, initialise: bool = True) -> Rows:
+        """Row numbers of `keys`, valid until the next call; `num_words` of each row are about to be used."""
+        at = self._found[: len(keys)]
+        if self.index.find(keys, at, num_words) and create:
+            if self._capacity is not None:
+                self._capacity.make_room(int((at < 0).sum()), at)
+            self._insert(keys, at, initialise)
+        return at
+
+    def _insert(self, keys: Keys, at: Rows, initialise: bool) -> None:
+        """Rows for the keys whose `at` is negative."""
+        fresh = self.index.insert_missing(keys, at)
+        if initialise:
+            self._initialise(self.index.store, keys, at, fresh)
+        if self.statistics is not None:
+            self.statistics.begin(at[fresh], self.clock.now, self.step)
+        self._mark(at[fresh])
+
+    def _initialise(self, store: Floats, keys: Keys, at: Rows, fresh: npt.NDArray[np.int64]) -> None:
+        first, rule = self.spec.initializer, self.spec.rule
+        state = rule.row_rule.initial_state(rule)
+        random.initialise(
+            store, *self._layout, self.spec.dim, keys, at, fresh, self._stream,
+            _KINDS[first.name], first.a, first.b, np.float32(state),
+        )  # fmt: skip
+
+    def copies(self, keys: Keys, create: bool) -> tuple[Floats, Rows]:
+        """(a store with the rows of these distinct keys alone, which of the keys have one there).
+
+        `create`: those without a row have the one that they would get. Row number i belongs to the i-th of the keys.
+        """
+        width, offset = self._layout
+        at, block = self.find(keys), np.empty((len(keys), self._row_words), np.float32)
+        rows.gather(self.index.store, *self._layout, at, block)
+        store = np.zeros((len(keys), width), np.float32)
+        store[:, offset : offset + self._row_words] = block
+        if create:
+            self._initialise(store.reshape(-1), keys, np.arange(len(keys)), np.flatnonzero(at < 0))
+        return store.reshape(-1), np.flatnonzero((at >= 0) | create)
+
+    def _mark(self, at: Rows) -> None:
+        if self.tracking is not None:
+            self.tracking.mark(at)
+
+
+def _stream(seed: int, name: str) -> np.uint64:
+    """What (seed, table) contribute to a row's first value; by name, so that the order of creation plays no part."""
+    digest = hashlib.blake2b(name.encode(), digest_size=8, key=seed.to_bytes(8, "little")).digest()
+    stream: np.uint64 = np.uint64(int.from_bytes(digest, "little"))
+    return stream

@@ -1,0 +1,303 @@
+"""A table of rows by key, in memory: workers pull rows and push gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from torchfleet.base.errors import TableError
+from torchfleet.ps.kernels import rows
+from torchfleet.ps.kernels.merge import segment_sum, sum_by_key, unique
+from torchfleet.ps.tables import eviction
+from torchfleet.ps.tables.rows.keymap import KeyMap, Keys, Rows
+from torchfleet.ps.tables.rows.row_statistics import NUM_PUSHED, Columns, is_pushed
+from torchfleet.ps.tables.rowstore import CHUNK, RowStore
+from torchfleet.ps.tables.rules import decayed, learning_rate
+from torchfleet.ps.tables.saved_rows import load_slice, save_slices
+from torchfleet.ps.tables.settings.clock import Clock
+from torchfleet.ps.tables.settings.policy import Shrink
+from torchfleet.ps.tables.settings.spec import Floats, TableSpec
+from torchfleet.ps.tables.staleness import Staleness
+from torchfleet.ps.tables.summary import Summary
+from torchfleet.ps.tables.table import SavedModel, SavedSlice, SaveMode
+from torchfleet.ps.tables.update_bounds import MAX_SHOWS, check_block, check_shows, signed
+
+
+class SparseTable(RowStore):
+    """A row store with an entry that lets keys in and a rule that updates their rows: kinds `sparse` and `array`."""
+
+    def __init__(self, spec: TableSpec, max_bytes: int, clock: Clock | None = None) -> None:
+        super().__init__(spec, max_bytes, clock)
+        self.num_loaded = 0  # rows that came from a saved model
+        self.staleness = Staleness()
+        self._waiting: dict[int, list[Keys]] = {}  # by worker: appearances of a sync step, noted when it ends
+
+    def check_pull(self, keys: Keys, create: bool) -> int:
+        """As Table.check_pull."""
+        self.check_keys(keys, create)
+        return 4 * len(keys) * self.spec.dim
+
+    def pull(self, keys: Keys, create: bool = True, worker: int | None = None) -> Floats:
+        """Values for `keys`, shape (len(keys), dim), in a new array. Keys may repeat.
+
+        Missing keys get a row with its first value, if the table's entry admits them. With create=False nothing is
+        noted: no row, no appearance; missing keys read as zeros. `worker`: this is a pull of a sync step, in which the
+        order of the workers must not count: missing keys wait for `admit_waiting`.
+        """
+        self.check_keys(keys, create)
+        out = np.empty((len(keys), self.spec.dim), np.float32)
+        if create and (self.admission is not None or self.statistics is not None):
+            at = self.appear(keys, worker if self.admission is not None else None)
+            rows.gather(self.index.store, *self._layout, at, out)
+            return out
+        if isinstance(self.index, KeyMap) and self._capacity is None:
+            at = self._read(self.index, keys, create, out)
+            if create and worker is None:  # the workers of a sync step push together, as one
+                self.index.recent.note(keys, at)
+            return out
+        for start in range(0, len(keys), CHUNK):
+            at = self._locate(keys[start : start + CHUNK], create, self.spec.dim)
+            rows.gather(self.index.store, *self._layout, at, out[start : start + CHUNK])
+        return out
+
+    def _read(self, index: KeyMap, keys: Keys, create: bool, out: Floats) -> Rows:
+        """`pull` where no row has to make room for another: one search for all keys, then rows for the missing."""
+        at = np.empty(len(keys), np.int64)
+        num_missing = index.read(keys, at, out)
+        for start in range(0, len(keys) if num_missing and create else 0, CHUNK):
+            some = slice(start, start + CHUNK)
+            if at[some].min() < 0:
+                self._insert(keys[some], at[some], True)
+                rows.gather(index.store, *self._layout, at[some], out[some])
+        return at
+
+    def appear(self, keys: Keys, worker: int | None = None) -> Rows:
+        """Keys were looked up for training: admitted or counted, created, seen. Returns their rows, -1 for none."""
+        at = self.find(keys)
+        self._see(at)  # first: rows of this batch must not make room for others of it
+        missing = at < 0
+        if missing.any():
+            strangers = unique(keys[missing])[0]
+            if worker is not None:
+                self._waiting.setdefault(worker, []).append(strangers)
+                self.num_waiting += len(strangers)
+            else:
+                self._admit(strangers, at)
+                at[missing] = found = self.find(keys[missing])
+                self._see(found)
+        return at
+
+    def _see(self, at: Rows) -> None:
+        if self.statistics is not None:
+            self.statistics.appear(at, self.clock.now, self.step)
+            self._mark(at)
+
+    def admit_waiting(self) -> None:
+        """The appearances of a sync step, in the order of the workers."""
+        waiting, self._waiting, self.num_waiting = self._waiting, {}, 0
+        for _, pulls in sorted(waiting.items()):
+            for keys in pulls:
+                self.appear(keys)
+
+    def forget_waiting(self, worker: int) -> None:
+        """The worker's process of before was killed in the step under way: its successor pulls again."""
+        self.num_waiting -= sum(len(keys) for keys in self._waiting.pop(worker, []))
+
+    def export_waiting(self) -> dict[int, list[bytes]]:
+        """The appearances of the step under way, by worker, as plain values."""
+        return {worker: [keys.tobytes() for keys in pulls] for worker, pulls in self._waiting.items()}
+
+    def restore_waiting(self, kept: Mapping[int, Sequence[bytes]]) -> None:
+        """What `export_waiting` gave."""
+        self._waiting = {worker: [np.frombuffer(keys, np.uint64) for keys in pulls] for worker, pulls in kept.items()}
+        self.num_waiting = sum(len(keys) for pulls in self._waiting.values() for keys in pulls)
+
+    def check_push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
+        """Raise TableError if `push` could not take this, or would leave something that is not finite."""
+        is_wide = grads.shape[1:] == (self.spec.dim + NUM_PUSHED,) and is_pushed(self.spec)
+        largest = check_block(self.spec, keys, grads, self.spec.dim + NUM_PUSHED * is_wide, "gradients")
+        rate = learning_rate(self.spec.rule, lr, self.step + 1)
+        self.check_keys(keys, create=self.admission is None)
+        if not self.bounds.allow_update(rate, self.step + 1, largest * len(keys)):
+            self._try(keys, grads, rate)
+        if is_wide and largest * len(keys) > MAX_SHOWS:
+            check_shows(self.spec, keys, grads[:, self.spec.dim : -1])
+
+    def check_add(self, keys: Keys, deltas: Floats) -> None:
+        """As Table.check_add."""
+        largest = check_block(self.spec, keys, deltas, self.spec.dim, "differences")
+        self.check_keys(keys, create=True)
+        if not self.bounds.allow_addition(largest * len(keys)):
+            self._try(keys, deltas, None)
+
+    def _try(self, keys: Keys, grads: Floats, rate: float | None) -> None:
+        """An update, or (without a rate) an addition, on copies of its rows; raises TableError if one is not finite."""
+        keys, grads = sum_by_key(keys, grads)
+        grads = np.ascontiguousarray(grads[:, : self.spec.dim])
+        largest = check_block(self.spec, keys, grads, self.spec.dim, "gradients")
+        store, at = self.copies(keys, create=rate is None or self.admission is None)
+        if rate is None:
+            rows.sgd(store, *self._layout, at, grads[at], -1.0, -np.inf, np.inf)
+        else:
+            rule = self.spec.rule
+            decay = decayed(rule, store, self._layout, at, grads[at], rate)
+            rule.row_rule.apply_to_rows(rule, store, self._layout, at, decay, rate, self.step + 1)
+        width, offset = self._layout
+        made = np.ascontiguousarray(store.reshape(-1, width)[at, offset : offset + self._row_words])
+        if not rows.largest(made) < np.inf:
+            row = int(at[np.flatnonzero(~np.isfinite(made).all(axis=1))[0]])
+            raise TableError(
+                f"table '{self.spec.name}': the row for key {signed(keys, row)} would become NaN or infinite, by "
+                f"gradients up to {largest:.3g} times a rate of {1.0 if rate is None else rate:.3g}; nothing was "
+                "applied. Lower the learning rate, or clip the gradients."
+            )
+        self.bounds.note(rows.largest(made))
+
+    def push(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
+        """One update: gradients of equal keys are summed, then the rule is applied once per key.
+
+        A table that keeps shows and clicks takes three more columns: show, click and slot of each key.
+        """
+        self.check_push(keys, grads, lr)
+        self.update(keys, grads, lr)
+
+    def update(self, keys: Keys, grads: Floats, lr: float | None = None) -> None:
+        """`push` for what `check_push` has passed: a message is checked whole before any of it is applied."""
+        self.step += 1
+        rule = self.spec.rule
+        row_rule, rate = rule.row_rule, learning_rate(rule, lr, self.step)
+        pulled = self.index.recent.take(keys) if isinstance(self.index, KeyMap) else None
+        if pulled is not None:
+            grads = decayed(rule, self.index.store, self._layout, pulled, grads, rate)
+            row_rule.apply_to_rows(rule, self.index.store, self._layout, pulled, grads, rate, self.step)
+            self._mark(pulled)
+            return
+        keys, grads = self._take_pushed(keys, grads) if grads.shape[1] > self.spec.dim else sum_by_key(keys, grads)
+        for start in range(0, len(keys), CHUNK):
+            at = self._locate(keys[start : start + CHUNK], self.admission is None, self._row_words)
+            chunk = grads[start : start + CHUNK]
+            if self.admission is not None and len(at) and at.min() < 0:
+                at, chunk = at[at >= 0], chunk[at >= 0]  # not admitted: no update
+            chunk = decayed(rule, self.index.store, self._layout, at, chunk, rate)
+            row_rule.apply_to_rows(rule, self.index.store, self._layout, at, chunk, rate, self.step)
+            self._mark(at)
+
+    def _take_pushed(self, keys: Keys, wide: Floats) -> tuple[Keys, Floats]:
+        """Note the statistics behind the gradients; returns (distinct keys, their summed gradients)."""
+        distinct, inverse = unique(keys)
+        sums = np.empty((len(distinct), wide.shape[1]), np.float32)
+        segment_sum(wide, inverse, sums)
+        sums[inverse, -1] = wide[:, -1]  # a slot is a number, not an amount
+        grads, pushed = np.ascontiguousarray(sums[:, : self.spec.dim]), np.ascontiguousarray(sums[:, self.spec.dim :])
+        at = self.find(distinct)
+        if self.admission is None and (at < 0).any():  # dropped since they were pulled: they begin anew, here and now
+            for start in range(0, len(distinct), CHUNK):
+                self._locate(distinct[start : start + CHUNK], True, self._row_words)
+            at = self.find(distinct)
+        if self.statistics is not None:
+            self.statistics.add(at, pushed)
+            self._mark(at)
+        if self.admission is not None and (at < 0).any():
+            self.admission.add(distinct[at < 0], pushed[at < 0])
+        return distinct, grads
+
+    def add(self, keys: Keys, deltas: Floats) -> None:
+        """value ← value + delta, for differences that another copy of the rows has learned."""
+        self.check_add(keys, deltas)
+        self.step += 1
+        keys, deltas = sum_by_key(keys, deltas)
+        for start in range(0, len(keys), CHUNK):
+            at = self._locate(keys[start : start + CHUNK], True, self.spec.dim)
+            rows.sgd(self.index.store, *self._layout, at, deltas[start : start + CHUNK], -1.0, -np.inf, np.inf)
+            self._mark(at)
+
+    def mean(self, pushes: Sequence[tuple[Keys, Floats]]) -> tuple[Keys, Floats]:
+        """As Table.mean; shows and clicks behind the gradients are summed."""
+        keys = np.concatenate([keys for keys, _ in pushes])
+        grads = np.concatenate([grads for _, grads in pushes])
+        grads[:, : self.spec.dim] *= np.float32(1.0 / len(pushes))
+        return keys, grads
+
+    def whole(self) -> None:
+        """As Table.whole: rows are not sent unless they are asked for by key."""
+
+    def check_erase(self, keys: Keys) -> None:
+        """As Table.check_erase."""
+        self.check_keys(keys)
+
+    def check_shrink(self, policy: Shrink) -> None:
+        """As Table.check_shrink."""
+        eviction.check_policy(self, policy)
+
+    def shrink(self, policy: Shrink) -> Iterator[int]:
+        """As Table.shrink."""
+        return eviction.shrink(self, policy)
+
+    def summarize(self, summary: Summary, num_rows: int) -> Iterator[None]:
+        """As Table.summarize."""
+        for keys, values, columns in self.chunks(num_rows):
+            summary.add(keys, np.ascontiguousarray(values[:, : self.spec.dim]), columns)
+            yield
+
+    def save_slices(self, mode: SaveMode, num_rows: int) -> Iterator[SavedSlice]:
+        """As Table.save_slices."""
+        return save_slices(self, mode, num_rows)
+
+    def restore(self, model: SavedModel) -> None:
+        """As Table.restore."""
+        model.load_rows(self)
+
+    def load_slice(self, saved: SavedSlice) -> None:
+        """As RowTable.load_slice."""
+        load_slice(self, saved)
+
+    def note_loaded(self) -> int:
+        """As RowTable.note_loaded."""
+        self.num_loaded = self.num_rows
+        return self.num_loaded
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "loaded": self.num_loaded,
+            "rows": self.index.num_keys,
+            "bytes": self.index.num_bytes,
+            "evicted": self.num_evicted,
+            **(self.admission.stats() if self.admission is not None else {}),
+            "load_factor": self.index.load_factor,
+            "step": self.step,
+            "staleness": self.staleness.counts(),
+        }
+
+    def _admit(self, keys: Keys, in_use: Rows) -> None:
+        """Rows for those of these keys, distinct and without one, that the entry lets in.
+
+        A capacity has room for so many beside the rows in use; a key beyond them begins to be counted anew.
+        """
+        carried: Columns | None = None
+        if self.admission is not None:
+            keys, carried = self.admission.admit(keys)
+        if self._capacity is not None:
+            if self.decisions.followed is not None:
+                keys, carried = self._with_room(keys, carried)
+            elif len(keys) + len(in_use) > self._capacity.max_rows:
+                room = max(0, self._capacity.max_rows - len(np.unique(in_use[in_use >= 0])))
+                self.decisions.note("left_out", keys[room:])
+                keys = keys[:room]
+            self._capacity.make_room(len(keys), in_use)
+        for start in range(0, len(keys), CHUNK):
+            some = slice(start, start + CHUNK)
+            at = self._found[: len(keys[some])]
+            at[:] = -1
+            self._insert(keys[some], at, True)
+            if carried is not None and self.statistics is not None:
+                for name, column in carried.items():
+                    self.statistics.put(name, at, column[some][: len(at)])
+
+    def _with_room(self, keys: Keys, carried: Columns | None) -> tuple[Keys, Columns | None]:
+        """Those of these keys that got a row where this request was first applied, with what was known of them."""
+        kept = self.decisions.with_room(keys)
+        return kept, None if carried is None else {
+            name: column[np.isin(keys, kept)] for name, column in carried.items()
+        }

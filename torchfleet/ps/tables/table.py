@@ -1,0 +1,178 @@
+"""What every kind of table offers: the interface between a server's commands and its tables.
+
+A new kind is one file with a class that has these methods, and a line in tables/kinds.py. A table belongs to one
+thread. A method that raises FleetError has changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy.typing as npt
+
+from torchfleet.ps.tables.rows.keymap import Keys
+from torchfleet.ps.tables.settings.policy import Shrink
+from torchfleet.ps.tables.settings.spec import Floats, TableSpec
+from torchfleet.ps.tables.staleness import Staleness
+from torchfleet.ps.tables.summary import Summary
+
+PartKind = Literal["rows", "gone", "candidates", "candidates_gone", "sketch"]
+# All; what changed since the last save; values without state; all, for a server that takes the place of this one: that
+# is no save, and the next delta is the same with it.
+SaveMode = Literal["full", "delta", "inference", "copy"]
+
+
+@dataclass(slots=True)
+class SavedSlice:
+    """Arrays on their way from a table to a part file, or back; docs/checkpoints.md has those of each kind."""
+
+    kind: PartKind
+    arrays: dict[str, npt.NDArray[Any]]
+    start: int = 0  # of a stretch of something larger: the place of its first element; it gets a file of its own
+
+
+class RowTable(Protocol):
+    """What is needed of a table to load saved rows into it."""
+
+    spec: TableSpec
+    step: int
+
+    @property
+    def num_words(self) -> int:
+        """Numbers per row: values and state."""
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are there."""
+
+    def reserve(self, num_rows: int) -> None:
+        """So many rows are about to be loaded."""
+
+    def check_values(self, keys: Keys, values: Floats) -> None:
+        """Raise TableError if these cannot be rows of this table; touches nothing, so any thread may call it."""
+
+    def load_slice(self, saved: SavedSlice) -> None:
+        """Take in what a table of this kind has saved, of keys that this shard owns. Statistics that it does not keep
+        are left out. Raises TableError if they do not fit."""
+
+    def note_loaded(self) -> int:
+        """All slices are here; returns how many rows there are."""
+
+
+class BlockTable(Protocol):
+    """What is needed of a table to load a saved block into it."""
+
+    spec: TableSpec
+    step: int
+    loaded: list[tuple[int, int]]  # ranges of the whole table that were loaded
+
+    @property
+    def num_states(self) -> int:
+        """Numbers of state per value."""
+
+    def load(self, start: int, block: Floats) -> None:
+        """Elements from `start` on: a row of values, and one for each number of state, if there are any."""
+
+
+class SavedModel(Protocol):
+    """A saved model, to be read into tables. Both methods raise CheckpointError if it does not fit the table."""
+
+    def load_rows(self, table: RowTable) -> None:
+        """Rows of the table's name, as far as its shard owns them; nothing if the table was not asked for."""
+
+    def load_block(self, table: BlockTable) -> None:
+        """The elements of the table's shard, or those of them that were asked for."""
+
+
+class Table(Protocol):
+    """One server's shard of a table.
+
+    `keys` are the numbers of a section of a request: keys of rows, and of a dense table a range (start, stop) to pull,
+    a start to assign from, or nothing to push. Requests of several sections are checked whole before any is applied:
+    each change has a method that checks it, and the change itself may rely on that.
+    """
+
+    spec: TableSpec
+    step: int  # updates so far
+    staleness: Staleness
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, or elements of a dense table, that this shard holds."""
+
+    def check_pull(self, keys: Keys, create: bool) -> int:
+        """The size of `pull`'s result in bytes. Raises TableError or WireError if it cannot be pulled."""
+
+    def pull(self, keys: Keys, create: bool, worker: int | None) -> Floats:
+        """Values in a new array, a row for each key. Keys may repeat.
+
+        `create`: missing keys get a row if the table admits them, and all appearances are noted; else missing keys read
+        as zeros and nothing changes. `worker`: the pull belongs to a step that all workers make together, and what it
+        makes known takes effect with `admit_waiting`, so that the order of the workers does not count.
+        """
+
+    def admit_waiting(self) -> None:
+        """A step of all workers ends: note the appearances of its pulls, in the order of the workers."""
+
+    def whole(self) -> Floats | None:
+        """All values of a dense table as one column, in a new array; None for a table of rows."""
+
+    def check_push(self, keys: Keys, grads: Floats, lr: float | None) -> None:
+        """Raise TableError if `update` could not take this, or would leave something that is not finite."""
+
+    def check_add(self, keys: Keys, deltas: Floats) -> None:
+        """Raise TableError if `add` could not take this."""
+
+    def update(self, keys: Keys, grads: Floats, lr: float | None) -> None:
+        """One update by the table's rule; `lr` takes the place of its own. Gradients of equal keys are summed."""
+
+    def add(self, keys: Keys, deltas: Floats) -> None:
+        """One update that adds differences, which another copy of the values has learned."""
+
+    def mean(self, pushes: Sequence[tuple[Keys, Floats]]) -> tuple[Keys, Floats]:
+        """The keys and gradients of one push with the mean gradient of several workers' pushes, summed in order."""
+
+    def check_assign(self, keys: Keys, values: Floats) -> None:
+        """Raise TableError or WireError if `assign` could not take this."""
+
+    def assign(self, keys: Keys, values: Floats) -> None:
+        """Overwrite values. Of equal keys the last one stands."""
+
+    def check_erase(self, keys: Keys) -> None:
+        """Raise TableError if `erase` could not take this."""
+
+    def erase(self, keys: Keys) -> int:
+        """Drop rows; absent keys are passed over. Returns how many were there."""
+
+    def check_shrink(self, policy: Shrink) -> None:
+        """Raise TableError if the table does not keep what the policy looks at."""
+
+    def shrink(self, policy: Shrink) -> Iterator[int]:
+        """Drop rows by a policy, in slices; after each, how many it has dropped. Other calls may come in between."""
+
+    def summarize(self, summary: Summary, num_rows: int) -> Iterator[None]:
+        """Add all rows to a summary, in slices of so many. Other calls may come in between."""
+
+    def walk(self, cursor: int, num_rows: int) -> tuple[Keys, Floats, int]:
+        """(keys, values, where to go on) of at most so many rows; begin with 0, and 0 comes back at the end.
+
+        Other calls may come in between: a row that is there throughout comes exactly once. Raises TableError if the
+        table has no rows.
+        """
+
+    def begin_save(self, is_committed: bool) -> None:
+        """From here on changes belong to the next save. `is_committed`: the one before is on disk for good."""
+
+    def save_slices(self, mode: SaveMode, num_rows: int) -> Iterator[SavedSlice]:
+        """What a save must write, in slices of about so many rows. Other calls may come in between.
+
+        Slices of one kind come one after the other. A table without rows has one slice of rows, which is empty.
+        """
+
+    def restore(self, model: SavedModel) -> None:
+        """Read this table's share of a saved model, by the method of `model` that suits this kind."""
+
+    def stats(self) -> dict[str, Any]:
+        """Plain numbers for people: at least rows, bytes, step and staleness."""

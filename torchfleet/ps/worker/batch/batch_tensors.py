@@ -1,0 +1,121 @@
+"""The tensors of a batch, and ids as keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchfleet.base.errors import ModelError
+from torchfleet.ps.worker.client.shard import Keys, as_keys
+
+Stamp = tuple[Any, ...]
+
+
+def keys_of(slots: Sequence[torch.Tensor]) -> Keys:
+    """The ids of one slot after another as keys; where they lie so in memory, as they lie."""
+    first = slots[0]
+    if len(slots) > 1 and first.dtype == torch.int64 and not first.is_cuda:
+        place, total = first.data_ptr(), 0
+        for ids in slots:
+            if ids.data_ptr() != place + 8 * total or ids.dtype != torch.int64 or not ids.is_contiguous():
+                break
+            total += ids.numel()
+        else:
+            room = first.untyped_storage().nbytes() // 8 - first.storage_offset()
+            if total <= room:  # one piece of memory, and not two that happen to be neighbours
+                return as_keys(first.detach().as_strided((total,), (1,)).numpy())
+    keys = [as_keys(ids.detach().cpu().numpy()) for ids in slots]
+    return keys[0] if len(keys) == 1 else np.concatenate(keys)
+
+
+def stamp_of(slots: Sequence[torch.Tensor]) -> Stamp:
+    """Ids with one stamp, while one of the tensors is still held, are the same: torch counts changes in place."""
+    return tuple([(ids.data_ptr(), ids.shape, ids.stride(), _version_of(ids)) for ids in slots])
+
+
+def _version_of(ids: torch.Tensor) -> int | bytes:
+    """torch's count of changes; tensors of torch.inference_mode have none, and their numbers stand for it."""
+    return ids.cpu().numpy().tobytes() if ids.is_inference() else ids._version
+
+
+def num_samples(inputs: Any) -> int:
+    """How many samples a model is called with: what a batch or slot says of itself, or the first tensor's length.
+
+    Of a flat list of ids with the offsets of its bags, as torch.nn.EmbeddingBag takes them, the number of bags.
+    """
+    told = told_samples(inputs)
+    if told is not None:
+        return told
+    tensors = [tensor for _, tensor in tensors_of(inputs) if tensor.dim()]
+    bags = (_num_bags(tensor, len(tensors[0])) for tensor in tensors[1:] if tensors[0].dim() == 1)
+    return next(filter(None, bags), len(tensors[0])) if tensors else 0
+
+
+def _num_bags(offsets: torch.Tensor, num_ids: int) -> int:
+    """How many bags begin at these places of a flat list of ids; 0 if these are no places of that list.
+
+    One more place at the end of the list is taken for torch's include_last_offset.
+    """
+    is_list = offsets.dim() == 1 and 0 < len(offsets) != num_ids and offsets.dtype in (torch.int64, torch.int32)
+    if not is_list or offsets.device.type != "cpu":
+        return 0
+    last = int(offsets[-1])
+    if int(offsets[0]) or last > num_ids or bool((offsets.diff() < 0).any()):
+        return 0
+    return len(offsets) - (last == num_ids and len(offsets) > 1)
+
+
+def told_samples(inputs: Any) -> int | None:
+    """What the first batch or slot among a model's inputs says of itself; None if none of them does."""
+    if hasattr(inputs, "num_samples"):
+        return int(inputs.num_samples)
+    if hasattr(inputs, "offsets"):
+        return len(inputs.offsets)
+    if isinstance(inputs, Mapping):
+        inputs = list(inputs.values())
+    if isinstance(inputs, (list, tuple)):
+        for value in inputs:
+            if hasattr(value, "num_samples") or isinstance(value, (list, tuple, Mapping)):
+                told = told_samples(value)
+                if told is not None:
+                    return told
+    return None
+
+
+def is_no_padding(keys: Keys, padding_idx: int) -> npt.NDArray[np.bool_]:
+    is_real: npt.NDArray[np.bool_] = keys != np.int64(padding_idx).astype(np.uint64)
+    return is_real
+
+
+def tensors_of(batch: Any, place: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a batch, however nested, with the place they stand in."""
+    if isinstance(batch, torch.Tensor):
+        yield place, batch
+    elif isinstance(batch, Mapping):
+        for name, value in batch.items():
+            yield from tensors_of(value, f"{place}.{name}")
+    elif isinstance(batch, (list, tuple)):
+        for i, value in enumerate(batch):
+            yield from tensors_of(value, f"{place}[{i}]")
+
+
+def values_of_slot(batch: Mapping[str, torch.Tensor], name: str, num: int, table: str) -> npt.NDArray[np.float32]:
+    """One number per sample, from the tensor of this name in the batch."""
+    found = [tensor for place, tensor in batch.items() if place.endswith(f".{name}")]
+    if not found:
+        names = sorted({place.rpartition(".")[2] for place in batch if "." in place})
+        raise ModelError(
+            f"table '{table}' keeps statistics from slot '{name}' (ShowClickEntry), and the batch has "
+            f"{', '.join(names) or 'no names'}. Train from a dataset, or over fleet.prefetch(loader) with batches that "
+            "are dicts: the model alone does not see such slots."
+        )
+    values = found[0].detach().cpu()
+    if values.numel() != num:
+        raise ModelError(
+            f"slot '{name}' of table '{table}' must have one number per sample: {num} samples, {values.numel()} numbers"
+        )
+    return np.ascontiguousarray(values.reshape(-1).to(torch.float32).numpy())

@@ -1,0 +1,95 @@
+"""Columns of one block: where a model takes many of them, with the same functions each, all are computed at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchfleet.ps.worker.batch.recipe import PLAIN, CannotReplay, Input, Node, Recipe, Replay, Result
+from torchfleet.ps.worker.batch.window import Window
+from torchfleet.ps.worker.client.shard import Keys, as_keys
+
+_EACH_NUMBER = ("aten::_to_copy", "aten::floor_divide")  # and all that torch calls pointwise
+
+
+class Block(NamedTuple):
+    """A two-dimensional tensor of the batch, and functions that are applied to each of its numbers, in their order."""
+
+    place: str
+    width: int
+    steps: tuple[tuple[torch._ops.OpOverload, tuple[Any, ...], tuple[tuple[str, Any], ...]], ...]
+
+
+class Column(NamedTuple):
+    """A few columns of a block, side by side."""
+
+    block: Block
+    first: int
+    num: int
+
+
+def column_of(recipe: Recipe) -> Column | None:
+    """The columns that a recipe computes ids from, one from each number; None if it does anything else."""
+    node: Node = recipe.root
+    steps: list[tuple[Any, ...]] = []
+    while isinstance(node, Result):
+        first, *others = node.args
+        if not isinstance(first, (Input, Result)) or not _is_each_number(node):
+            return None
+        steps.append((node.func, tuple(others), tuple(node.kwargs.items())))
+        node = first
+    if not isinstance(node, Input) or not steps:
+        return None
+    window, width = node.window, (node.window.base_strides or (0,))[0]
+    if window.base_strides != (width, 1) or window.strides not in ((width,), (width, 1)):
+        return None
+    num = (window.sizes or (1,))[0]
+    return Column(Block(node.place, width, tuple(reversed(steps))), window.offset, num)
+
+
+def _is_each_number(node: Result) -> bool:
+    is_known = torch.Tag.pointwise in node.func.tags or node.func._schema.name in _EACH_NUMBER
+    others = (*node.args[1:], *node.kwargs.values())
+    return is_known and all(isinstance(value, PLAIN) for value in others) and "memory_format" not in node.kwargs
+
+
+def worth_it(columns: Iterable[Column]) -> set[Block]:
+    """Blocks of which so many columns are used that all of them cost less than those one by one."""
+    used = Counter[Block]()
+    for column in set(columns):
+        used[column.block] += column.num
+    return {block for block, num in used.items() if 4 * num >= block.width}
+
+
+class Blocks:
+    """The blocks of one batch, each computed when its first column is asked for."""
+
+    def __init__(self, replay: Replay) -> None:
+        self._replay = replay
+        self._done: dict[Block, npt.NDArray[np.int64]] = {}
+
+    def keys(self, column: Column) -> Keys:
+        """The keys of a block's columns, sample by sample; any exception if this batch has no such block."""
+        block = self._done.get(column.block)
+        if block is None:
+            block = self._done[column.block] = self._computed(column.block)
+        own = block[column.first : column.first + column.num]
+        return as_keys(own[0] if column.num == 1 else own.T)
+
+    def _computed(self, block: Block) -> npt.NDArray[np.int64]:
+        base = self._replay.ids(Recipe(Input(block.place, Window())))
+        if base.dim() != 2 or base.stride() != (block.width, 1) or base.size(1) != block.width:
+            raise CannotReplay(f"another layout at {block.place}")
+        value = base.t()
+        with torch.no_grad():
+            for func, args, kwargs in block.steps:
+                value = func(value, *args, **dict(kwargs))
+        if value.is_floating_point():
+            raise CannotReplay("no whole numbers")
+        found: npt.NDArray[np.int64] = value.cpu().contiguous().numpy()
+        return found

@@ -1,0 +1,253 @@
+"""Which inputs of a batch reach which table: learned from the first lookups, foreseen from then on.
+
+When an embedding is asked for ids that are (a view of) a tensor of the batch, the way from the batch to the table is
+remembered, and used at once. Ids that forward computes have a recipe, if the call was recorded. Such a way is used
+once it was right about a second batch, and until it is wrong about one. For the next batches all ids can then be
+collected before the model runs, and pulled in one message per server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchfleet.ps.worker.batch.batch_tensors import Stamp, is_no_padding, keys_of, stamp_of
+from torchfleet.ps.worker.batch.columns import Block, Blocks, Column, column_of, worth_it
+from torchfleet.ps.worker.batch.recipe import CannotReplay, Input, Recipe, Replay, Shelf, nearest
+from torchfleet.ps.worker.batch.recorder import OUTSIDE, Recorder, Refusal
+from torchfleet.ps.worker.batch.window import Window
+from torchfleet.ps.worker.client.shard import Keys
+
+_LONGEST_REST = 1024
+_MOST_WRONG = 3
+_GIVE_IT = "give what changes to the model as an input tensor, or compute the ids before the call"
+
+CHANGING = Refusal(
+    "the same computation with the next batches gave other ids: something has a part in it that is no input of the "
+    "call (a number of Python, numpy, an attribute that changes)",
+    _GIVE_IT,
+)
+NO_CALL = Refusal(
+    "the embedding was called outside of a call of the model",
+    "call the whole model, so that all ids of a batch are known when it begins",
+)
+NOT_YET = Refusal(
+    "the ids are new to this worker; it looks how they are computed in one of the next calls",
+    "nothing, unless it stays so",
+)
+
+
+@dataclass
+class Way:
+    """From a batch to a table. One that is asleep is not used; it wakes when it was right about a batch."""
+
+    table: str
+    recipe: Recipe
+    padding_idx: int | None
+    is_awake: bool = field(default=True, compare=False)
+    is_new: bool = field(default=True, compare=False)  # of this call
+    num_wrong: int = field(default=0, compare=False)  # calls in a row in which it led to none of the ids
+
+    @cached_property
+    def column(self) -> Column | None:
+        return column_of(self.recipe)
+
+
+class Guess:
+    """The keys that a way expects of a batch, and whether they were looked up."""
+
+    def __init__(self, way: Way, keys: Keys) -> None:
+        self.way, self.keys, self.is_right = way, keys, False
+
+    def compare(self, keys: Keys) -> None:
+        self.is_right = self.is_right or (len(keys) == len(self.keys) and bool((keys == self.keys).all()))
+
+
+class Expected(NamedTuple):
+    """What a table is going to be asked for."""
+
+    keys: Keys
+    stamp: Stamp | None  # of ids that lie in the batch and have no padding; all others are a copy
+    origin: tuple[Any, ...]  # where it is the same for two tables, so are the keys
+    guesses: list[Guess]  # of the ways that compute ids
+
+
+@dataclass
+class Foresight:
+    """What has been learned: ways from a batch to tables; how often it did not help, and why."""
+
+    ways: tuple[Way, ...] = ()  # replaced and never changed: other threads may be going through it
+    num_unforeseen: int = 0
+    aliases: dict[str, str] = field(default_factory=dict)  # from a place in the model's call to that in the batch
+    reasons: dict[str, Refusal] = field(default_factory=dict)  # by table, of those whose ids are not foreseen
+    _blocks: set[Block] = field(default_factory=set)  # that are computed as a whole
+    _shelf: Shelf = field(default_factory=Shelf)
+    _is_wanted: bool = True  # a call is to be recorded
+    _rest: int = 0  # calls until then
+    _next_rest: int = 1
+
+    def wants_recording(self) -> bool:
+        """Whether this call is to be recorded: the first one, and in ever larger distances later ones, where ids were
+        looked up that no way leads to."""
+        if not self._is_wanted:
+            return False
+        if self._rest:
+            self._rest -= 1
+            return False
+        self._is_wanted, self._rest = False, self._next_rest
+        self._next_rest = min(2 * self._next_rest, _LONGEST_REST)
+        return True
+
+    def learn(
+        self,
+        replay: Replay,
+        table: str,
+        slots: Sequence[torch.Tensor],
+        padding_idx: int | None,
+        recorder: Recorder | None,
+    ) -> None:
+        """An embedding was asked for these ids, padding aside, and not all of them had been foreseen.
+
+        `replay`: of the batch. `recorder`: of the call, if it is recorded.
+        """
+        self.num_unforeseen += 1
+        for ids in slots:
+            if not ids.numel():
+                continue
+            place = _place_of(ids, replay.tensors)
+            if place is not None:
+                self._add(Way(table, Recipe(place), padding_idx))
+            elif not self._wake(replay, table, ids):
+                self._study(replay, table, ids, padding_idx, recorder)
+
+    def note_call(self, batch: Mapping[str, torch.Tensor], call: Mapping[str, torch.Tensor]) -> None:
+        """The model is called with tensors of a batch that was brought ahead. Ways begin at places in the call, so that
+        they lead there too where nothing was brought ahead."""
+        places = {id(tensor): place for place, tensor in reversed(list(batch.items()))}
+        found = {place: places[id(tensor)] for place, tensor in call.items() if id(tensor) in places}
+        self.aliases = {**self.aliases, **found}
+
+    def in_call(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The batch's tensors by their places in the call that is to come."""
+        return {call: batch[place] for call, place in self.aliases.items() if place in batch}
+
+    def lacks(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether a way begins at a place that is not known here."""
+        return any(way.is_awake and not way.recipe.places <= tensors.keys() for way in self.ways)
+
+    def keys(self, replay: Replay) -> dict[str, Expected]:
+        """All ids that this batch is going to ask for, by table."""
+        found: dict[str, list[tuple[Way, torch.Tensor | Keys]]] = {}
+        blocks = Blocks(replay)
+        for way in self.ways:
+            if not way.is_awake:
+                continue
+            try:
+                ids: torch.Tensor | Keys
+                if way.column is not None and way.column.block in self._blocks:
+                    ids = blocks.keys(way.column)
+                else:
+                    ids = replay.ids(way.recipe)
+            except CannotReplay:
+                continue
+            except Exception as error:  # whatever a function of torch has to say to this batch
+                way.is_awake = False
+                self.reasons[way.table] = Refusal(f"what was recorded failed with another batch: {error}", _GIVE_IT)
+                continue
+            if not isinstance(ids, torch.Tensor) or not ids.is_floating_point():
+                found.setdefault(way.table, []).append((way, ids))
+        return {table: _expected(slots) for table, slots in found.items()}
+
+    def end_call(self, guesses: Iterable[Guess], unforeseen: Collection[str]) -> None:
+        """A call has ended. `unforeseen`: tables that were asked for ids that had not been foreseen."""
+        for guess in guesses:
+            guess.way.is_awake = guess.is_right
+        if not unforeseen:
+            return
+        for way in self.ways:
+            if not way.is_awake and way.table in unforeseen:
+                way.num_wrong, way.is_new = way.num_wrong + (not way.is_new), False
+                if way.num_wrong >= _MOST_WRONG:
+                    self.reasons[way.table] = CHANGING
+        if any(way.num_wrong >= _MOST_WRONG for way in self.ways):
+            self._use(tuple(way for way in self.ways if way.num_wrong < _MOST_WRONG))
+
+    def _add(self, way: Way) -> None:
+        self.reasons.pop(way.table, None)
+        if way not in self.ways:
+            self._use((*self.ways, way))
+
+    def _use(self, ways: tuple[Way, ...]) -> None:
+        self._blocks = worth_it(way.column for way in ways if way.column is not None)
+        self.ways = ways
+
+    def _wake(self, replay: Replay, table: str, ids: torch.Tensor) -> bool:
+        """Whether one of the ways that are asleep leads to these ids; it is used from now on."""
+        for way in self.ways:
+            if way.table == table and not way.is_awake and _leads_to(replay, way.recipe, ids):
+                way.is_awake, way.num_wrong = not way.is_new, 0
+                self.reasons.pop(table, None)
+                return True
+        return False
+
+    def _study(
+        self, replay: Replay, table: str, ids: torch.Tensor, padding_idx: int | None, recorder: Recorder | None
+    ) -> None:
+        """Learn how these ids came about; or that somebody must look."""
+        if recorder is None:
+            self._is_wanted = self._is_wanted or bool(replay.tensors)
+            self.reasons.setdefault(table, NOT_YET if replay.tensors else NO_CALL)
+            return
+        recipe = recorder.recipe(ids)
+        if isinstance(recipe, Refusal):
+            self.reasons[table] = recipe
+        elif not _leads_to(replay, recipe, ids):
+            self.reasons[table] = OUTSIDE
+        else:
+            recipe = Recipe(self._shelf.put(recipe.root), recipe.shapes)
+            self._add(Way(table, recipe, padding_idx, is_awake=False))
+
+
+def _place_of(ids: torch.Tensor, batch: Mapping[str, torch.Tensor]) -> Input | None:
+    """Where in the batch ids lie, if they do."""
+    pointer = ids.untyped_storage().data_ptr()
+    found = []
+    for place, base in batch.items():
+        if base.untyped_storage().data_ptr() == pointer and base.dtype == ids.dtype:
+            is_all = ids.numel() == base.numel() and ids.storage_offset() == base.storage_offset()
+            window = Window() if is_all else Window.of(ids, base)
+            if window is not None:
+                found.append(Input(place, window))
+    return nearest(found)
+
+
+def _leads_to(replay: Replay, recipe: Recipe, ids: torch.Tensor) -> bool:
+    try:
+        found = replay.ids(recipe)
+    except Exception:  # whatever a function of torch has to say to this batch
+        return False
+    return found.shape == ids.shape and bool((found == ids).all())
+
+
+def _expected(slots: Sequence[tuple[Way, torch.Tensor | Keys]]) -> Expected:
+    origin = tuple([(way.recipe, way.padding_idx) for way, _ in slots])
+    in_batch = [
+        ids
+        for way, ids in slots
+        if isinstance(ids, torch.Tensor) and way.padding_idx is None and not way.recipe.is_computed
+    ]
+    if len(in_batch) == len(slots):
+        return Expected(keys_of(in_batch), stamp_of(in_batch), origin, [])
+    keys, guesses = [], []
+    for way, ids in slots:
+        own = keys_of([ids]) if isinstance(ids, torch.Tensor) else ids
+        if way.recipe.is_computed:
+            own = own if way.recipe.makes_memory else own.copy()
+            guesses.append(Guess(way, own))
+        keys.append(own if way.padding_idx is None else own[is_no_padding(own, way.padding_idx)])
+    return Expected(keys[0] if len(keys) == 1 else np.concatenate(keys), None, origin, guesses)

@@ -1,0 +1,230 @@
+"""Recipes: ids as functions of a batch's tensors, carried out again on every batch.
+
+A recipe is a small graph. Its leaves are tensors of the batch and constants; a constant is the tensor itself and no
+copy, so that a buffer is read as it is then. Sizes that were those of the recorded batch become those of the batch at
+hand. A recipe is a guess: whoever uses one compares it with what is looked up.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from torchfleet.ps.worker.batch.window import Window
+
+PLAIN = (bool, int, float, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_SLICE, _ARANGE = "aten::slice", "aten::arange"
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor of the batch, or a window on it."""
+
+    place: str
+    window: Window
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A tensor that no recorded function made: a buffer, or one that was written down in forward."""
+
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What a function of torch made of other nodes; `output`: which of its results, if it has several."""
+
+    func: torch._ops.OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: int | None
+    size: int  # of the graph that ends here, in functions
+
+    @cached_property
+    def has_named_tensors(self) -> bool:
+        return any(not isinstance(value, PLAIN) for value in self.kwargs.values())
+
+
+Node = Input | Constant | Result
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How ids come about. `shapes`: those of the batch's tensors that it was recorded with, by their places."""
+
+    root: Node  # of a Shelf: recipes with the same one are the same
+    shapes: Mapping[str, torch.Size] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def places(self) -> set[str]:
+        """Of the tensors that it begins with."""
+        return {self.root.place} if isinstance(self.root, Input) else set(self.shapes)
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether it is more than a look at the batch's own memory."""
+        return not isinstance(self.root, Input)
+
+    @cached_property
+    def makes_memory(self) -> bool:
+        """Whether the ids lie in memory that nobody else has."""
+        return isinstance(self.root, Result) and all(out.alias_info is None for out in self.root.func._schema.returns)
+
+
+def nearest(places: Iterable[Input]) -> Input | None:
+    """The best guess among places where a tensor may lie. Slots of a batch may share their memory: a whole tensor of it
+    is better than a window on another; and a place in the model's call better than one in what was brought ahead."""
+    return min(places, key=lambda at: (at.window.sizes is not None, not at.place.startswith("call")), default=None)
+
+
+class Sizes(NamedTuple):
+    """What has changed since the recording: from old to new, in the first dimension of inputs, and in the others."""
+
+    first: dict[int, int]
+    others: dict[int, int]
+
+
+class CannotReplay(Exception):
+    """This batch is not like the one that was recorded."""
+
+
+class Replay:
+    """Recipes carried out on one batch. What several of them have in common is computed once."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self._done: dict[int, tuple[Node, Any]] = {}  # by the number of a node, which lives as long as it is in here
+
+    def ids(self, recipe: Recipe) -> torch.Tensor:
+        """The ids; any exception if they cannot be had from this batch."""
+        known = self._done.get(id(recipe.root))
+        if known is not None:
+            ids = known[1]
+        elif isinstance(recipe.root, Input):
+            return self._input(recipe.root)
+        else:
+            with torch.no_grad():
+                ids = self._value(recipe.root, self._sizes(recipe.shapes))
+        if not isinstance(ids, torch.Tensor) or ids.is_floating_point():
+            raise CannotReplay("no whole numbers")
+        return ids
+
+    def _sizes(self, shapes: Mapping[str, torch.Size]) -> Sizes | None:
+        """None where nothing has changed."""
+        sizes: Sizes | None = None
+        for place, old in shapes.items():
+            new = self._tensor(place).shape
+            if new == old:
+                continue
+            if len(new) != len(old):
+                raise CannotReplay(f"{len(new)} dimensions at {place}, not {len(old)}")
+            sizes = sizes or Sizes({}, {})
+            for dim, (before, now) in enumerate(zip(old, new, strict=True)):
+                known = sizes.others if dim else sizes.first
+                if before != now and known.setdefault(before, now) != now:
+                    raise CannotReplay(f"a size of {before} became {known[before]} and {now}")
+        return sizes
+
+    def _tensor(self, place: str) -> torch.Tensor:
+        tensor = self.tensors.get(place)
+        if tensor is None:
+            raise CannotReplay(f"nothing at {place}")
+        return tensor
+
+    def _input(self, node: Input) -> torch.Tensor:
+        part = node.window.on(self._tensor(node.place))
+        if part is None:
+            raise CannotReplay(f"another layout at {node.place}")
+        return part
+
+    def _value(self, node: Node, sizes: Sizes | None) -> Any:
+        if isinstance(node, Constant):
+            return node.tensor
+        known = self._done.get(id(node))
+        if known is not None:
+            return known[1]
+        value = self._input(node) if isinstance(node, Input) else self._result(node, sizes)
+        self._done[id(node)] = node, value
+        return value
+
+    def _result(self, node: Result, sizes: Sizes | None) -> Any:
+        def value(found: Any) -> Any:
+            return self._value(found, sizes) if isinstance(found, (Input, Constant, Result)) else found
+
+        args = tuple([in_nests(value, arg) if isinstance(arg, (list, tuple)) else value(arg) for arg in node.args])
+        kwargs = in_nests(value, node.kwargs) if node.has_named_tensors else node.kwargs
+        out = node.func(*(args if sizes is None else _resized(node.func, args, sizes)), **kwargs)
+        return out if node.output is None else out[node.output]
+
+
+def in_nests(change: Callable[[Any], Any], found: Any) -> Any:
+    """Arguments of a function with each one changed, also those in lists."""
+    if isinstance(found, (list, tuple)):
+        return type(found)([in_nests(change, value) for value in found])
+    if isinstance(found, dict):
+        return {name: in_nests(change, value) for name, value in found.items()}
+    return change(found)
+
+
+def _resized(func: torch._ops.OpOverload, args: tuple[Any, ...], sizes: Sizes) -> tuple[Any, ...]:
+    """The arguments of a function, those that are sizes as they are in this batch."""
+    name, changed = func._schema.name, list(args)
+    for i, (argument, value) in enumerate(zip(func._schema.arguments, args, strict=False)):
+        if argument.name == "size" and isinstance(value, (list, tuple)):
+            changed[i] = _resized_list([int(number) for number in value], sizes)
+        elif name == _ARANGE and isinstance(value, int):
+            changed[i] = sizes.first.get(value, sizes.others.get(value, value))
+        elif name == _SLICE and argument.name in ("start", "end"):
+            dim = args[1] if len(args) > 1 else 0
+            changed[i] = (sizes.others if dim else sizes.first).get(value, value)
+    return tuple(changed)
+
+
+def _resized_list(shape: list[int], sizes: Sizes) -> list[int]:
+    """A shape with the first number that is the old size, or else a multiple of it, made the new one's."""
+    for old, new in (*sizes.first.items(), *sizes.others.items()):
+        place = next((i for i, number in enumerate(shape) if number == old), None)
+        if place is None and old > 0:
+            place = next((i for i, number in enumerate(shape) if number > old and number % old == 0), None)
+        if place is not None:
+            shape[place] = shape[place] // max(1, old) * new
+    return shape
+
+
+class Shelf:
+    """Nodes of all recipes that somebody holds, each once: recipes that begin alike share them."""
+
+    def __init__(self) -> None:
+        self._nodes: weakref.WeakValueDictionary[Any, Node] = weakref.WeakValueDictionary()
+
+    def put(self, node: Node) -> Node:
+        """The node that stands for this one."""
+        if isinstance(node, Result):
+            args, kwargs = in_nests(self._child, node.args), in_nests(self._child, node.kwargs)
+            node = Result(node.func, args, kwargs, node.output, node.size)
+        return self._nodes.setdefault(_key(node), node)
+
+    def _child(self, found: Any) -> Any:
+        return self.put(found) if isinstance(found, (Input, Constant, Result)) else found
+
+
+def _key(node: Node) -> Any:
+    if isinstance(node, Input):
+        return node
+    if isinstance(node, Constant):
+        return id(node.tensor)  # which the node holds
+    return node.func, _hashable(node.args), _hashable(node.kwargs), node.output
+
+
+def _hashable(found: Any) -> Any:
+    if isinstance(found, (list, tuple)):
+        return tuple(map(_hashable, found))
+    if isinstance(found, dict):
+        return tuple((name, _hashable(value)) for name, value in found.items())
+    return id(found) if isinstance(found, (Constant, Result)) else (type(found), found)

@@ -1,0 +1,198 @@
+"""A call of a model, recorded: how each tensor was computed from the call's inputs, or why that is of no use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from torchfleet.ps.worker.batch.recipe import Constant, Input, Node, Recipe, Result, in_nests, nearest
+from torchfleet.ps.worker.batch.window import Window
+
+_MOST_FUNCTIONS = 256  # of a recipe
+_MOST_TENSORS = 100_000  # of a recording
+_SAME, _LIFT, _EMPTY = "aten::detach", "aten::lift_fresh", ("aten::empty", "aten::new_empty")
+
+
+class Refusal(NamedTuple):
+    """Why ids cannot be known before the model computes them, and what its author can do."""
+
+    why: str
+    what_to_do: str
+
+
+RANDOM = Refusal(
+    "the ids are drawn at random in forward", "draw them before the call and give them to the model as an input"
+)
+ROWS = Refusal(
+    "the ids are computed from the rows of another lookup",
+    "nothing, if the model is meant so: these rows can be asked for only when the others are there",
+)
+PARAMETERS = Refusal(
+    "the ids are computed from parameters of the model",
+    "nothing, if the model is meant so: training changes the parameters until the moment of the lookup",
+)
+IN_PLACE = Refusal(
+    "a tensor that the ids come from is changed in place in forward",
+    "make a new tensor: torch.where or masked_fill in the place of x[mask] = 0, x + 1 in the place of x += 1",
+)
+OUTSIDE = Refusal(
+    "the ids are not computed by functions of torch (numpy, a custom kernel, another process)",
+    "compute them with torch, or before the call, and give them to the model as an input",
+)
+LONG = Refusal(
+    f"the ids take more than {_MOST_FUNCTIONS} functions to compute",
+    "compute them before the call and give them to the model as an input",
+)
+
+Mark = Node | Refusal
+_Key = tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Between `begin` and `end`, notes of every tensor how it was made.
+
+    A tensor is known by its memory: the last one that was made in a place is the one that is there. What is made
+    without torch may be taken for what was there before it, so a recipe is tried before it is believed.
+    """
+
+    supports_higher_order_operators = True  # they pass through
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._shapes = {place: tensor.shape for place, tensor in tensors.items()}
+        self._inputs: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        for place, tensor in tensors.items():
+            if tensor.numel() and _key_of(tensor) is not None:
+                self._inputs.setdefault(_storage(tensor), []).append((place, tensor))
+        self._marks: dict[_Key, Mark] = {}
+        self._by_storage: dict[int, set[_Key]] = {}
+
+    def begin(self) -> None:
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Stop, unless another mode has come on top: an interrupted call leaves those behind."""
+        if _get_current_dispatch_mode() is self:
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if isinstance(func, torch._ops.OpOverload) and len(self._marks) < _MOST_TENSORS:
+            self._note(func, args, kwargs, out)
+        return out
+
+    def recipe(self, ids: torch.Tensor) -> Recipe | Refusal:
+        """How these ids were computed."""
+        mark = self._mark(ids)
+        if isinstance(mark, Refusal):
+            return mark
+        places = _places(mark) or list(self._shapes)[:1]  # positions in a batch are as many as its samples
+        return Recipe(mark, {place: self._shapes[place] for place in places})
+
+    def refuse(self, tensor: torch.Tensor, refusal: Refusal) -> None:
+        """What is computed from this tensor has no recipe."""
+        self._put(tensor, refusal)
+
+    def _note(self, func: torch._ops.OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+        schema = func._schema
+        if schema.is_mutable:
+            for argument, value in zip(schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    in_nests(self._note_change, value)
+            in_nests(self._note_change, kwargs.get("out"))
+            return
+        if schema.name == _SAME:
+            self._put(out, self._mark(args[0]))
+            return
+        if schema.name == _LIFT:  # made of Python's numbers, or of numpy's memory
+            inside = isinstance(out, torch.Tensor) and _storage(out) in self._inputs
+            self._put(out, self._mark(out) if inside else Constant(out))
+            return
+        mark = self._result(func, args, kwargs)
+        if isinstance(out, torch.Tensor):
+            self._put(out, mark)
+        elif isinstance(out, (list, tuple)):
+            for i, tensor in enumerate(out):
+                own = Result(mark.func, mark.args, mark.kwargs, i, mark.size) if isinstance(mark, Result) else mark
+                self._put(tensor, own)
+
+    def _result(self, func: torch._ops.OpOverload, args: Any, kwargs: Any) -> Mark:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return RANDOM
+        if func._schema.name.startswith(_EMPTY):
+            return OUTSIDE
+        found: list[Mark] = []
+
+        def mark(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            found.append(self._mark(value))
+            return found[-1]
+
+        nodes = in_nests(mark, tuple(args)), in_nests(mark, kwargs)
+        refusal = next((one for one in found if isinstance(one, Refusal)), None)
+        if refusal is not None:
+            return refusal
+        size = 1 + sum(one.size for one in found if isinstance(one, Result))
+        return Result(func, *nodes, None, size) if size <= _MOST_FUNCTIONS else LONG
+
+    def _mark(self, tensor: torch.Tensor) -> Mark:
+        key = _key_of(tensor)
+        if key is None:
+            return OUTSIDE
+        known = self._marks.get(key)
+        if isinstance(known, Refusal):
+            return known
+        windows = [(place, Window.of(tensor, base)) for place, base in self._inputs.get(_storage(tensor), [])]
+        place = nearest(Input(place, window) for place, window in windows if window is not None)
+        if place is not None:
+            return place
+        if known is not None:
+            return known
+        return PARAMETERS if tensor.requires_grad else Constant(tensor)
+
+    def _note_change(self, tensor: Any) -> None:
+        """A tensor was written to: so was everything that has its memory."""
+        if not isinstance(tensor, torch.Tensor) or _key_of(tensor) is None:
+            return
+        storage = _storage(tensor)
+        for key in self._by_storage.get(storage, ()):
+            self._marks[key] = IN_PLACE
+        for _, base in self._inputs.pop(storage, []):
+            self._put(base, IN_PLACE)
+        self._put(tensor, IN_PLACE)
+
+    def _put(self, tensor: Any, mark: Mark) -> None:
+        key = _key_of(tensor) if isinstance(tensor, torch.Tensor) else None
+        if key is not None:
+            self._marks[key] = mark
+            self._by_storage.setdefault(_storage(tensor), set()).add(key)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _key_of(tensor: torch.Tensor) -> _Key | None:
+    """Where a tensor is and how it lies there; None if it has no memory of its own."""
+    if tensor.layout != torch.strided or tensor.is_meta:
+        return None
+    try:
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    except RuntimeError:  # a subclass that only stands for others
+        return None
+
+
+def _places(node: Node) -> set[str]:
+    """The batch's tensors that a recipe reads."""
+    if isinstance(node, Input):
+        return {node.place}
+    places: set[str] = set()
+    if isinstance(node, Result):
+        in_nests(lambda found: places.update(_places(found)) if isinstance(found, Node) else None, node.args)
+        in_nests(lambda found: places.update(_places(found)) if isinstance(found, Node) else None, node.kwargs)
+    return places

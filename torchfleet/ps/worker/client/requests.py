@@ -1,0 +1,251 @@
+"""Requests to a fleet of servers that are not about rows: meetings of workers, saves, time, statistics."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torchfleet.base.errors import FleetError, ServerUnreachable
+from torchfleet.ps.checkpoint.manifest import Saved
+from torchfleet.ps.net import addresses
+from torchfleet.ps.net.keys import KeyFolder
+from torchfleet.ps.net.transport import Channel
+from torchfleet.ps.net.wire import SYNC, Array, Command, Role, pack, unpack
+from torchfleet.ps.tables.settings.policy import Shrink
+from torchfleet.ps.worker.client.connection import DEFAULT_WINDOW, Connection, Patience
+from torchfleet.ps.worker.client.future import Future
+
+Own = TypeVar("Own", bound="Requests")
+
+
+class Joined(msgspec.Struct):
+    """What a server says of the job to a worker that joins."""
+
+    step: int  # steps of all workers that were made so far
+    restarts: int  # how many processes have had this worker's number before
+    num_members: int  # workers that are there now
+
+
+class Requests:
+    """Connections to all servers, over `channels`, one per server, in the same order in every client.
+
+    Every call sends one message per server, to all of them before it waits for any. At most `window` requests per
+    server are under way: one more waits for the oldest.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[Channel],
+        *,
+        names: Sequence[str] = (),
+        worker: int = 0,
+        role: Role = Role.FIRST_WORKER,
+        patience: Patience | None = None,
+        window: int = DEFAULT_WINDOW,
+        process: int | None = None,
+    ) -> None:
+        """`process`: the number of the worker's process, if it is not this one."""
+        if not channels:
+            raise FleetError("a client needs at least one server")
+        labels = names or [f"server {i}" for i in range(len(channels))]
+        self._patience = patience or Patience()
+        self._connections = [
+            Connection(label, channel, worker, role, self._patience, window, process)
+            for label, channel in zip(labels, channels, strict=True)
+        ]
+
+    @classmethod
+    def connect(cls: type[Own], endpoints: Sequence[str], keys: KeyFolder | None = None, **options: Any) -> Own:
+        """A client of servers at addresses that net/addresses.py knows: tcp:// or ipc://."""
+        role = options.get("role", Role.FIRST_WORKER)
+        names = [f"server {i} ({addresses.shown(endpoint)})" for i, endpoint in enumerate(endpoints)]
+        channels = [addresses.connect(endpoint, keys, role, shard) for shard, endpoint in enumerate(endpoints)]
+        return cls(channels, names=names, **options)
+
+    @property
+    def num_servers(self) -> int:
+        return len(self._connections)
+
+    @property
+    def num_retries(self) -> int:
+        return sum(connection.num_retries for connection in self._connections)
+
+    def join(
+        self, body: dict[str, Any], timeout: float | None = None, claims: Sequence[dict[str, Any]] | None = None
+    ) -> list[Joined]:
+        """Tell the servers that this worker is there; returns what each says of the job. `claims`: what it was told
+        of the job, by server. Raises RoleError or CountedOut if one of them refuses it."""
+        arrays = [[pack(body), pack(own)] for own in claims] if claims else [[pack(body)]] * self.num_servers
+        asked: Future[list[Joined]] = self._ask(
+            Command.JOIN,
+            arrays,
+            timeout=timeout,
+            finish=lambda replies: [unpack(reply[0], Joined) for reply in replies],
+        )
+        return asked.result()
+
+    def skip_step(self, servers: Collection[int], timeout: float | None = None) -> None:
+        """These servers make one step of all workers in which this one has no part. Returns when it is made."""
+        nothing = [Array(0, np.empty((0, 1)))]
+        waits = [
+            (connection, connection.submit(Command.PUSH, nothing, SYNC, True, timeout))
+            for i, connection in enumerate(self._connections)
+            if i in servers
+        ]
+        Future(waits, lambda replies: None).result()
+
+    def barrier(self, name: str, num_workers: int, timeout: float = 600.0) -> None:
+        """Wait until all workers that have not left are here. Server 0 keeps the list."""
+        body = pack({"name": name, "num_workers": num_workers, "timeout": float(timeout)})
+        first = self._connections[0]
+        # The server ends the wait itself and says who is missing; only if it is silent the client gives up.
+        first.wait(first.submit(Command.BARRIER, [body], once=True, timeout=timeout + self._patience.timeout))
+
+    def gather(
+        self, name: str, round_number: int, data: bytes, num_workers: int, timeout: float, first: int = 0
+    ) -> dict[int, bytes]:
+        """What every worker brought, by worker, once all that have not left are here: `num_workers` from `first` on."""
+        body = {"name": name, "round": round_number, "num_workers": num_workers, "timeout": float(timeout)}
+        if first:  # left out where a server of before would not know it
+            body["first"] = first
+        arrays = [pack(body), Array(0, np.frombuffer(data, np.uint8))]
+        keeper = self._connections[0]
+        reply = keeper.wait(keeper.submit(Command.GATHER, arrays, timeout=timeout + self._patience.timeout))
+        return {array.number: array.data.tobytes() for array in reply}
+
+    def send(self, topic: str, to: int, number: int, parcel: list[Array]) -> bool:
+        """Parcel `number` (1, 2, ...) from this worker to another; False if the server has no room for it now."""
+        keeper = self._connections[to % self.num_servers]
+        arrays = [pack({"topic": topic, "to": to, "number": number}), *parcel]
+        return bool(keeper.wait(keeper.submit(Command.SEND, arrays))[0].data[0, 0])
+
+    def take(self, topic: str, worker: int, received: int) -> list[tuple[int, list[npt.NDArray[Any]]]]:
+        """(number, arrays) of parcels for this worker after number `received`, which can then be forgotten."""
+        keeper = self._connections[worker % self.num_servers]
+        reply = keeper.wait(keeper.submit(Command.TAKE, [pack({"topic": topic, "received": received})]))
+        parcels, at = [], 0
+        while at < len(reply):
+            number, count = (int(value) for value in reply[at].data.reshape(-1)[:2])
+            parcels.append((number, [array.data for array in reply[at + 1 : at + 1 + count]]))
+            at += 1 + count
+        return parcels
+
+    def files(self, body: dict[str, Any]) -> tuple[str, str]:
+        """One request about a shared list of files, which server 0 keeps."""
+        first = self._connections[0]
+        what, path = unpack(first.wait(first.submit(Command.FILES, [pack(body)]))[0], tuple[str, str])
+        return what, path
+
+    def save(
+        self,
+        dirname: str,
+        folder: str,
+        with_state: bool,
+        timeout: float,
+        *,
+        token: int = 0,
+        parent: int = 0,
+        delta: bool = False,
+    ) -> list[Saved]:
+        """Every server writes its tables into a folder of `dirname`; returns what each has written.
+
+        `token` tells this save from others; `delta`: only what changed since the save with the token `parent`.
+        """
+        body = {"dirname": dirname, "folder": folder, "with_state": with_state, "parent": parent, "delta": delta}
+        replies = self._work(Command.SAVE, body, timeout, token)
+        return [unpack(reply[0], Saved) for reply in replies]
+
+    def set_clock(self, seconds: int, timeout: float = 600.0) -> dict[str, int]:
+        """Set the time of all tables. Returns how many rows of which table the shrinks that became due dropped."""
+        return _summed(self._work(Command.CLOCK, {"now": seconds}, timeout))
+
+    def shrink(self, table: str, policy: Shrink, timeout: float = 600.0) -> dict[str, int]:
+        """Drop rows by this policy, or by the tables' own if it asks for nothing. How many, by table."""
+        return _summed(self._work(Command.SHRINK, {"table": table, "policy": policy}, timeout))
+
+    def inspect(self, table: str, top: int = 10, timeout: float = 600.0) -> list[dict[str, Any]]:
+        """Per server: histograms and top keys of a sparse table."""
+        replies = self._work(Command.INSPECT, {"table": table, "top": top}, timeout)
+        return [unpack(reply[0], dict) for reply in replies]
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Per server: tables with their rows and bytes, requests, errors, uptime."""
+        asked: Future[list[dict[str, Any]]] = self._ask(
+            Command.STATS, finish=lambda replies: [unpack(reply[0], dict) for reply in replies]
+        )
+        return asked.result()
+
+    def unready(self, timeout: float) -> dict[str, str]:
+        """Servers that do not serve yet, by name: "" if it gave no answer within `timeout` seconds, else what it does.
+
+        Raises what a server answers if it refuses this client.
+        """
+        asked = [(connection, connection.submit(Command.PING, [], timeout=timeout)) for connection in self._connections]
+        found = {}
+        for connection, call in asked:
+            try:
+                reply = connection.wait(call)
+            except ServerUnreachable:
+                found[connection.name] = ""
+                continue
+            if reply:
+                found[connection.name] = unpack(reply[0], dict[str, str]).get("loading", "")
+        return found
+
+    def ping(self) -> None:
+        self._ask(Command.PING).result()
+
+    def stop_servers(self) -> None:
+        """End all servers; needs the launcher's role."""
+        self._ask(Command.STOP).result()
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+    def __enter__(self: Own) -> Own:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _work(self, command: Command, body: dict[str, Any], timeout: float, token: int = 0) -> list[list[Array]]:
+        """All servers do something that takes long; a repeat of the request is known by its token."""
+        packed = pack({**body, "token": token or secrets.randbits(63)})
+        arrays = [[packed]] * self.num_servers
+        asked: Future[list[list[Array]]] = self._ask(command, arrays, timeout=timeout, finish=lambda replies: replies)
+        return asked.result()
+
+    def _ask(
+        self,
+        command: Command,
+        arrays: Sequence[list[Array]] | None = None,
+        flags: int = 0,
+        once: bool = False,
+        timeout: float | None = None,
+        finish: Callable[[list[list[Array]]], Any] = lambda replies: None,
+    ) -> Future[Any]:
+        """One message to each server. `arrays`: by server; none of them has any unless given."""
+        by_server = arrays if arrays is not None else [[] for _ in self._connections]
+        waits = [
+            (connection, connection.submit(command, own, flags, once, timeout))
+            for connection, own in zip(self._connections, by_server, strict=True)
+        ]
+        return Future(waits, finish)
+
+
+def _summed(replies: list[list[Array]]) -> dict[str, int]:
+    """Counts by table, of all servers together."""
+    total: Counter[str] = Counter()
+    for reply in replies:
+        total.update(unpack(reply[0], dict[str, int]))
+    return dict(total)

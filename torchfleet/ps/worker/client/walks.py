@@ -1,0 +1,41 @@
+"""Walks over all rows of a table, on all servers at once, in messages of a few megabytes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchfleet.ps.net.wire import Array, Command
+from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.worker.client.connection import Call, Connection
+from torchfleet.ps.worker.client.requests import Requests
+from torchfleet.ps.worker.client.shard import Floats, Keys
+
+WALK_BYTES = 4 << 20  # of one reply
+_KEY_BYTES = 8
+
+
+class Walks(Requests):
+    """Requests that bring whole tables."""
+
+    def walk(self, spec: TableSpec) -> Iterator[tuple[Keys, Floats]]:
+        """(keys, values) of all rows of a table, some at a time, in no order; the next ones are on their way meanwhile.
+
+        Keys are distinct, unless a row goes and comes back during the walk. The arrays belong to the caller's next
+        step only: they lie over a message. Whoever stops early closes the client.
+        """
+        num_rows = max(1, WALK_BYTES // (_KEY_BYTES + 4 * spec.dim))
+
+        def ask(connection: Connection, cursor: int) -> Call:
+            return connection.submit(Command.WALK, [Array(spec.number, np.array([cursor, num_rows], np.uint64))])
+
+        under_way = deque((connection, ask(connection, 0)) for connection in self._connections)
+        while under_way:
+            connection, call = under_way.popleft()
+            after, keys, values = connection.wait(call)
+            cursor = int(after.data[0, 0])
+            if cursor:
+                under_way.append((connection, ask(connection, cursor)))
+            yield keys.data.reshape(-1), values.data

@@ -1,0 +1,174 @@
+"""The user's optimizer, with the update moved to the servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchfleet.base.adoption import AdoptedOptimizer
+from torchfleet.base.errors import FleetError, ModelError
+from torchfleet.ps.tables.rows.row_statistics import NUM_PUSHED, is_pushed
+from torchfleet.ps.worker.finite_gradients import check_finite
+from torchfleet.ps.worker.lookup.engine import Engine
+from torchfleet.ps.worker.lookup.plan import Plan
+from torchfleet.ps.worker.modes.communicator import Communicator, Gradients
+from torchfleet.ps.worker.row_state.row_weight import RowWeight
+from torchfleet.ps.worker.scaled_gradients import unscaled
+
+
+class DistributedOptimizer(AdoptedOptimizer):
+    """Stands where the user's optimizer stood: same param groups (shared with it), same step() and zero_grad().
+
+    Learning rates are read from the param groups at every step, so torch's schedulers work on it as they are.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, plan: Plan, share: int = 0) -> None:
+        """`share`: its number among the optimizers of the job; `plan` holds the tables of its own parameters."""
+        super().__init__(optimizer)
+        self.plan = self._pushed = plan
+        self._share = share
+        for group in plan.sparse.values():  # state of rows is with the servers; Adagrad makes some before
+            for module in group.modules:
+                optimizer.state.pop(module.weight, None)
+        self._engine: Engine | None = None
+        self._communicator: Communicator | None = None
+        self._unbound = "optimizer.step() before fleet.init_worker(): there are no servers to send gradients to"
+        self._twins: dict[int, torch.nn.Parameter] = {}
+
+    def bind(self, engine: Engine, communicator: Communicator) -> None:
+        self._engine, self._communicator = engine, communicator
+
+    def unbind(self, reason: str) -> None:
+        """From now on a step is an error that gives this reason."""
+        self._engine = self._communicator = None
+        self._unbound = reason
+
+    def step_locally(self) -> None:
+        """The dense parameters by torch's own rule, as geo training does it.
+
+        On twins that share their memory: autograd, which may be going through them in another thread, sees no change.
+        """
+        own = [group["params"] for group in self._user.param_groups]
+        for group in self._user.param_groups:
+            group["params"] = [self._twin(p) for p in group["params"] if not isinstance(p, RowWeight)]
+        try:
+            self._swap_state(to_twins=True)
+            self._user.step()
+        finally:
+            self._swap_state(to_twins=False)
+            for group, params in zip(self._user.param_groups, own, strict=True):
+                group["params"] = params
+
+    def _swap_state(self, to_twins: bool) -> None:
+        """The user's optimizer's state belongs to the parameters; while it steps, to their twins."""
+        state = self._user.state
+        for parameter, twin in self._pairs:
+            old, new = (parameter, twin) if to_twins else (twin, parameter)
+            if old in state:
+                state[new] = state.pop(old)
+
+    @property
+    def _pairs(self) -> list[tuple[torch.Tensor, torch.nn.Parameter]]:
+        own = [parameter for group in self.plan.dense for parameter in group.parameters]
+        return [(parameter, self._twins[id(parameter)]) for parameter in own if id(parameter) in self._twins]
+
+    def _twin(self, parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+        twin = self._twins.setdefault(id(parameter), torch.nn.Parameter(parameter.data, parameter.requires_grad))
+        twin.data, twin.grad = parameter.data, parameter.grad
+        return twin
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Hand this step's gradients over. Whether it waits for the servers is the mode's affair."""
+        loss = self._begin_step(closure)
+        communicator = self.communicator
+        self.plan.check_options(self._user)
+        if unscaled(self):
+            communicator.step(self._gradients())
+        else:
+            self._bound()[0].take_gradients(self.plan.sparse)
+            communicator.skip_step(self._share)
+        self.after_step()
+        return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """To torch.amp.GradScaler: whether `step` is to be called for gradients that are not finite too.
+
+        Where all workers make a step together, one that has nothing to add must say so. Else it is as with any other
+        optimizer: the scaler divides what it finds in `.grad`, that of rows too, and leaves the step out.
+        """
+        return self._communicator is not None and self._communicator.steps_together
+
+    @property
+    def communicator(self) -> Communicator:
+        return self._bound()[1]
+
+    def step_apart(self, loss: torch.Tensor) -> None:
+        """Backward and step for one of several training threads: its gradients meet no other thread's."""
+        communicator = self.communicator
+        self._opt_called = self._user._opt_called = True  # type: ignore[attr-defined]
+        with communicator.alone:  # geo swaps params meanwhile
+            self.plan.check_options(self._user)
+        trained = [parameter for group in self.plan.dense for parameter in group.parameters]
+        modules = [module for group in self.plan.sparse.values() for module in group.modules]
+        embeddings = [module.weight for module in modules if module.weight.requires_grad]
+        found = torch.autograd.grad(loss, [*trained, *embeddings], allow_unused=True)
+        grads = {id(p): grad for p, grad in zip(trained, found, strict=False)}
+        gradients = self._gradients(grads)
+        with communicator.alone:
+            if communicator.steps_here:  # by torch's own rule, which reads .grad
+                for parameter in trained:
+                    parameter.grad = grads[id(parameter)]
+            communicator.step(gradients)
+            if communicator.steps_here:
+                for parameter in trained:
+                    parameter.grad = None
+        self.after_step()
+
+    def _bound(self) -> tuple[Engine, Communicator]:
+        if self._engine is None or self._communicator is None:
+            raise FleetError(self._unbound)
+        return self._engine, self._communicator
+
+    def _gradients(self, dense: Mapping[int, torch.Tensor | None] | None = None) -> Gradients:
+        """Everything since the last step; dense gradients by parameter, or from their .grad."""
+        gradients = self._take_gradients(dense)
+        # Here in every mode: a thread that sends later, or a local step, would not know whose gradient it was.
+        check_finite(self._pushed, gradients, self.communicator.num_steps + 1)
+        return gradients
+
+    def _take_gradients(self, dense: Mapping[int, torch.Tensor | None] | None = None) -> Gradients:
+        """As `_gradients`, whether they are finite or not."""
+        engine, plan = self._bound()[0], self._pushed
+        sparse, versions = engine.take_gradients(plan.sparse)
+        for name, group in plan.sparse.items():  # a step counts for every table, also where no key was touched
+            if name not in sparse:
+                width = group.spec.dim + NUM_PUSHED * is_pushed(group.spec)  # all workers push alike
+                sparse[name] = np.empty(0, np.uint64), np.empty((0, width), np.float32)
+        sparse = {name: sparse[name] for name in plan.sparse}
+        blocks = {group.spec.name: group.gradients(dense) for group in plan.dense}
+        known = {name: seen for name, seen in versions.items() if seen}
+        return Gradients(sparse, known, blocks, plan.rates(), share=self._share)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        raise ModelError("add_param_group: the tables are made; add it before fleet.distributed_optimizer")
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Options of the param groups; the optimizer's state is on the servers."""
+        self._load_in_place(self, super().load_state_dict, state_dict)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, those of sparse rows included."""
+        if self._engine is not None:
+            self._engine.drop_gradients(self.plan.sparse)
+        if self._communicator is not None:
+            self._communicator.drop_gradients(self._share)
+        if not set_to_none:
+            super().zero_grad(set_to_none)
+            return
+        for group in self.param_groups:  # torch's own does the same, and takes a millisecond for it
+            for parameter in group["params"]:
+                parameter.grad = None

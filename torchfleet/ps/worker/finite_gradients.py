@@ -1,0 +1,51 @@
+"""Gradients that are no numbers: found before anything is sent, and named as the user knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchfleet.base.errors import TableError
+from torchfleet.ps.kernels.rows import all_finite
+from torchfleet.ps.worker.client.shard import Floats, Keys
+from torchfleet.ps.worker.lookup.dense_group import DenseGroup
+from torchfleet.ps.worker.lookup.plan import Plan
+from torchfleet.ps.worker.modes.communicator import Gradients
+
+_MOST_NAMES = 3
+
+
+def check_finite(plan: Plan, gradients: Gradients, step: int) -> None:
+    """Raise TableError with the parameters, or the table and ids, whose gradients have NaN or infinity."""
+    found = [name for group in plan.dense for name in _parameters(group, gradients.dense[group.spec.name])]
+    for table, (keys, grads) in gradients.sparse.items():
+        found += _rows(table, plan.sparse[table].spec.dim, keys, grads)
+    if not found:
+        return
+    more = f", and {len(found) - _MOST_NAMES:,} more" if len(found) > _MOST_NAMES else ""
+    raise TableError(
+        f"step {step}: NaN or infinity in the gradient of {', '.join(found[:_MOST_NAMES])}{more}. Nothing of this step "
+        "was sent. Look for it in the loss (torch.autograd.set_detect_anomaly(True) says where it begins), lower the "
+        "learning rate, or clip the gradients."
+    )
+
+
+def _parameters(group: DenseGroup, block: Floats) -> Iterator[str]:
+    if not _all_finite(block):
+        for parameter in group.layout():
+            size = int(np.prod(parameter.shape, dtype=np.int64))
+            if not np.isfinite(block[parameter.start : parameter.start + size]).all():
+                yield f"parameter '{parameter.name}'"
+
+
+def _rows(table: str, dim: int, keys: Keys, grads: Floats) -> Iterator[str]:
+    """Behind `dim` numbers a row may have its show, click and slot."""
+    if not _all_finite(grads):
+        for row in np.flatnonzero(~np.isfinite(grads).all(axis=1)):
+            what = "" if not np.isfinite(grads[row, :dim]).all() else " (its show or click)"
+            yield f"table '{table}' for id {int(keys[row : row + 1].view(np.int64)[0])}{what}"
+
+
+def _all_finite(values: Floats) -> bool:
+    return bool(all_finite(np.ascontiguousarray(values).reshape(-1).view(np.uint32)))

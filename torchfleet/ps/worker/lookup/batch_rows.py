@@ -1,0 +1,191 @@
+"""The rows of one batch: pulled once for all lookups, differentiated through, and handed over for the push."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchfleet.ps.kernels import lookup, pooling
+from torchfleet.ps.kernels.merge import SALT, segment_sum, unique, unique_places
+from torchfleet.ps.tables.rows.row_statistics import NUM_PUSHED
+from torchfleet.ps.worker.batch.bags import Bags
+from torchfleet.ps.worker.batch.batch_tensors import Stamp
+from torchfleet.ps.worker.client.shard import Floats, Keys
+from torchfleet.ps.worker.lookup.device_copies import to_host
+
+Index = npt.NDArray[np.int32]
+
+
+class BatchRows:
+    """One table's rows for one batch: distinct keys, their values, and the gradients that came back for them."""
+
+    def __init__(self, dim: int, on_gradient: Callable[[BatchRows], None]) -> None:
+        self.dim = dim
+        self._on_gradient = on_gradient  # called when the first gradient comes back
+        self.keys: Keys = np.empty(0, np.uint64)
+        self.values: Floats = np.empty((0, dim), np.float32)
+        self.versions: list[float] = []
+        self._places: npt.NDArray[np.int32] = np.zeros(16, np.int32)
+        self._inverse: Index = np.empty(0, np.int32)
+        self._expected: Keys = self.keys  # as they came, where no stamp tells
+        self._stamp: Stamp | None = None
+        self._grads: Floats | None = None
+        self._touched: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
+        self._shows: Floats | None = None  # show, click and slot of each key, where the table keeps them
+
+    def expect(self, keys: Keys, stamp: Stamp | None) -> None:
+        """Begin with these keys, which may repeat; the distinct ones are `keys`, whose values the caller will set.
+
+        `stamp` tells a lookup that asks for exactly these ids, in this order: its index is known already. Without one
+        `keys` are compared, and stay as they are.
+        """
+        self.keys, self._inverse, self._places = unique_places(keys)
+        self._expected, self._stamp = (keys if stamp is None else self._expected), stamp
+
+    def expect_as(self, others: BatchRows) -> None:
+        """Begin with the keys of another table's rows, which have just begun."""
+        self.keys, self._inverse, self._places = others.keys, others._inverse, others._places
+        self._expected, self._stamp = others._expected, others._stamp
+
+    def known_index(self, stamp: Stamp | None) -> Index | None:
+        """The index of a lookup for exactly the ids that were expected; None for any other."""
+        return self._inverse if stamp is not None and stamp == self._stamp else None
+
+    @property
+    def has_stamp(self) -> bool:
+        return self._stamp is not None
+
+    def forget_stamp(self) -> None:
+        """The ids that were expected may be freed from now on, and others come to lie in their place."""
+        self._stamp = None
+
+    def find(self, keys: Keys) -> tuple[Index, Keys | None]:
+        """(the place of each key among the rows, the distinct keys that have no row here, or None if all have one)."""
+        if len(keys) == len(self._expected) and (keys == self._expected).all():
+            return self._inverse, None
+        index = np.empty(len(keys), np.int32)
+        if not lookup.index_of(keys, self._places, self.keys, index, SALT):
+            return index, None
+        return index, unique_places(keys[index < 0])[0]
+
+    def append(self, keys: Keys, values: Floats, versions: list[float]) -> None:
+        """Rows of further keys, which are distinct and new here."""
+        num = len(keys)
+        self.keys, _, self._places = unique_places(np.concatenate([self.keys, keys]))
+        self.values = np.concatenate([self.values, values])
+        self.versions = [min(pair) for pair in zip(self.versions, versions, strict=True)] if self.versions else versions
+        if self._grads is not None:
+            self._grads = np.concatenate([self._grads, np.empty((num, self.dim), np.float32)])
+            self._touched = np.concatenate([self._touched, np.zeros(num, np.bool_)])
+        if self._shows is not None:
+            self._shows = np.concatenate([self._shows, np.zeros((num, NUM_PUSHED), np.float32)])
+
+    def copy_from(self, others: BatchRows, keys: Keys | None) -> Keys | None:
+        """Append the rows of these keys, which are new here, that `others` have; returns those they do not have."""
+        if keys is None or others is self:
+            return keys
+        index, missing = others.find(keys)
+        is_there = index >= 0
+        if is_there.any():
+            self.append(keys[is_there], others.values[index[is_there]], others.versions)
+        return missing
+
+    def gradients(self) -> tuple[Keys, Floats] | None:
+        """(keys, summed gradients) of the rows that took part in a backward pass, or None."""
+        if self._grads is None:
+            return None
+        grads = self._grads if self._shows is None else np.concatenate([self._grads, self._shows], axis=1)
+        if self._touched.all():
+            return self.keys, grads
+        return self.keys[self._touched], grads[self._touched]
+
+    def whole_gradients(self) -> Floats:
+        """The gradients of all rows, (rows, dim), as they are kept: zeros for those that took no part."""
+        assert self._grads is not None
+        if not self._touched.all():
+            self._grads[~self._touched] = 0
+        return self._grads
+
+    def drop_gradients(self) -> None:
+        self._grads = self._shows = None
+
+    def take_gradients(self, keys: Keys, grads: Floats, shows: Floats | None, versions: list[float]) -> None:
+        """Be what these distinct keys leave to be pushed, and nothing else."""
+        self.keys, self.versions = keys, versions
+        self._grads, self._shows, self._touched = grads, shows, np.ones(len(keys), np.bool_)
+
+    def note_shows(self, index: Index, offsets: npt.NDArray[Any], by_slot: bool, shows: Floats, clicks: Floats) -> None:
+        """A lookup for training was made in samples with these shows and clicks."""
+        if self._shows is None:
+            self._shows = np.zeros((len(self.keys), NUM_PUSHED), np.float32)
+        lookup.add_shows(index, offsets, len(shows), by_slot, shows, clicks, self._shows)
+
+    def add(self, index: Index, grads: torch.Tensor) -> None:
+        """`grads`: shape (ids, dim)."""
+        flat, stride = _by_sample(grads.unsqueeze(1))
+        lookup.add_rows(flat, self.dim, stride, index, self._sums(), self._touched)
+
+    def add_pooled(self, index: Index, bags: Bags, grads: torch.Tensor) -> None:
+        """`grads`: shape (samples, slots, dim)."""
+        flat, stride = _by_sample(grads)
+        is_mean, sums = bags.pooling == "mean", self._sums()
+        lookup.unpool(flat, self.dim, stride, index, bags.offsets, bags.num_slots, is_mean, sums, self._touched)
+
+    def add_weighted(self, index: Index, bags: Bags, weights: Floats, grads: Floats) -> None:
+        """`weights`: by id. `grads`: sample by sample, slot by slot."""
+        sums, offsets = self._sums(), bags.offsets
+        pooling.unpool_weighted(grads, self.dim, index, weights, offsets, bags.num_slots, sums, self._touched)
+
+    def add_largest(self, winners: Index, grads: Floats) -> None:
+        """`winners`: which row each number came from, -1 for none."""
+        pooling.unpool_max(grads, self.dim, winners, self._sums(), self._touched)
+
+    def _sums(self) -> Floats:
+        if self._grads is None:
+            self._grads = np.empty((len(self.keys), self.dim), np.float32)
+            self._touched = np.zeros(len(self.keys), np.bool_)
+            self._on_gradient(self)
+        return self._grads.reshape(-1)
+
+
+def merged(batches: Sequence[BatchRows]) -> BatchRows:
+    """What several lookups or batches have left to be pushed, summed per key. A slot is no amount: the last stands."""
+    found = [gradient for rows in batches if (gradient := rows.gradients()) is not None]
+    dim, width = batches[0].dim, max(grads.shape[1] for _, grads in found)  # eval mode notes no show, click and slot
+    wide = np.concatenate([np.pad(grads, ((0, 0), (0, width - grads.shape[1]))) for _, grads in found])
+    keys, inverse = unique(np.concatenate([keys for keys, _ in found]))
+    sums = np.empty((len(keys), width), np.float32)
+    segment_sum(wide, inverse, sums)
+    if width > dim:
+        sums[inverse, -1] = wide[:, -1]
+    known = [rows.versions for rows in batches if rows.versions]
+    together = BatchRows(dim, lambda rows: None)
+    shows = np.ascontiguousarray(sums[:, dim:]) if width > dim else None
+    versions = [min(seen) for seen in zip(*known, strict=True)]
+    together.take_gradients(keys, np.ascontiguousarray(sums[:, :dim]), shows, versions)
+    return together
+
+
+def with_padding(index: Index, is_real: npt.NDArray[np.bool_]) -> Index:
+    """The index of the ids that are no padding → of all ids, -1 for padding."""
+    out = np.full(len(is_real), -1, np.int32)
+    out[is_real] = index
+    return out
+
+
+def _by_sample(grads: torch.Tensor) -> tuple[Floats, int]:
+    """(the numbers in a row, how far it is from one sample to the next) of a tensor of shape (samples, slots, dim).
+
+    Not copied where each sample's numbers lie side by side, as they do if the model put others behind them.
+    """
+    grads = grads.detach()
+    num_samples, num_slots, dim = grads.shape
+    size, (stride, *inner) = num_slots * dim, grads.stride()
+    if grads.device.type != "cpu" or not grads.numel() or inner != [dim, 1] or stride < size:
+        return to_host(grads).reshape(-1), size
+    flat: Floats = grads.as_strided(((num_samples - 1) * stride + size,), (1,)).numpy()
+    return flat, stride

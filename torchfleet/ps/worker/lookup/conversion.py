@@ -1,0 +1,103 @@
+"""Conversion of torch's own embeddings, in place, and the embeddings of a model by table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchfleet.base.errors import ModelError
+from torchfleet.ps.worker.lookup.embedding import SparseEmbedding, SparseEmbeddingBag
+from torchfleet.ps.worker.lookup.embedding_choice import Choice, TorchEmbedding, check_convertible, choose
+from torchfleet.ps.worker.row_state.row_weight import RowWeight
+from torchfleet.ps.worker.row_state.table_rows import TableRows
+
+
+def convert(model: torch.nn.Module, choice: Choice | None = None) -> torch.nn.Module:
+    """Replace torch's embeddings that were chosen, in place; without a choice, those with sparse=True.
+
+    Every SparseEmbedding gets its path, and a name if it has none. Whoever else holds the weight of one that is
+    replaced (an optimizer, a list) holds its RowWeight from then on. Returns the model. After an error it is unchanged.
+    """
+    choice = choice or choose(model, None)
+    wanted = {id(module) for module in choice.chosen}
+    if id(model) in wanted:
+        raise ModelError("the model is itself a sparse embedding: put it into a module, so that it can be replaced")
+    places = [(path, module) for path, module in model.named_modules(remove_duplicate=False) if id(module) in wanted]
+    for path, module in places:
+        check_convertible(module, path)
+    for module in choice.tied:
+        module.sparse = False  # the other layer's gradient is dense
+    replaced: dict[int, SparseEmbedding] = {}  # by module: several may share one weight, each with its own padding
+    tables: dict[int, str] = {}  # by weight
+    for path, module in places:
+        if id(module) not in replaced:
+            table = tables.setdefault(id(module.weight), path)
+            replaced[id(module)] = _converted(module, path, table)
+        parent, _, child = path.rpartition(".")
+        setattr(model.get_submodule(parent), child, replaced[id(module)])
+    _name(model)
+    return model
+
+
+def sparse_embeddings(model: torch.nn.Module) -> dict[str, list[SparseEmbedding]]:
+    """The model's embeddings by table; those that share a table must agree on it."""
+    found: dict[str, list[SparseEmbedding]] = {}
+    for module in model.modules():
+        if isinstance(module, SparseEmbedding):
+            assert module.name is not None
+            found.setdefault(module.name, []).append(module)
+    for name, modules in found.items():
+        for field in ("dim", "initializer", "seed", "num_embeddings", "entry", "shrink", "weight_bounds"):
+            values = {getattr(module, field) for module in modules}
+            if len(values) > 1:
+                raise ModelError(
+                    f"table '{name}' is shared by embeddings with different {field}: {values}. Make them equal."
+                )
+    return found
+
+
+def _name(model: torch.nn.Module) -> None:
+    """Paths, names, and what the embeddings of a table have in common."""
+    shared: dict[str, TableRows] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, SparseEmbedding):
+            module.name = path if module.name is None else module.name
+            module.table_rows = _shared_rows(module, shared)
+    for path, module in reversed(list(model.named_modules())):  # a weight has the path of its first module
+        if isinstance(module, SparseEmbedding):
+            module.place(path)
+
+
+def _shared_rows(module: SparseEmbedding, shared: dict[str, TableRows]) -> TableRows:
+    """What all embeddings of a table have in common: that of the first. Of an earlier job only first values stay."""
+    assert module.name is not None
+    if module.is_copy:
+        raise ModelError(
+            f"'{module.path}' is in a copy of a distributed model, and its rows are the other's: distribute a new "
+            "model and load the state_dict() of the other into it, or take fleet.to_plain(model)"
+        )
+    rows = shared.setdefault(module.name, module.table_rows)
+    if rows is not module.table_rows:
+        rows.take_over(module.table_rows)
+    rows.is_distributed, rows.engine, rows.source = True, None, None
+    return rows
+
+
+def _converted(module: TorchEmbedding, path: str, table: str) -> SparseEmbedding:
+    kind = SparseEmbedding
+    options: dict[str, Any] = {"name": table, "padding_idx": module.padding_idx}
+    options["num_embeddings"] = module.num_embeddings
+    if isinstance(module, torch.nn.EmbeddingBag):
+        kind, options["pooling"] = SparseEmbeddingBag, module.mode
+    converted = kind(module.embedding_dim, **options)
+    converted.scale_grad_by_freq = module.scale_grad_by_freq
+    if isinstance(converted, SparseEmbeddingBag) and isinstance(module, torch.nn.EmbeddingBag):
+        converted.include_last_offset = module.include_last_offset
+    weight: Any = module.weight
+    if not isinstance(weight, RowWeight):  # else it is that of another embedding, which has its rows
+        converted.table_rows.first_values = weight.detach().cpu().numpy().copy()
+        weight = RowWeight.take_place_of(weight)
+    converted.weight = weight
+    converted.is_converted = True
+    return converted

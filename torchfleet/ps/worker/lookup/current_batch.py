@@ -1,0 +1,268 @@
+"""How long rows are good for: what a thread is at, which batch it computes with, and which step it trains for.
+
+Rows that were pulled for training are good until the thread's next step, as long as something holds them: the model's
+call, a prefetched batch, the autograd graph or gradients to be pushed. Rows that were pulled for prediction are good
+for the call of the model that asked for them. A lookup for prediction outside of a call pulls what it needs and keeps
+nothing: the servers may have changed since any earlier one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchfleet.base.errors import ModelError
+from torchfleet.ps.kernels.merge import sum_by_key
+from torchfleet.ps.worker.batch.batch_tensors import Stamp, stamp_of, tensors_of
+from torchfleet.ps.worker.batch.foresight import Guess
+from torchfleet.ps.worker.batch.recipe import Replay
+from torchfleet.ps.worker.batch.recorder import Recorder
+from torchfleet.ps.worker.client.shard import Floats, Keys
+from torchfleet.ps.worker.lookup.batch_rows import BatchRows, Index, merged
+from torchfleet.ps.worker.lookup.row_functions import Lookup
+from torchfleet.ps.worker.lookup.sources import PullAhead
+
+
+class Batch:
+    """One batch's tensors, by their place in it, and its rows.
+
+    Rows that were foreseen are pulled in one go at the first lookup, or before.
+    """
+
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        replay: Replay,
+        foreseen: dict[str, BatchRows],
+        guesses: dict[str, list[Guess]],
+    ) -> None:
+        self._tensors, self._replay, self.foreseen, self.guesses = tensors, replay, foreseen, guesses
+        self.unforeseen: set[str] = set()  # tables that were asked for other ids than those
+        self.rows: dict[tuple[str, bool], BatchRows] = {}  # by table and whether they were pulled for training
+        self.under_way: list[tuple[bool, PullAhead]] = []
+        self.is_entered = False  # the model was called with it: another call is another batch
+        self.is_open = False  # the model is being called with it
+        self.is_lacking = False  # more could be foreseen if it were known how the model is called with it
+        self.has_grad = False  # it was called with gradients
+        self._own = set(map(id, tensors.values()))
+        self._pointers: set[int] = set()
+        self._served: set[tuple[str, Stamp]] = set()
+        self._inputs: Any = None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By their place in the batch, and in the model's call with it."""
+        if self._inputs is not None:
+            self._tensors.update(tensors_of(self._inputs, "call"))
+            self._inputs = None
+        return self._tensors
+
+    @property
+    def replay(self) -> Replay:
+        """Of its tensors, those of the model's call among them."""
+        return self._replay if self.tensors is self._replay.tensors else Replay(self.tensors)
+
+    def note_lookup(self, table: str, slots: Sequence[torch.Tensor], keys: Keys) -> None:
+        """Guesses about this table are compared with what is looked up: the keys of one slot after another."""
+        start = 0
+        for ids in slots if table in self.guesses else ():
+            own = keys[start : start + ids.numel()]
+            start += ids.numel()
+            for guess in self.guesses[table]:
+                guess.compare(own)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether this is a tensor of the batch, or a view of one."""
+        if id(tensor) in self._own:
+            return True
+        if not self._pointers:
+            self._pointers = {own.untyped_storage().data_ptr() for own in self._tensors.values()}
+        return tensor.untyped_storage().data_ptr() in self._pointers
+
+    def open(self, inputs: Any) -> None:
+        """The model's call with these inputs begins."""
+        self._inputs = inputs  # gone through when somebody asks: few models do at every call
+        self.is_entered = self.is_open = True
+        self.has_grad = torch.is_grad_enabled()
+
+    def close(self) -> None:
+        """The model's call has ended."""
+        self.rows, self.foreseen, self.under_way, self.is_open = {}, {}, [], False
+
+    def receive(self) -> None:
+        """Wait for the pulls under way, and take their rows in."""
+        for create, pull in self.under_way:
+            pulled = pull.result()
+            for table, values in pulled.rows.items():
+                rows = self.rows[table, create] = self.foreseen[table]
+                rows.values, rows.versions = values, pulled.versions[table]
+        self.foreseen, self.under_way = {}, []
+
+    def may_serve(self, table: str, slots: Sequence[torch.Tensor]) -> bool:
+        """Whether its rows are good for a prediction: one of the call, or the first one of what was prefetched."""
+        if self.is_open:
+            return True
+        asked = table, stamp_of(slots)
+        if self.is_entered or asked in self._served or not all(self.holds(ids) for ids in slots):
+            return False
+        self._served.add(asked)
+        return True
+
+
+class Thread(threading.local):
+    """What the thread that asks is at."""
+
+    def __init__(self) -> None:
+        self.batch: Batch | None = None
+        self.recorder: Recorder | None = None  # of the model's call, if that is recorded
+        self.pending: list[tuple[str, BatchRows]] = []  # gradients that wait for the step
+        # Weak: a step may never come, and rows that no graph leads back to will not be asked for a gradient.
+        self._step: dict[str, list[weakref.ref[BatchRows]]] = {}
+        self._looked_up: dict[str, list[tuple[weakref.ref[BatchRows], Index]]] = {}  # for training, since the call
+
+    def begin_call(self) -> None:
+        """The model is called anew."""
+        self._looked_up.clear()
+
+    def note_lookup(self, table: str, rows: BatchRows, index: Index) -> None:
+        """A lookup for training was made of these places among the rows."""
+        self._looked_up.setdefault(table, []).append((weakref.ref(rows), index))
+
+    def batch_rows(self, table: str, weight: torch.Tensor) -> torch.Tensor | None:
+        """The distinct rows that were looked up for training, differentiable; None if there were none."""
+        places: dict[int, tuple[BatchRows, list[Index]]] = {}
+        for reference, index in self._looked_up.get(table, []):
+            if (rows := reference()) is not None:
+                places.setdefault(id(rows), (rows, []))[1].append(index)
+        parts, seen = [], np.empty(0, np.uint64)
+        for rows, indices in places.values():
+            index = np.unique(np.concatenate(indices))
+            index = index[index >= 0]  # padding has no row
+            index = index[~np.isin(rows.keys[index], seen)]
+            seen = np.concatenate([seen, rows.keys[index]])
+            parts.append(Lookup.apply(weight, rows, index))  # type: ignore[no-untyped-call]
+        return torch.cat(parts) if parts else None
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Those of the batch; none outside of one."""
+        return {} if self.batch is None else self.batch.tensors
+
+    def end_recording(self) -> None:
+        if self.recorder is not None:
+            self.recorder.end()
+            self.recorder = None
+
+    def leave(self) -> None:
+        """The model's call has ended: what it pulled for training stays with the step, and nothing else stays."""
+        batch = self.batch
+        if batch is None:  # a step was made inside of the call
+            return
+        for (table, create), rows in batch.rows.items():
+            if create:
+                self._keep_for_step(table, rows)
+        batch.close()
+
+    def gradient(self, table: str) -> torch.Tensor | None:
+        """What is pending for a table, one row for each key; it is pushed as it is when the step is made."""
+        found = [rows for name, rows in self.pending if name == table]
+        if len(found) > 1:
+            together = merged(found)
+            self.drop_gradients([table])  # a later backward pass through the same graph begins anew
+            self.pending.append((table, together))
+            found = [together]
+        return torch.from_numpy(found[0].whole_gradients()) if found else None
+
+    def put_gradient(self, table: str, gradient: torch.Tensor | None) -> None:
+        """Other numbers in the place of what is pending, or none."""
+        if gradient is None:
+            self.drop_gradients([table])
+            return
+        pending = self.gradient(table)
+        if pending is None or pending.shape != gradient.shape:
+            found = "nothing" if pending is None else f"a gradient of shape {tuple(pending.shape)}"
+            raise ModelError(
+                f"table '{table}': {found} is pending, and one of shape {tuple(gradient.shape)} was to take its "
+                "place. Change the weight's .grad in place, or set it to None."
+            )
+        pending.copy_(gradient.detach())
+
+    def gradients(
+        self, tables: Collection[str], wide: Collection[str]
+    ) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
+        """By table: (keys, gradients summed per key) of what is pending, and how fresh the rows were.
+
+        `wide`: tables whose gradients have show, click and slot behind them.
+        """
+        pending: dict[str, list[BatchRows]] = {}
+        for table, rows in self.pending:
+            if table in tables:
+                pending.setdefault(table, []).append(rows)
+        gradients, versions = {}, {}
+        for table, batches in pending.items():
+            found = [gradient for rows in batches if (gradient := rows.gradients()) is not None]
+            if found:
+                gradients[table] = _put_together(found, table in wide)
+                known = [rows.versions for rows in batches if rows.versions]  # none where no row was pulled
+                versions[table] = [min(seen) for seen in zip(*known, strict=True)]
+        return gradients, versions
+
+    def drop_gradients(self, tables: Collection[str]) -> None:
+        """A later backward pass through the same graph starts anew."""
+        for table, rows in self.pending:
+            if table in tables:
+                rows.drop_gradients()
+        self.pending[:] = [(table, rows) for table, rows in self.pending if table not in tables]
+
+    def end_step(self, tables: Collection[str]) -> None:
+        """Rows of these tables, which are going to change, are of no use to the next step."""
+        self.drop_gradients(tables)
+        for table in tables:
+            self._step.pop(table, None)
+            self._looked_up.pop(table, None)
+        self.batch = None
+
+    def known(self, table: str, slots: Sequence[torch.Tensor], create: bool) -> list[BatchRows]:
+        """Rows that a lookup may use as they are, the batch's first, then those of earlier lookups of the step."""
+        batch = self.batch
+        if create:
+            own = [] if batch is None else [batch.rows.get((table, True))]
+            found = [*own, *(there() for there in reversed(self._step.get(table, [])))]
+        elif batch is not None and batch.may_serve(table, slots):
+            found = [batch.rows.get((table, True)), batch.rows.get((table, False))]
+        else:
+            found = []
+        return [rows for rows in found if rows is not None]
+
+    def growing(self, table: str, create: bool) -> BatchRows | None:
+        """The batch's rows, to which a lookup adds those that it had to pull; None if it is to begin new ones."""
+        batch = self.batch
+        return batch.rows.get((table, create)) if batch is not None and (batch.is_open or create) else None
+
+    def keep(self, table: str, rows: BatchRows, create: bool) -> None:
+        """New rows were begun for a lookup: remembered if another one may use them."""
+        batch = self.batch
+        if batch is not None and (batch.is_open or (create and not batch.is_entered)):
+            batch.rows[table, create] = rows
+        elif create:
+            self._keep_for_step(table, rows)
+
+    def _keep_for_step(self, table: str, rows: BatchRows) -> None:
+        rows.forget_stamp()
+        alive = [there for there in self._step.get(table, []) if there() is not None]
+        self._step[table] = [*alive, weakref.ref(rows)]
+
+
+def _put_together(gradients: list[tuple[Keys, Floats]], is_wide: bool) -> tuple[Keys, Floats]:
+    """Gradients of several lookups or batches; the server sums those that come with a slot, which is no amount."""
+    if len(gradients) == 1:
+        return gradients[0]
+    width = max(grads.shape[1] for _, grads in gradients)  # those of eval mode come without show, click and slot
+    keys = np.concatenate([keys for keys, _ in gradients])
+    grads = np.concatenate([np.pad(grads, ((0, 0), (0, width - grads.shape[1]))) for _, grads in gradients])
+    return (keys, grads) if is_wide else sum_by_key(keys, grads)

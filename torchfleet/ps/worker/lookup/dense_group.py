@@ -1,0 +1,202 @@
+"""Tensors of a model as the block of one dense table: those that are trained, and those that are only kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchfleet.base.errors import ModelError
+from torchfleet.ps.checkpoint.byte_words import num_words, to_bytes, to_words
+from torchfleet.ps.checkpoint.manifest import Parameter
+from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.worker.client.shard import Floats
+from torchfleet.ps.worker.row_state.table_rows import without_rows
+
+
+@dataclass
+class DenseGroup:
+    """The dense parameters of one param group: one table."""
+
+    spec: TableSpec
+    names: list[str]
+    parameters: Sequence[torch.Tensor]
+    group: dict[str, Any]
+
+    def layout(self) -> list[Parameter]:
+        """Where in the block each parameter lies."""
+        ends = np.cumsum([0, *(parameter.numel() for parameter in self.parameters)])
+        triples = zip(self.names, self.parameters, ends[:-1], strict=True)
+        return [Parameter(name, list(tensor.shape), int(start)) for name, tensor, start in triples]
+
+    def values(self) -> Floats:
+        return _flat([parameter.detach() for parameter in self.parameters])
+
+    def gradients(self, given: Mapping[int, torch.Tensor | None] | None = None) -> Floats:
+        """Those given by the parameter's id, or .grad. One that took no part in the step counts as gradient zero."""
+        found = [p.grad if given is None else given[id(p)] for p in self.parameters]
+        grads = [torch.zeros_like(p) if grad is None else grad for p, grad in zip(self.parameters, found, strict=True)]
+        return _flat([grad.to_dense() if grad.is_sparse else grad for grad in grads])
+
+    def write(self, values: Floats, unnoticed: bool = False) -> None:
+        """`unnoticed`: by autograd, which else refuses a backward pass that is under way in another thread."""
+        block = torch.from_numpy(np.ascontiguousarray(values, np.float32).reshape(-1))
+        targets = [parameter.data if unnoticed else parameter for parameter in self.parameters]
+        parts = torch.split(block, [target.numel() for target in targets])
+        with torch.no_grad():
+            torch._foreach_copy_(targets, [part.view_as(to) for part, to in zip(parts, targets, strict=True)])
+
+
+class Kept(Sequence[torch.Tensor]):
+    """Tensors of a model that are not trained, as they are now.
+
+    A module may put another tensor in the place of a buffer at any time (`self.steps = self.steps + 1`), so they are
+    looked up by name whenever they are asked for.
+    """
+
+    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+        self._places = [(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in names]
+        self._names = names
+        self._kinds = [kind_of(self._tensor(i)) for i in range(len(names))]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Raises ModelError if the model has something else there than it had at the start."""
+        if not isinstance(index, int):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        tensor = self._tensor(range(len(self))[index])
+        found = kind_of(tensor) if isinstance(tensor, torch.Tensor) else repr(tensor)
+        if found != self._kinds[index]:
+            raise ModelError(
+                f"'{self._names[index]}' was {self._kinds[index]} when the tables were made, and is {found} now: a "
+                "buffer keeps its type and shape during a job"
+            )
+        return tensor
+
+    def _tensor(self, index: int) -> Any:
+        module, name = self._places[index]
+        return getattr(module, name)
+
+
+class FixedGroup(DenseGroup):
+    """Float32 parameters and buffers that are not trained: one table, which nobody pushes to."""
+
+    def values(self) -> Floats:
+        for name, tensor in zip(self.names, self.parameters, strict=True):
+            if not bool(torch.isfinite(tensor).all()):
+                raise ModelError(
+                    f"'{name}' holds NaN or infinity, and a table holds finite float32 values. Keep it as "
+                    "float64, which may hold them, or register it as a plain attribute."
+                )
+        return super().values()
+
+
+class BytesGroup(DenseGroup):
+    """Tensors of other types than float32, none of them trained: one table of their bytes, as checkpoint/byte_words.py
+    has them."""
+
+    def layout(self) -> list[Parameter]:
+        sizes = [num_words(tensor.nbytes) for tensor in self.parameters]
+        starts = np.cumsum([0, *sizes]).tolist()
+        return [
+            Parameter(name, list(tensor.shape), start, type_of(tensor), size)
+            for name, tensor, start, size in zip(self.names, self.parameters, starts, sizes, strict=False)
+        ]
+
+    def values(self) -> Floats:
+        return np.concatenate([to_words(_bytes(tensor).numpy()) for tensor in self.parameters])
+
+    def write(self, values: Floats, unnoticed: bool = False) -> None:
+        flat = np.asarray(values).reshape(-1)
+        for place, tensor in zip(self.layout(), self.parameters, strict=True):
+            write_words(tensor, flat[place.start : place.start + place.size], place.name)
+
+
+def write_words(tensor: torch.Tensor, words: Floats, name: str) -> None:
+    """Give a tensor of any type the values that its words hold."""
+    data = torch.from_numpy(to_bytes(words, tensor.nbytes, name).copy())
+    with torch.no_grad():
+        tensor.copy_(data.view(tensor.dtype).view(tensor.shape))
+
+
+def type_of(tensor: torch.Tensor) -> str:
+    """Its dtype as manifests write it: int64, bfloat16, ..."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def kind_of(tensor: torch.Tensor) -> str:
+    """Type and shape, for texts and comparisons."""
+    return f"{type_of(tensor)} of shape {tuple(tensor.shape)}"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _flat(parts: list[torch.Tensor]) -> Floats:
+    rows = [part.detach().reshape(-1) for part in parts]
+    if not all(part.is_cpu for part in rows):
+        moved: Floats = torch.cat(rows).cpu().numpy()
+        return moved
+    # Into memory of numpy's, which stays with the process: torch may give its own back, page by page, at every step.
+    flat = np.empty(sum(map(len, rows)), np.float32)
+    torch.cat(rows, out=torch.from_numpy(flat))
+    return flat
+
+
+def check_buffers(model: torch.nn.Module) -> None:
+    """Raise ModelError for what could not be kept, whatever is trained."""
+    state = _state(model)
+    _refuse_extra_state(state)
+    buffers = dict(model.named_buffers())
+    _check_kept({name: value for name, value in buffers.items() if value.dtype == torch.float32 or name in state})
+
+
+def fixed_groups(model: torch.nn.Module, trained: set[int], num_servers: int) -> list[DenseGroup]:
+    """A table for the float32 parameters and buffers that are not trained, one for those of other types."""
+    found = {id(tensor): (name, tensor) for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    kept = dict(named for number, named in found.items() if number not in trained and named[1].numel())
+    groups: list[DenseGroup] = []
+    floats = [name for name, tensor in kept.items() if tensor.dtype == torch.float32]
+    # Buffers that no state_dict has, such as those made anew from others, are no part of a model.
+    state = _state(model)
+    others = [name for name, tensor in kept.items() if tensor.dtype != torch.float32 and name in state]
+    _check_kept({name: kept[name] for name in (*floats, *others)})
+    if floats:
+        spec = TableSpec("dense.fixed", "dense", size=sum(kept[n].numel() for n in floats), num_shards=num_servers)
+        groups.append(FixedGroup(spec, floats, Kept(model, floats), {"lr": 0.0}))
+    if others:
+        size = sum(num_words(kept[name].nbytes) for name in others)
+        spec = TableSpec("dense.bytes", "dense", size=size, num_shards=num_servers)
+        groups.append(BytesGroup(spec, others, Kept(model, others), {"lr": 0.0}))
+    return groups
+
+
+def _check_kept(tensors: dict[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+            kind = "quantized" if tensor.is_quantized else "a meta tensor" if tensor.is_meta else str(tensor.layout)
+            raise ModelError(
+                f"'{name}' is {kind}, and only plain tensors can be saved and sent to all workers: keep its parts "
+                "(indices and values, say) as buffers of their own, or make it non-persistent"
+            )
+
+
+def _state(model: torch.nn.Module) -> dict[str, Any]:
+    with without_rows():
+        return model.state_dict()
+
+
+def _refuse_extra_state(state: Mapping[str, Any]) -> None:
+    """What a module's get_extra_state adds is neither parameter nor buffer: it would be lost in silence."""
+    for name, value in state.items():
+        if name.endswith("_extra_state") and isinstance(value, torch.Tensor):
+            raise ModelError(
+                f"'{name}' comes from get_extra_state, and only parameters and buffers are saved: hold the tensor "
+                "with register_buffer"
+            )

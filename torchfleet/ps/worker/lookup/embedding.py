@@ -1,0 +1,241 @@
+"""SparseEmbedding: a layer whose rows live on the servers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from torchfleet.base.errors import ModelError
+from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.ps.tables.settings.spec import Initializer
+from torchfleet.ps.worker.batch.bags import Bags, split_slots
+from torchfleet.ps.worker.lookup.current_batch import Thread
+from torchfleet.ps.worker.lookup.embedding_settings import NO_BOUNDS, check_settings, checked_bounds, checked_policies
+from torchfleet.ps.worker.lookup.initializers import Uniform
+from torchfleet.ps.worker.row_state.embedding_state import EmbeddingState
+from torchfleet.ps.worker.row_state.row_weight import RowWeight
+
+Ids = Any  # a tensor, a slot (values, offsets), or a list of slots
+
+
+class Lookups(Protocol):
+    """Where a layer's rows come from: the engine of a worker, or the tables of a saved model."""
+
+    @property
+    def thread(self) -> Thread: ...
+
+    def lookup(
+        self, table: str, weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | None, create: bool
+    ) -> torch.Tensor: ...
+
+    def pooled(
+        self,
+        table: str,
+        weight: torch.Tensor,
+        slots: Sequence[torch.Tensor],
+        bags: Bags,
+        padding_idx: int | None,
+        create: bool,
+    ) -> torch.Tensor: ...
+
+
+class SparseEmbedding(EmbeddingState):
+    """Rows of `dim` numbers for any 64-bit ids, held by the servers and created when an id is first seen.
+
+    Called with ids of any shape it returns (*shape, dim). Called with `offsets` (as in torch.nn.EmbeddingBag: where
+    each bag starts), or with a slot of a dataset's batch, it returns one row per bag, the `pooling` ("sum", "mean" or
+    "max") of its ids' rows; called with a list of n slots, (samples, n, dim). Modules with the same `name` share one
+    table. Ids equal to `padding_idx` read as zeros and learn nothing. With `num_embeddings` the ids are those from 0
+    up to it, and the servers need no map to find their rows.
+
+    `entry` says which ids get a row (fleet.CountFilterEntry and others, or a list of which all must admit), `shrink`
+    which rows are dropped again (fleet.Shrink): docs/online.md.
+
+    `weight_bounds=(low, high)`: after each update every number of the rows that it touched is at least `low` and at
+    most `high`; first values are as `initializer` says. One of the two may be infinite. Not in geo training, where the
+    servers add differences and make no updates: that is an error.
+
+    `state_dict()` has all rows as `weight`, of shape (num_embeddings, dim), and `load_state_dict` takes them. Without
+    `num_embeddings` it is an error, unless `state` says "rows" (ids and rows, as `keys` and `weight`) or "none" (they
+    are left out): docs/states.md.
+
+    `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
+    group can give it a learning rate of its own. Its `grad` holds the gradients that wait for the step. Computing with
+    it is an error; `batch_rows` gives the rows of a batch for terms of the loss. While the module is in eval mode, or
+    under torch.no_grad(), ids without a row read as zeros and get none.
+    """
+
+    scale_grad_by_freq = False  # as in the torch embedding that it was made from
+
+    def __init__(
+        self,
+        dim: int,
+        name: str | None = None,
+        entry: AdmissionEntry | Sequence[AdmissionEntry] | None = None,
+        initializer: Initializer | None = None,
+        padding_idx: int | None = None,
+        pooling: str = "sum",
+        seed: int = 0,
+        num_embeddings: int | None = None,
+        shrink: Shrink | None = None,
+        weight_bounds: tuple[float, float] | None = None,
+        state: str | None = None,
+    ) -> None:
+        super().__init__(padding_idx, state, num_embeddings)
+        check_settings(dim, name, initializer, padding_idx, pooling, seed, num_embeddings)
+        self.dim, self.name, self.padding_idx, self.pooling, self.seed = dim, name, padding_idx, pooling, seed
+        self.initializer = initializer or Uniform(-0.05, 0.05)
+        self.num_embeddings = num_embeddings
+        self.entry, self.shrink = checked_policies(entry, shrink, num_embeddings)
+        self.weight_bounds = checked_bounds(weight_bounds)
+        self.weight: torch.nn.Parameter = RowWeight.empty(dim)
+        self.is_converted = False  # it was an embedding of torch's
+        self.path = ""  # in its model, once it is part of a distributed one
+
+    @property
+    def _engine(self) -> Lookups | None:
+        engine: Lookups | None = self.table_rows.engine
+        return engine
+
+    def place(self, path: str) -> None:
+        """It is part of a distributed model now; its weight, which torch.save made a plain one, knows its table."""
+        self.path = path
+        if not isinstance(self.weight, RowWeight):
+            self.weight = RowWeight.take_place_of(self.weight)
+        self.row_weight.path, self.row_weight.table = path, self.name or ""
+
+    @property
+    def row_weight(self) -> RowWeight:
+        """`weight`, as what it is."""
+        assert isinstance(self.weight, RowWeight)
+        return self.weight
+
+    def bind(self, engine: Lookups) -> None:
+        """For all embeddings of the table, copies included."""
+        self.table_rows.engine = engine
+        self.row_weight.pending = engine.thread
+        _keep_from_compilers()
+
+    def batch_rows(self) -> torch.Tensor:
+        """The distinct rows that were looked up for training since the model was called: (rows, dim), differentiable.
+
+        For terms of a loss on rows: `loss + 1e-4 * embedding.batch_rows().square().sum()` is, in plain torch, the term
+        on weight[ids.unique()]. Call it after the lookups. Where parts of the model are called by themselves, the rows
+        are those since the last step. Modules of one table share them: ask one. In eval mode, and without gradients,
+        there are none.
+        """
+        if self._engine is None or self.name is None:
+            raise ModelError(_not_connected(self.name))
+        rows = self._engine.thread.batch_rows(self.name, self.weight)
+        if rows is None and self.training and torch.is_grad_enabled():
+            raise ModelError(
+                f"batch_rows() of table '{self.name}': no row was looked up for training since the last step. Call it "
+                "after the embedding, before backward."
+            )
+        return self.weight.new_empty(0, self.dim) if rows is None else rows
+
+    def forward(
+        self, ids: Ids, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if self._engine is None or self.name is None:
+            raise ModelError(_not_connected(self.name))
+        with torch._C.DisableTorchFunctionSubclass():  # the weight is asked for its device a few times
+            return self._looked_up(self._engine, self.name, ids, offsets, per_sample_weights)
+
+    def _looked_up(
+        self,
+        engine: Lookups,
+        table: str,
+        ids: Ids,
+        offsets: torch.Tensor | None,
+        per_sample_weights: torch.Tensor | None,
+    ) -> torch.Tensor:
+        create = self.training and torch.is_grad_enabled()
+        if isinstance(ids, torch.Tensor) and offsets is None:
+            self._check_weights(per_sample_weights, None)
+            out = engine.lookup(table, self.weight, ids, self.padding_idx, create)
+            return _scaled_by_freq(out, ids) if self.scale_grad_by_freq else out
+        if offsets is not None:
+            ids = (ids, offsets)
+        is_single = isinstance(ids, tuple)  # (values, offsets); several slots are a list
+        if not is_single and not isinstance(ids, list):
+            raise ModelError(f"expected ids, a slot or a list of slots, found {type(ids).__name__}")
+        self._check_weights(per_sample_weights, ids[0] if is_single else None)
+        slots, bags = split_slots([ids] if is_single else list(ids), self.pooling)
+        bags = bags._replace(weights=per_sample_weights, by_freq=self.scale_grad_by_freq)
+        out = engine.pooled(table, self.weight, slots, bags, self.padding_idx, create)
+        return out.squeeze(1) if is_single else out
+
+    def _check_weights(self, weights: torch.Tensor | None, ids: torch.Tensor | None) -> None:
+        """As in torch.nn.EmbeddingBag: one number per id of a bag, and sums only."""
+        if weights is None:
+            return
+        if self.pooling != "sum":
+            raise ModelError(f"'{self.path}': per_sample_weights go with sums, found pooling '{self.pooling}'")
+        if ids is None or weights.shape != ids.shape or not weights.is_floating_point():
+            found = f"{tuple(weights.shape)} {weights.dtype}"
+            bags = "bags" if ids is None else f"ids of shape {tuple(ids.shape)}"
+            raise ModelError(
+                f"'{self.path}': expected a float for each id of {bags} as per_sample_weights, found {found}"
+            )
+
+    def extra_repr(self) -> str:
+        size = "" if self.num_embeddings is None else f", num_embeddings={self.num_embeddings}"
+        bounds = "" if self.weight_bounds == NO_BOUNDS else f", weight_bounds={self.weight_bounds}"
+        return f"{self.dim}, name={self.name!r}{size}{bounds}"
+
+
+def _not_connected(name: str | None) -> str:
+    return (
+        f"SparseEmbedding '{name}' is not connected to servers: call fleet.distributed_model, "
+        "fleet.distributed_optimizer and fleet.init_worker before the model."
+    )
+
+
+class SparseEmbeddingBag(SparseEmbedding):
+    """What torch.nn.EmbeddingBag(sparse=True) becomes: two-dimensional ids are bags of equal length."""
+
+    include_last_offset = False  # as in the torch embedding that it was made from
+
+    def forward(
+        self, ids: Ids, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if not isinstance(ids, torch.Tensor):
+            return super().forward(ids, offsets, per_sample_weights)
+        if ids.dim() == 2:
+            if offsets is not None:
+                raise ModelError(
+                    "EmbeddingBag: offsets go with one-dimensional ids; two-dimensional ids are bags already"
+                )
+            offsets = torch.arange(0, ids.numel(), max(1, ids.size(1)))[: ids.size(0)]
+        elif offsets is None:
+            raise ModelError("EmbeddingBag: one-dimensional ids need offsets")
+        elif self.include_last_offset:
+            if not len(offsets) or int(offsets[-1]) != len(ids):
+                raise ModelError(
+                    f"'{self.path}': include_last_offset=True: the last offset must be the number of ids, {len(ids)}; "
+                    f"found {offsets.tolist()[-1:]}"
+                )
+            offsets = offsets[:-1]
+        return super().forward(ids, offsets, per_sample_weights)
+
+
+@functools.cache
+def _keep_from_compilers() -> None:
+    """torch.compile compiles what stands before and behind a lookup. Called when one is bound: this imports the
+    compiler, as torch's own optimizers do."""
+    for kind in (SparseEmbedding, SparseEmbeddingBag):
+        uncompiled = torch.compiler.disable(kind.forward)  # type: ignore[no-untyped-call]
+        kind.forward = uncompiled  # type: ignore[method-assign]
+
+
+def _scaled_by_freq(out: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The rows, with gradients that are divided by how often their id appears."""
+    if out.requires_grad:
+        _, inverse, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+        scale = counts[inverse].unsqueeze(-1).to(out)
+        out.register_hook(lambda gradient: gradient / scale)  # type: ignore[no-untyped-call]
+    return out

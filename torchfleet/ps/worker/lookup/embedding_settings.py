@@ -1,0 +1,79 @@
+"""The settings of a SparseEmbedding, checked where they are given: a wrong one is a ModelError that names it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from torchfleet.base.errors import ModelError, TableError
+from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink, combined
+from torchfleet.ps.tables.settings.spec import MAX_DIM, MAX_SIZE, Initializer
+
+Bounds = tuple[float, float]
+NO_BOUNDS: Bounds = (-math.inf, math.inf)
+
+_ID_LIMIT = 1 << 64  # ids are 64-bit, signed or unsigned
+
+
+def check_settings(
+    dim: Any, name: Any, initializer: Any, padding_idx: Any, pooling: Any, seed: Any, num_embeddings: Any
+) -> None:
+    """Raise ModelError for the first that has the wrong type or is out of its range."""
+    check_whole_number("dim", dim, 1, MAX_DIM)
+    check_whole_number("seed", seed, 0, (1 << 63) - 1)
+    if num_embeddings is not None:
+        check_whole_number("num_embeddings", num_embeddings, 1, MAX_SIZE)
+    if padding_idx is not None:
+        check_whole_number("padding_idx", padding_idx, -_ID_LIMIT // 2, _ID_LIMIT - 1)
+    if name is not None and not (isinstance(name, str) and 0 < len(name) <= 200):
+        raise ModelError(f"SparseEmbedding(name=...): expected a text of 1 to 200 characters, found {name!r}")
+    if pooling not in ("sum", "mean", "max"):
+        raise ModelError(f"SparseEmbedding: pooling must be 'sum', 'mean' or 'max', found {pooling!r}")
+    if initializer is not None and not isinstance(initializer, Initializer):
+        raise ModelError(
+            "SparseEmbedding(initializer=...): expected fleet.nn.Uniform, Normal, TruncatedNormal or Constant, found "
+            f"{initializer!r}"
+        )
+
+
+def check_whole_number(name: str, value: Any, least: int, most: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ModelError(f"SparseEmbedding({name}=...): expected a whole number, found {value!r}")
+    if not least <= value:
+        raise ModelError(f"SparseEmbedding: {name} must be at least {least}, found {value}")
+    if value > most:
+        raise ModelError(f"SparseEmbedding: {name} must be at most {most}, found {value}")
+
+
+def checked_policies(
+    entry: AdmissionEntry | Sequence[AdmissionEntry] | None, shrink: Shrink | None, num_embeddings: int | None
+) -> tuple[AdmissionEntry, Shrink]:
+    """Which ids get a row, and which rows are dropped: all entries as one, and the defaults for what was left out."""
+    if shrink is not None and not isinstance(shrink, Shrink):
+        raise ModelError(f"SparseEmbedding(shrink=...): expected fleet.Shrink(...), found {shrink!r}")
+    try:
+        policies = combined(entry), shrink or Shrink()
+    except TableError as error:
+        raise ModelError(f"SparseEmbedding: {error}") from None
+    if num_embeddings is not None and policies != (AdmissionEntry(), Shrink()):
+        raise ModelError("SparseEmbedding: entry and shrink are for ids without end; leave num_embeddings out")
+    return policies
+
+
+def checked_bounds(bounds: Any) -> Bounds:
+    """(low, high), as two floats; NO_BOUNDS for None."""
+    if bounds is None:
+        return NO_BOUNDS
+    is_pair = isinstance(bounds, (tuple, list)) and len(bounds) == 2
+    if not is_pair or any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in bounds):
+        raise ModelError(
+            f"SparseEmbedding: expected weight_bounds=(low, high), found {bounds!r}. Two numbers; one of them may be "
+            "infinite (math.inf)."
+        )
+    low, high = float(bounds[0]), float(bounds[1])
+    if not np.float32(low) < np.float32(high):  # servers compute in float32
+        raise ModelError(f"SparseEmbedding: weight_bounds must have low below high as float32, found {(low, high)}")
+    return low, high

@@ -1,0 +1,148 @@
+"""Lookups of a worker: from ids to keys to rows in as few messages as possible, and the gradients of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchfleet.ps.worker.batch.bags import Bags
+from torchfleet.ps.worker.batch.batch_tensors import is_no_padding, keys_of, stamp_of, values_of_slot
+from torchfleet.ps.worker.batch.recipe import Replay
+from torchfleet.ps.worker.batch.recorder import ROWS
+from torchfleet.ps.worker.client.shard import Floats, Keys
+from torchfleet.ps.worker.lookup.batch_rows import BatchRows, Index, with_padding
+from torchfleet.ps.worker.lookup.looking_ahead import LookingAhead
+from torchfleet.ps.worker.lookup.row_functions import Lookup, pooled
+
+
+class Engine(LookingAhead):
+    """All lookups of one worker."""
+
+    def lookup(
+        self, table: str, weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | None, create: bool
+    ) -> torch.Tensor:
+        """One row per id: shape (*ids.shape, dim)."""
+        rows, index = self._find(table, [ids], padding_idx, create)
+        if create:
+            self._own.note_lookup(table, rows, index)
+        if create and table in self._entries:
+            num_samples = len(ids) if ids.dim() else 1
+            self._note_shows(table, rows, index, np.arange(len(index) + 1), num_samples, by_slot=False)
+        out: torch.Tensor = Lookup.apply(weight, rows, index)  # type: ignore[no-untyped-call]
+        return self._given(_beside(out.view(*ids.shape, rows.dim), weight, ids))
+
+    def pooled(
+        self,
+        table: str,
+        weight: torch.Tensor,
+        slots: Sequence[torch.Tensor],
+        bags: Bags,
+        padding_idx: int | None,
+        create: bool,
+    ) -> torch.Tensor:
+        """One row per sample and slot, the sum or mean of its bag: shape (samples, slots, dim). `slots`: their ids."""
+        rows, index = self._find(table, slots, padding_idx, create)
+        if create:
+            self._own.note_lookup(table, rows, index)
+        if create and table in self._entries:
+            num_samples = (len(bags.offsets) - 1) // bags.num_slots
+            self._note_shows(table, rows, index, bags.offsets, num_samples, by_slot=True)
+        return self._given(_beside(pooled(weight, rows, index, bags), weight, slots[0]))
+
+    def take_gradients(self, tables: Collection[str]) -> tuple[dict[str, tuple[Keys, Floats]], dict[str, list[float]]]:
+        """Gradients of all lookups in these tables since the last call, summed per key, and how fresh their rows were.
+
+        The step of this thread is over for these tables: their rows are not used again.
+        """
+        taken = self._own.gradients(tables, self._entries)
+        self._own.end_step(tables)
+        self.end_recording()  # where parts of the model are called by themselves, no call of it comes
+        return taken
+
+    def end_step(self) -> None:
+        """Rows and gradients that this thread has are of no use from now on."""
+        self._own.end_step(self._embeddings)
+
+    def drop_gradients(self, tables: Collection[str]) -> None:
+        self._own.drop_gradients(tables)
+
+    def _note_shows(
+        self, table: str, rows: BatchRows, index: Index, offsets: Any, num_samples: int, by_slot: bool
+    ) -> None:
+        """Which keys were shown and clicked, by the slots of this batch that the table's entry names."""
+        entry, tensors = self._entries[table], self._own.tensors
+        shows, clicks = (
+            values_of_slot(tensors, name, num_samples, table) if name else np.zeros(num_samples, np.float32)
+            for name in (entry.show, entry.click)
+        )
+        rows.note_shows(index, np.asarray(offsets, np.int64), by_slot, shows, clicks)
+
+    def _given(self, out: torch.Tensor) -> torch.Tensor:
+        """Rows go to the model; what is computed from them is not known ahead."""
+        if self._own.recorder is not None:
+            self._own.recorder.refuse(out, ROWS)
+        return out
+
+    def _find(
+        self, table: str, slots: Sequence[torch.Tensor], padding_idx: int | None, create: bool
+    ) -> tuple[BatchRows, Index]:
+        """(the table's rows, the place of every id among them, or -1 for padding); ids of one slot after another.
+
+        Rows that are not known, or no longer good, are pulled now.
+        """
+        for ids in slots:
+            if ids.is_floating_point():
+                raise TypeError(f"table '{table}' expects integer ids, found {ids.dtype}")
+        self.num_lookups += 1
+        if create and self.on_training is not None:
+            self.on_training()
+        self._receive()
+        known = self._own.known(table, slots, create)
+        for rows in known if padding_idx is None else []:
+            if rows.has_stamp and (index := rows.known_index(stamp_of(slots))) is not None:
+                return rows, index
+        keys, batch = keys_of(slots), self._own.batch
+        if batch is not None:
+            batch.note_lookup(table, slots, keys)
+        is_real = None if padding_idx is None else is_no_padding(keys, padding_idx)
+        real_keys = keys if is_real is None else keys[is_real]
+        for rows in known:
+            index, missing = rows.find(real_keys)
+            if missing is None:
+                return rows, index if is_real is None else with_padding(index, is_real)
+        rows = self._growing(table, create)
+        if self._fill(table, rows, real_keys, known if create else [], create):
+            if batch is not None:
+                batch.unforeseen.add(table)
+            replay = Replay({}) if batch is None else batch.replay
+            self.foresight.learn(replay, table, slots, padding_idx, self._own.recorder)
+        index, _ = rows.find(real_keys)
+        return rows, index if is_real is None else with_padding(index, is_real)
+
+    def _fill(self, table: str, rows: BatchRows, keys: Keys, known: Sequence[BatchRows], create: bool) -> bool:
+        """Have all these keys in `rows`: those that are known are copied, others pulled. Returns whether any were."""
+        missing = rows.find(keys)[1]
+        for others in known:
+            missing = rows.copy_from(others, missing)
+        if missing is None:
+            return False
+        self._check_range(table, missing)
+        pulled = self._source.pull({table: missing}, create).result()
+        rows.append(missing, pulled.rows[table], pulled.versions[table])
+        return True
+
+    def _growing(self, table: str, create: bool) -> BatchRows:
+        """Where a lookup puts the rows that it pulls."""
+        rows = self._own.growing(table, create)
+        if rows is None:
+            rows = self._new_rows(table)
+            self._own.keep(table, rows, create)
+        return rows
+
+
+def _beside(out: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """A model on a GPU has its rows there, wherever the ids are; on the CPU, where the ids are."""
+    return out if weight.is_cuda else out.to(ids.device)

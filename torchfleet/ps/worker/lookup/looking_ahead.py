@@ -1,0 +1,216 @@
+"""A worker's batches: which one a thread computes with, what was foreseen of it, and rows that are on their way."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from torchfleet.ps.tables.rows.keyrange import check_range
+from torchfleet.ps.tables.settings.policy import AdmissionEntry
+from torchfleet.ps.worker.batch.batch_tensors import num_samples, tensors_of
+from torchfleet.ps.worker.batch.foresight import Foresight, Guess
+from torchfleet.ps.worker.batch.recipe import Replay
+from torchfleet.ps.worker.batch.recorder import Recorder
+from torchfleet.ps.worker.batch.uncompiled_calls import hold, let_go
+from torchfleet.ps.worker.client.shard import Keys
+from torchfleet.ps.worker.lookup.batch_rows import BatchRows
+from torchfleet.ps.worker.lookup.current_batch import Batch, Thread
+from torchfleet.ps.worker.lookup.sources import Embedding, Source
+
+Item = TypeVar("Item")
+
+
+class LookingAhead:
+    """The part of an Engine that knows batches before they are computed with. Each thread has its own current one."""
+
+    def __init__(
+        self,
+        source: Source,
+        embeddings: Mapping[str, Sequence[Embedding]],
+        entries: Mapping[str, AdmissionEntry] | None = None,
+    ) -> None:
+        """`embeddings`: by table. `entries`: of the tables that keep shows, clicks or slots."""
+        self._source, self._embeddings, self._entries = source, dict(embeddings), dict(entries or {})
+        self._own = Thread()
+        self._count = threading.Lock()
+        self.foresight = Foresight()
+        self.num_lookups = 0
+        self.num_samples = 0
+        self.agreed: Callable[[Iterable[Any]], Iterable[Any]] = lambda loader: loader  # batches that all workers have
+        self._records = True
+        self._followed: torch.nn.Module | None = None
+        self._is_recording = False  # the next call is recorded, and not compiled: a recorder sees single functions
+        self.on_training: Callable[[], None] | None = None  # called before a lookup for training
+
+    @property
+    def thread(self) -> Thread:
+        """What the thread that asks is at."""
+        return self._own
+
+    def use(self, source: Source) -> None:
+        """Rows come from somewhere else from now on."""
+        self._source = source
+
+    def prefetch(self, loader: Iterable[Item]) -> Iterator[Item]:
+        """The loader's batches; while one is computed with, the rows of the next are on their way."""
+        iterator = iter(self.agreed(loader))
+        item = next(iterator, _END)
+        batch = self._foresee(item)
+        # A dataset's iterator says None if it would have to wait.
+        ready = getattr(iterator, "ready", lambda: next(iterator, None))
+        current = None
+        try:
+            while item is not _END:
+                following = ready()
+                next_batch = self._foresee(following)
+                current = self._own.batch = batch
+                yield item
+                if current is not None and not current.is_entered:  # else its call has counted
+                    self._count_samples(item)
+                if following is None:  # nothing to look ahead to while the last one was in use
+                    following = next(iterator, _END)
+                    next_batch = self._foresee(following)
+                item, batch = following, next_batch
+        finally:  # of the loop, also where it is left early: its rows are not for a later one
+            if self._own.batch is current:
+                self._own.batch = None
+
+    def follow(self, model: torch.nn.Module, records: bool = True) -> list[RemovableHandle]:
+        """From now on every call of this model is a batch: its lookups share one pull, and their rows.
+
+        Removing what is returned ends it. `records`: some calls are recorded, so that ids that are computed in them are
+        foreseen.
+        """
+        self._records, self._followed = records, model
+        enter = torch.compiler.disable(self.enter)  # type: ignore[no-untyped-call]
+        leave = torch.compiler.disable(self._leave)  # type: ignore[no-untyped-call]
+        self._plan_recording()
+        return [
+            model.register_forward_pre_hook(lambda _, args, kwargs: enter([args, kwargs]), with_kwargs=True),
+            # Called also when the forward pass has failed.
+            model.register_forward_hook(lambda _, args, output: leave(), always_call=True),
+        ]
+
+    def enter(self, inputs: Any) -> None:
+        """The model is called with these inputs: a new batch, unless prefetch brought it."""
+        self._count_samples(inputs)
+        self._own.begin_call()
+        current = self._own.batch
+        if current is None or current.is_entered or not any(current.holds(tensor) for _, tensor in tensors_of(inputs)):
+            current = self._own.batch = self._expect(dict(tensors_of(inputs, "call")))
+        elif not self.foresight.ways or current.is_lacking:
+            self.foresight.note_call(current.tensors, dict(tensors_of(inputs, "call")))
+        current.open(inputs)
+        self._own.end_recording()  # of a call that was interrupted
+        if self._is_recording:
+            self._own.recorder = Recorder(current.tensors)
+            self._own.recorder.begin()
+
+    def unforeseen(self) -> list[dict[str, str]]:
+        """Tables whose ids are not foreseen: the modules that ask, why it is so, and what can be done."""
+        return [
+            {"module": self._paths(table), "table": table, "why": reason.why, "what_to_do": reason.what_to_do}
+            for table, reason in list(self.foresight.reasons.items())
+        ]
+
+    def _leave(self) -> None:
+        """The model's call has ended, or has failed."""
+        self._own.end_recording()
+        batch = self._own.batch
+        if batch is not None and batch.is_open:
+            self.foresight.end_call(itertools.chain(*batch.guesses.values()), batch.unforeseen)
+        self._own.leave()
+        self._plan_recording()
+
+    def end_recording(self) -> None:
+        """The next call is not recorded, whatever was planned."""
+        if self._is_recording:
+            self._is_recording = False
+            let_go(self)
+
+    def _plan_recording(self) -> None:
+        """Decide about the next call."""
+        self.end_recording()
+        # Where no optimizer has imported the compiler nobody trains, and it is not worth an import of a second.
+        if self._records and "torch._dynamo" in sys.modules and self.foresight.wants_recording():
+            self._is_recording = True
+            hold(self)
+
+    def _count_samples(self, inputs: Any) -> None:
+        """Those that are trained on: evaluation has no gradients, or has put the model into eval mode."""
+        if not torch.is_grad_enabled() or (self._followed is not None and not self._followed.training):
+            return
+        num = num_samples(inputs)
+        with self._count:  # several threads count
+            self.num_samples += num
+
+    def _foresee(self, item: Any) -> Batch | None:
+        if item is _END or item is None:
+            return None
+        tensors = dict(tensors_of(item, "batch"))
+        tensors |= self.foresight.in_call(tensors)
+        batch = self._expect(tensors)
+        batch.is_lacking = self.foresight.lacks(tensors)
+        if self._source.pulls_ahead and batch.foreseen:
+            self._send(batch)
+        return batch
+
+    def _expect(self, tensors: dict[str, torch.Tensor]) -> Batch:
+        """A batch with these tensors, and what it is going to ask for."""
+        replay, foreseen, guesses = Replay(tensors), dict[str, BatchRows](), dict[str, list[Guess]]()
+        begun: dict[Any, BatchRows] = {}  # tables that are asked for the same ids share their keys
+        for table, expected in self.foresight.keys(replay).items():
+            rows, size = self._new_rows(table), self._embeddings[table][0].num_embeddings
+            if (others := begun.setdefault(expected.origin, rows)) is rows:
+                rows.expect(expected.keys, expected.stamp)
+            else:
+                rows.expect_as(others)
+            if expected.guesses and size is not None and (rows.keys >= np.uint64(size)).any():
+                continue  # a guess is no error: if these ids are looked up, they will be one
+            foreseen[table] = rows
+            if expected.guesses:
+                guesses[table] = expected.guesses
+        return Batch(tensors, replay, foreseen, guesses)
+
+    def _send(self, batch: Batch) -> None:
+        """One message per server, or two where some tables create rows and others do not."""
+        keys: dict[bool, dict[str, Keys]] = {}
+        has_grad = batch.has_grad if batch.is_entered else torch.is_grad_enabled()
+        for table, rows in batch.foreseen.items():
+            if table not in batch.guesses:
+                self._check_range(table, rows.keys)
+            create = has_grad and any(embedding.training for embedding in self._embeddings[table])
+            keys.setdefault(create, {})[table] = rows.keys
+        batch.under_way = [(create, self._source.pull(wanted, create)) for create, wanted in keys.items()]
+
+    def _receive(self) -> None:
+        """The rows that were foreseen for the current batch are there."""
+        batch = self._own.batch
+        if batch is not None and batch.foreseen:
+            if not batch.under_way:
+                self._send(batch)
+            batch.receive()
+
+    def _check_range(self, table: str, keys: Keys) -> None:
+        """Checked here, and not only on the servers: here it is known which modules ask."""
+        size = self._embeddings[table][0].num_embeddings
+        if size is not None:
+            paths = self._paths(table)
+            check_range(keys, size, f"table '{table}' (module {paths})" if paths else f"table '{table}'")
+
+    def _paths(self, table: str) -> str:
+        return " and ".join(f"'{embedding.path}'" for embedding in self._embeddings[table] if embedding.path)
+
+    def _new_rows(self, table: str) -> BatchRows:
+        pending = self._own.pending  # of the thread that looks up, whichever thread runs backward
+        return BatchRows(self._embeddings[table][0].dim, lambda rows: pending.append((table, rows)))
+
+
+_END: Any = object()

@@ -1,0 +1,258 @@
+"""The plan: which parameter goes to which table under which rule, derived from model and optimizer on every role."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+
+from torchfleet.base.errors import ModelError
+from torchfleet.ps.checkpoint.manifest import Parameter
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec
+from torchfleet.ps.worker.lookup.conversion import sparse_embeddings
+from torchfleet.ps.worker.lookup.dense_group import DenseGroup, check_buffers, fixed_groups
+from torchfleet.ps.worker.lookup.embedding import SparseEmbedding
+from torchfleet.ps.worker.lookup.optimizer_rules import kept_rule_of, needs_row_decay, row_rule_of, rule_of, rule_text
+
+
+@dataclass
+class SparseGroup:
+    """One sparse table, the embeddings that use it and the param group that trains it."""
+
+    spec: TableSpec
+    modules: list[SparseEmbedding]
+    group: dict[str, Any]
+
+
+@dataclass
+class Plan:
+    """All tables of a job, or those of one of its optimizers."""
+
+    dense: list[DenseGroup] = field(default_factory=list)
+    sparse: dict[str, SparseGroup] = field(default_factory=dict)
+    fixed: list[DenseGroup] = field(default_factory=list)  # parameters and buffers that are not trained
+    num_groups: int = 0  # param groups of the optimizer, where this is the share of one
+    _checked: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False)  # options found right, by table
+
+    @property
+    def specs(self) -> list[TableSpec]:
+        groups: list[DenseGroup | SparseGroup] = [*self.dense, *self.fixed, *self.sparse.values()]
+        return [group.spec for group in groups]
+
+    @property
+    def layouts(self) -> dict[str, list[Parameter]]:
+        """Per dense table: where each parameter lies."""
+        return {group.spec.name: group.layout() for group in (*self.dense, *self.fixed)}
+
+    def rates(self) -> dict[str, float]:
+        """Today's learning rates: schedulers change them in the param groups."""
+        groups: list[DenseGroup | SparseGroup] = [*self.dense, *self.sparse.values()]
+        return {group.spec.name: float(group.group["lr"]) for group in groups}
+
+    def check_options(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ModelError if an option other than the learning rate has changed: the tables keep theirs."""
+        groups: list[DenseGroup | SparseGroup] = [*self.dense, *self.sparse.values()]
+        for group in groups:
+            options = _options(group.group)
+            if not group.group.get("params") or self._checked.get(group.spec.name) == options:
+                continue
+            kept = group.spec.rule  # the rate may change; bounds are the table's, not the optimizer's
+            asked = (rule_of if group.spec.is_dense else row_rule_of)(optimizer, group.group)
+            now = msgspec.structs.replace(asked, lr=kept.lr, low=kept.low, high=kept.high)
+            if now != kept:
+                raise ModelError(
+                    f"an option of table '{group.spec.name}' was changed from {kept} to {now}: servers "
+                    "follow changes of lr only. (OneCycleLR and CyclicLR: cycle_momentum=False.)"
+                )
+            self._checked[group.spec.name] = options
+
+    def describe(self) -> list[tuple[str, ...]]:
+        """Rows of (table, kind, shape, rule, initializer, entry, parameters)."""
+        lines: list[tuple[str, ...]] = []
+        for dense in self.dense:
+            lines.append(
+                (
+                    dense.spec.name,
+                    "dense",
+                    f"{dense.spec.size:,}",
+                    rule_text(dense.spec.rule),
+                    "worker 0",
+                    "-",
+                    ", ".join(dense.names),
+                )
+            )
+        for name, sparse in self.sparse.items():
+            size = "any id" if sparse.spec.kind == "sparse" else f"{sparse.spec.size:,} ids"
+            first = sparse.spec.initializer
+            is_given = sparse.modules[0].table_rows.first_values is not None
+            start = "worker 0" if is_given else f"{first.name}({first.a:g}, {first.b:g})"
+            lines.append(
+                (
+                    name,
+                    sparse.spec.kind,
+                    f"{size} x {sparse.spec.dim}",
+                    rule_text(sparse.spec.rule),
+                    start,
+                    _policy_text(sparse.spec),
+                    f"{len(sparse.modules)} lookups",
+                )
+            )
+        return lines
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Those of a param group that may not change, as they are now: some can be changed in place."""
+    fixed = {name: value for name, value in group.items() if name not in ("params", "lr")}
+    return {name: tuple(map(float, value)) if name == "betas" else value for name, value in fixed.items()}
+
+
+def make_plan(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, num_servers: int, steps_here: bool = False
+) -> Plan:
+    """The tables for this model and the one optimizer that trains it."""
+    share = make_share(model, optimizer, num_servers, steps_here)
+    return whole_plan(model, [share], num_servers)
+
+
+def make_share(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    num_servers: int,
+    steps_here: bool = False,
+    others: Sequence[Plan] = (),
+) -> Plan:
+    """The tables for the parameters of one optimizer; an error where torch's meaning could not be kept.
+
+    `steps_here`: dense parameters are stepped by the optimizer itself, which may then be any; their tables keep them.
+    `others`: the shares of optimizers that were given before.
+    """
+    check_buffers(model)
+    plan = Plan(num_groups=len(optimizer.param_groups))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    embeddings = sparse_embeddings(model)
+    dense_rule = kept_rule_of if steps_here else rule_of
+    owners = {id(module.weight): name for name, modules in embeddings.items() for module in modules}
+    first = sum(share.num_groups for share in others)
+    for number, group in enumerate(optimizer.param_groups, first):
+        dense = []
+        for parameter in group["params"]:
+            _check_parameter(parameter, names, owners, others)
+            if id(parameter) in owners:
+                _add_sparse(plan, owners[id(parameter)], embeddings, optimizer, group, num_servers)
+            elif parameter.requires_grad:
+                dense.append(parameter)
+        if dense:
+            _check_float32(dense, names)
+            size = sum(parameter.numel() for parameter in dense)
+            name = f"dense.{number}"
+            while name in embeddings:  # a module's path may look like it
+                name += "'"
+            spec = TableSpec(name, "dense", size=size, rule=dense_rule(optimizer, group), num_shards=num_servers)
+            plan.dense.append(DenseGroup(spec, [names[id(p)] for p in dense], dense, group))
+    return plan
+
+
+def whole_plan(model: torch.nn.Module, shares: Sequence[Plan], num_servers: int) -> Plan:
+    """All tables of a job, from the shares of its optimizers. That of a single one becomes the whole.
+
+    Embeddings that are not trained go with the first optimizer.
+    """
+    first, embeddings = shares[0], sparse_embeddings(model)
+    for name, modules in embeddings.items():
+        is_planned = any(name in share.sparse for share in shares)
+        if not is_planned and not any(module.weight.requires_grad for module in modules):
+            first.sparse[name] = _sparse_group(name, modules, Rule("sgd", 0.0), {"lr": 0.0}, num_servers)
+        elif not is_planned:
+            held = "the optimizer: give it" if len(shares) == 1 else "any optimizer: give them"
+            raise ModelError(f"embedding '{name}' is in no param group of {held} model.parameters()")
+    dense = [group for share in shares for group in share.dense]
+    weights = {id(module.weight) for modules in embeddings.values() for module in modules}
+    trained = {id(parameter) for group in dense for parameter in group.parameters} | weights
+    whole = first
+    if len(shares) > 1:
+        whole = Plan(dense, {name: group for share in shares for name, group in share.sparse.items()})
+    whole.fixed = fixed_groups(model, trained, num_servers)
+    return whole
+
+
+def _check_parameter(
+    parameter: torch.Tensor, names: dict[int, str], owners: dict[int, str], others: Sequence[Plan]
+) -> None:
+    if id(parameter) not in names:
+        raise ModelError(
+            "the optimizer holds a parameter that is not in the model. Make the optimizer after "
+            "`model = fleet.distributed_model(model)`, from model.parameters()."
+        )
+    taken = [p for share in others for group in share.dense for p in group.parameters]
+    is_taken = any(p is parameter for p in taken) or any(owners.get(id(parameter)) in share.sparse for share in others)
+    if is_taken:
+        raise ModelError(
+            f"parameter '{names[id(parameter)]}' is in two optimizers, and its table has one rule: give each optimizer "
+            "parameters of its own"
+        )
+
+
+def _add_sparse(
+    plan: Plan,
+    name: str,
+    embeddings: dict[str, list[SparseEmbedding]],
+    optimizer: torch.optim.Optimizer,
+    group: dict[str, Any],
+    num_servers: int,
+) -> None:
+    if name in plan.sparse:
+        if plan.sparse[name].group is not group:
+            raise ModelError(
+                f"embeddings of table '{name}' are in two param groups: one table has one rule. Put them into one."
+            )
+        return
+    rule = row_rule_of(optimizer, group)
+    refused = "momentum" if rule.momentum else "weight_decay" if needs_row_decay(rule, group) else ""
+    if refused:
+        decay = " Or give the group 'row_weight_decay', which acts on the rows that an update touches (0: on none)."
+        raise ModelError(
+            f"{refused}={getattr(rule, refused)} cannot act on the sparse rows of '{name}', which are touched only now "
+            f"and then. Put the embeddings into a param group of their own with {refused}=0: "
+            f"[{{'params': dense}}, {{'params': sparse, '{refused}': 0}}].{decay if refused == 'weight_decay' else ''}"
+        )
+    plan.sparse[name] = _sparse_group(name, embeddings[name], rule, group, num_servers)
+
+
+def _sparse_group(
+    name: str, modules: list[SparseEmbedding], rule: Rule, group: dict[str, Any], num_servers: int
+) -> SparseGroup:
+    first = modules[0]
+    shown = next((module.weight for module in modules if module.weight.requires_grad), None)
+    for module in modules:
+        module.row_weight.is_shown = module.weight is shown
+    low, high = first.weight_bounds
+    spec = TableSpec(
+        name,
+        "sparse" if first.num_embeddings is None else "array",
+        dim=first.dim,
+        size=first.num_embeddings or 0,
+        rule=msgspec.structs.replace(rule, low=low, high=high),
+        initializer=first.initializer,
+        seed=first.seed,
+        num_shards=num_servers,
+        entry=first.entry,
+        shrink=first.shrink,
+    )
+    return SparseGroup(spec, modules, group)
+
+
+def _policy_text(spec: TableSpec) -> str:
+    """What admission and eviction were told, as it was written."""
+    told = {**msgspec.to_builtins(spec.entry), **msgspec.to_builtins(spec.shrink)}
+    return ", ".join(f"{name}={value}" for name, value in told.items()) or "every id"
+
+
+def _check_float32(parameters: list[torch.nn.Parameter], names: dict[int, str]) -> None:
+    for parameter in parameters:
+        if parameter.dtype != torch.float32:
+            raise ModelError(
+                f"parameter '{names[id(parameter)]}' is {parameter.dtype}: servers hold float32. Use model.float()."
+            )

@@ -1,0 +1,59 @@
+"""What the lookup engine needs from outside: embeddings to look up for, and a source of rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from torchfleet.base.errors import FleetError
+from torchfleet.ps.worker.client.future import Pulled
+from torchfleet.ps.worker.client.shard import Keys
+
+
+class Embedding(Protocol):
+    """A layer that looks rows up."""
+
+    dim: int
+    num_embeddings: int | None  # ids are those from 0 up to it; None: any 64-bit id
+    path: str  # in its model; empty if it is the model
+    training: bool
+
+
+class PullAhead(Protocol):
+    """A pull that is under way."""
+
+    def result(self) -> Pulled: ...
+
+
+class TimedPull:
+    """A pull whose waiting time is noted."""
+
+    def __init__(self, pull: PullAhead, note: Callable[[float], None]) -> None:
+        self._pull, self._note = pull, note
+
+    def result(self) -> Pulled:
+        start = time.perf_counter()
+        pulled = self._pull.result()
+        self._note(time.perf_counter() - start)
+        return pulled
+
+
+class Source(Protocol):
+    """Where rows come from: the communicator of the mode, or the tables of a saved model."""
+
+    pulls_ahead: bool  # rows may be asked for before the step before them has ended
+
+    def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead: ...
+
+
+class NoRows:
+    """The source of a worker that has left its servers: every lookup is an error that says so."""
+
+    pulls_ahead = False
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead:
+        raise FleetError(self._reason)

@@ -1,0 +1,155 @@
+"""Saving a model from worker 0: every server its tables, then the manifest that makes it the model."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from torchfleet.base.errors import CheckpointError
+from torchfleet.base.storage import Storage
+from torchfleet.ps.checkpoint.lock import Reservation, alone, check_written, reserve
+from torchfleet.ps.checkpoint.manifest import (
+    Manifest,
+    Saved,
+    Table,
+    as_json,
+    described,
+    next_save,
+    read_manifest,
+    remove_others,
+    write_donefile,
+    write_manifest,
+)
+from torchfleet.ps.checkpoint.manifest_file import has_manifest
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.lookup.dense_group import BytesGroup
+from torchfleet.ps.worker.lookup.plan import Plan
+
+Kind = Literal["full", "delta", "inference"]
+
+
+def save_model(
+    client: Client,
+    plan: Plan,
+    dirname: str,
+    timeout: float,
+    kind: Kind = "full",
+    extra: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Returns when the whole model is on disk; an error leaves the model that was there before."""
+    storage = Storage(dirname)
+    kept = as_json(extra or {}, "save_persistables")
+    before = read_manifest(storage) if has_manifest(storage) and kind == "delta" else _present(storage)
+    if kind == "delta":
+        _check_base(storage, before, plan)
+    for group in plan.fixed:
+        client.set_dense(group.spec.name, group.values())  # buffers live on workers: the first one's are saved
+    token, with_state = secrets.randbits(62) + 1, kind != "inference"
+    parent = before.token if before is not None and before.kind == "full" else 0
+    with reserve(storage, next_save(storage), token) as held:
+        is_delta = kind == "delta"
+        saved = client.save(storage.path, held.folder, with_state, timeout, token=token, parent=parent, delta=is_delta)
+        manifest = Manifest(
+            held.folder,
+            held.number,
+            "full" if with_state else "inference",
+            client.num_servers,
+            _tables(plan, saved, with_state),
+            [part for server in saved for part in server.parts],
+            token=token,
+            time=max(server.time for server in saved),
+            is_time_set=any(server.is_time_set for server in saved),
+            extra=kept,
+            num_files=sum(len(server.parts) for server in saved),
+        )
+        return _commit(storage, manifest, before if is_delta else None, held)
+
+
+def tell_of_replacing(dirname: str, kind: Kind, known: Collection[str]) -> None:
+    """Say on stderr that a save replaces a model to go on from that this job has neither loaded nor saved.
+
+    `known`: the folders that it has. The usual reason: only the servers' part of the script was told to load.
+    """
+    storage = Storage(dirname)
+    before = _present(storage) if kind != "delta" and storage.path not in known else None
+    if before is not None and before.kind == "full":
+        print(
+            f"{storage.path} holds save {before.number}, and this job did not start from it: the new save replaces "
+            "it. To go on from a saved model, give its folder to fleet.init_server(dirname) and "
+            "fleet.init_worker(dirname).",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _commit(storage: Storage, manifest: Manifest, before: Manifest | None, held: Reservation) -> Manifest:
+    """Make it the model; `before` is what a delta continues, which may have been compacted since it was looked at.
+
+    The model of before goes last: when the files of this one are there, and its manifest has been read back.
+    """
+    with alone(storage):
+        check_written(storage, manifest.save, {part.file: part.bytes for part in manifest.parts})
+        if before is not None:
+            now = read_manifest(storage)
+            if now.token != before.token:
+                raise CheckpointError(
+                    f"another save was made in {storage.path} while this delta was written; it stands, and this one is "
+                    "dropped. Does another job save to the same folder?"
+                )
+            manifest = msgspec.structs.replace(manifest, parent=now.number, base=now.links())
+        write_manifest(storage, manifest)
+        if read_manifest(storage) != manifest:
+            raise CheckpointError(f"the manifest in {storage.path} is not the one that was written: nothing is removed")
+        held.release()
+        write_donefile(storage, manifest)
+        if before is None:
+            remove_others(storage, manifest)
+    return manifest
+
+
+def _present(storage: Storage) -> Manifest | None:
+    """The model that is there now; a damaged one is about to be replaced."""
+    with contextlib.suppress(CheckpointError):
+        return read_manifest(storage)
+    return None
+
+
+def _check_base(storage: Storage, before: Manifest | None, plan: Plan) -> None:
+    """A delta continues a full save of the same tables."""
+    if before is None or before.kind != "full":
+        found = "nothing" if before is None else f"a save for prediction ({before.save})"
+        raise CheckpointError(f"a delta needs a full save in {storage.path}, and there is {found}: use mode=0")
+    known = {table.name: _shape(table) for table in before.tables}
+    now = {table.name: _shape(table) for table in _tables(plan, [], True)}
+    for name in sorted((set(known) | set(now)) - _new_bytes(before, plan)):
+        if known.get(name) != now.get(name):
+            raise CheckpointError(
+                f"table '{name}' is not what it was at the save in {storage.path} ({known.get(name)}, and now "
+                f"{now.get(name)}): a delta cannot continue it. Make a full save (mode=0)."
+            )
+
+
+def _new_bytes(before: Manifest, plan: Plan) -> set[str]:
+    """The table of tensors that are not float32, if the chain was begun by a release that had none: it is whole in
+    every save."""
+    return {group.spec.name for group in plan.fixed if isinstance(group, BytesGroup)} - {t.name for t in before.tables}
+
+
+def _shape(table: Table) -> tuple[Any, ...]:
+    """What must not change from a save to a delta."""
+    return table.kind, table.dim, table.size, table.rule["name"], table.num_states, table.entry, table.shrink
+
+
+def _tables(plan: Plan, saved: list[Saved], with_state: bool) -> list[Table]:
+    tables = []
+    for spec in plan.specs:
+        states = spec.num_states if with_state else 0
+        step = max((server.steps[spec.name] for server in saved), default=0)
+        rows = sum(server.rows[spec.name] for server in saved)
+        tables.append(described(spec, states, step, rows, plan.layouts.get(spec.name, [])))
+    return tables

@@ -1,0 +1,237 @@
+"""The geo mode: each worker trains its own copy with SGD, and every k steps differences are exchanged beside training.
+
+x is the local value, b the base: what this worker believes the server has. Every k steps, for the rows touched since:
+    d = (x - b) / workers;   b ← b + d;   the server adds d
+(what the division leaves over travels with the next exchanges, and all of it at the end)
+and for rows (and the dense block) that others changed, s being the server's value:
+    x ← x + (s - b);   b ← s
+The server's value is its first value plus all differences ever sent.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from torchfleet.base.background import BackgroundThreads
+from torchfleet.base.errors import FleetError
+from torchfleet.base.tracing.span_recorder import Mark, mark, part_of
+from torchfleet.ps.kernels.merge import unique
+from torchfleet.ps.net.wire import DELTA
+from torchfleet.ps.tables.rows.memory import max_table_bytes
+from torchfleet.ps.tables.sparse_table import SparseTable
+from torchfleet.ps.worker.client.client import Client
+from torchfleet.ps.worker.client.future import Changed, Pulled, Ready
+from torchfleet.ps.worker.client.shard import Floats, Keys
+from torchfleet.ps.worker.lookup.plan import Plan
+from torchfleet.ps.worker.lookup.sources import PullAhead
+from torchfleet.ps.worker.modes.communicator import Communicator, Gradients
+
+_NEGLIGIBLE = 1e-6  # a rest that no longer travels; float32 values near 1 are 1e-7 apart
+
+Deltas = dict[str, tuple[Keys, Floats] | Floats]
+
+
+class Geo(Communicator):
+    """Tables and base are touched by one training thread at a time; a thread beside carries differences and answers."""
+
+    steps_here = True
+
+    def __init__(
+        self,
+        client: Client,
+        plan: Plan,
+        connect: Callable[[], Client],
+        k_steps: int,
+        num_workers: Callable[[], int],
+        step_dense: Callable[[], Any],
+    ) -> None:
+        super().__init__(client, plan, connect)
+        self.alone = self._alone = threading.RLock()
+        self._k_steps, self._num_workers = k_steps, num_workers
+        self._step_dense = step_dense
+        self._specs = {
+            name: msgspec.structs.replace(group.spec, kind="sparse", size=0, shard=0, num_shards=1)
+            for name, group in plan.sparse.items()
+        }
+        self._local: dict[str, SparseTable] = {}
+        self._base: dict[str, SparseTable] = {}
+        self._dense_base: dict[str, Floats] = {}
+        self._touched: dict[str, list[Keys]] = {}
+        self._begin_with_none(self._specs)
+        self._out: queue.Queue[Deltas | None] = queue.Queue(1)
+        self._back: queue.Queue[Changed | None] = queue.Queue()  # None: the thread has ended
+        self._under_way = False
+        self._mark: Mark | None = None  # of the step with which the exchange under way began, if it is traced
+        self._num_exchanges = self._last_step = 0  # the step with which an exchange began
+        self._thread = BackgroundThreads(
+            [self._carry], "the exchange with the servers failed", on_end=lambda: self._back.put(None)
+        )
+
+    def _begin_with_none(self, tables: Collection[str]) -> None:
+        """No row of these tables is here, and the model has the servers' dense values."""
+        limit = max_table_bytes()
+        for name in tables:
+            self._local[name], self._base[name] = (SparseTable(self._specs[name], limit) for _ in range(2))
+            self._touched[name] = []
+        self._dense_base = {group.spec.name: group.values() for group in self._plan.dense}
+
+    def own_rows(self, table: str) -> Iterator[tuple[Keys, Floats]]:
+        with self._alone:
+            local = self._local[table]
+            for keys, values, _ in local.chunks():
+                yield keys, values[:, : local.spec.dim]
+
+    def hand_over(self) -> None:
+        with self._alone:
+            self.flush()
+            self._send(share=1.0)
+            self._take_in(self._wait())
+
+    def begin_anew(self, tables: Collection[str]) -> None:
+        with self._alone:
+            self._begin_with_none(tables)
+
+    def start(self) -> None:
+        self._thread.start()
+        self._take_in(self._wait())  # the first answer: from now on the servers note what others change for us
+
+    def pull(self, keys: Mapping[str, Keys], create: bool) -> PullAhead:
+        """Rows of the local copy; those it does not have yet come from the servers first."""
+        with self._alone:
+            return Ready(self._pull_here(keys, create))
+
+    def _pull_here(self, keys: Mapping[str, Keys], create: bool) -> Pulled:
+        missing = {name: absent for name, wanted in keys.items() if len(absent := self._local[name].absent(wanted))}
+        if missing:
+            fetched = super().pull(missing, create).result().rows
+            if not create:
+                return self._mixed(keys, missing, fetched)
+            for name, values in fetched.items():
+                self._local[name].assign(missing[name], values)
+                self._base[name].assign(missing[name], values)
+        rows = {name: self._local[name].pull(wanted) for name, wanted in keys.items()}
+        return Pulled(rows, {name: [] for name in keys})
+
+    def _mixed(self, keys: Mapping[str, Keys], missing: Mapping[str, Keys], fetched: Mapping[str, Floats]) -> Pulled:
+        """For prediction: local rows, and the servers' for ids this worker never trained on, without keeping them."""
+        rows = {}
+        for name, wanted in keys.items():
+            rows[name] = self._local[name].pull(wanted, create=False)
+            if name in missing:
+                order = np.argsort(missing[name])
+                at = np.searchsorted(missing[name], wanted, sorter=order)
+                at = order[np.minimum(at, len(order) - 1)]
+                strangers = missing[name][at] == wanted
+                rows[name][strangers] = fetched[name][at[strangers]]
+        return Pulled(rows, {name: [] for name in keys})
+
+    def _push(self, gradients: Gradients) -> None:
+        with self._alone:
+            self._train_here(gradients)
+
+    def _train_here(self, gradients: Gradients) -> None:
+        for name, (keys, grads) in gradients.sparse.items():
+            self._local[name].push(keys, grads, gradients.rates[name])
+            self._touched[name].append(keys)
+        self._step_dense()
+        if not self._back.empty():
+            self._take_in(self._wait())
+        if self._num_steps - self._last_step >= self._k_steps and not self._under_way:
+            self._last_step = self._num_steps
+            self._send()
+
+    def flush(self) -> None:
+        """All differences are on the servers, and what others had sent by then is here."""
+        with self._alone:
+            if self._under_way:
+                self._take_in(self._wait())
+            self._send()
+            self._take_in(self._wait())
+
+    def settle(self) -> None:
+        self.flush()
+
+    def refresh(self) -> None:
+        self.flush()  # its own copy, with what the others have sent
+
+    def stop(self) -> None:
+        """Send what the divisions have left over, too: the sum of all exchanges that would still come."""
+        try:
+            self.hand_over()
+        finally:
+            self._out.put(None)
+            self._thread.join(timeout=10)
+
+    def stats(self) -> dict[str, Any]:
+        return {**super().stats(), "queue": int(self._under_way), "exchanges": self._num_exchanges}
+
+    def _send(self, share: float | None = None) -> None:
+        deltas: Deltas = {}
+        share = np.float32(share or 1.0 / max(1, self._num_workers()))
+        for group in self._plan.dense:
+            base = self._dense_base[group.spec.name]
+            deltas[group.spec.name] = delta = (group.values() - base) * share
+            base += delta
+        for name, touched in self._touched.items():
+            keys = unique(np.concatenate(touched or [np.empty(0, np.uint64)]))[0]
+            base = self._base[name].pull(keys)
+            rows = (self._local[name].pull(keys) - base) * share
+            self._base[name].assign(keys, base + rows)
+            deltas[name] = (keys, rows)
+            rest = np.abs(self._local[name].pull(keys) - self._base[name].pull(keys)).max(axis=1, initial=0.0)
+            self._touched[name] = [keys[rest > _NEGLIGIBLE]]  # what the division left over goes with the next exchanges
+        self._under_way = True
+        self._num_exchanges += 1
+        self._mark = mark()
+        self._out.put(deltas)
+
+    def _wait(self) -> Changed:
+        """The answer to the exchange under way; the thread's error if it failed."""
+        answer = self._back.get()
+        if answer is None:
+            self._back.put(None)  # for whoever asks next
+            self._thread.check()
+            raise FleetError("the thread that exchanges with the servers has ended")
+        return answer
+
+    def _take_in(self, answer: Changed) -> None:
+        self._under_way = False
+        # A dataset settles a file from its own thread, while training may be between forward and backward.
+        is_beside = self.has_threads or threading.get_ident() != self._main_thread
+        for group in self._plan.dense:
+            values = answer.rows[group.spec.name][1].reshape(-1)
+            group.write(group.values() + (values - self._dense_base[group.spec.name]), unnoticed=is_beside)
+            self._dense_base[group.spec.name] = values.copy()
+        for name in self._plan.sparse:
+            self._fold_in(name, *answer.rows[name])
+
+    def _fold_in(self, name: str, keys: Keys, values: Floats) -> None:
+        local, base = self._local[name], self._base[name]
+        if not len(keys):
+            return
+        strangers = np.isin(keys, local.absent(keys))  # rows that this worker does not hold
+        keys, values = keys[~strangers], values[~strangers]
+        local.assign(keys, local.pull(keys) + (values - base.pull(keys)))
+        base.assign(keys, values)
+
+    def _carry(self) -> None:
+        """The thread beside training."""
+        names = [group.spec.name for group in self._plan.dense] + list(self._plan.sparse)
+        with self._connect() as client:
+            changed = client.pull_changed(names, [0] * client.num_servers).result()
+            while True:
+                self._back.put(changed)
+                deltas = self._out.get()
+                if deltas is None:
+                    return
+                with part_of([self._mark], "exchange"):
+                    client.push_tables(deltas, flags=DELTA).result()
+                    changed = client.pull_changed(names, changed.numbers).result()
+                    while not changed.is_all:
+                        changed = changed.joined(client.pull_changed(names, changed.numbers).result())

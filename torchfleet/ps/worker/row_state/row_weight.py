@@ -1,0 +1,166 @@
+"""The parameter of a sparse embedding: an empty stand-in for rows that live on the servers.
+
+torch's own machinery treats it as any other parameter: param groups, `.to(device)`, counting, hooks of optimizers. Its
+`grad` is what is pending for the table. Computing with it would compute with nothing, so that is an error.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+from torchfleet.base.errors import ModelError
+
+# What goes by type, shape and place of a tensor, and not by its numbers. Attributes have a dot before their name.
+_HARMLESS = frozenset(
+    (
+        *("__dir__", "__format__", "__len__", "__repr__", "__setstate__", "_has_compatible_shallow_copy_type"),
+        *("_is_view", "_typed_storage", "data_ptr", "detach", "dim", "element_size", "get_device", "is_complex"),
+        *("is_contiguous", "is_floating_point", "is_inference", "is_pinned", "is_same_size", "is_set_to", "is_shared"),
+        *("is_signed", "ndimension", "nelement", "numel", "retain_grad", "share_memory_", "size"),
+        *("storage_offset", "stride", "type", "untyped_storage"),
+        *("empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"),
+        *("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"),
+    )
+)
+# What gives the same weight once more, elsewhere: as empty, and as useless to compute with. What detach() and .data
+# give is a plain empty tensor: loops that copy or average all parameters go on working, and no gradient comes of it.
+_ITSELF = frozenset(("bfloat16", "cpu", "cuda", "double", "float", "half", "pin_memory", "requires_grad_", "to"))
+_NUMBERS = frozenset((".H", ".T", ".imag", ".mH", ".mT", ".real"))
+
+
+class PendingGradients(Protocol):
+    """Gradients of rows that wait for a step, by table."""
+
+    def gradient(self, table: str) -> torch.Tensor | None: ...
+
+    def put_gradient(self, table: str, gradient: torch.Tensor | None) -> None: ...
+
+
+class RowWeight(torch.nn.Parameter):
+    """Shape (0, dim). `path` and `table` are for messages; both empty before fleet.distributed_model."""
+
+    path: str = ""
+    table: str = ""
+    is_shown: bool = True  # its gradients, in .grad: of several weights of one table, by one; in hybrid mode by none
+    pending: PendingGradients | None = None
+
+    @classmethod
+    def empty(cls, dim: int) -> RowWeight:
+        """A new one."""
+        weight: RowWeight = torch.Tensor._make_subclass(cls, torch.empty(0, dim), True)
+        return weight
+
+    @classmethod
+    def take_place_of(cls, weight: torch.nn.Parameter) -> RowWeight:
+        """The same object, emptied: whoever holds it (an optimizer, a list of weights) holds the stand-in from now on.
+
+        The numbers must have been copied before.
+        """
+        weight.grad = None
+        weight.data = torch.empty(0, weight.size(1), dtype=weight.dtype, device=weight.device)
+        weight.__class__ = cls
+        assert isinstance(weight, cls)
+        return weight
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """Pending gradients of the table, one row for each row that took part: (rows, dim), or None.
+
+        They are pushed as they are when the step is made: what changes them in place (clipping, unscaling) acts.
+        """
+        return self.pending.gradient(self.table) if self.pending is not None and self.is_shown else None
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        if self.pending is not None and (self.is_shown or gradient is None):
+            self.pending.put_gradient(self.table, gradient)
+        elif gradient is not None:
+            raise ModelError(f"{self.name_in_model}: no gradient of its rows is in .grad, so none can be set")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name, options = _name_of(func), kwargs or {}
+        is_harmless = name in _HARMLESS or name in _ITSELF or (name.startswith(".") and name not in _NUMBERS)
+        if not is_harmless and func is not torch.autograd.grad and not _keeps_shape(name, args):
+            raise ModelError(_refusal(name, args, options))
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **options)
+            return args[0]._like(found) if name in _ITSELF and found is not args[0] else found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RowWeight:
+        """A copy that belongs to no table yet."""
+        if id(self) not in memo:
+            with torch._C.DisableTorchFunctionSubclass():
+                memo[id(self)] = torch.Tensor._make_subclass(type(self), self.data.clone(), self.requires_grad)
+        copied: RowWeight = memo[id(self)]
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As a plain parameter: fleet.distributed_model makes it what it was."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch._utils._rebuild_parameter, (self.data, self.requires_grad, OrderedDict())
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"RowWeight(table={self.table!r}, shape={tuple(self.shape)}, requires_grad={self.requires_grad})"
+
+    def _like(self, moved: torch.Tensor) -> RowWeight:
+        """The same weight on another device or in another type: still no numbers to compute with."""
+        made: RowWeight = torch.Tensor._make_subclass(type(self), moved, False)
+        made.path, made.table = self.path, self.table
+        return made
+
+    @property
+    def name_in_model(self) -> str:
+        """For messages. (`name` is an attribute of every tensor.)"""
+        place = f"'{self.path}.weight'" if self.path else "the weight of a SparseEmbedding"
+        return f"{place} (table '{self.table}')" if self.table else place
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    """`square` for a function or method, `.device` for the reading and `=data` for the setting of an attribute."""
+    name: str = getattr(func, "__name__", str(func))
+    if name in ("__get__", "__set__"):
+        attribute: Any = func.__self__  # type: ignore[attr-defined]
+        return f"{'.' if name == '__get__' else '='}{attribute.__name__}"
+    return name
+
+
+def _keeps_shape(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether an attribute is set, or the weight filled, with something as empty as it is: a move, a saved weight."""
+    if name in ("=data", "copy_"):
+        return isinstance(args[0], RowWeight) and tuple(args[0].shape) == tuple(args[1].shape)
+    return name.startswith("=")
+
+
+def _refusal(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> str:
+    weight = next(found for found in _flat([args, options]) if isinstance(found, RowWeight))
+    owner = f"{weight.path}." if weight.path else "embedding."
+    if name in ("register_hook", "register_post_accumulate_grad_hook"):
+        return (
+            f"{weight.name_in_model}: {name} would never be called, as gradients of rows go to the servers. Look at "
+            "the weight's .grad after backward, from which they are pushed."
+        )
+    return (
+        f"{weight.name_in_model} was used in {name.strip('.=')}, and it is empty: its rows are on the servers. To look "
+        f"rows up, call the module. For a term of the loss on the rows of this batch: {owner}batch_rows() after the "
+        "lookups. For weight decay: 'row_weight_decay' in its param group (and tell libraries that add such terms by "
+        "themselves to leave them out; deepctr-torch: l2_reg_embedding=0, l2_reg_linear=0). For a weight that is used "
+        "whole, as by a tied layer: torch.nn.Embedding(sparse=False), or tie it before fleet.distributed_model. First "
+        "values: set them before fleet.distributed_model, or give an initializer."
+    )
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _flat(inner)
+    else:
+        yield value

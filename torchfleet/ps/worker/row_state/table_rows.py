@@ -1,0 +1,126 @@
+"""What the embeddings of one table share, their copies included: where lookups go, all rows, and the first ones."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchfleet.base.errors import FleetError
+from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.worker.client.shard import Floats, Keys
+from torchfleet.ps.worker.row_state.whole_rows import SLICE, RowSource, WholeRows, fetch
+
+_own = threading.local()
+
+
+@contextlib.contextmanager
+def without_rows() -> Iterator[None]:
+    """In this thread, state_dict() has the empty weights of embeddings meanwhile, and fetches nothing."""
+    before = getattr(_own, "is_without", False)
+    _own.is_without = True
+    try:
+        yield
+    finally:
+        _own.is_without = before
+
+
+def is_without_rows() -> bool:
+    return getattr(_own, "is_without", False)
+
+
+class TableRows:
+    """One table of a model. Every embedding has one; those of the same name share it once the model is distributed."""
+
+    def __init__(self, padding_idx: int | None) -> None:
+        self.engine: Any = None  # where lookups go; None before init_worker
+        self.source: RowSource | None = None  # where all rows are; None before init_worker
+        self.first_keys: np.ndarray[Any, Any] | None = None  # signed; None: first_values are those of 0, 1, ...
+        self.first_values: np.ndarray[Any, Any] | None = None
+        self.loaded: WholeRows | None = None  # by load_state_dict, on its way to the servers
+        self.padding = padding_idx  # of all embeddings of the table; None if they differ
+        self.is_distributed = False  # part of a distributed model: a copy of an embedding reads the same rows
+        self._last: tuple[Any, Any, Any] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableRows:
+        if self.is_distributed:
+            return self
+        made = TableRows(self.padding)
+        made.first_keys, made.first_values = copy.deepcopy(self.first_keys), copy.deepcopy(self.first_values)
+        return made
+
+    def take_over(self, other: TableRows) -> None:
+        """Another embedding of the same table: what it brings counts for this one, too."""
+        self.padding = self.padding if self.padding == other.padding else None
+        if self.first_values is None:
+            self.first_keys, self.first_values = other.first_keys, other.first_values
+
+    def begin_with(self, rows: WholeRows) -> None:
+        """These are the first values. They are copied."""
+        self.first_keys = None if rows.keys is None else np.array(rows.keys.numpy(), np.int64)
+        self.first_values = np.array(rows.values.numpy(), np.float32)
+
+    def whole(self, spec: TableSpec, as_read: bool = False) -> WholeRows:
+        """All rows, as `fetch` gives them: those of the servers, or the first ones before there are servers."""
+        return fetch(self.source or FirstRows(self), spec, self.padding, as_read)
+
+    def whole_for(self, spec: TableSpec, destination: Any) -> WholeRows:
+        """As `whole`, once for all embeddings whose states go into the same `destination`."""
+        if self._last is not None:
+            made_for, keys, values = (None if part is None else part() for part in self._last)
+            if made_for is destination and values is not None:
+                return WholeRows(keys, values)
+        rows = self.whole(spec)
+        with contextlib.suppress(TypeError):  # a plain dict knows no weak references, and is fetched for again
+            parts = (destination, rows.keys, rows.values)
+            # Weak: what nobody holds any longer must not stay because of this.
+            self._last = tuple(None if part is None else weakref.ref(part) for part in parts)  # type: ignore[assignment]
+        return rows
+
+
+class FirstRows:
+    """The rows that a table begins with, as far as they are given."""
+
+    def __init__(self, rows: TableRows) -> None:
+        self._keys, self._values = rows.first_keys, rows.first_values
+
+    def walk(self, table: str) -> Iterator[tuple[Keys, Floats]]:
+        yield from slices(self._keys, self._values)
+
+    def num_rows(self, table: str) -> int:
+        return 0 if self._values is None else len(self._values)
+
+    def check_writable(self) -> None:
+        """They are, until init_worker."""
+
+
+class NoTable:
+    """The source of an embedding whose rows cannot be had any longer."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def walk(self, table: str) -> Iterator[tuple[Keys, Floats]]:
+        raise FleetError(self._reason)
+
+    def num_rows(self, table: str) -> int:
+        raise FleetError(self._reason)
+
+    def check_writable(self) -> None:
+        raise FleetError(self._reason)
+
+
+def slices(
+    keys: np.ndarray[Any, Any] | torch.Tensor | None, values: np.ndarray[Any, Any] | torch.Tensor | None
+) -> Iterator[tuple[Keys, Floats]]:
+    """Rows some at a time. Without keys they are those of 0, 1, ..."""
+    for start in range(0, 0 if values is None else len(values), SLICE):
+        rows = np.asarray(values[start : start + SLICE], np.float32)  # type: ignore[index]
+        some = np.arange(start, start + len(rows)) if keys is None else np.asarray(keys[start : start + SLICE])
+        yield some.astype(np.int64).view(np.uint64), rows

@@ -1,0 +1,128 @@
+"""All rows of a table in host memory: put together from slices, with first values where a declared id has no row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchfleet.base.errors import ModelError
+from torchfleet.base.monitor.progress import Progress
+from torchfleet.ps.tables.rows.memory import available_bytes, max_table_bytes
+from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec
+from torchfleet.ps.tables.sparse_table import SparseTable
+from torchfleet.ps.worker.client.shard import Floats, Keys
+
+SLICE = 1 << 16  # rows
+_GROWTH = 1.25
+
+
+class WholeRows(NamedTuple):
+    """Rows of a table. `keys`: their ids, signed, in rising order; None: rows are those of the ids 0, 1, ..."""
+
+    keys: torch.Tensor | None
+    values: torch.Tensor
+
+
+class RowSource(Protocol):
+    """Where all rows of a table can be had."""
+
+    def walk(self, table: str) -> Iterator[tuple[Keys, Floats]]:
+        """(keys, values), some at a time; of a key that comes twice the later one counts. Belong to the next step."""
+        ...
+
+    def num_rows(self, table: str) -> int:
+        """About how many there are."""
+        ...
+
+    def check_writable(self) -> None:
+        """Raise FleetError if rows cannot be written now."""
+        ...
+
+
+def fetch(source: RowSource, spec: TableSpec, padding: int | None, as_read: bool = False) -> WholeRows:
+    """All rows of a table, in memory of their own. Raises ModelError, before it begins, if they are too many for it.
+
+    With a declared size: a row for every id. One without a row on the servers has its first value, with which training
+    would begin, and `padding` zeros; `as_read`: zeros, as a prediction reads it.
+    """
+    num_rows = spec.size if spec.has_size else source.num_rows(spec.name)
+    _check_memory(spec, num_rows)
+    progress = Progress(f"rows of table '{spec.name}'")
+    if not spec.has_size:
+        rows = _keyed(source, spec, num_rows, progress)
+    else:
+        values, has_row = _sized(source, spec, progress)
+        if not as_read:
+            _fill(spec, values, has_row, padding)
+        rows = WholeRows(None, torch.from_numpy(values))
+    progress.end(f"{len(rows.values):,} are here")
+    return rows
+
+
+def first_rows(spec: TableSpec, keys: Keys) -> Floats:
+    """What the servers give to these ids when they are first seen: it follows from seed, table and id."""
+    plain = msgspec.structs.replace(
+        spec,
+        kind="sparse",
+        size=0,
+        shard=0,
+        num_shards=1,
+        rule=Rule("sgd", 0.0),
+        entry=AdmissionEntry(),
+        shrink=Shrink(),
+    )
+    return SparseTable(plain, max_table_bytes()).pull(keys)
+
+
+def _sized(source: RowSource, spec: TableSpec, progress: Progress) -> tuple[Floats, npt.NDArray[np.bool_]]:
+    """(values by id, zeros where there is no row; which ids have one)."""
+    values, has_row = np.zeros((spec.size, spec.dim), np.float32), np.zeros(spec.size, np.bool_)
+    done = 0
+    for keys, some in source.walk(spec.name):
+        values[keys.view(np.int64)] = some
+        has_row[keys.view(np.int64)] = True
+        done += len(keys)
+        progress.show(f"{done:,} of {spec.size:,}")
+    return values, has_row
+
+
+def _fill(spec: TableSpec, values: Floats, has_row: npt.NDArray[np.bool_], padding: int | None) -> None:
+    missing = np.flatnonzero(~has_row)
+    for start in range(0, len(missing), SLICE):
+        some = missing[start : start + SLICE]
+        values[some] = first_rows(spec, some.astype(np.uint64))
+    if padding is not None and 0 <= padding < len(values) and not has_row[padding]:
+        values[padding] = 0.0
+
+
+def _keyed(source: RowSource, spec: TableSpec, num_rows: int, progress: Progress) -> WholeRows:
+    """Room for the rows that there are said to be is taken at once, and more of it if they turn out to be more."""
+    keys, values, done = np.empty(num_rows, np.int64), np.empty((num_rows, spec.dim), np.float32), 0
+    for some, rows in source.walk(spec.name):
+        end = done + len(some)
+        if end > len(keys):
+            room = max(end, int(_GROWTH * len(keys)))
+            keys, values = np.resize(keys, room), np.resize(values, (room, spec.dim))
+        keys[done:end], values[done:end] = some.view(np.int64), rows
+        done = end
+        progress.show(f"{done:,} of about {num_rows:,}")
+    sorted_keys, from_end = np.unique(keys[:done][::-1], return_index=True)
+    return WholeRows(torch.from_numpy(sorted_keys), torch.from_numpy(values[done - 1 - from_end]))
+
+
+def _check_memory(spec: TableSpec, num_rows: int) -> None:
+    """Rows by key are there twice while they are put into order."""
+    needed = num_rows * (4 * spec.dim + 1) if spec.has_size else 2 * num_rows * (4 * spec.dim + 8)
+    free = available_bytes()
+    if needed > free:
+        raise ModelError(
+            f"table '{spec.name}' has {num_rows:,} rows of {spec.dim} numbers: {needed / 1e9:,.1f} GB are needed to "
+            f"hold it here, and {free / 1e9:,.1f} GB are free. Save it with fleet.save(dirname), where every server "
+            "writes its own share; SparseEmbedding(..., state='none') leaves it out of state_dict()."
+        )

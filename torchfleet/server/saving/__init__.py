@@ -1,1 +1,0 @@
-"""A model to files and back, and where servers may write."""

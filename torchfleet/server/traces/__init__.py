@@ -1,1 +1,0 @@
-"""Requests of steps that are traced, as a server sees them."""

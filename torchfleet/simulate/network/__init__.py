@@ -1,1 +1,0 @@
-"""Between simulated processes: links, packets, and where ranks meet."""
