@@ -30,8 +30,9 @@ COMMANDS = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_it_prints_and_ends_as_a_new_process_does(name: str) -> None:
     command = [sys.executable, "-c", COMMANDS[name], "some", "arguments"]
-    new = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    forked = processes.run(command, stderr=subprocess.PIPE, timeout=30)
+    with processes.interruptible():
+        new = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    forked = processes.run(command, stderr=subprocess.PIPE, timeout=60)
     assert (forked.returncode, forked.stdout) == (new.returncode, new.stdout)
     assert forked.stderr.splitlines()[-1:] == new.stderr.splitlines()[-1:]
 

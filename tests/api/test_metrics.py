@@ -23,7 +23,7 @@ from torchfleet.base.errors import FleetError
 oracle = Late("sklearn.metrics")
 
 Floats = npt.NDArray[np.float64]
-SMALL = settings(max_examples=60, deadline=None)
+SMALL = settings(max_examples=60)
 
 
 def pairwise_auc(scores: Floats, labels: npt.NDArray[Any]) -> float:

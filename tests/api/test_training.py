@@ -496,7 +496,7 @@ def test_looking_ahead_does_not_wait_for_a_batch_that_another_thread_took(tmp_pa
         found: list[Any] = []
         thread = threading.Thread(target=lambda: found.append(batches.ready()), daemon=True)
         thread.start()
-        thread.join(1.0)
+        thread.join(jobs.SECONDS / 2)
         waited = thread.is_alive()
     finally:
         taken.set()
@@ -561,7 +561,7 @@ class Together:
 
     def __call__(self) -> None:
         with contextlib.suppress(threading.BrokenBarrierError):
-            self._barrier.wait(0.5)
+            self._barrier.wait(jobs.SECONDS)
             self.num_met += 1
 
 
@@ -687,7 +687,7 @@ def test_after_half_async_threads_the_model_has_the_servers_dense_parameters(tmp
         def late_write(values: Any, unnoticed: bool = False) -> None:
             is_second = np.count_nonzero(values) == 2
             if not is_second:
-                second_written.wait(2.0)
+                second_written.wait(jobs.SECONDS / 2)
             write(values, unnoticed)
             if is_second:
                 second_written.set()

@@ -9,7 +9,7 @@ import pytest
 from torchfleet.base.background import BackgroundThreads
 from torchfleet.base.errors import DataError, FleetError
 
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 def fail(error: BaseException) -> None:

@@ -12,7 +12,6 @@ from support.paths import ROOT
 from benchmarks import abuse
 
 
-@pytest.mark.timeout(100)
 @pytest.mark.parametrize("attacks", [["gathers"], pytest.param(["leave", "gathers"], marks=pytest.mark.long)], ids=len)
 def test_a_server_outlives_attacks_and_holds_little_of_them(attacks: list[str]) -> None:
     """No figure of speed: other tests run beside this one. Real interpreters, because memory is looked at."""

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from support import processes
 from support.paths import ROOT
 from support.ranks import Ranks
+from support.scripts.launching import START
 
 from benchmarks import dgc_accuracy, dgc_accuracy_worker, slow_links
 from benchmarks.links import Link, LinkError, link
@@ -82,8 +84,9 @@ class TestLinks:
             "--strategies",
             "plain",
         ]
-        job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        mine, deadline = f"fleet-{job.pid:x}", time.monotonic() + 60
+        with processes.interruptible():
+            job = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        mine, deadline = f"fleet-{job.pid:x}", time.monotonic() + START
         try:
             while not workers(job.pid):
                 assert time.monotonic() < deadline
@@ -92,11 +95,11 @@ class TestLinks:
             started = workers(job.pid)
             assert any(name.startswith(mine) for name in existing())
             job.send_signal(how)
-            assert job.wait(30) != 0
+            assert job.wait(60) != 0
         finally:
             job.kill()
             job.wait(10)
-        _, left = psutil.wait_procs(started, timeout=5)
+        _, left = psutil.wait_procs(started, timeout=60)
         assert not left
         assert not any(name.startswith(mine) for name in existing())
 

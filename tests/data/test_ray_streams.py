@@ -18,7 +18,7 @@ from torchfleet.data.arrow_dataset import ArrowDataset
 from torchfleet.data.ray_streams import stream_of_worker
 
 ray = Late("ray")
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("ray_data")]
+pytestmark = pytest.mark.xdist_group("ray_data")
 
 NUM = 600
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from support import jobs
 from support.paths import ROOT
-from support.scripts.launching import Forked, clean_environment, forked_fleetrun
+from support.scripts.launching import SOON, Forked, clean_environment, forked_fleetrun
 
 import torchfleet as fleet
 from torchfleet.base.storage import Storage
@@ -48,7 +48,7 @@ def run(script: str, *arguments: object) -> str:
 def ended(script: str, *arguments: object) -> tuple[int, str]:
     """Exit status and output of an example in a process of its own."""
     with Forked([sys.executable, str(EXAMPLE / script), *map(str, arguments)]) as job:
-        return job.wait(60), job.output
+        return job.wait(SOON), job.output
 
 
 def fleet_of(log: Path, script: str, *arguments: object, servers: int = 2, workers: int = 2) -> list[str]:
@@ -236,7 +236,7 @@ def test_the_pipe_reader_works_from_a_folder_with_a_space_in_its_name(tmp_path: 
         (copied / path.name).write_bytes(path.read_bytes())
     command = [sys.executable, str(copied / "train.py"), "--data", str(few), *QUICK, "--reader", "pipe"]
     with Forked(command) as job:
-        assert job.wait(60) == 0, job.output
+        assert job.wait(SOON) == 0, job.output
     assert len(test_aucs(job.output)) == 1
 
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 from support import jobs, processes
 from support.paths import ROOT
-from support.scripts.launching import Forked, clean_environment, forked_fleetrun
+from support.scripts.launching import SOON, Forked, clean_environment, forked_fleetrun
 
 from torchfleet.apps.word2vec.vectors import WordVectors
 from torchfleet.apps.word2vec.vocabulary import Vocabulary
@@ -706,5 +706,5 @@ def test_a_mistake_is_named_in_one_line_before_training(
 
 def test_a_mistake_ends_the_process_with_status_1_and_one_line(tmp_path: Path) -> None:
     with Forked([sys.executable, str(EXAMPLE / "train.py"), "--text", str(tmp_path / "nowhere")]) as job:
-        assert job.wait(60) == 1
+        assert job.wait(SOON) == 1
     assert job.output == f"train.py: --text {tmp_path}/nowhere: No such file or directory\n"

@@ -178,7 +178,6 @@ def test_a_process_killed_in_the_middle_of_its_last_upload_leaves_the_old_model(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
 def test_a_job_with_servers_goes_on_from_there(folder: str, tmp_path: Path) -> None:
     """Three steps are saved there; servers and a worker, as processes, load them and go on: as six without a break."""
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.scripts.launching import Started, forked_fleetrun, run_dir, wait_until
+from support.scripts.launching import SOON, Started, forked_fleetrun, run_dir, wait_until
 from support.scripts.watched import BATCH, STEPS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -144,7 +144,7 @@ def test_a_fleet_is_scraped_by_prometheus_read_by_tensorboard_and_logs_json(tmp_
             lambda: scraper.ask("torchfleet_steps_total") == dict.fromkeys(workers, float(STEPS)), PATIENCE, "all steps"
         )
         wait_until(lambda: len(scraper.ask("torchfleet_metric")) == 4, PATIENCE, "metrics")
-        wait_until(lambda: scraper.ask("up == 1") != {} and len(scraper.ask("torchfleet_build_info")) == 3, 20, "up")
+        wait_until(lambda: scraper.ask("up == 1") != {} and len(scraper.ask("torchfleet_build_info")) == 3, SOON, "up")
         assert scraper.ask("torchfleet_samples_total") == dict.fromkeys(workers, float(STEPS * BATCH))
         assert scraper.ask("torchfleet_step_seconds_count") == dict.fromkeys(workers, STEPS - 1.0)
         assert scraper.ask('torchfleet_metric{name="index"}') == {

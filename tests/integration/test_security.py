@@ -9,7 +9,6 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -27,8 +26,6 @@ from torchfleet.ps.net.wire import Command, Message, Role, encode
 from torchfleet.ps.tables.settings.spec import TableSpec
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.connection import Patience
-
-pytestmark = pytest.mark.timeout(60)
 
 SHORT = Patience(timeout=1.0, retries=1)
 SPEC = TableSpec("t", dim=1)
@@ -180,11 +177,8 @@ class TestStrangers:
     def stays_outside(self, stranger: Client, server: ServerThread, insider: Client) -> None:
         """It gets no answer, the server does not even see its request, and others are served meanwhile."""
         before = server.server.state.num_requests
-        with closing(stranger):
-            started = time.monotonic()
-            with pytest.raises(ServerUnreachable, match=server.endpoint):
-                stranger.ping()
-            assert time.monotonic() - started < 3
+        with closing(stranger), pytest.raises(ServerUnreachable, match=server.endpoint):
+            stranger.ping()
         assert server.server.state.num_requests == before
         assert insider.pull("t", [1]).result().tolist() == [[0]]
 

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.scripts.launching import START, TINY, Forked, Started
+from support.scripts.launching import SOON, START, TINY, Forked, Started
 
 from torchfleet.launch.roles import free_ports
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
 NAME = "torchfleet-test-server"
 # What a worker does: it connects by name, is heard, and asks again when it is told to.
@@ -62,7 +62,7 @@ def test_a_worker_that_never_comes_is_named_at_the_end() -> None:
         text = r"after 6 s \(FLEET_START_TIMEOUT\) these have not joined: worker 0, worker 2 of 3\. Look at their logs"
         assert re.search(text, worker.output), worker.output
         server.process.terminate()
-        server.wait(10)
+        server.wait(SOON)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_name_that_comes_late_and_then_moves_is_found(own_hosts: tuple[Path, l
         publish("127.0.0.2")
         client.wait_for("heard", START)
         first.process.kill()
-        first.process.wait(10)
+        first.process.wait(SOON)
         publish("127.0.0.3")
         with server("127.0.0.3") as second:
             second.wait_for("listening on", START)
@@ -102,4 +102,4 @@ def test_a_name_that_comes_late_and_then_moves_is_found(own_hosts: tuple[Path, l
             client.wait_for("heard again", START)
             assert client.wait(START) == 0
             second.process.terminate()
-            second.wait(10)
+            second.wait(SOON)

@@ -22,7 +22,7 @@ import pytest
 from nbclient import NotebookClient
 from support import processes
 from support.paths import ROOT
-from support.scripts.launching import clean_environment, wait_until
+from support.scripts.launching import SOON, clean_environment, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -233,4 +233,4 @@ def test_a_fleet_ends_with_its_kernel(tmp_path: Path) -> None:
         kernel.begin("fleet.notebook.run(waits)", "[worker 0] waiting")
         assert len(kernel.started()) >= 2
         os.kill(kernel.pid, 9)
-        wait_until(lambda: not kernel.started(), 30.0, "end of the processes")
+        wait_until(lambda: not kernel.started(), SOON, "end of the processes")

@@ -142,7 +142,7 @@ def marginals(chance: npt.NDArray[np.uint32], other: npt.NDArray[np.int32]) -> F
     return found / len(chance)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.one_of(st.just(0.0), st.floats(1e-3, 1e9), st.integers(1, 5).map(float)), min_size=1, max_size=40))
 def test_an_alias_table_has_the_chances_of_its_weights(weights: list[float]) -> None:
     weights_W = np.array(weights)

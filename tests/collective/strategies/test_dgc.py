@@ -50,7 +50,7 @@ def numbers(kind: str, size: int, seed: int) -> torch.Tensor:
     return kinds[kind]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.sampled_from(["normal", "heavy", "mostly 0", "few values", "rising", "in waves", "with NaN"]),
     st.integers(1, 1000) | st.integers(65_000, 300_000),
@@ -85,7 +85,7 @@ def test_the_number_of_values_sent_is_rounded_up(size: int, sparsity: float, exp
 # What is kept
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 400), st.floats(0, 0.99), st.integers(1, 6), st.integers(0, 100))
 def test_what_is_sent_and_what_remains_add_up(size: int, momentum: float, num_steps: int, seed: int) -> None:
     made = torch.Generator().manual_seed(seed)
@@ -284,7 +284,6 @@ def save_digits(path: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_seeds", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_accuracy_on_digits_is_that_of_dense_training(ranks: Ranks, tmp_path: Path, num_seeds: int) -> None:
     digits = save_digits(tmp_path / "digits")

@@ -255,7 +255,7 @@ def test_a_dry_run_prints_commands_and_no_keys(script: Path, capsys: pytest.Capt
 # Text that Kubernetes reads as it was given
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30))
 def test_a_command_and_a_variable_arrive_as_they_were_given(text: str) -> None:
     job = K8sJob("job", "image", ("/app/train.py", text), 1, 1, environment=(("V", text),))
@@ -273,7 +273,7 @@ _NO_TEXT = re.compile(
 )
 
 
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 @given(st.one_of(st.text(string.printable, max_size=20), st.from_regex(_NO_TEXT, fullmatch=True)))
 def test_no_text_can_be_taken_for_a_number_or_a_truth(text: str) -> None:
     written = text_of({"data": {text: text}})
@@ -283,13 +283,13 @@ def test_no_text_can_be_taken_for_a_number_or_a_truth(text: str) -> None:
             assert not _NO_TEXT.fullmatch(event.value)
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(st.text(max_size=60))
 def test_every_script_has_a_name_that_kubernetes_takes(text: str) -> None:
     assert check_name(name_of(f"/a/{text}.py"), "x")
 
 
-@settings(max_examples=examples(20), deadline=None)
+@settings(max_examples=examples(20))
 @given(st.text(string.printable + "é\u2028\x85\t", max_size=60))
 def test_a_script_arrives_as_it_is(text: str) -> None:
     job = K8sJob("job", "image", ("/script/a.py",), 1, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 from torchfleet.ps.kernels import checksum
@@ -42,7 +42,6 @@ def test_it_goes_on_from_what_comes_before(first: bytes, second: bytes) -> None:
     assert crc32c(memoryview(b"x" + second)[1:], before) == plain(second, before)  # whatever the alignment
 
 
-@settings(deadline=None)  # compiled at its first call
 @given(some.integers(0, 2**32 - 1), some.integers(0, 2**64 - 1))
 def test_processors_without_the_instruction_come_to_the_same(crc: int, word: int) -> None:
     data = word.to_bytes(8, "little")

@@ -85,14 +85,14 @@ def run(twin: Twin, operations) -> None:
         twin.check()
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.integers(0, LARGEST), operations)
 def test_a_key_map_is_a_dict(salt, operations):
     with mock.patch.object(keymap, "FIRST_BUCKETS", 4):
         run(Twin(salt), operations)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.integers(0, LARGEST), st.integers(1, 70), operations)
 def test_a_key_map_is_a_dict_while_it_grows(salt, num_moved, operations):
     with mock.patch.object(keymap, "SMALL", 1), mock.patch.object(keymap, "MOVES_PER_KEY", 0):

@@ -103,7 +103,7 @@ def run(twin: Twin, operations) -> None:
 
 
 @pytest.mark.parametrize("kind", MAPS)
-@settings(deadline=None, max_examples=examples(20))
+@settings(max_examples=examples(20))
 @given(st.integers(0, LARGEST), operations)
 def test_a_map_is_a_dict(kind, salt, operations):
     with mock.patch.object(keymap, "FIRST_BUCKETS", 4), mock.patch.object(packed_map, "FIRST_BUCKETS", 2):
@@ -124,7 +124,7 @@ def begin_growth(num_moved: int, salt: int = 77) -> Twin:
     return twin
 
 
-@settings(deadline=None, max_examples=examples(20))
+@settings(max_examples=examples(20))
 @given(st.integers(0, LARGEST), st.integers(0, 32), operations)
 def test_a_packed_map_is_a_dict_while_it_grows(salt, num_moved, operations):
     twin = begin_growth(num_moved, salt)
@@ -272,7 +272,7 @@ marks = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=examples(20))
+@settings(max_examples=examples(20))
 @given(st.integers(0, 32), marks)
 def test_marks_stay_with_their_rows(num_moved, steps):
     twin = begin_growth(num_moved)
