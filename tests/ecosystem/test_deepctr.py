@@ -167,7 +167,6 @@ def test_async_training_by_two_workers_is_as_good_as_torch_from_another_seed() -
     plain = [plain_auc(seed) for seed in range(3)]
     run = jobs.run(body, lambda: made_sparse(make_model("DeepFM", 0)), adagrad, mode="async", num_workers=WORKERS)
     assert min(plain) > 0.6
-    print("ASYNC", run.results, plain)
     assert run.results[0] > min(plain) - (max(plain) - min(plain)), plain
 
 
