@@ -283,6 +283,12 @@ def save_digits(path: Path) -> str:
     return str(path)
 
 
+LESS = 3.5
+"""Points on 897 digits, after 900 steps in which a value is sent about once. Two networks that are right on 98 % each are
+wrong on 18 digits, as another order of sums has it on others: were their errors independent, which digits of one data set
+are not, their difference would deviate by 6 digits, 0.67 points. 3.5 points are 5.2 of these: by chance, once in 10^7."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_seeds", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_accuracy_on_digits_is_that_of_dense_training(ranks: Ranks, tmp_path: Path, num_seeds: int) -> None:
@@ -294,8 +300,8 @@ def test_accuracy_on_digits_is_that_of_dense_training(ranks: Ranks, tmp_path: Pa
         for name, each in fields.items()
     }
     dense, dgc = np.mean(found["dense"]), np.mean(found["dgc"])
-    assert dense > 97
-    assert dgc > dense - 0.5, found  # points; after 900 steps, in which a value is sent about once
+    assert dense > 95
+    assert dgc > dense - LESS, found
 
 
 def misused() -> dict[str, Any]:
