@@ -30,7 +30,7 @@ from torchfleet.ps.worker.row_state.table_rows import slices
 _ROWS_AT_ONCE = 1 << 13  # in one message: small enough that a server's other clients need not wait long
 _REST = np.float32(1e-3)  # what `share` leaves over counts as a change only if it is more
 _HOT = 16  # a row that has been changed so often goes with every exchange, others with every 16th
-_FEW = 2  # copies; with more of them, a row that waits to be hot has gone apart on all of them (docs/log.md)
+_FEW = 2  # copies; with more of them, a row that waits to be hot has gone apart on all of them (benchmarks/log.md)
 
 
 class WholeTables(Communicator):
