@@ -337,9 +337,8 @@ def test_a_very_long_pull_of_a_client_is_made_of_several(fleet: Fleet, monkeypat
             client.push(spec.name, range(0, 50, 2), np.full((25, spec.dim), 3, np.float32)).result()
         before = [server.state.counters.num_requests for server in fleet.servers]
         pulled = client.pull_tables({"a": keys[0], "b": keys[1]}).result()
-        assert [
-            server.state.counters.num_requests - num for server, num in zip(fleet.servers, before, strict=True)
-        ] == [10, 10]
+        after = [server.state.counters.num_requests for server in fleet.servers]
+        assert [now - num for now, num in zip(after, before, strict=True)] == [10, 10]
     for spec, wanted in zip(specs, keys, strict=True):
         oracle = SgdOracle(spec.dim, 1.0)
         oracle.push(range(0, 50, 2), np.full((25, spec.dim), 3, np.float32))

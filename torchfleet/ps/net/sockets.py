@@ -108,8 +108,8 @@ class Listener:
 
     def _next(self, timeout_ms: int, rest: Callable[[], bool]) -> list[zmq.Frame] | None:
         """The next request, or as many of its frames as a request may have and one more. Under load there is one
-        already, and a poll, which is dearer than taking it, is saved. `rest` is called if there is none, and if it leaves
-        more to do the socket is only looked at."""
+        already, and a poll, which is dearer than taking it, is saved. If there is none `rest` is called, and the socket
+        is waited for unless that has more to do."""
         with contextlib.suppress(zmq.Again):
             return self._frames()
         self._doorkeeper.rest()

@@ -65,7 +65,7 @@ class Handler(Protocol):
         """Replies that are now ready, to this or to other peers. `role` is what the transport proved, if it did."""
 
     def ready(self) -> list[tuple[Peer, list[Frame]]]:
-        """Replies that have become ready since, by work. To be asked for after each slice of work that did something."""
+        """Replies that work has made ready. To be asked for after each slice that did something."""
 
     def tick(self, now: float) -> list[tuple[Peer, list[Frame]]]:
         """It is `now`: replies that became due by the passing of time, and those that are ready. To be called every

@@ -84,10 +84,8 @@ def _begin_anew(state: State, worker: int) -> None:
 
 
 def _check_rules(state: State, body: JoinBody) -> None:
-    own, told = (
-        (state.meetings.members.min_workers, state.meetings.members.on_loss),
-        (body.min_workers, body.on_worker_loss),
-    )
+    members = state.meetings.members
+    own, told = (members.min_workers, members.on_loss), (body.min_workers, body.on_worker_loss)
     if state.num_workers and own != told:
         raise RoleError(
             f"this server was started with FLEET_MIN_WORKERS={own[0]} and FLEET_ON_WORKER_LOSS={own[1]}, and the "
@@ -97,10 +95,8 @@ def _check_rules(state: State, body: JoinBody) -> None:
 
 def _told(state: State, worker: int) -> Answer:
     """The reply to JOIN: worker/client/requests.py has its fields."""
-    restarts, present = (
-        state.meetings.members.num_restarts(worker),
-        state.meetings.members.num_present(state.num_workers),
-    )
+    members = state.meetings.members
+    restarts, present = members.num_restarts(worker), members.num_present(state.num_workers)
     return [pack({"step": state.pushes.num_steps, "restarts": restarts, "num_members": present})]
 
 

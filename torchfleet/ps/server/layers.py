@@ -2,12 +2,11 @@
 
     Listener.serve → Server.handle → decode → layers → COMMANDS[…] → table → encode
 
-| layer, outermost first | is there                                              | what it adds                          |
-|------------------------|-------------------------------------------------------|---------------------------------------|
-| TracedRequests         | once a request of a traced step has come              | times, for its reply and for spans    |
-| Loading                | while the server loads, compiles or waits for a backup | refuses all but PING                  |
-| LongPulls              | while a long pull is under way                        | its client's later requests wait      |
-| Journal                | with a log on disk or a backup                        | an entry for each change              |
+    layer, outermost first   is there                                              what it adds
+    TracedRequests           once a request of a traced step has come              times, for its reply and for spans
+    Loading                  while the server loads, or waits for its backup       refuses all but PING
+    LongPulls                while a long pull is under way                        its client's later requests wait
+    Journal                  with a log on disk, or a backup                       an entry for each change
 
 `Server.layers` is the list. Around the whole server, where its replies leave, stand LoggedServer, which holds replies
 until their entries are safe, and Replica, which answers only for the shard that it is sure of.

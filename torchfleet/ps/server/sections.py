@@ -44,9 +44,9 @@ class Section:
 
 
 def mean_section(sections: list[Section]) -> Section:
-    """One section with the mean gradient of all, each worker counting by its samples; rate and `pulled_at` of the first.
+    """One section with the mean gradient of all, each worker counting by its samples.
 
-    If one does not say how many, or all have the same number, they count alike.
+    If one does not say how many, or all have the same number, they count alike. Rate and `pulled_at` are the first's.
     """
     first = sections[0]
     if any(section.table is not first.table for section in sections):

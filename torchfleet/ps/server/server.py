@@ -314,10 +314,7 @@ class Server:
 
     def rest(self) -> bool:
         """As Handler.rest: a table that has put off work of its own does one slice of it."""
-        for table in self.state.tables.values():
-            if table.settle():
-                return True
-        return False
+        return any(table.settle() for table in self.state.tables.values())
 
     def wakes(self) -> tuple[object, ...]:
         """As Handler.wakes: all that it does is asked for by requests, or by time."""

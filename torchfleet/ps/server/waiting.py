@@ -89,8 +89,8 @@ def _expired_bound(state: State, now: float) -> list[tuple[Request, FleetError]]
         return []
     names = ", ".join(map(str, state.pushes.bound.slow()))
     error = WorkerMissing(
-        f"after {timeout:g} s {_STEP} still waits for worker {names}, which max_staleness={state.pushes.bound.limit} lets "
-        "nobody leave further behind. Look at its log; if it is only slow, give a longer sync_timeout."
+        f"after {timeout:g} s {_STEP} still waits for worker {names}, which no other worker may leave further behind "
+        f"(max_staleness={state.pushes.bound.limit}). Look at its log; if it is only slow, give a longer sync_timeout."
     )
     return [(request, error) for request in state.pushes.bound.end_waits()]
 
