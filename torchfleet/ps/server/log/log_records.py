@@ -105,8 +105,8 @@ class Records:
         magic = bytes(prefix[: len(MAGIC)])
         if magic != MAGIC and magic.startswith(MAGIC[:-1]):
             raise LogError(
-                f"{self._place} is a log of format {magic[-1:].decode('latin-1')}, and this version of torchfleet reads "
-                f"format {MAGIC[-1:].decode()} only. Go on from the last checkpoint, with another folder for the log."
+                f"{self._place} is a log of format {magic[-1:].decode('latin-1')}, and this torchfleet reads format "
+                f"{MAGIC[-1:].decode()} only. Go on from the last checkpoint, with another folder for the log."
             )
 
     def _tear(self, at: int, stop: int, why: str) -> None:
