@@ -93,10 +93,7 @@ class Future(Generic[Result]):
     @property
     def is_done(self) -> bool:
         """All answers are in. A wait for any of them takes them in, so `result` or another request may be needed."""
-        for _, call in self._waits:
-            if not call.is_done:
-                return False
-        return True
+        return all(call.is_done for _, call in self._waits)
 
     def result(self) -> Result:
         """Wait for all answers. Raises the first error; every wait ends at the request's time-out."""

@@ -77,9 +77,7 @@ class KnownTable:
         flat = np.ascontiguousarray(values, np.float32).reshape(-1)
         if not self.is_dense or len(flat) != self.spec.size:
             self.expect_dense()
-            raise TableError(
-                f"dense table '{self.spec.name}' has {self.spec.size:,} elements, found {len(flat):,}"
-            )
+            raise TableError(f"dense table '{self.spec.name}' has {self.spec.size:,} elements, found {len(flat):,}")
         if not are_finite:
             self.check_finite(flat)
         shards = []
@@ -95,7 +93,8 @@ class KnownTable:
         """Checked here as well as on the servers: what one of them refuses, none of them may apply."""
         if not all_finite(values.reshape(-1).view(np.uint32)):
             raise TableError(
-                f"NaN or infinity in the values for table '{self.spec.name}'; nothing was sent. Look for it in the loss."
+                f"NaN or infinity in the values for table '{self.spec.name}'; nothing was sent. Look for it in the "
+                "loss."
             )
 
     def _pairs(self, keys: Iterable[npt.NDArray[np.uint64]], rows: Iterable[Floats]) -> Pairs:
