@@ -20,7 +20,7 @@ from torchfleet.ps.server.state import budgets, work_queue
 from torchfleet.ps.server.state.budgets import MAX_HELD, MAX_WAITING, Budgets
 from torchfleet.ps.tables.settings.policy import CountFilterEntry
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
-from torchfleet.ps.worker.client import sharded_tables
+from torchfleet.ps.worker.client import client as client_module
 
 MEGABYTE = 1 << 20
 JOIN = {"host": "there", "pid": 1, "num_workers": 2, "timeout": 5.0, "sync_timeout": 50.0}
@@ -328,7 +328,7 @@ def test_new_rows_leave_some_memory_free(server: Server, monkeypatch: pytest.Mon
 
 
 def test_a_very_long_pull_of_a_client_is_made_of_several(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_tables, "MAX_PULLED", 1000)
+    monkeypatch.setattr(client_module, "MAX_PULLED", 1000)
     specs = [TableSpec("a", dim=2, rule=Rule("sgd", lr=1.0)), TableSpec("b", dim=1, rule=Rule("sgd", lr=1.0))]
     keys = [np.random.default_rng(dim).integers(0, 50, (40, 20)).astype(np.uint64) for dim in (2, 1)]
     with fleet.client() as client:

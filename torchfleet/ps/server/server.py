@@ -23,7 +23,6 @@ from torchfleet.ps.net.wire import (
     decode,
     encode_reply,
     error_arrays,
-    version_of,
 )
 from torchfleet.ps.server.commands import COMMANDS, CommandHandler
 from torchfleet.ps.server.layers import Answer, Layer, Loading, Recorder, Result, Run, composed
@@ -127,7 +126,7 @@ class Server:
             if message.shard != self.shard or message.term > self.term:
                 raise self._misled(message)
         except WireError as error:
-            broken = Request(Message(Command.PING, call=call_of(frames)), peer, version=version_of(frames))
+            broken = Request(Message(Command.PING, call=call_of(frames)), peer)
             self.state.finish(broken, error)
             return self.ready()
         counters.num_by_command[message.command if message.command in COMMANDS else 0] += 1
@@ -238,7 +237,7 @@ class Server:
         if request.taken:
             reply.taken, reply.answered = request.taken, self.traced.answered(request)
         try:
-            return encode_reply(reply, request.version)
+            return encode_reply(reply)
         except WireError as error:  # more than a message can hold: that must not end the service of all others
             self.state.counters.num_errors += 1
             reply.status, reply.arrays = ERROR, error_arrays(type(error).__name__, str(error))

@@ -73,10 +73,10 @@ class WholeTables(Communicator):
         """Called after every step, from any thread: starts an exchange when it is time, and never waits."""
         with self._changed:
             self._check()
-            self._num_steps += 1
+            self.num_steps += 1
             is_idle = self._num_wanted == self._num_done
-            if is_idle and 0 < self._steps_between <= self._num_steps - self._last_step:
-                self._last_step = self._num_steps
+            if is_idle and 0 < self._steps_between <= self.num_steps - self._last_step:
+                self._last_step = self.num_steps
                 self._want()
 
     def flush(self) -> None:
