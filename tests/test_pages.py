@@ -143,12 +143,6 @@ def test_the_first_screen_of_the_readme_has_the_two_commands() -> None:
         assert command in targets
 
 
-def test_the_first_screen_of_the_readme_says_what_runs_where() -> None:
-    screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:FIRST_SCREEN])
-    for process in ("server", "worker", "fleetrun"):
-        assert re.search(rf"^\| `?{process}`? \|", screen, re.MULTILINE)
-
-
 def test_the_checks_see_what_is_missing(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     block = "```\npython examples/none.py --data a/b\n```\n"

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from support.messages import naming
 from support.paths import ROOT
 from support.ranks import Ranks
 
@@ -48,7 +49,7 @@ class TestLinks:
         with link() as joined:
             assert slow_links.held(joined, 50) == pytest.approx(50, rel=0.2)  # headers count towards the 50
             assert slow_links.held(joined, 0) > 200
-            with pytest.raises(LinkError, match="should be held at 5 Mbit/s"):
+            with pytest.raises(LinkError, match=naming("5 Mbit/s")):
                 slow_links.held(Unlimited(joined), 5)
 
     def test_nothing_is_left_when_a_block_fails(self) -> None:
@@ -141,12 +142,12 @@ class TestCommandLine:
         monkeypatch.setattr(shutil, "which", lambda tool: f"/sbin/{tool}")
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
         monkeypatch.setattr(sys, "argv", ["slow_links"])
-        with pytest.raises(SystemExit, match=r"slow_links: .*need root.*sudo"):
+        with pytest.raises(SystemExit, match=naming("slow_links", "root")):
             slow_links.main()
 
     def test_iproute2_is_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "which", lambda tool: None)
-        with pytest.raises(LinkError, match="ip and tc not found: install iproute2"), link():
+        with pytest.raises(LinkError, match="iproute2"), link():
             pass
 
     @pytest.mark.parametrize(
@@ -187,13 +188,13 @@ class TestRanks:
         waiting = [sys.executable, "-c", "import time; time.sleep(60)"]
         failing = [sys.executable, "-c", "print('no such thing'); raise SystemExit(3)"]
         start = time.monotonic()
-        with pytest.raises(SystemExit, match=r"(?s)rank 1 failed.*no such thing"):
+        with pytest.raises(SystemExit, match=naming("rank 1", "no such thing")):
             run_ranks([waiting, failing], 50)
         assert time.monotonic() - start < 30
         assert not [child for child in psutil.Process().children() if "time.sleep(60)" in " ".join(child.cmdline())]
 
     def test_ranks_that_take_too_long_are_ended(self) -> None:
-        with pytest.raises(SystemExit, match=r"not done after 0.2 s"):
+        with pytest.raises(SystemExit, match=naming("0.2")):
             run_ranks([[sys.executable, "-c", "import time; time.sleep(60)"]], 0.2)
 
 

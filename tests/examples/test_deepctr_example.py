@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import jobs, processes
+from support.messages import names
 from support.paths import ROOT
 from support.scripts.launching import forked_fleetrun
 
@@ -57,4 +58,4 @@ def test_a_server_and_two_workers_tell_clicks(tmp_path: Path) -> None:
 
 def test_lines_that_torchfleet_adds_are_as_few_as_the_readme_says() -> None:
     marked = len(re.findall(r"# fleet\b", SCRIPT.read_text())) - 1  # once in the explanation
-    assert f"{marked} lines" in (SCRIPT.parent / "README.md").read_text()
+    assert names((SCRIPT.parent / "README.md").read_text(), marked)

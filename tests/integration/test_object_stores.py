@@ -18,6 +18,7 @@ import torch
 from support import jobs, processes
 from support.cut_proxy import SECONDS, CutProxy, cut_proxy
 from support.late_imports import Late
+from support.messages import naming
 from support.one_number import NUM_IDS, Model, held, set_all
 from support.paths import ROOT, SCRIPTS
 from support.scripts import killed_saves, resuming
@@ -92,7 +93,7 @@ def test_full_saves_deltas_and_compaction_load_whole(
     part.worker.save(folder, "delta")
     assert held(part, folder) == 5
     assert command.main(["inspect", folder, "--check"]) == 0
-    assert "files are whole" in capsys.readouterr().out
+    assert re.search(r"\b\d+ files", capsys.readouterr().out)
 
 
 def test_another_process_s_save_is_seen_at_once(part: jobs.Part, folder: str) -> None:
@@ -153,7 +154,7 @@ def test_a_connection_cut_in_the_middle_of_a_manifest_leaves_the_old_model(
     with cut_proxy(address, f"/{name}", 300) as proxy, pytest.MonkeyPatch.context() as patch:
         use(patch, proxy.endpoint)
         patch.setitem(fsspec.config.conf["s3"], "config_kwargs", {"retries": {"max_attempts": 1}})
-        with pytest.raises(CheckpointError, match=rf"{name} cannot be written: "):
+        with pytest.raises(CheckpointError, match=naming(name)):
             part.worker.save(folder, "full")
         assert proxy.num_cut
     assert held(part, folder) in ((1,) if name != "manifest.json" else (1, 2))
@@ -248,9 +249,7 @@ def test_half_a_file_is_not_uploaded_as_a_whole_one(folder: str) -> None:
 
 
 def test_a_bucket_that_is_not_there_is_an_error_and_is_not_made(part: jobs.Part, address: Address) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"s3://no-such-bucket/model/.* cannot be written: .*bucket does not exist"
-    ):
+    with pytest.raises(CheckpointError, match=naming("s3://no-such-bucket/model/")):
         part.worker.save("s3://no-such-bucket/model", "full")
     assert not fsspec.filesystem("s3").exists("no-such-bucket")
 
@@ -270,7 +269,7 @@ def test_a_collective_model_is_saved_loaded_inspected_and_exported(
         "manifest-000002.json", "manifest.json", "save-000002",
     ]  # fmt: skip
     assert command.main(["inspect", folder, "--check"]) == 0
-    assert "pieces are whole" in capsys.readouterr().out
+    assert re.search(r"\b\d+ pieces", capsys.readouterr().out)
     assert command.main(["export", folder, "--out", f"{folder}/out.safetensors"]) == 0
     with fsspec.open(f"{folder}/out.safetensors", "rb") as file:
         found = load(file.read())
@@ -287,7 +286,7 @@ def test_a_collective_save_cut_in_the_middle_of_a_manifest_leaves_the_old_model(
     with cut_proxy(address, "/manifest-000002.json", 300) as proxy, pytest.MonkeyPatch.context() as patch:
         use(patch, proxy.endpoint)
         patch.setitem(fsspec.config.conf["s3"], "config_kwargs", {"retries": {"max_attempts": 1}})
-        with pytest.raises(CheckpointError, match=r"manifest-000002\.json cannot be written: "):
+        with pytest.raises(CheckpointError, match=naming("manifest-000002.json")):
             save_collective(folder, Net(), None, [], ALONE)
     loaded = Net()
     load_parameters(folder, loaded)

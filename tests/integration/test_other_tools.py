@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.messages import names
 from support.scripts.launching import Started, forked_fleetrun, run_dir, wait_until
 from support.scripts.watched import BATCH, STEPS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -127,7 +128,7 @@ def check_logs(folder: Path, lines: list[str], role: str) -> None:
         assert told["WARNING: half a \ufffd line"] == "warning"
     shown = [json.loads(line) for line in lines]
     assert {line["role"] for line in shown} == {"fleetrun", role}
-    assert any(line["text"].startswith("finished; logs in") for line in shown)
+    assert any(names(line["text"], folder) for line in shown if line["role"] == "fleetrun")
 
 
 @pytest.mark.slow
@@ -198,7 +199,7 @@ def test_the_last_lines_of_a_process_that_fails_are_text_within_json(kind: str, 
     found = [json.loads(line) for line in job.output.splitlines()]
     last = [(line["role"], line["level"], line["text"]) for line in found][-2:]
     assert last == [("fleetrun", "error", "before"), ("fleetrun", "error", 'it failed: "so"')]
-    assert any("the job ends" in line["text"] and line["level"] == "error" for line in found)
+    assert any(names(line["text"], "status 1") and line["level"] == "error" for line in found)
 
 
 def dry_run(folder: Path, *options: str) -> Started:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.messages import names
 
 from torchfleet.api.job import waiting_lines
 from torchfleet.api.job.waiting_lines import WaitingLines
@@ -38,5 +39,6 @@ def test_servers_that_do_the_same_share_a_line_and_silent_ones_are_told_by_their
     waiting = {f"server {i} (tcp://127.0.0.1:{7000 + i})": "it is starting" for i in range(30)}
     waiting["server 30 (tcp://127.0.0.1:7030)"] = ""
     starting, silent = _by_state(waiting)
-    assert starting == ", ".join(f"server {i}" for i in range(20)) + " and 10 more: it is starting"
-    assert silent == "server 30 (tcp://127.0.0.1:7030): no answer yet"
+    assert names(starting, *(f"server {i}" for i in range(20)), 10, "it is starting")
+    assert not names(starting, "server 20")
+    assert names(silent, "server 30", "tcp://127.0.0.1:7030")

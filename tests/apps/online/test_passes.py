@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from support import jobs
+from support.messages import lines_naming, names, naming
 from support.scripts import online_job
 from support.scripts.online_parts import HOURS, Parts, Tiny, assert_same, held, step
 
@@ -98,8 +99,8 @@ def test_a_day_begins_with_a_full_save_and_goes_on_with_deltas(
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("pass ")]
     assert len(lines) == 6
     assert lines[0].startswith(f"pass {HOURS[0]} | ")
-    assert " samples/s | saved full | rows " in lines[0]
-    assert " | saved delta 2 | rows " in lines[2]
+    assert names(lines[0], "samples/s", "full", "rows")
+    assert names(lines[2], "delta 2", "rows")
     assert lines[2].endswith(" s")
 
 
@@ -152,7 +153,7 @@ def test_the_auc_is_that_of_the_part_before_it_is_trained(tmp_path: Path, capfd:
     _, reports = run_local(tmp_path / "m", Parts(HOURS[:1]), evaluate=lambda part, files: meter)
     assert reports[0].auc == meter.compute()[0]
     assert reports[0].samples == 500
-    assert f"pass {HOURS[0]} | auc {meter.compute()[0]:.4f} | " in capfd.readouterr().out
+    assert lines_naming(capfd.readouterr().out, HOURS[0], "auc", f"{meter.compute()[0]:.4f}")
     assert held(tmp_path / "m")[1]["online"]["history"][0][:3] == [HOURS[0], meter.compute()[0], 500]
 
 
@@ -189,8 +190,8 @@ def test_a_missing_part_is_waited_for_with_one_line(
     source = Parts(HOURS[:3], after={HOURS[1]: 30, HOURS[2]: 60})
     assert run_local(tmp_path / "m", source)[0] == HOURS[:3]
     out = capfd.readouterr().out
-    assert out.count("waiting for the first part after") == 2
-    assert f"waiting for the first part after {HOURS[0]}\n" in out
+    assert len(lines_naming(out, "waiting")) == 2
+    assert lines_naming(out, "waiting", HOURS[0])
     assert source.num_asked >= 60
 
 
@@ -292,7 +293,7 @@ def test_a_model_that_the_servers_have_not_loaded_is_an_error(tmp_path: Path, wh
     shutil.copytree(whole, tmp_path / "m")
     with (
         local(tmp_path / "m", does_load=False),
-        pytest.raises(FleetError, match=r"server 0 has loaded none\. Write fleet.init_server"),
+        pytest.raises(FleetError, match=naming("server 0", "fleet.init_server")),
     ):
         online.train_passes(Parts(), str(tmp_path / "m"), lambda part, files: None)
 
@@ -312,7 +313,7 @@ def test_where_a_run_cannot_begin_with_a_delta_everything_is_saved(
     run_local(tmp_path / "m", Parts(HOURS[:2]))
     _, reports = run_local(tmp_path / "m", Parts(HOURS[:4]), policy=fleet.Shrink(ttl_days=30))
     assert [report.deltas for report in reports] == [0, 0]
-    assert f"part {HOURS[2]}: everything is saved, as no delta can be: table 'ids' is not" in capfd.readouterr().err
+    assert lines_naming(capfd.readouterr().err, HOURS[2], "'ids'")
     _, reports = run_local(tmp_path / "m", Parts(HOURS[:5]), policy=fleet.Shrink(ttl_days=30))
     assert [report.deltas for report in reports] == [1]
 
@@ -326,7 +327,7 @@ def test_later_a_delta_that_cannot_be_saved_is_an_error(tmp_path: Path) -> None:
             facade.save_persistables(folder)
             facade.get_worker()._links.local._server.state.saves.chain.attempt = 0  # this job does not know of it
 
-    with pytest.raises(CheckpointError, match="do not come from the last save"):
+    with pytest.raises(CheckpointError, match=naming("mode=0")):
         run_local(folder, on_pass=on_pass)
     assert held(folder)[1] == {}
 
@@ -334,26 +335,26 @@ def test_later_a_delta_that_cannot_be_saved_is_an_error(tmp_path: Path) -> None:
 def test_what_is_kept_about_passes_must_be_readable(tmp_path: Path) -> None:
     with local(tmp_path / "m"):
         fleet.save_persistables(str(tmp_path / "m"), 0, {"online": {"passes": "many"}})
-    with pytest.raises(CheckpointError, match="about the passes cannot be read"):
+    with pytest.raises(CheckpointError, match=naming(tmp_path / "m")):
         run_local(tmp_path / "m")
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"evaluate": lambda part, files: 0.7}, r"evaluate must return a fleet.metrics.AUC, or None, found float"),
-        ({"poll_seconds": 0.0}, "poll_seconds: expected a number above 0"),
+        ({"evaluate": lambda part, files: 0.7}, "evaluate fleet.metrics.AUC None float"),
+        ({"poll_seconds": 0.0}, "poll_seconds 0"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, options: dict[str, Any], text: str) -> None:
-    with local(tmp_path / "m"), pytest.raises(FleetError, match=text):
+    with local(tmp_path / "m"), pytest.raises(FleetError, match=naming(*text.split())):
         online.train_passes(Parts(), str(tmp_path / "m"), lambda part, files: None, **options)
 
 
 def test_a_worker_that_was_started_again_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with local(tmp_path / "m"):
         monkeypatch.setattr(facade.get_job(), "info", replace(facade.get_job().info, restart=1))
-        with pytest.raises(FleetError, match="use --max_job_restart, not --max_restart"):
+        with pytest.raises(FleetError, match=naming("--max_job_restart", "--max_restart")):
             online.train_passes(Parts(), str(tmp_path / "m"), lambda part, files: None)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from support.messages import naming
 
 from torchfleet.base.errors import RoleError
 from torchfleet.base.monitor.prometheus.exposition import buckets_of
@@ -167,12 +168,12 @@ def test_a_client_that_sends_drop_by_drop_holds_the_port_for_a_moment_only(port:
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_it(port: MetricsPort, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RoleError, match=rf"127.0.0.1:{port.port} \(FLEET_METRICS_PORT\) cannot be opened"):
+    with pytest.raises(RoleError, match=naming(f"127.0.0.1:{port.port}", "FLEET_METRICS_PORT")):
         MetricsPort("127.0.0.1", port.port, {})
     monkeypatch.delenv("FLEET_METRICS_PORT", raising=False)
     assert open_metrics_port("worker", 0) is None
     monkeypatch.setenv("FLEET_METRICS_PORT", "70000")
-    with pytest.raises(RoleError, match="must be a port from 1 to 65535, found '70000'"):
+    with pytest.raises(RoleError, match=naming(1, 65535, "'70000'")):
         open_metrics_port("worker", 0)
 
 

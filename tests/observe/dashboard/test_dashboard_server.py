@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.made_history import MadeJob, append, write
+from support.messages import lines_naming, naming
 from support.scripts.launching import wait_until
 
 from torchfleet.base.errors import FleetError
@@ -184,7 +185,7 @@ def test_a_mistake_of_the_server_is_told_once(
     with served(run) as dashboard:
         for _ in range(2):
             assert not _answers(dashboard)
-    assert capsys.readouterr().err.count("a request could not be answered: KeyError") == 1
+    assert len(lines_naming(capsys.readouterr().err, "KeyError")) == 1
 
 
 def test_a_request_by_another_name_or_from_another_site_is_refused(run: Path) -> None:
@@ -221,7 +222,7 @@ def test_data_needs_the_token_and_the_page_does_not(run: Path) -> None:
 
 
 def test_beyond_loopback_there_is_always_a_token(tmp_path: Path) -> None:
-    with pytest.raises(FleetError, match="needs a token"):
+    with pytest.raises(FleetError, match="token"):
         Access("0.0.0.0", None)
     assert token_of(None) != token_of(None)
     made = token_of(str(tmp_path / "token"))
@@ -232,13 +233,13 @@ def test_beyond_loopback_there_is_always_a_token(tmp_path: Path) -> None:
         token_of(str(tmp_path / "token"))
     (tmp_path / "short").write_text("short")
     (tmp_path / "short").chmod(0o600)
-    with pytest.raises(FleetError, match="expected a token of 16"):
+    with pytest.raises(FleetError, match=naming("token", 16)):
         token_of(str(tmp_path / "short"))
 
 
 @pytest.mark.parametrize("host", ["203.0.113.9", "no-such-name.invalid"])
 def test_an_address_of_another_machine_is_told_as_such(run: Path, host: str) -> None:
-    with pytest.raises(FleetError, match=f"cannot listen on {host}: .* Expected an address of this machine"):
+    with pytest.raises(FleetError, match=naming(host)):
         Dashboard(RunFolders([run]), host, port=0, token=TOKEN)
 
 
@@ -320,7 +321,7 @@ def _streams() -> set[threading.Thread]:
 
 def test_a_taken_port_is_an_error_and_the_default_one_gives_way(run: Path) -> None:
     with served(run) as first:
-        with pytest.raises(FleetError, match=f"cannot listen on 127.0.0.1:{first.port}"):
+        with pytest.raises(FleetError, match=naming(f"127.0.0.1:{first.port}")):
             Dashboard(RunFolders([run]), port=first.port)
         others = [Dashboard(RunFolders([run])) for _ in range(2)]
         assert others[0].port != others[1].port
@@ -340,6 +341,6 @@ def test_runs_are_those_that_have_a_record_the_newest_first(run: Path) -> None:
     assert RunFolders([parent / "latest"]).names() == ["2026-11-17_10-00-00_2"]
     both = RunFolders([run, parent / "latest"])
     assert both.folders(both.names()[0]) == [run, parent / "latest"]
-    for wrong, text in ((parent / "2026-11-18_10-00-00_3", "no history.jsonl"), (parent / "nowhere", "no such folder")):
+    for wrong, text in ((parent / "2026-11-18_10-00-00_3", "history.jsonl"), (parent / "nowhere", "nowhere")):
         with pytest.raises(FleetError, match=text):
             RunFolders([wrong])

@@ -143,7 +143,7 @@ def test_a_page_whose_server_was_killed_says_so_and_catches_up(browser: Browser,
             process.send_signal(signal.SIGKILL)
             process.wait(10)
             page.wait_for_selector("#link[data-state=lost]")
-            assert "does not answer" in page.inner_text("#notice")
+            assert "server" in page.inner_text("#notice")
             for second in range(21, 40):
                 append(folder, job.second(second))
             with server_process(folder, port):

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fleets import in_process
+from support.messages import naming
 from support.scripts.saved_models import MAX_TABLE_BYTES, contents, load, save
 
 from torchfleet.base.errors import CheckpointError
@@ -356,11 +357,11 @@ def test_links_that_lead_outside_are_refused_and_those_inside_are_read(model: Pa
     os.rename(inside, outside)
     os.remove(place)
     place.symlink_to(outside)
-    refused(model, "leads outside of")
+    refused(model)
 
 
 def test_a_check_says_that_a_table_holds_what_is_not_finite(model: Path) -> None:
     assert SavedModel(str(model)).check() == len(manifest_of(model)["parts"])
     rewritten(model, "plain", fill("rows", np.inf))
-    with pytest.raises(CheckpointError, match=r"plain.*safetensors: .*NaN or infinity"):
+    with pytest.raises(CheckpointError, match=naming("plain", "NaN")):
         SavedModel(str(model)).check()

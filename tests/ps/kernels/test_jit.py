@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.messages import lines_naming
 from support.paths import ROOT
 
 USE = """
@@ -44,8 +45,7 @@ def test_a_read_only_package_without_a_home_compiles_anew_and_says_so_once(packa
     ended = run(package, tmp_path, HOME="/dev/null/nowhere")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.endswith("True\n")
-    assert ended.stderr.count("compiled anew in every process") == 1
-    assert "NUMBA_CACHE_DIR" in ended.stderr
+    assert ended.stderr.count("NUMBA_CACHE_DIR") == 1
     assert not list(tmp_path.glob("torchfleet-kernels-*")), "the temporary folder is removed at the end"
 
 
@@ -70,7 +70,7 @@ def test_a_chosen_folder_in_which_others_can_write_is_refused(package: Path, tmp
     (tmp_path / "chosen").chmod(0o777)
     ended = run(package, tmp_path, NUMBA_CACHE_DIR=str(tmp_path / "chosen"))
     assert ended.returncode == 1
-    assert "SecurityError: NUMBA_CACHE_DIR: compiled kernels are executed when they are loaded." in ended.stderr
+    assert lines_naming(ended.stderr, "SecurityError", "NUMBA_CACHE_DIR")
     assert f"chmod go-w {tmp_path}/chosen" in ended.stderr
 
 

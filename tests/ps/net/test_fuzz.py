@@ -21,6 +21,7 @@ import psutil
 import pytest
 import zmq
 from support.fleets import WAIT, ForkedServer, Talk, assert_ok, keys_of, push_arrays, refusal, values_of
+from support.messages import INTERNAL_ERROR
 
 from torchfleet.base.errors import WireError
 from torchfleet.ps.net.wire import (
@@ -267,7 +268,7 @@ class Fuzzed:
         assert mine, "it answered others, and not this one"
         if mine[-1].status == ERROR:
             kind, text = refusal(mine[-1])
-            assert not text.startswith("internal error"), f"{text}: {frames}"
+            assert INTERNAL_ERROR not in text, f"{text}: {frames}"
             assert self._fingerprint() == before, f"refused, and yet changed something: {kind} {text}: {frames}"
 
     def check(self) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import zmq
 from support.fleets import WAIT, ServerThread, keys_of
+from support.messages import lines_naming, names
 
 from torchfleet.base.errors import ServerBusy
 from torchfleet.ps.net import doorkeeper, unread
@@ -71,8 +72,8 @@ class TestFrames:
         raw.send_multipart([header, *[b"x"] * (num - 1)])
         reply = decode_reply(raw.recv_multipart())
         assert reply.call == 42
-        assert unpack(reply.arrays[0], dict)["text"].startswith(f"a message of {num:,} frames, at most 4,099")
-        assert "torchfleet server: refused: PING of worker 0, client 0: a message of" in capfd.readouterr().err
+        assert names(unpack(reply.arrays[0], dict)["text"], f"{num:,}", "4,099")
+        assert lines_naming(capfd.readouterr().err, "PING", "worker 0", "client 0")
         assert ends.poll(int(WAIT * 1000)), "its connection is not ended"
         raw.disable_monitor()
         assert client.num_retries == 0
@@ -134,7 +135,7 @@ class TestUnreadReplies:
         monkeypatch.setattr(server._listener._unread, "refusal", lambda peer, num=0: "too much of it")
         with (
             Client.connect([server.endpoint], patience=Patience(1.0, 1)) as hasty,
-            pytest.raises(ServerBusy, match=r"refused PING: too much of it"),
+            pytest.raises(ServerBusy, match="PING"),
         ):
             hasty.ping()
 

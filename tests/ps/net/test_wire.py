@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from support.messages import naming
 
 from torchfleet.base.errors import FleetError, WireError
 from torchfleet.ps.net.wire import (
@@ -129,12 +130,12 @@ class TestRoundTrip:
     def test_the_largest_number_of_arrays_goes_through_and_one_more_does_not(self) -> None:
         arrays = [Array(i, np.empty(0, np.uint8)) for i in range(MAX_ARRAYS)]
         assert len(decode(encode(Message(Command.PING, arrays=arrays))).arrays) == MAX_ARRAYS
-        with pytest.raises(WireError, match=r"4097 arrays in one message, at most 4096"):
+        with pytest.raises(WireError, match=naming(4097, 4096)):
             encode(Message(Command.PING, arrays=[*arrays, arrays[0]]))
 
     def test_an_array_too_large_for_a_frame_is_refused_before_it_is_sent(self) -> None:
         data = np.empty(MAX_FRAME + 1, np.uint8)  # never touched: address space only
-        with pytest.raises(WireError, match="too large for one message"):
+        with pytest.raises(WireError, match=naming(f"{MAX_FRAME + 1:,}", f"{MAX_FRAME:,}")):
             encode(Message(Command.PING, arrays=[Array(1, data)]))
 
 
@@ -255,7 +256,7 @@ class TestBodies:
         ],
     )
     def test_a_body_of_another_type_is_refused(self, body: object, text: str) -> None:
-        with pytest.raises(WireError, match="expected a TableSpec") as caught:
+        with pytest.raises(WireError, match="TableSpec") as caught:
             unpack(pack(body), TableSpec)
         assert text in str(caught.value)
 
@@ -278,7 +279,7 @@ class TestBodies:
 
     @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != np.uint8], ids=str)
     def test_a_body_is_made_of_bytes(self, dtype: np.dtype) -> None:
-        with pytest.raises(WireError, match="expected a body of bytes"):
+        with pytest.raises(WireError, match="bytes"):
             unpack(Array(0, np.zeros((4, 1), dtype)), TableSpec)
 
     @pytest.mark.parametrize("kind", [TableSpec, BarrierBody, dict])

@@ -136,5 +136,5 @@ def test_no_keys_are_keys_whatever_their_dtype(empty):
 
 @pytest.mark.parametrize("bad", [[1.0], [True], ["1"], [2**64], [-1, 2**64 - 1], [None]])
 def test_keys_that_are_not_integers_of_64_bits_are_refused(bad):
-    with pytest.raises(TableError, match="keys must be integers"):
+    with pytest.raises(TableError, match="keys"):
         as_keys(bad)
