@@ -11,7 +11,7 @@ import pytest
 from support.scripts.launching import TINY, Forked
 
 from torchfleet.base.errors import RoleError
-from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.launch import roles
 from torchfleet.launch.roles import (
     PORTS,

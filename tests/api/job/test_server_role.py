@@ -16,7 +16,7 @@ from torchfleet.api.job import server_role, waiting_lines
 from torchfleet.api.job.server_role import ServerRole
 from torchfleet.api.job.worker_start import wait_for_servers
 from torchfleet.base.errors import FleetError, ServerLoading, ServerUnreachable
-from torchfleet.base.role import SERVER, RoleInfo
+from torchfleet.base.role.role_info import SERVER, RoleInfo
 from torchfleet.launch.roles import free_ports
 from torchfleet.ps.server.state.server_status import ServerStatus
 from torchfleet.ps.server.warm import COMPILING

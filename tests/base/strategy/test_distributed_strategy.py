@@ -397,7 +397,7 @@ class TestUse:
         import torch
 
         from torchfleet.api.job.ps_job import ParameterServerJob
-        from torchfleet.base.role import RoleInfo
+        from torchfleet.base.role.role_info import RoleInfo
 
         strategy = DistributedStrategy()
         job = ParameterServerJob(RoleInfo(), strategy)
@@ -408,7 +408,7 @@ class TestUse:
 
     def test_two_strategies_that_differ_are_refused(self) -> None:
         from torchfleet.api.job.ps_job import ParameterServerJob
-        from torchfleet.base.role import RoleInfo
+        from torchfleet.base.role.role_info import RoleInfo
 
         job = ParameterServerJob(RoleInfo(), DistributedStrategy(a_sync=True))
         job.use(DistributedStrategy(a_sync=True), "fleet.distributed_optimizer")

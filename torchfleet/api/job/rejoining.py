@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torchfleet.base.errors import RoleError
 from torchfleet.base.monitor.notices import tell
-from torchfleet.base.role import LOSS_END, RoleInfo
+from torchfleet.base.role.role_info import LOSS_END, RoleInfo
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.requests import Joined
 

@@ -15,7 +15,7 @@ from torchfleet.api.job.job_setup import JobSetup
 from torchfleet.api.job.worker_start import patience_with, wait_for_servers
 from torchfleet.base.background import BackgroundThreads
 from torchfleet.base.errors import FleetError
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.base.tracing.otlp import trace_every
 from torchfleet.base.tracing.process_part import ProcessName

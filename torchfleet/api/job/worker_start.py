@@ -13,7 +13,7 @@ from typing import Any
 from torchfleet.api.job import waiting_lines
 from torchfleet.api.job.waiting_lines import WaitingLines
 from torchfleet.base.errors import FleetError, ServerUnreachable
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.storage import Storage
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.worker.client.client import Client

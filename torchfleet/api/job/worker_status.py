@@ -13,7 +13,7 @@ from torchfleet.base.monitor.epochs import Epoch, Epochs, length
 from torchfleet.base.monitor.prometheus.metrics_port import open_metrics_port
 from torchfleet.base.monitor.status import StatusFile
 from torchfleet.base.monitor.training_pace import TrainingPace
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.ps.worker.lookup.engine import Engine
 from torchfleet.ps.worker.modes.communicator import Communicator
 

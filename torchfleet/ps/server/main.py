@@ -10,7 +10,8 @@ from pathlib import Path
 from types import FrameType
 
 from torchfleet.base.errors import FleetError
-from torchfleet.base.role import LOSS_RULES, MIN_WORKERS, ON_LOSS, loss_of
+from torchfleet.base.role.process_settings import MIN_WORKERS, ON_LOSS, loss_of
+from torchfleet.base.role.role_info import LOSS_RULES
 from torchfleet.base.tracing.otlp import trace_every
 from torchfleet.base.tracing.process_part import ProcessName
 from torchfleet.base.tracing.profile_folder import folder_of
