@@ -18,6 +18,7 @@ from torchfleet.api.job.worker_start import wait_for_servers
 from torchfleet.base.errors import FleetError, ServerLoading, ServerUnreachable
 from torchfleet.base.role.role_info import SERVER, RoleInfo
 from torchfleet.launch.roles import free_ports
+from torchfleet.ps.server import server_run
 from torchfleet.ps.server.state.server_status import ServerStatus
 from torchfleet.ps.server.warm import COMPILING
 from torchfleet.ps.worker.client.client import Client
@@ -116,7 +117,7 @@ def test_a_server_that_compiles_its_kernels_says_so_to_those_who_wait(
         begun.set()
         assert go_on.wait(SECONDS)
 
-    monkeypatch.setattr(server_role, "warm_up", compile_slowly)
+    monkeypatch.setattr(server_run, "warm_up", compile_slowly)
     role.listen()
     thread = threading.Thread(target=role.run, daemon=True)
     thread.start()
