@@ -15,7 +15,7 @@ from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint.collective_manifest import is_collective
 from torchfleet.ps.checkpoint.manifest import Manifest, Parameter, read_manifest
 from torchfleet.ps.checkpoint.part_reader import load_sparse, read_dense
-from torchfleet.ps.checkpoint.saved_parameters import check_kind, without_lost
+from torchfleet.ps.checkpoint.saved_parameters import check_kind
 from torchfleet.ps.tables.rows.memory import max_table_bytes
 from torchfleet.ps.tables.settings.spec import Rule, TableSpec
 from torchfleet.ps.tables.sparse_table import SparseTable
@@ -99,7 +99,6 @@ def _load_parameters(storage: Storage, manifest: Manifest, model: torch.nn.Modul
                 saved[parameter.name] = parameter, values[parameter.start : parameter.start + parameter.size]
     tensors = _tensors(model)
     wanted = [Parameter(name, list(tensor.shape), 0, type_of(tensor)) for name, tensor in tensors.items()]
-    wanted = without_lost(storage, manifest, wanted)
     missing = sorted({parameter.name for parameter in wanted} - set(saved))
     if missing:
         raise CheckpointError(

@@ -30,14 +30,12 @@ def claims_of(specs: Sequence[TableSpec], strategy: DistributedStrategy, num_ser
 
 
 def check_releases(client: Client) -> None:
-    """Raise RoleError for a server of an earlier release, which could not read what a worker says of its job."""
+    """Raise RoleError for a server of another release, which might not read what a worker says of its job."""
     for number, server in enumerate(client.stats()):
         if server.get("release") != __version__:
-            found = server.get("release")
-            has = "is older than releases that say which they are" if found is None else f"has {str(found)[:64]!r}"
             raise RoleError(
-                f"this worker has torchfleet {__version__}, and server {number} {has}: install the same release "
-                "everywhere."
+                f"this worker has torchfleet {__version__}, and server {number} has {str(server.get('release'))[:64]!r}: "
+                "install the same release everywhere."
             )
 
 

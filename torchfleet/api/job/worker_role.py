@@ -209,7 +209,7 @@ class WorkerRole:
         }
         servers = self.client.stats()
         ages = ages_by_kind(table for server in servers for table in server["tables"].values())
-        dropped = sum(server.get("dropped", 0) for server in servers)  # a server of before does not say
+        dropped = sum(server["dropped"] for server in servers)
         return {"mode": self.strategy.mode, "worker": worker, "servers": servers, **ages, "dropped": dropped}
 
     def _connect(self, worker: int | None = None) -> Client:

@@ -51,7 +51,6 @@ __all__ = [
 ]
 
 DONEFILE = "donefile.jsonl"
-READABLE = (1, 2)
 _SAVE = re.compile(r"save-[0-9]{1,18}")  # other folders are not ours
 
 
@@ -67,7 +66,7 @@ def read_manifest(storage: Storage) -> Manifest:
         manifest = msgspec.json.decode(body, type=Manifest)
     except (msgspec.MsgspecError, RecursionError, ValueError) as error:
         raise CheckpointError(f"{place} is not a manifest of this version: {error}") from None
-    if manifest.format != FORMAT or manifest.version not in READABLE:
+    if manifest.format != FORMAT or manifest.version != VERSION:
         raise CheckpointError(
             f"{place}: expected {FORMAT} version {VERSION}, found {manifest.format} version {manifest.version}"
         )

@@ -112,7 +112,7 @@ def _check_files(link: Link, specs: dict[str, TableSpec], row_bytes: dict[str, i
     files = Counter(part.file for part in link.parts)
     _expect(max(files.values(), default=1) == 1, f"{_most(files)} is in it {files[_most(files)]} times")
     _expect(
-        not link.num_files or link.num_files == len(link.parts),
+        link.num_files == len(link.parts),
         f"{link.save} has {link.num_files:,} files, and {len(link.parts):,} are named",
     )
 

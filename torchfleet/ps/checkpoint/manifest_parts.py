@@ -58,7 +58,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_servers: int
     parts: list[Part]
     time: float = 0.0  # by the clock of the tables
-    num_files: int = 0  # how many parts there must be; 0: saved by an earlier release
+    num_files: int = 0  # how many parts there must be
 
     def parts_of(self, table: str, kind: PartKind = "rows") -> list[Part]:
         return [part for part in self.parts if part.table == table and part.kind == kind]
@@ -127,7 +127,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     time: float = 0.0  # by the clock of the tables
     is_time_set: bool = False  # by the job; else it is the wall clock's
     extra: dict[str, Any] = {}  # what the script keeps with its model
-    num_files: int = 0  # how many parts there must be; 0: saved by an earlier release
+    num_files: int = 0  # how many parts there must be
 
     def links(self) -> list[Link]:
         """The chain: a full save, and what changed since, in order."""

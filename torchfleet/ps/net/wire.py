@@ -134,26 +134,16 @@ class Reply:
     answered: int = 0  # 1970 by the server's clock; else 0
 
 
-def encode_reply(reply: Reply, version: int = VERSION) -> list[Frame]:
-    """As `encode`. `version`: that of the request; one of before can read that it is refused, and why."""
+def encode_reply(reply: Reply) -> list[Frame]:
+    """As `encode`."""
     message = Message(reply.command, reply.status, 0, reply.worker, call=reply.call, arrays=reply.arrays)
     message.incarnation, message.term = reply.incarnation, reply.term
     message.sequence, message.floor = reply.taken, reply.answered
-    frames = encode(message)
-    if version == 1:
-        fields = HEADER.unpack_from(frames[0])
-        first = _FIRST_HEADER.pack(MAGIC, 1, *fields[2:7], reply.incarnation, *fields[9:12])
-        frames[0] = first + frames[0][HEADER.size :]
-    return frames
+    return encode(message)
 
 
 def decode_reply(frames: Sequence[Frame]) -> Reply:
-    """As `decode`; also what a server of version 1 says, which is that it does not understand."""
-    if version_of(frames) == 1:
-        header = bytes(_as_bytes(frames[0]))
-        fields = _FIRST_HEADER.unpack_from(header)
-        rest = header[_FIRST_HEADER.size :]
-        frames = [HEADER.pack(MAGIC, VERSION, *fields[2:7], 0, *fields[7:], fields[7], 0, 0) + rest, *frames[1:]]
+    """As `decode`."""
     message = decode(frames)
     return Reply(
         message.command, message.role, message.worker, message.incarnation, message.call, message.arrays, message.term,

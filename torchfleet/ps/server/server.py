@@ -26,7 +26,6 @@ from torchfleet.ps.net.wire import (
     encode_reply,
     error_arrays,
     pack,
-    version_of,
 )
 from torchfleet.ps.server.change_recorder import Recorder, Unrecorded
 from torchfleet.ps.server.commands import COMMANDS, CommandHandler
@@ -87,7 +86,7 @@ class Server:
             message = decode(frames)
             self._check_place(message)
         except WireError as error:
-            broken = Request(Message(Command.PING, call=call_of(frames)), peer, version=version_of(frames))
+            broken = Request(Message(Command.PING, call=call_of(frames)), peer)
             self.state.finish(broken, error)
             return self._replies()
         self.state.num_by_command[message.command if message.command in _KNOWN else 0] += 1
@@ -126,7 +125,7 @@ class Server:
         self.state.num_requests += 1
         self.note_refusal(f"{_name_of(message)}: {error}")
         asked = Message(message.command, worker=message.worker, call=message.call)  # no change: it was not taken in
-        self.state.finish(Request(asked, peer, version=version_of(frames)), error)
+        self.state.finish(Request(asked, peer), error)
         return self._replies()
 
     def refused(self, reply: Sequence[Frame], error: FleetError) -> list[Frame]:
@@ -299,7 +298,7 @@ class Server:
         if request.taken:
             reply.taken, reply.answered = request.taken, self.traced.answered(request)
         try:
-            return encode_reply(reply, request.version)
+            return encode_reply(reply)
         except WireError as error:  # more than a message can hold: that must not end the service of all others
             self.state.num_errors += 1
             reply.status, reply.arrays = ERROR, error_arrays(type(error).__name__, str(error))

@@ -15,7 +15,21 @@ from torchfleet.base.tracing import span_recorder
 from torchfleet.base.tracing.span_recorder import Request
 from torchfleet.ps.net.replica_channels import ReplicaChannels
 from torchfleet.ps.net.transport import Channel
-from torchfleet.ps.net.wire import ERROR, Array, Command, Frame, Message, Reply, Role, decode_reply, encode, unpack
+from torchfleet.ps.net.wire import (
+    ERROR,
+    VERSION,
+    Array,
+    Command,
+    Frame,
+    Message,
+    Reply,
+    Role,
+    call_of,
+    decode_reply,
+    encode,
+    unpack,
+    version_of,
+)
 
 DEFAULT_WINDOW = 8
 MAX_AHEAD = 1 << 10  # changes above the oldest without an answer; a server remembers four times as many
@@ -225,8 +239,9 @@ class Connection:
     def _take(self, frames: Sequence[Frame]) -> None:
         try:
             reply = decode_reply(frames)
-        except WireError:
-            return  # not a reply we could use; its request is sent again
+        except WireError as error:
+            self._take_unreadable(frames, error)
+            return
         self._heard = self._channel.now()
         call = self._calls.get(reply.call)
         if call is None:
@@ -246,6 +261,12 @@ class Connection:
         else:
             call.reply = reply.arrays
         self._incarnation = self._incarnation or reply.incarnation
+
+    def _take_unreadable(self, frames: Sequence[Frame], error: WireError) -> None:
+        """A server with another version of the protocol ends the call. Of any other reply, the request is sent again."""
+        call = None if version_of(frames) in (0, VERSION) else self._calls.pop(call_of(frames), None)
+        if call is not None:
+            call.error = WireError(f"{self.name}: {error}")
 
     def _is_busy(self, call: Call, arrays: list[Array]) -> bool:
         """Whether the server takes it later; then it is sent again in a moment, within its time."""

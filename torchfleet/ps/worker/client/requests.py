@@ -113,7 +113,7 @@ class Requests:
     ) -> dict[int, bytes]:
         """What every worker brought, by worker, once all that have not left are here: `num_workers` from `first` on."""
         body = {"name": name, "round": round_number, "num_workers": num_workers, "timeout": float(timeout)}
-        if first:  # left out where a server of before would not know it
+        if first:  # 0 is the server's default
             body["first"] = first
         arrays = [pack(body), Array(0, np.frombuffer(data, np.uint8))]
         keeper = self._connections[0]
