@@ -32,10 +32,11 @@ def claims_of(specs: Sequence[TableSpec], strategy: DistributedStrategy, num_ser
 def check_releases(client: Client) -> None:
     """Raise RoleError for a server of another release, which might not read what a worker says of its job."""
     for number, server in enumerate(client.stats()):
-        if server.get("release") != __version__:
+        found = str(server.get("release"))[:64]
+        if found != __version__:
             raise RoleError(
-                f"this worker has torchfleet {__version__}, and server {number} has {str(server.get('release'))[:64]!r}: "
-                "install the same release everywhere."
+                f"this worker has torchfleet {__version__}, and server {number} has {found!r}: install the same "
+                "release everywhere."
             )
 
 

@@ -263,7 +263,7 @@ class Connection:
         self._incarnation = self._incarnation or reply.incarnation
 
     def _take_unreadable(self, frames: Sequence[Frame], error: WireError) -> None:
-        """A server with another version of the protocol ends the call. Of any other reply, the request is sent again."""
+        """A reply of another version of the protocol ends its call. After any other, the request is sent again."""
         call = None if version_of(frames) in (0, VERSION) else self._calls.pop(call_of(frames), None)
         if call is not None:
             call.error = WireError(f"{self.name}: {error}")
