@@ -12,7 +12,7 @@ import pytest
 from support import jobs
 from support.jobs import SECONDS, Net, make_part, sgd, strategy
 
-from torchfleet.api.job import server_role, waiting_lines
+from torchfleet.api.job import server_role, worker_start
 from torchfleet.api.job.server_role import ServerRole
 from torchfleet.api.job.worker_start import wait_for_servers
 from torchfleet.base.errors import FleetError, ServerLoading, ServerUnreachable
@@ -47,7 +47,7 @@ def client(place: str) -> Iterator[Client]:
 def test_a_server_answers_while_it_loads_and_serves_when_it_runs(
     role: ServerRole, client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(waiting_lines, "PERIOD", 0.2)
+    monkeypatch.setattr(worker_start, "PERIOD", 0.2)
     begun, go_on = threading.Event(), threading.Event()
 
     def load_slowly(*arguments: object) -> None:
@@ -99,7 +99,7 @@ def test_a_model_that_cannot_be_loaded_frees_the_address(role: ServerRole, place
 def test_a_server_that_never_comes_is_waited_for_aloud_and_named_in_the_end(
     client: Client, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(waiting_lines, "PERIOD", 0.2)
+    monkeypatch.setattr(worker_start, "PERIOD", 0.2)
     with pytest.raises(ServerUnreachable, match=rf"server 0 \(tcp://{place}\) has given no answer for 1 s") as raised:
         wait_for_servers(client, 1.0)
     assert "FLEET_START_TIMEOUT" in str(raised.value)

@@ -80,9 +80,13 @@ def test_a_request_that_takes_too_long_is_dropped() -> None:
 
 
 def test_a_connection_too_many_is_told_so() -> None:
-    with listening(Bounds(connections=2)) as listener, client_of(listener), client_of(listener):
-        with client_of(listener) as third:
-            assert b" 503 " in third.recv(100)
+    with (
+        listening(Bounds(connections=2)) as listener,
+        client_of(listener),
+        client_of(listener),
+        client_of(listener) as third,
+    ):
+        assert b" 503 " in third.recv(100)
 
 
 def test_a_listener_that_was_never_started_closes() -> None:

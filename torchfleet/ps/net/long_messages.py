@@ -30,7 +30,7 @@ def drop_rest(source: zmq.Socket[bytes]) -> int:
 
 @cache
 def _compiled() -> Callable[[zmq.Socket[bytes]], int] | None:
-    """The loop in machine code; None if pyzmq's extension shows no functions of libzmq, then Python drops the frames."""
+    """The compiled loop; None if pyzmq's extension shows no functions of libzmq: then Python drops the frames."""
     import numba  # here: clients and servers that are never attacked need not compile this
 
     try:

@@ -10,7 +10,7 @@ from support.fleets import Talk, assert_ok, refusal
 from support.jobs import Net, Servers, Worker, make_part, roles, sgd, strategy
 
 from torchfleet import __version__
-from torchfleet.api.job.job_claims import claims_of
+from torchfleet.api.job.joining import claims_of
 from torchfleet.base.errors import RoleError
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.net.wire import Command, Reply, pack
