@@ -100,8 +100,8 @@ class HttpRequest(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         bounds = cast(HttpListener, self.server).bounds
-        self.timeout = bounds.reply_seconds
         super().setup()
+        self.connection.settimeout(bounds.reply_seconds)
         self.rfile = cast(Any, io.BufferedReader(_InTime(self.connection, bounds)))
 
     def send(self, status: int, content_type: str, body: bytes, headers: Mapping[str, str] | None = None) -> None:
