@@ -70,7 +70,7 @@ def test_the_ps_benchmark_reports_all_its_figures():
     for what in ("pull", "push"):
         ratio = found[f"{what}_keys_per_s"] / found[f"{what}_roof_keys_per_s"]
         assert found[f"{what}_ratio"] == pytest.approx(ratio)
-        assert 0.1 < ratio < 1.5  # two busy cores tell no more; docs/log.md has the quiet figures
+        assert 0.1 < ratio < 1.5  # two busy cores tell no more; benchmarks/log.md has the quiet figures
     kept = 16 * MOST_KEYS / (1_000_000 * 72)  # of pulls that no push has followed: it matters in so small a table alone
     assert found["bytes_per_row_ratio"] <= 1.25 + kept
     assert 0 < found["growth_p999_ms"] <= found["growth_max_ms"]

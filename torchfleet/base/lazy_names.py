@@ -34,7 +34,11 @@ def attach(module: str, file: str) -> tuple[Callable[[str], Any], Callable[[], l
         setattr(sys.modules[module], name, value)
         return value
 
-    return get, lambda: public, public
+    def names() -> list[str]:
+        """For completion: the public names, not what the module imports, nor modules that happen to be loaded."""
+        return sorted([*public, *(name for name in vars(sys.modules[module]) if name.startswith("__"))])
+
+    return get, names, public
 
 
 def names_of(stub: Path) -> dict[str, str]:

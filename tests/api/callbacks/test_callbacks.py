@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import torchfleet as fleet
+from torchfleet.api import current_job
 from torchfleet.base.errors import FleetError
 
 STEPS = 6
@@ -118,7 +119,7 @@ def test_other_workers_and_servers_do_not_call_it(monkeypatch: pytest.MonkeyPatc
         fleet.init()
         fleet.add_callback(Recorder())
         fleet.add_callback(Recorder(), every_worker=True)
-        assert len(fleet.fleet.current.callbacks._waiting) == num_called  # type: ignore[attr-defined]
+        assert len(current_job.current.callbacks._waiting) == num_called  # type: ignore[attr-defined]
         fleet.reset()
 
 

@@ -23,7 +23,7 @@ def package(tmp_path: Path) -> Path:
     """A copy of the package beside whose kernels nothing can be written: a file stands where the folder would."""
     copy = tmp_path / "site" / "torchfleet"
     shutil.copytree(ROOT / "torchfleet", copy, ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "kernels" / "__pycache__").write_text("not a folder")
+    (copy / "ps" / "kernels" / "__pycache__").write_text("not a folder")
     return copy.parent
 
 
@@ -75,7 +75,7 @@ def test_a_chosen_folder_in_which_others_can_write_is_refused(package: Path, tmp
 
 
 def test_kernels_beside_their_sources_are_not_used_where_others_can_write(package: Path, tmp_path: Path) -> None:
-    open_to_all = package / "torchfleet" / "kernels" / "__pycache__"
+    open_to_all = package / "torchfleet" / "ps" / "kernels" / "__pycache__"
     open_to_all.unlink()
     open_to_all.mkdir()
     open_to_all.chmod(0o777)

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import zstandard
 from support.fuzz.messages import SPEC, server_target, wire_target
 from support.fuzz.search import Target
+from support.zstd import zstd
 
 from torchfleet.base import printable
 from torchfleet.base.errors import FleetError, RoleError
@@ -243,7 +243,7 @@ def _compressed(folder: Path) -> Target:
         assert num <= 1 << 32
 
     text = b"1 2 3\n" * 50
-    seeds = [compress(text) for compress in (gzip.compress, zstandard.compress, lzma.compress, bz2.compress)]
+    seeds = [compress(text) for compress in (gzip.compress, zstd.compress, lzma.compress, bz2.compress)]
     return Target("compressed data", run, seeds, [streams, decompression])
 
 

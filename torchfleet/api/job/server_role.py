@@ -46,7 +46,7 @@ class ServerRole:
             min_workers=info.min_workers,
             on_worker_loss=info.on_worker_loss,
         )
-        self._server.state.place = info.server_index, info.num_servers
+        self._server.state.meetings.place = info.server_index, info.num_servers
         for spec in setup.plan.specs:
             self._server.state.add_table(spec.for_shard(setup.info.server_index, setup.info.num_servers))
         place = Place(info.server_index, info.num_servers, info.replica, info.status_file)

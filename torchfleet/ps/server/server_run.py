@@ -103,7 +103,7 @@ class ServerRun:
         status, tracing, server = self._status, self._tracing(), self.server
 
         def is_over() -> bool:
-            server.state.load.look()
+            server.state.counters.load.look()
             status.write()
             tracing.look()
             return self._is_ended or self.handler.is_stopping
@@ -117,7 +117,7 @@ class ServerRun:
             status.close()
             tracing.close()
             self.close()
-            self.say(f"stopped ({self._why_over()}) after {server.state.num_requests:,} requests")
+            self.say(f"stopped ({self._why_over()}) after {server.state.counters.num_requests:,} requests")
         if self.replica is not None and self.replica.deposed:
             raise FleetError(self.replica.deposed)
         if server.desertion:

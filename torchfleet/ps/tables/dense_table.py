@@ -123,6 +123,10 @@ class DenseTable:
         self.check_range(start, start + values.size)
         self._check_finite(values)
 
+    def settle(self) -> bool:
+        """As Table.settle: nothing is put off."""
+        return False
+
     def check_erase(self, keys: Keys) -> NoReturn:
         """As Table.check_erase: always an error."""
         raise TableError(f"'{self.spec.name}' is dense: it has no rows to erase")

@@ -223,6 +223,10 @@ class SparseTable(RowStore):
     def whole(self) -> None:
         """As Table.whole: rows are not sent unless they are asked for by key."""
 
+    def settle(self) -> bool:
+        """As Table.settle: nothing is put off."""
+        return False
+
     def check_erase(self, keys: Keys) -> None:
         """As Table.check_erase."""
         self.check_keys(keys)

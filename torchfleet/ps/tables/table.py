@@ -162,6 +162,10 @@ class Table(Protocol):
         table has no rows.
         """
 
+    def settle(self) -> bool:
+        """Do one slice, below a millisecond, of work that the table has put off; called while no request waits. Returns
+        whether more is left."""
+
     def begin_save(self, is_committed: bool) -> None:
         """From here on changes belong to the next save. `is_committed`: the one before is on disk for good."""
 

@@ -29,6 +29,7 @@ from support.lossy import Faults, Network
 from support.searches import examples
 
 import torchfleet as fleet
+from torchfleet.api.current_job import get_worker
 from torchfleet.api.job.worker_role import WorkerRole
 from torchfleet.base.errors import FleetError, ModelError, ServerUnreachable, StrategyError, TableError
 from torchfleet.base.role.role_info import WORKER, RoleInfo
@@ -834,7 +835,7 @@ def test_in_one_process_any_mode_will_do(mode: str) -> None:
     add(copy, "a", [1], 1.0)
     copy.step_done()
     fleet.flush()
-    assert (fleet.fleet.get_worker().client.pull("a", [1]).result() == FIRST + 1.0).all()
+    assert (get_worker().client.pull("a", [1]).result() == FIRST + 1.0).all()
     fleet.stop_worker()
 
 
@@ -846,7 +847,7 @@ def test_a_second_whole_tables_is_refused_and_the_first_goes_on() -> None:
         with pytest.raises(FleetError, match="called before"):
             fleet.whole_tables(share)
     fleet.flush()
-    assert (fleet.fleet.get_worker().client.pull("a", [1]).result() == FIRST + 1.0).all()
+    assert (get_worker().client.pull("a", [1]).result() == FIRST + 1.0).all()
     fleet.stop_worker()
 
 
@@ -902,7 +903,7 @@ def test_models_that_cannot_be_held_whole_are_refused_and_the_job_goes_on(
 
     if is_local:
         model, optimizer = start(make_model)
-        check(fleet.fleet.get_worker(), model, optimizer)
+        check(get_worker(), model, optimizer)
         fleet.stop_worker()
     else:
         with one_worker(make_model(), mode="geo", num_servers=2) as part:
@@ -1027,7 +1028,7 @@ def test_a_job_over_sockets_from_init_to_stop_worker() -> None:
     fleet.flush()
     assert fleet.stats()["worker"]["exchanges"] == 11
     assert fleet.stats()["mode"] == "geo"
-    found = fleet.fleet.get_worker().client.pull("a", np.arange(NUM_A)).result()
+    found = get_worker().client.pull("a", np.arange(NUM_A)).result()
     np.testing.assert_array_equal(found, own(copy)["a"])
     assert (found[::3] == FIRST + 5.0).all()
     fleet.stop_worker()

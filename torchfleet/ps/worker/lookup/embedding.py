@@ -12,7 +12,7 @@ from torchfleet.base.errors import ModelError
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.spec import Initializer
 from torchfleet.ps.worker.batch.bags import Bags, split_slots
-from torchfleet.ps.worker.lookup.current_batch import Thread
+from torchfleet.ps.worker.lookup.current_batch import ThreadState
 from torchfleet.ps.worker.lookup.embedding_settings import NO_BOUNDS, check_settings, checked_bounds, checked_policies
 from torchfleet.ps.worker.lookup.initializers import Uniform
 from torchfleet.ps.worker.row_state.embedding_state import EmbeddingState
@@ -25,7 +25,7 @@ class Lookups(Protocol):
     """Where a layer's rows come from: the engine of a worker, or the tables of a saved model."""
 
     @property
-    def thread(self) -> Thread: ...
+    def thread_state(self) -> ThreadState: ...
 
     def lookup(
         self, table: str, weight: torch.Tensor, ids: torch.Tensor, padding_idx: int | None, create: bool
@@ -116,7 +116,7 @@ class SparseEmbedding(EmbeddingState):
     def bind(self, engine: Lookups) -> None:
         """For all embeddings of the table, copies included."""
         self.table_rows.engine = engine
-        self.row_weight.pending = engine.thread
+        self.row_weight.pending = engine.thread_state
         _keep_from_compilers()
 
     def batch_rows(self) -> torch.Tensor:
@@ -129,7 +129,7 @@ class SparseEmbedding(EmbeddingState):
         """
         if self._engine is None or self.name is None:
             raise ModelError(_not_connected(self.name))
-        rows = self._engine.thread.batch_rows(self.name, self.weight)
+        rows = self._engine.thread_state.batch_rows(self.name, self.weight)
         if rows is None and self.training and torch.is_grad_enabled():
             raise ModelError(
                 f"batch_rows() of table '{self.name}': no row was looked up for training since the last step. Call it "
@@ -140,10 +140,11 @@ class SparseEmbedding(EmbeddingState):
     def forward(
         self, ids: Ids, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        if self._engine is None or self.name is None:
+        engine: Lookups | None = self.table_rows.engine
+        if engine is None or self.name is None:
             raise ModelError(_not_connected(self.name))
         with torch._C.DisableTorchFunctionSubclass():  # the weight is asked for its device a few times
-            return self._looked_up(self._engine, self.name, ids, offsets, per_sample_weights)
+            return self._looked_up(engine, self.name, ids, offsets, per_sample_weights)
 
     def _looked_up(
         self,
@@ -155,7 +156,8 @@ class SparseEmbedding(EmbeddingState):
     ) -> torch.Tensor:
         create = self.training and torch.is_grad_enabled()
         if isinstance(ids, torch.Tensor) and offsets is None:
-            self._check_weights(per_sample_weights, None)
+            if per_sample_weights is not None:
+                self._check_weights(per_sample_weights, None)
             out = engine.lookup(table, self.weight, ids, self.padding_idx, create)
             return _scaled_by_freq(out, ids) if self.scale_grad_by_freq else out
         if offsets is not None:

@@ -49,13 +49,14 @@ class Plan:
 
     def rates(self) -> dict[str, float]:
         """Today's learning rates: schedulers change them in the param groups."""
-        groups: list[DenseGroup | SparseGroup] = [*self.dense, *self.sparse.values()]
-        return {group.spec.name: float(group.group["lr"]) for group in groups}
+        rates: dict[str, float] = {}
+        for group in (*self.dense, *self.sparse.values()):
+            rates[group.spec.name] = float(group.group["lr"])
+        return rates
 
     def check_options(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ModelError if an option other than the learning rate has changed: the tables keep theirs."""
-        groups: list[DenseGroup | SparseGroup] = [*self.dense, *self.sparse.values()]
-        for group in groups:
+        for group in (*self.dense, *self.sparse.values()):
             options = _options(group.group)
             if not group.group.get("params") or self._checked.get(group.spec.name) == options:
                 continue
@@ -105,8 +106,11 @@ class Plan:
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """Those of a param group that may not change, as they are now: some can be changed in place."""
-    fixed = {name: value for name, value in group.items() if name not in ("params", "lr")}
-    return {name: tuple(map(float, value)) if name == "betas" else value for name, value in fixed.items()}
+    options: dict[str, Any] = {}
+    for name, value in group.items():
+        if name not in ("params", "lr"):
+            options[name] = tuple(map(float, value)) if name == "betas" else value
+    return options
 
 
 def make_plan(

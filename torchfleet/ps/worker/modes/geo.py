@@ -142,8 +142,8 @@ class Geo(Communicator):
         self._step_dense()
         if not self._back.empty():
             self._take_in(self._wait())
-        if self._num_steps - self._last_step >= self._k_steps and not self._under_way:
-            self._last_step = self._num_steps
+        if self.num_steps - self._last_step >= self._k_steps and not self._under_way:
+            self._last_step = self.num_steps
             self._send()
 
     def flush(self) -> None:

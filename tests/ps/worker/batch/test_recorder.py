@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.late_imports import Late
 
-from torchfleet.ps.worker.batch.uncompiled_calls import hold, let_go
+from torchfleet.ps.worker.batch.recorder import hold_compiler, let_compiler_go
 
 testing = Late("torch._dynamo.testing")
 
@@ -17,7 +17,7 @@ class Owner:
 
 def test_an_owner_that_is_gone_holds_nothing() -> None:
     counter, owner = testing.CompileCounter(), Owner()
-    hold(owner)
+    hold_compiler(owner)
     del owner
     torch.compile(lambda x: x + 1, backend=counter)(torch.ones(2))
     assert counter.frame_count == 1
@@ -28,13 +28,13 @@ def test_the_last_to_let_go_brings_the_compiler_back(is_first_in: bool) -> None:
     counter, owners = testing.CompileCounter(), [Owner(), Owner()]
     compiled = torch.compile(lambda x: x + 1, backend=counter)
     for owner in owners:
-        hold(owner)
+        hold_compiler(owner)
     compiled(torch.ones(2))
     first, second = owners if is_first_in else reversed(owners)
-    let_go(first)
+    let_compiler_go(first)
     compiled(torch.ones(2))
     assert counter.frame_count == 0
-    let_go(second)
-    let_go(second)  # of one that holds nothing: no effect
+    let_compiler_go(second)
+    let_compiler_go(second)  # of one that holds nothing: no effect
     compiled(torch.ones(2))
     assert counter.frame_count == 1
