@@ -17,7 +17,7 @@ from support.recorded_model import Model as RecordedModel
 import torchfleet as fleet
 from torchfleet.api.job.server_role import ServerRole
 from torchfleet.base.errors import CheckpointError, ModelError
-from torchfleet.base.role import SERVER, RoleInfo
+from torchfleet.base.role.role_info import SERVER, RoleInfo
 from torchfleet.observe.commands.command import main as fleet_command
 from torchfleet.ps.checkpoint.compaction import compact
 from torchfleet.ps.checkpoint.comparison import compare

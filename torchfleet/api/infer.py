@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchfleet.api import fleet
+from torchfleet.api import job_life
 from torchfleet.base.errors import CheckpointError, ModelError
 from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint.collective_manifest import is_collective
@@ -144,7 +144,7 @@ class DistributedInfer:
 
     def init_distributed_infer_env(self, dirname: str | None = None, var_names: Sequence[str] | None = None) -> None:
         """Make ready. On a server of a prediction job this returns when all workers have stopped."""
-        fleet.begin_prediction(self._model, dirname, list(var_names) if var_names is not None else None)
+        job_life.begin_prediction(self._model, dirname, list(var_names) if var_names is not None else None)
         self._model.eval()
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,8 @@ import pytest
 import torch
 from support.fleets import Talk
 
-import torchfleet.api.fleet as facade
+import torchfleet as fleet
+from torchfleet.api import current_job
 from torchfleet.base.monitor import status
 from torchfleet.base.tracing import profile_folder
 from torchfleet.launch.roles import free_ports
@@ -51,11 +52,11 @@ def num_calls(work: Callable[[], object]) -> float:
 
 def calls_of_training(monkeypatch: pytest.MonkeyPatch) -> float:
     """Of a step of a job in this process, with a loss that is reported at every one."""
-    monkeypatch.setattr(facade.current, "job", None)
-    facade.init()
-    model = facade.distributed_model(torch.nn.Linear(2, 1))
-    optimizer = facade.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    facade.init_worker()
+    monkeypatch.setattr(current_job.current, "job", None)
+    fleet.init()
+    model = fleet.distributed_model(torch.nn.Linear(2, 1))
+    optimizer = fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    fleet.init_worker()
     batch = torch.ones(4, 2)
 
     def train() -> None:
@@ -63,10 +64,10 @@ def calls_of_training(monkeypatch: pytest.MonkeyPatch) -> float:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        facade.report(loss=1.0)
+        fleet.report(loss=1.0)
 
     found = num_calls(train)
-    facade.stop_worker()
+    fleet.stop_worker()
     return found
 
 

@@ -328,7 +328,9 @@ class Slow:
 
     def write_manifest(self, saved: Saved) -> None:
         table = described(self.spec, self.table.num_words // self.spec.dim - 1, 0, 0, whole_layout(self.spec))
-        write_manifest(Storage(self._dirname), Manifest("save-1", 1, "full", 1, [table], saved.parts))
+        write_manifest(
+            Storage(self._dirname), Manifest("save-1", 1, "full", 1, [table], saved.parts, num_files=len(saved.parts))
+        )
 
 
 def save_message(talk: Talk, dirname: str, folder: str = "save-1", token: int = 1, **fields: Any) -> Message:

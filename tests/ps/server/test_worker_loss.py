@@ -10,7 +10,7 @@ from support.fleets import Talk, assert_ok, push_arrays, refusal
 from support.logged_work import MemorySink, whole_state
 from support.messages import lines_naming, naming
 
-from torchfleet.base.role import loss_of
+from torchfleet.base.role.process_settings import loss_of
 from torchfleet.ps.net.wire import SYNC, Command, Reply, Role, decode_reply, pack, unpack
 from torchfleet.ps.server.log.log_entry import decode_entry
 from torchfleet.ps.server.log.logged_server import LoggedServer

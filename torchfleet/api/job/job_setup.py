@@ -10,7 +10,7 @@ import torch
 from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
 from torchfleet.api.job.printing import embeddings
 from torchfleet.base.errors import FleetError, ModelError, StrategyError
-from torchfleet.base.role import WORKER, RoleInfo
+from torchfleet.base.role.role_info import WORKER, RoleInfo
 from torchfleet.base.storage import Storage
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.checkpoint.manifest import read_manifest

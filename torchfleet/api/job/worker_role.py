@@ -10,11 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchfleet.api.hybrid.hybrid_optimizer import HybridOptimizer
-from torchfleet.api.job.job_claims import check_releases, claims_of
 from torchfleet.api.job.job_setup import JobSetup
+from torchfleet.api.job.joining import catch_up, check_loss_rule, check_releases, claims_of
 from torchfleet.api.job.mode_choice import make_communicator, make_whole_tables
 from torchfleet.api.job.model_hooks import LEFT, hook_model, trace_steps, watch_schedules
-from torchfleet.api.job.rejoining import catch_up, check_loss_rule
 from torchfleet.api.job.server_links import ServerLinks
 from torchfleet.api.job.worker_start import (
     check_loaded,

@@ -11,7 +11,7 @@ from support.jobs import Net, Servers, Worker, make_part, roles, sgd, strategy
 from support.messages import lines_naming, names, naming
 
 from torchfleet import __version__
-from torchfleet.api.job.job_claims import claims_of
+from torchfleet.api.job.joining import claims_of
 from torchfleet.base.errors import RoleError
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.net.wire import Command, Reply, pack

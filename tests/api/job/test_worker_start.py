@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 from support.messages import names
 
-from torchfleet.api.job import waiting_lines
-from torchfleet.api.job.waiting_lines import WaitingLines
-from torchfleet.api.job.worker_start import _by_state
+from torchfleet.api.job import worker_start
+from torchfleet.api.job.worker_start import WaitingLines, _by_state
 
 
 def test_lines_come_when_something_changes_and_else_ever_more_seldom(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = 0.0
-    monkeypatch.setattr(waiting_lines.time, "monotonic", lambda: now)
+    monkeypatch.setattr(worker_start.time, "monotonic", lambda: now)
     lines = WaitingLines()
 
     def waits_for() -> list[str]:
