@@ -148,13 +148,14 @@ class WorkerRole:
     def save(self, dirname: str, kind: Kind, extra: Mapping[str, Any] | None = None) -> Manifest:
         """Save the model as it is with the servers, this worker's gradients included."""
         self.communicator.flush()
-        if not self.info.restart:  # one that was started again does not know what it saved before
-            known = {*self._saved_to, *(server["model"] for server in self.client.stats())}
-            tell_of_replacing(dirname, kind, known)
+        storage = Storage(dirname)
+        # One that was started again does not know what it saved before.
+        if not self.info.restart and storage.path not in self._saved_to:
+            tell_of_replacing(storage, kind, {server["model"] for server in self.client.stats()})
         if self._hybrid is not None:
             self._hybrid.put_network()
         saved = save_model(self.client, self._plan, dirname, self.strategy.sync_timeout, kind, extra)
-        self._saved_to.add(Storage(dirname).path)
+        self._saved_to.add(storage.path)
         return saved
 
     def is_asked_to_stop(self) -> bool:

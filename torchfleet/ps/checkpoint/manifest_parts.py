@@ -97,6 +97,11 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return kind_named(self.kind).is_dense
 
     def spec(self) -> TableSpec:
+        policies: dict[str, Any] = {}  # those that admit every key and drop no row are the default
+        if self.entry:
+            policies["entry"] = msgspec.convert(self.entry, AdmissionEntry)
+        if self.shrink:
+            policies["shrink"] = msgspec.convert(self.shrink, Shrink)
         return TableSpec(
             self.name,
             self.kind,
@@ -105,8 +110,7 @@ class Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             msgspec.convert(self.rule, Rule),
             msgspec.convert(self.initializer, Initializer),
             self.seed,
-            entry=msgspec.convert(self.entry, AdmissionEntry),
-            shrink=msgspec.convert(self.shrink, Shrink),
+            **policies,
         )
 
 
