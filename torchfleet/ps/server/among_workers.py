@@ -20,7 +20,6 @@ from torchfleet.ps.server.state.claims import MAX_CLAIMS, Claims
 from torchfleet.ps.server.state.handshake import agree, check_claims
 from torchfleet.ps.server.state.state import Answer, State
 from torchfleet.ps.server.waiting import open_meetings
-from torchfleet.ps.tables.sparse_table import SparseTable
 
 MAX_BARRIER_SECONDS = 7 * 24 * 3600.0
 _PER_FILE = 150  # bytes of a list beside the name
@@ -78,8 +77,7 @@ def _begin_anew(state: State, worker: int) -> None:
     state.barriers.forget(worker)
     state.gatherings.forget(worker)
     for table in state.tables.values():
-        if isinstance(table, SparseTable):
-            table.forget_waiting(worker)
+        table.forget_waiting(worker)
 
 
 def _check_rules(state: State, body: JoinBody) -> None:

@@ -10,9 +10,6 @@ from torchfleet.ps.server.meeting.members import Members
 from torchfleet.ps.server.meeting.presence import Presence
 from torchfleet.ps.server.state.changes import Changes
 from torchfleet.ps.server.state.state import State
-from torchfleet.ps.tables.dense_table import DenseTable
-from torchfleet.ps.tables.settings.spec import shard_range
-from torchfleet.ps.tables.sparse_table import SparseTable
 
 
 def forget_workers(state: State) -> None:
@@ -27,9 +24,4 @@ def forget_workers(state: State) -> None:
     state.long_requests = {token: long for token, long in state.long_requests.items() if long.result is not None}
     state.is_stopping = False
     for table in state.tables.values():
-        if isinstance(table, SparseTable):
-            table.note_loaded()
-            table.restore_waiting({})
-        elif isinstance(table, DenseTable) and table.is_set:
-            table.loaded = [shard_range(table.spec.size, table.spec.shard, table.spec.num_shards)]
-            table.is_set = False  # worker 0 says so when it has taken them
+        table.begin_run()
