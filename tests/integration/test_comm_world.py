@@ -104,5 +104,5 @@ def test_who_is_missing_among_servers_is_named_by_its_number() -> None:
     assert gather(server, 3, 2, 2) == []
     (reply,) = gather(server, 1, 2, 2)
     assert "2 to 3" in refusal(reply)[1]
-    (expired,) = server.state.gatherings.expired(float("inf"))
+    (expired,) = server.state.meetings.gatherings.expired(float("inf"))
     assert "still waiting for worker 2 of 2 to 3" in str(expired[1])

@@ -324,7 +324,7 @@ def test_later_a_delta_that_cannot_be_saved_is_an_error(tmp_path: Path) -> None:
     def on_pass(report: online.PassReport) -> None:
         if report.part == HOURS[1]:
             facade.save_persistables(folder)
-            facade.get_worker()._links.local._server.state.chain.attempt = 0  # this job does not know of it
+            facade.get_worker()._links.local._server.state.saves.chain.attempt = 0  # this job does not know of it
 
     with pytest.raises(CheckpointError, match="do not come from the last save"):
         run_local(folder, on_pass=on_pass)

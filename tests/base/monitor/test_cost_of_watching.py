@@ -21,7 +21,7 @@ from torchfleet.base.monitor import status
 from torchfleet.base.tracing import profile_folder
 from torchfleet.launch.roles import free_ports
 from torchfleet.ps.server.server import Server
-from torchfleet.ps.server.state import hot_keys
+from torchfleet.ps.server.state import counters
 from torchfleet.ps.tables.settings.spec import TableSpec
 
 _TIMES = 41
@@ -96,7 +96,7 @@ def test_a_status_that_is_not_due_costs_a_look_at_a_clock(tmp_path: Path, monkey
 def test_a_pull_whose_keys_are_not_sampled_costs_a_look_at_a_clock(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hot_keys, "_PAUSE", _FOREVER)
+    monkeypatch.setattr(counters, "_PAUSE", _FOREVER)
     talk, spec = Talk(server), TableSpec("rows", dim=4)
     talk.create(spec)
     keys = np.arange(1000, dtype=np.uint64)
@@ -105,7 +105,7 @@ def test_a_pull_whose_keys_are_not_sampled_costs_a_look_at_a_clock(
         talk.pull(spec, keys)
 
     before = num_calls(pull)
-    server.state.hot_keys.is_on = True
+    server.state.counters.hot_keys.is_on = True
     watched = num_calls(pull)
-    assert server.state.hot_keys._counts["rows"], "nobody watched"
+    assert server.state.counters.hot_keys._counts["rows"], "nobody watched"
     assert 0 < watched - before <= 6

@@ -260,7 +260,7 @@ def refused(model: Path, match: str = ".") -> None:
     assert contents([server]) == fresh
     assert {table.step for table in server.state.tables.values()} == {0}
     assert not server.state.clock.is_set
-    assert not server.state.model
+    assert not server.state.saves.model
 
 
 def test_the_model_itself_is_loaded(model: Path) -> None:

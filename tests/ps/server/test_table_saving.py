@@ -541,7 +541,7 @@ def test_over_a_network_that_loses_and_repeats_every_server_saves_once(seed: int
     url = f"memory://lossy-{seed}"
     manifests = [save(client, [spec], url, seconds=600.0) for _ in range(3)]  # of virtual time
     network.deliver_all()
-    assert [len(server.server.state.long_requests) for server in servers] == [3, 3]
+    assert [len(server.server.state.work.requests) for server in servers] == [3, 3]
     assert [manifest.number for manifest in manifests] == [1, 2, 3]
     assert contents(load(1, [spec], url))["rows"].keys() == set(range(40))
 
@@ -584,7 +584,7 @@ def test_a_malformed_request_is_refused_and_the_server_lives_on(fields: dict[str
         return
     (reply,) = slow.talk.send(message)
     assert refusal(reply)[0] == "WireError"
-    assert slow.server.state.long_requests == {}
+    assert slow.server.state.work.requests == {}
     assert slow.talk.pull(slow.spec, [1]).shape == (1, 1)
 
 

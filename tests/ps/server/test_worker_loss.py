@@ -62,7 +62,7 @@ class Job:
         while self.now < until:
             self.now += 0.5
             for talk in self.workers:
-                if self.server.state.presence.incarnation(talk.worker) and talk.worker not in self.silent:
+                if self.server.state.meetings.presence.incarnation(talk.worker) and talk.worker not in self.silent:
                     self.join(talk, again=True)
             told += [decode_reply(frames) for _, frames in self.handler.tick(self.now)]
         return told

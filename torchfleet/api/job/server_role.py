@@ -52,7 +52,7 @@ class ServerRole:
             min_workers=info.min_workers,
             on_worker_loss=info.on_worker_loss,
         )
-        self._server.state.place = info.server_index, info.num_servers
+        self._server.state.meetings.place = info.server_index, info.num_servers
         self._replica: Replica | None = None
         for spec in setup.plan.specs:
             self._server.state.add_table(spec.for_shard(setup.info.server_index, setup.info.num_servers))
@@ -169,7 +169,7 @@ class ServerRole:
         tracing = self._trace()
 
         def is_over() -> bool:
-            self._server.state.load.look()
+            self._server.state.counters.load.look()
             status.write()
             tracing.look()
             return self._ended or self._handler.is_stopping
@@ -183,7 +183,7 @@ class ServerRole:
             status.close()
             tracing.close()
             self.close()
-            self._say(f"stopped ({self._why_over()}) after {self._server.state.num_requests:,} requests")
+            self._say(f"stopped ({self._why_over()}) after {self._server.state.counters.num_requests:,} requests")
         if self._replica is not None and self._replica.deposed:
             raise FleetError(self._replica.deposed)
         if self._server.desertion:

@@ -84,7 +84,7 @@ SYNC = 4  # flag of PUSH: one update with the mean of all workers' gradients, an
 # it is part of such a step, and keys that it makes known get their rows when that ends
 DENSE_BACK = 8  # flag of PUSH: the reply holds the dense sections' new values
 DELTA = 16  # flag of PUSH: differences to be added, instead of gradients
-GATHER = 32  # flag of PUSH: one update with the mean of so many pushes, whoever they come from; answered at once
+GATHERED = 32  # flag of PUSH: one update with the mean of so many pushes, whoever they come from; answered at once
 BOUNDED = 64  # flag of PUSH: waits while it would make what another worker computes with too old; of PULL: this worker
 # computes with these dense values, and its push comes next
 

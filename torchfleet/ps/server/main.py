@@ -147,7 +147,7 @@ def main(arguments: list[str] | None = None) -> int:
     tracing = ServerTracing(name, server.traced, folder_of(None), every)
 
     def is_over() -> bool:
-        server.state.load.look()
+        server.state.counters.load.look()
         status.write()
         tracing.look()
         return ended or handler.is_stopping
@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
         tracing.close()
         if isinstance(handler, DurableServer):
             handler.close(is_over=server.is_stopping and not server.desertion and not ended)
-    server.state.say(f"stopped after {server.state.num_requests:,} requests")
+    server.state.say(f"stopped after {server.state.counters.num_requests:,} requests")
     if server.desertion:
         print(f"torchfleet server: {server.desertion}. No worker is left; the server ends.", file=sys.stderr)
         return 1

@@ -194,7 +194,7 @@ def test_an_error_is_repeated_to_a_client_whose_first_reply_was_lost() -> None:
         with pytest.raises(TableError, match="no table with number"):
             client.assign("rows", [1], np.ones((1, 2), np.float32))
     network.deliver_all()
-    assert server.state.num_errors > 20
+    assert server.state.counters.num_errors > 20
 
 
 def num_outcomes(server: Server) -> int:

@@ -94,7 +94,7 @@ class Client(Walks):
         """One update of several tables in one message per server: (keys, rows) for a sparse, a block for a dense one.
 
         `num_samples`: how many the gradients come from, by which a mean weights them. `settings`: the numbers that the
-        flags GATHER and BOUNDED need.
+        flags GATHERED and BOUNDED need.
         An error of a push that nobody waits for is raised by the next push or by `flush`. The result holds the dense
         tables' new values if the flag DENSE_BACK asked for them, and is empty if that reply had to be repeated.
         """

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchfleet.base.tracing.span_recorder import Mark
-from torchfleet.ps.net.wire import DENSE_BACK, GATHER, SYNC, VERSIONS
+from torchfleet.ps.net.wire import DENSE_BACK, GATHERED, SYNC, VERSIONS
 from torchfleet.ps.worker.batch.sample_count import SampleCount
 from torchfleet.ps.worker.client.client import Client
 from torchfleet.ps.worker.client.future import Dense, Future
@@ -132,7 +132,7 @@ class Communicator(ABC):
     def settle(self) -> None:
         """Return when everything that `step` has been given so far has been applied."""
         if self._gathering:
-            self._client.push_tables({}, flags=GATHER, settings=self._gathering.settings).result()
+            self._client.push_tables({}, flags=GATHERED, settings=self._gathering.settings).result()
 
     def end_threads(self) -> None:
         """Several threads have trained, and are over."""
@@ -226,7 +226,7 @@ class Communicator(ABC):
             gradients.sections(),
             gradients.rates,
             gradients.versions,
-            flags | (GATHER if self._gathering else 0),
+            flags | (GATHERED if self._gathering else 0),
             timeout,
             gradients.num_samples,
             self._gathering.settings if self._gathering else (),

@@ -1,8 +1,10 @@
-"""Which keys are asked for most, from a small sample of the pulls."""
+"""What a server counts for people who watch it: requests, bytes, the keys asked for most, how busy its loop is."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +14,7 @@ _NUM_KEYS = 64  # of one sample
 _MOST = 2048  # keys that are counted; beyond it the rarer half is forgotten
 _SHOWN = 8
 _LEAST = 3  # appearances in samples below which a key is not called hot
+_PERIOD = 1.0  # seconds that a share of busy time is taken over
 
 
 class HotKeys:
@@ -45,3 +48,35 @@ class HotKeys:
             if hot := [(str(key), num) for key, num in most if num >= _LEAST]:
                 found[table] = hot
         return found
+
+
+class LoopLoad:
+    """How busy a loop is: the share of time in which its thread computes. The thread that calls `look` is measured."""
+
+    def __init__(self) -> None:
+        self.busy: float | None = None  # of the last period; None before the first is over
+        self._wall = self._cpu = 0.0
+
+    def look(self) -> None:
+        """Often: it costs a look at the clock, and once in a period one at the thread's time."""
+        now = time.monotonic()
+        if now - self._wall < _PERIOD:
+            return
+        cpu = time.thread_time()
+        if self._wall:
+            self.busy = min(1.0, (cpu - self._cpu) / (now - self._wall))
+        self._wall, self._cpu = now, cpu
+
+
+@dataclass
+class Counters:
+    """Since the server was started."""
+
+    num_requests: int = 0
+    num_by_command: Counter[int] = field(default_factory=Counter)  # requests that could be decoded; 0: unknown ones
+    num_errors: int = 0  # requests that were answered with an error
+    bytes_in: int = 0  # of requests
+    bytes_out: int = 0  # of replies
+    hot_keys: HotKeys = field(default_factory=HotKeys)
+    load: LoopLoad = field(default_factory=LoopLoad)  # only a server with a loop is looked at
+    started: float = field(default_factory=time.monotonic)
