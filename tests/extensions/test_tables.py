@@ -55,7 +55,7 @@ class SignSgd(RowRule):
 DICT_TABLE = '''
 import numpy as np
 from torchfleet.base.errors import TableError
-from torchfleet.ps.tables.staleness import Staleness
+from torchfleet.ps.tables.table import Staleness
 from torchfleet.ps.tables.table import SavedSlice
 
 class DictTable:

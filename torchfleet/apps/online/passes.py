@@ -242,4 +242,4 @@ def _num_samples() -> int:
 def _num_rows() -> int:
     """Rows of all sparse tables."""
     tables = [table for server in fleet.stats()["servers"] for table in server["tables"].values()]
-    return sum(table["rows"] for table in tables if table["kind"] != "dense")
+    return sum(table["rows"] for table in tables if not table["is_dense"])

@@ -14,7 +14,7 @@ from torchfleet.ps.tables.table import PartKind
 
 FORMAT = "torchfleet checkpoint"
 VERSION = 2
-_INFINITE = (math.inf, -math.inf)
+_LEFT_OUT: tuple[Any, ...] = (math.inf, -math.inf, ())
 
 
 class Parameter(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -150,8 +150,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def described(spec: TableSpec, num_states: int, step: int, rows: int, parameters: list[Parameter]) -> Table:
-    """A table's line in the manifest. Bounds that are infinite are left out: JSON has no word for them."""
-    rule = {name: value for name, value in msgspec.structs.asdict(spec.rule).items() if value not in _INFINITE}
+    """A table's line in the manifest. Infinite bounds, for which JSON has no word, are left out."""
+    rule = {name: value for name, value in msgspec.structs.asdict(spec.rule).items() if value not in _LEFT_OUT}
     first = msgspec.structs.asdict(spec.initializer)
     policies = msgspec.to_builtins(spec.entry), msgspec.to_builtins(spec.shrink)
     described = spec.name, spec.kind, spec.dim, spec.size, spec.seed, rule, first, num_states, step, rows, parameters

@@ -21,7 +21,6 @@ from torchfleet.ps.server.state.claims import MAX_CLAIMS, Claims
 from torchfleet.ps.server.state.handshake import agree, check_claims
 from torchfleet.ps.server.state.state import State
 from torchfleet.ps.server.waiting import open_meetings
-from torchfleet.ps.tables.sparse_table import SparseTable
 
 MAX_BARRIER_SECONDS = 7 * 24 * 3600.0
 _PER_FILE = 150  # bytes of a list beside the name
@@ -79,8 +78,7 @@ def _begin_anew(state: State, worker: int) -> None:
     state.meetings.barriers.forget(worker)
     state.meetings.gatherings.forget(worker)
     for table in state.tables.values():
-        if isinstance(table, SparseTable):
-            table.forget_waiting(worker)
+        table.forget_waiting(worker)
 
 
 def _check_rules(state: State, body: JoinBody) -> None:

@@ -60,7 +60,7 @@ def ping(state: State, request: Request) -> Answer:
 
 
 def stats(state: State, request: Request) -> Answer:
-    tables = {table.spec.name: {"kind": table.spec.kind, **table.stats()} for table in state.tables.values()}
+    tables = {table.spec.name: table.described() for table in state.tables.values()}
     body = {
         "tables": tables,
         "model": state.saves.model,

@@ -22,9 +22,6 @@ from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.server_log import rows_text
 from torchfleet.ps.server.state.state import Pushes, State
 from torchfleet.ps.server.table_saving import SaveBody
-from torchfleet.ps.tables.dense_table import DenseTable
-from torchfleet.ps.tables.settings.spec import shard_range
-from torchfleet.ps.tables.sparse_table import SparseTable
 
 DEFAULT_FSYNC_MS = 10.0
 MIN_GROWTH = 1 << 30  # bytes of entries behind a copy of the state before the next copy is made for their sake
@@ -149,12 +146,7 @@ def forget_workers(state: State) -> None:
     state.work.requests = {token: long for token, long in state.work.requests.items() if long.result is not None}
     state.is_stopping = False
     for table in state.tables.values():
-        if isinstance(table, SparseTable):
-            table.note_loaded()
-            table.restore_waiting({})
-        elif isinstance(table, DenseTable) and table.is_set:
-            table.loaded = [shard_range(table.spec.size, table.spec.shard, table.spec.num_shards)]
-            table.is_set = False  # worker 0 says so when it has taken them
+        table.begin_run()
 
 
 def begin_log(server: Server, durability: Durability) -> DurableServer:

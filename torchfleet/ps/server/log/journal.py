@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torchfleet.base.errors import FleetError, LogStuck, ServerBusy
 from torchfleet.ps.net.packed import pack_arrays, peer_bytes
@@ -15,7 +15,6 @@ from torchfleet.ps.server.log.sink import Sink
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.state.work_queue import LongRequest
 from torchfleet.ps.tables.rows.row_statistics import is_counted
-from torchfleet.ps.tables.rowstore import RowStore
 from torchfleet.ps.tables.table import Table
 
 _UNKNOWN = Effects()  # until the change is made
@@ -41,7 +40,7 @@ class Journal:
         self._wall, self._measured_at = 0, -LOOK  # the tables' time, and when it was looked at
         self._known: dict[int, Table] = {}
         self._counting: set[int] = set()  # numbers of tables of which a pull for training changes something
-        self._counted: list[RowStore] = []  # those of them that decide
+        self._counted: list[Table] = []  # these tables
 
     def around(self, inner: Run, request: Request) -> Result:
         """As Layer.around. Raises LogStuck while nothing can be promised."""
@@ -92,7 +91,7 @@ class Journal:
 
     def work(self, run: Callable[[], bool]) -> bool:
         """As Recorder.work."""
-        state, deciding = self._server.state, self._deciding()
+        state, deciding = self._server.state, list(self._server.state.tables.values())
         front, attempt, num_works = state.work.slices[0], state.saves.chain.attempt, len(state.work.slices)
         token, long = next(((t, n) for t, n in state.work.requests.items() if n.work is front), (0, None))
         entry = self._begin(Kind.SLICE, state.now(), deciding)
@@ -133,8 +132,7 @@ class Journal:
     def _look_at_tables(self) -> None:
         self._known = dict(self._server.state.tables)
         self._counting = {number for number, table in self._known.items() if is_counted(table.spec)}
-        counting = (self._known[number] for number in sorted(self._counting))
-        self._counted = [table for table in counting if isinstance(table, RowStore)]
+        self._counted = [self._known[number] for number in sorted(self._counting)]
 
     @staticmethod
     def _check(request: Request, trouble: str) -> None:
@@ -142,27 +140,22 @@ class Journal:
         if request.message.command not in _ALWAYS_ANSWERED:
             raise LogStuck(f"{trouble} Nothing is lost, and it goes on when that is over: ask again later.")
 
-    def _begin(self, kind: Kind, now: float, deciding: Sequence[RowStore]) -> Entry:
+    def _begin(self, kind: Kind, now: float, deciding: Iterable[Table]) -> Entry:
         if not 0 <= now - self._measured_at < LOOK:
             self._wall, self._measured_at = self._server.state.clock.measured(), now
         self._server.state.clock.freeze(self._wall)
         for table in deciding:
-            table.decisions.begin()
+            table.begin_noting()
         return Entry(kind, wall=self._wall, time=now, effects=_UNKNOWN)
 
-    def _end(self, deciding: Sequence[RowStore]) -> Effects:
+    def _end(self, deciding: Iterable[Table]) -> Effects:
         self._server.state.clock.freeze(None)
         effects = Effects([])
         for table in deciding:
-            noted = table.decisions.end()
+            noted = table.end_noting()
             if noted is not None:
-                noted.gone = table.absent(noted.dropped)
                 effects.tables.append(noted_table(table.spec.number, noted))
         return effects
-
-    def _deciding(self) -> list[RowStore]:
-        """The tables that may decide something in a shrink or a save."""
-        return [table for table in self._server.state.tables.values() if isinstance(table, RowStore)]
 
     def _num_errors(self, start: int) -> int:
         finished = self._server.state.finished

@@ -14,7 +14,6 @@ from torchfleet.ps.server.log.state_copy import StateImport
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.server.table_saving import SaveBody, begin_save
 from torchfleet.ps.tables.policies.decisions import Noted
-from torchfleet.ps.tables.rowstore import RowStore
 
 
 class Replay:
@@ -60,9 +59,6 @@ class Replay:
         if not self.is_complete:
             raise LogError("the state that entries continue is not complete: pieces of it are missing")
         self._lenient(False)
-        for table in self.server.state.tables.values():
-            if isinstance(table, RowStore):
-                table.decisions.followed = None
 
     def _lenient(self, is_lenient: bool) -> None:
         """What the other server has taken in is taken in here, whatever this machine has left."""
@@ -72,14 +68,13 @@ class Replay:
     def _apply(self, entry: Entry) -> None:
         state = self.server.state
         state.clock.freeze(entry.wall)
-        self._follow(entry.effects)
         try:
+            self._follow(entry.effects)
             self._make(entry)
         finally:
             state.clock.freeze(None)
             for table in state.tables.values():
-                if isinstance(table, RowStore):
-                    table.follow_no_more()
+                table.follow_no_more()
         num_errors = sum(isinstance(result, FleetError) for _, result in state.finished)
         state.finished = []
         if num_errors != entry.effects.num_errors:
@@ -91,8 +86,7 @@ class Replay:
     def _follow(self, effects: Effects) -> None:
         noted = {written.table: noted_of(written) for written in effects.tables}
         for number, table in self.server.state.tables.items():
-            if isinstance(table, RowStore):
-                table.follow(noted.get(number, _NOTHING))
+            table.follow(noted.get(number, _NOTHING))
 
     def _make(self, entry: Entry) -> None:
         if entry.kind == Kind.REQUEST:

@@ -24,9 +24,8 @@ from torchfleet.ps.server.state.claims import Agreement
 from torchfleet.ps.server.state.state import State
 from torchfleet.ps.server.state.work_queue import LongRequest
 from torchfleet.ps.server.table_saving import SaveBody, save_in_slices
-from torchfleet.ps.tables.copied_notes import export_notes, restore_notes, restore_tracking
 from torchfleet.ps.tables.settings.spec import TableSpec
-from torchfleet.ps.tables.table import BlockTable, PartKind, RowTable, SavedSlice
+from torchfleet.ps.tables.table import OneSlice, PartKind, SavedSlice
 
 SLICE = 1 << 14  # rows between two requests
 _DTYPES = {"|u1", "<u4", "<u8", "<f4"}
@@ -105,7 +104,7 @@ def _body(server: Server) -> StateBody:
     }
     return StateBody(
         server.incarnation,
-        [(table.spec, export_notes(table)) for table in state.tables.values()],
+        [(table.spec, table.export_notes()) for table in state.tables.values()],
         state.num_workers,
         state.meetings.members.min_workers,
         state.meetings.members.on_loss,
@@ -183,7 +182,7 @@ class StateImport:
             )
         for spec, notes in body.tables:
             state.add_table(spec)
-            restore_notes(state.tables[spec.number], notes)
+            state.tables[spec.number].restore_notes(notes)
             self._notes[spec.number] = notes
         server.incarnation, self.copy = body.incarnation, head.copy
         state.meetings.members.restore(body.members)
@@ -225,7 +224,7 @@ class StateImport:
 
     def _end(self) -> None:
         for number, notes in self._notes.items():
-            restore_tracking(self._server.state.tables[number], notes)
+            self._server.state.tables[number].end_copy(notes)
         self.is_complete = True
 
 
@@ -249,18 +248,3 @@ def _resume(state: State, token: int, long: LongRequest) -> None:
 def _described(num_workers: int, min_workers: int, on_loss: str) -> str:
     least = f"{min_workers} to " if min_workers else ""
     return f"{least}{num_workers} workers (on_worker_loss={on_loss})"
-
-
-class OneSlice:
-    """A slice as a saved model, to be read into the table that it comes from."""
-
-    def __init__(self, saved: SavedSlice) -> None:
-        self._saved = saved
-
-    def load_rows(self, table: RowTable) -> None:
-        """As SavedModel.load_rows."""
-        table.load_slice(self._saved)
-
-    def load_block(self, table: BlockTable) -> None:
-        """As SavedModel.load_block."""
-        table.load(0, self._saved.arrays["values"])

@@ -50,7 +50,7 @@ class ServerStatus:
 
     def _make(self) -> dict[str, Any]:
         state, standing = self._state, self._standing
-        stats = {table.spec.name: {"kind": table.spec.kind, **table.stats()} for table in state.tables.values()}
+        stats = {table.spec.name: table.described() for table in state.tables.values()}
         rates = self._rates.look({"requests_per_s": state.counters.num_requests})
         maybe: dict[str, Any] = {"busy": state.counters.load.busy, "hot_keys": state.counters.hot_keys.top() or None}
         if state.saves.made.num:
@@ -69,7 +69,7 @@ class ServerStatus:
             "workers_joined": state.meetings.members.num_joined,
             "workers_lost": state.meetings.presence.num_lost,
             **{name: value for name, value in maybe.items() if value is not None},
-            "rows": {name: table["rows"] for name, table in stats.items() if table["kind"] != "dense"},
+            "rows": {name: table["rows"] for name, table in stats.items() if not table["is_dense"]},
             "tables": dict(sorted(((n, _table(t)) for n, t in stats.items()), key=lambda it: -it[1]["bytes"])[:_FEW]),
             **ages_by_kind(stats.values()),
         }
@@ -81,7 +81,7 @@ def name_of(command: int) -> str:
 
 
 def _table(stats: dict[str, Any]) -> dict[str, Any]:
-    found = {name: stats[name] for name in ("kind", "rows", "bytes")}
+    found = {name: stats[name] for name in ("kind", "is_dense", "rows", "bytes")}
     if "evicted" in stats:
         found |= {"evicted": stats["evicted"], "created": max(0, stats["rows"] + stats["evicted"] - stats["loaded"])}
     return found

@@ -12,7 +12,7 @@ import torch
 from torchfleet.base.errors import ModelError
 from torchfleet.ps.checkpoint.byte_words import num_words, to_bytes, to_words
 from torchfleet.ps.checkpoint.manifest import Parameter
-from torchfleet.ps.tables.settings.spec import TableSpec
+from torchfleet.ps.tables.settings.spec import Rule, TableSpec, default_kind
 from torchfleet.ps.worker.client.shard import Floats
 from torchfleet.ps.worker.row_state.table_rows import without_rows
 
@@ -159,6 +159,12 @@ def _flat(parts: list[torch.Tensor]) -> Floats:
     return flat
 
 
+def block_spec(name: str, size: int, num_servers: int, rule: Rule | None = None) -> TableSpec:
+    """A table for so many numbers side by side."""
+    kind = default_kind(is_dense=True, has_size=True)
+    return TableSpec(name, kind, size=size, rule=rule or Rule(), num_shards=num_servers)
+
+
 def check_buffers(model: torch.nn.Module) -> None:
     """Raise ModelError for what could not be kept, whatever is trained."""
     state = _state(model)
@@ -178,11 +184,11 @@ def fixed_groups(model: torch.nn.Module, trained: set[int], num_servers: int) ->
     others = [name for name, tensor in kept.items() if tensor.dtype != torch.float32 and name in state]
     _check_kept({name: kept[name] for name in (*floats, *others)})
     if floats:
-        spec = TableSpec("dense.fixed", "dense", size=sum(kept[n].numel() for n in floats), num_shards=num_servers)
+        spec = block_spec("dense.fixed", sum(kept[n].numel() for n in floats), num_servers)
         groups.append(FixedGroup(spec, floats, Kept(model, floats), {"lr": 0.0}))
     if others:
         size = sum(num_words(kept[name].nbytes) for name in others)
-        spec = TableSpec("dense.bytes", "dense", size=size, num_shards=num_servers)
+        spec = block_spec("dense.bytes", size, num_servers)
         groups.append(BytesGroup(spec, others, Kept(model, others), {"lr": 0.0}))
     return groups
 

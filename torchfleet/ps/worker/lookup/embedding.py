@@ -13,7 +13,13 @@ from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
 from torchfleet.ps.tables.settings.spec import Initializer
 from torchfleet.ps.worker.batch.bags import Bags, split_slots
 from torchfleet.ps.worker.lookup.current_batch import ThreadState
-from torchfleet.ps.worker.lookup.embedding_settings import NO_BOUNDS, check_settings, checked_bounds, checked_policies
+from torchfleet.ps.worker.lookup.embedding_settings import (
+    NO_BOUNDS,
+    check_settings,
+    checked_bounds,
+    checked_kind,
+    checked_policies,
+)
 from torchfleet.ps.worker.lookup.initializers import Uniform
 from torchfleet.ps.worker.row_state.embedding_state import EmbeddingState
 from torchfleet.ps.worker.row_state.row_weight import RowWeight
@@ -62,6 +68,8 @@ class SparseEmbedding(EmbeddingState):
     `num_embeddings` it is an error, unless `state` says "rows" (ids and rows, as `keys` and `weight`) or "none" (they
     are left out): docs/states.md.
 
+    `kind` names a kind of table that was added to the registry (docs/architecture.md); left out, rows are in memory.
+
     `weight` is an empty (0, dim) parameter: it makes the embedding part of `model.parameters()`, so that a param
     group can give it a learning rate of its own. Its `grad` holds the gradients that wait for the step. Computing with
     it is an error; `batch_rows` gives the rows of a batch for terms of the loss. While the module is in eval mode, or
@@ -83,12 +91,13 @@ class SparseEmbedding(EmbeddingState):
         shrink: Shrink | None = None,
         weight_bounds: tuple[float, float] | None = None,
         state: str | None = None,
+        kind: str | None = None,
     ) -> None:
         super().__init__(padding_idx, state, num_embeddings)
         check_settings(dim, name, initializer, padding_idx, pooling, seed, num_embeddings)
         self.dim, self.name, self.padding_idx, self.pooling, self.seed = dim, name, padding_idx, pooling, seed
         self.initializer = initializer or Uniform(-0.05, 0.05)
-        self.num_embeddings = num_embeddings
+        self.num_embeddings, self.kind = num_embeddings, checked_kind(kind, num_embeddings)
         self.entry, self.shrink = checked_policies(entry, shrink, num_embeddings)
         self.weight_bounds = checked_bounds(weight_bounds)
         self.weight: torch.nn.Parameter = RowWeight.empty(dim)

@@ -235,7 +235,7 @@ def table_sizes(plan: Plan) -> dict[str, tuple[int, int]]:
             f"{plan.dense[0].names[0]}"
         )
     for name, group in plan.sparse.items():
-        if group.spec.kind != "array":
+        if not group.spec.has_size:
             raise ModelError(
                 f"fleet.whole_tables() holds whole tables, and '{name}' has no size: give "
                 "SparseEmbedding(num_embeddings=...)"
