@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import jobs
-from support.late_imports import Late
+from support.extras import Late
 
 import torchfleet as fleet
 from torchfleet.base.errors import DataError

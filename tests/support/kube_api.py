@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import kubernetes_validate
 import yaml
+from support.extras import Late
+
+kubernetes_validate = Late("kubernetes_validate")
 
 Document = dict[str, Any]
 VERSION = "1.34"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.extras import needing
 from support.paths import ROOT
 from support.scripts.launching import forked_fleetrun
 from torch.utils.data import DataLoader, DistributedSampler
@@ -18,6 +19,7 @@ from torchfleet.api import fleet as facade
 from torchfleet.base.errors import FleetError, ModelError, StrategyError
 
 pytestmark = [
+    needing("lightning"),
     pytest.mark.xdist_group("lightning"),  # imported once, which takes seconds
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated"),
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extras import Late
 from support.fleets import in_process
-from support.late_imports import Late
 from support.scripts.saved_models import save
 
 from torchfleet.apps.word2vec.decimals import lines_of

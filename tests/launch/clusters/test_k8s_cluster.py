@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.extras import needing
 from support.kube_api import KubeApi
 from support.scripts.launching import clean_environment
 
@@ -17,6 +18,8 @@ from torchfleet.base.errors import FleetError, RoleError
 from torchfleet.launch.clusters.k8s.k8s_api import Cluster
 from torchfleet.launch.clusters.k8s.pod_logs import JobLogs
 from torchfleet.launch.clusters.k8s_command import main
+
+pytestmark = needing("kubernetes", "kubernetes_validate")
 
 INDEX = "batch.kubernetes.io/job-completion-index"
 LABELS = {"app.kubernetes.io/instance": "job", "app.kubernetes.io/managed-by": "fleetrun"}

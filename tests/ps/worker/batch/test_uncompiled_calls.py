@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.late_imports import Late
+from support.extras import Late
 
 from torchfleet.ps.worker.batch.uncompiled_calls import hold, let_go
 
