@@ -14,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.late_imports import Late
+from support.extras import Late
 from support.messages import naming
 
 from torchfleet import metrics

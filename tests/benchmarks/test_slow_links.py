@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from support.extras import needs
 from support.messages import naming
 from support.paths import ROOT
 from support.ranks import Ranks
@@ -206,13 +207,13 @@ class TestAccuracy:
         assert train["ids"].max() < dgc_accuracy.HASH_SIZE
 
     def test_digits_keep_every_fifth_image_back(self) -> None:
-        pytest.importorskip("sklearn")
+        needs("sklearn")
         train, test = dgc_accuracy.digits()
         assert (len(train["label"]), len(test["label"])) == (1438, 359)
         assert float(np.max(train["dense"])) == 1.0
 
     def test_dense_and_compressed_runs_are_compared(self, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-        pytest.importorskip("sklearn")
+        needs("sklearn")
         found: dict[str, Any] = {}
 
         def forked(commands: list[list[str]], seconds: float) -> list[dict[str, Any]]:

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.extras import Late, imported, needing
+from support.messages import naming
 
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
+import torchfleet as fleet
+from torchfleet.base.errors import DataError
+from torchfleet.data.dataset import Dataset
 
-from support.messages import naming  # noqa: E402
-
-import torchfleet as fleet  # noqa: E402
-from torchfleet.base.errors import DataError  # noqa: E402
-from torchfleet.data.dataset import Dataset  # noqa: E402
+pytestmark = needing("pyarrow")
+pa, pq = Late("pyarrow"), Late("pyarrow.parquet")
 
 SLOTS = [fleet.Slot("x", "float32", 3), fleet.Slot("ids"), fleet.Slot("w", "float32"), fleet.Slot("label", dim=1)]
 
@@ -242,7 +242,7 @@ def test_folders_urls_and_lists_of_parquet_files(tmp_path: Path, give: Callable[
 
 
 def test_a_pyarrow_dataset_is_read_with_its_own_filters(tmp_path: Path) -> None:
-    ds = pytest.importorskip("pyarrow.dataset")
+    ds = imported("pyarrow.dataset")
     list(_pieces(tmp_path))
     source = ds.dataset(tmp_path)
     found = samples(fleet.data.from_arrow(source.scanner(filter=ds.field("label") == 1), 64, SLOTS))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import jobs
-from support.late_imports import Late
+from support.extras import Late
 from support.messages import naming
 
 import torchfleet as fleet

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.example_scripts import WORKERS, by_a_fleet, click_loss, number, plain, printed, train_plain
-from support.late_imports import Late
+from support.extras import Late
 from support.messages import names, naming
 from support.paths import REAL_DATA
 

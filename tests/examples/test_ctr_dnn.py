@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import jobs
+from support.extras import needing
 from support.messages import lines_naming
 from support.paths import ROOT
 from support.scripts.launching import Forked, clean_environment, forked_fleetrun
@@ -221,6 +222,7 @@ def test_all_readers_give_the_same(few: Path) -> None:
     assert found["generator"] == pytest.approx(found["fast"], abs=1e-6)
 
 
+@needing("pyarrow")
 def test_parquet_gives_the_same_to_the_last_digit(data: Path, trained: tuple[Path, float]) -> None:
     """The rows as the fast reader makes them, written and read as columns: the same training."""
     folder = data.parent / "parquet"

@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 from support import processes
+from support.extras import needing
 from support.paths import ROOT
 
 from benchmarks import online, sparse
@@ -96,6 +97,7 @@ def test_the_quick_sparse_benchmark_is_a_small_one(monkeypatch: pytest.MonkeyPat
         assert 0 < getattr(quick, name) < getattr(usual, name), name
 
 
+@needing("gensim")
 @pytest.mark.slow
 def test_the_word2vec_benchmark_reports_all_its_figures():
     found = benchmark("word2vec", "--quick", "--without", "geo")

@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from support import jobs, processes
+from support.extras import imported
 from support.messages import lines_naming, names
 from support.paths import ROOT
 from support.scripts.launching import Forked, clean_environment, forked_fleetrun
@@ -511,7 +512,7 @@ def test_a_model_of_a_fleet_goes_on_in_one_process_and_back(
 
 
 def test_saved_vectors_are_the_same_in_every_format_and_in_gensim(trained: Trained) -> None:
-    gensim = pytest.importorskip("gensim.models")
+    gensim = imported("gensim.models")
     by_text = gensim.KeyedVectors.load_word2vec_format(str(trained.text))
     by_binary = gensim.KeyedVectors.load_word2vec_format(str(trained.binary), binary=True)
     saved = WordVectors.load_checkpoint(trained.model, Vocabulary.load(trained.dictionary))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.extras import needing
 from support.jobs import TABLES, Batch, Net, Part
 from support.messages import naming
 
@@ -308,6 +309,7 @@ def test_an_unknown_optimizer_without_a_row_rule_says_how_to_give_one() -> None:
         jobs.make_part(Net, make, DistributedStrategy(**HYBRID), jobs.roles(1, 1)[0])
 
 
+@needing("prometheus_client")
 def test_a_worker_and_its_network_share_one_metrics_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEET_METRICS_PORT", str(port := free_ports(1)[0]))
     with hybrid(jobs.sgd) as part:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.extras import Late
 from support.fleets import in_process
-from support.late_imports import Late
 from support.messages import naming
 from support.scripts.saved_models import save
 

@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from support.extras import Late, needing
 from support.messages import naming
 
 from torchfleet.base.errors import RoleError
 from torchfleet.base.monitor.prometheus.exposition import buckets_of
 from torchfleet.base.monitor.prometheus.metrics_port import MetricsPort, open_metrics_port
 from torchfleet.base.monitor.prometheus.step_times import StepTimes
+
+pytestmark = needing("prometheus_client")
+parser = Late("prometheus_client.parser")
 
 ROOT = Path(__file__).parents[3]
 WORKER: dict[str, Any] = {
@@ -53,7 +56,7 @@ def page(port: MetricsPort, accept: str = "") -> str:
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     found = {}
-    for family in text_string_to_metric_families(text):
+    for family in parser.text_string_to_metric_families(text):
         for sample in family.samples:
             labels = {name: value for name, value in sample.labels.items() if name not in ("role", "index")}
             found[sample.name, tuple(labels.items())] = sample.value

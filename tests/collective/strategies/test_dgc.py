@@ -21,6 +21,7 @@ from support.collective_oracles import (
     train,
     values,
 )
+from support.extras import imported
 from support.messages import naming
 from support.ranks import Ranks
 
@@ -276,7 +277,7 @@ def points(seed: int, digits: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 def save_digits(path: Path) -> str:
     """In a file, because scikit-learn takes ranks longer to import than to train."""
-    from sklearn.datasets import load_digits
+    load_digits = imported("sklearn.datasets").load_digits
 
     found = load_digits()
     order = np.random.default_rng(0).permutation(len(found.data))

@@ -15,13 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
-import kubernetes_validate.utils as validating
 import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import kube_pods
+from support.extras import Late, imported
 from support.messages import naming
 from support.searches import examples
 
@@ -32,6 +31,8 @@ from torchfleet.launch.clusters.k8s.manifests import config_map, jobs
 from torchfleet.launch.clusters.k8s.pod_template import literal
 from torchfleet.launch.clusters.k8s.script_files import MOST_BYTES, ScriptFile, script_files
 from torchfleet.launch.clusters.k8s_command import KUBECTL, main
+
+kubernetes_validate = Late("kubernetes_validate")
 
 VERSIONS = ("1.29", "1.31", "1.34", "1.37")  # from the oldest that has all fields on
 ETCD = ("--replicas", "2", "--coordinator", "etcd://etcd:2379/ctr")
@@ -59,8 +60,9 @@ FLAGS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(scope="module")
 def schemas_are_read_once() -> Iterator[None]:
+    validating = imported("kubernetes_validate.utils")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(validating, "schema_contents", functools.lru_cache(validating.schema_contents))
         yield
@@ -95,6 +97,7 @@ def built_in(document: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.usefixtures("schemas_are_read_once")
 def test_manifests_are_valid_in_every_version_without_unknown_fields(
     name: str, script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,6 +107,7 @@ def test_manifests_are_valid_in_every_version_without_unknown_fields(
             kubernetes_validate.validate(document, version, strict=True)
 
 
+@pytest.mark.usefixtures("schemas_are_read_once")
 def test_the_schemas_find_an_unknown_field_and_a_wrong_type(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = of_kind(made(capsys, str(script)), "Job")[0]
     job["spec"]["template"]["spec"]["containers"][0]["imagee"] = "x"

@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 import yaml
-from safetensors.numpy import load_file
 from support import kube_node, kube_pods
+from support.extras import Late
 from support.paths import ROOT
 from support.scripts.launching import forked_fleetrun, wait_until
 
 from torchfleet.launch.cli import main
 
 pytestmark = pytest.mark.xdist_group("k8s_pods")  # its fixture is made once
+
+safetensors = Late("safetensors.numpy")
 
 SCRIPT = ROOT / "examples" / "ctr_dnn" / "train.py"
 COUNTS = ("--server_num", "2", "--worker_num", "2")
@@ -30,7 +32,7 @@ def saved(model: Path) -> dict[str, dict[int, bytes]]:
     """Every number of a model: of each array, its rows by key, or by place where there are no keys."""
     found: dict[str, dict[int, bytes]] = {}
     for path in sorted(model.rglob("*.safetensors")):
-        arrays = load_file(path)
+        arrays = safetensors.load_file(path)
         keys = arrays.get("keys")
         for name, array in arrays.items():
             kept = found.setdefault(f"{re.sub(r'-[0-9]+', '', path.stem)}.{name}", {})

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.extras import imported
 from support.made_history import BEGIN, MadeJob, append, write
 from support.scripts.launching import TINY, forked_fleetrun, run_dir, wait_until
 
@@ -46,7 +47,7 @@ threading.Event().wait()
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    api = pytest.importorskip("playwright.sync_api")
+    api = imported("playwright.sync_api")
     with api.sync_playwright() as playwright:
         found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield found

@@ -16,14 +16,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pyte
 import pytest
 from support import processes
+from support.extras import Late
 from support.messages import lines_naming
 from support.paths import ROOT
 from support.scripts.launching import STAND_IN, TINY, clean_environment, run_dir
 
 from torchfleet.observe.watch.history import HistoryReader
+
+pyte = Late("pyte")
 
 
 def read_all(descriptor: int, seconds: float) -> str:

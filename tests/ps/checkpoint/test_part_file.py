@@ -16,10 +16,9 @@ import fsspec
 import msgspec
 import numpy as np
 import pytest
-import safetensors
-import safetensors.numpy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.extras import Late
 from support.messages import naming
 from support.searches import examples
 
@@ -41,6 +40,8 @@ from torchfleet.ps.checkpoint.manifest import (
     write_manifest,
 )
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
+
+safetensors, safetensors_numpy = Late("safetensors"), Late("safetensors.numpy")
 
 ADAM = Rule("adam", lr=0.25, beta1=0.5, low=-2.0)
 SPARSE = TableSpec("items/ä", dim=2, rule=ADAM, initializer=Initializer("normal", 0.0, 0.5), seed=7)
@@ -118,12 +119,12 @@ class TestParts:
     @given(arrays())
     @settings(max_examples=examples(40), deadline=None)
     def test_the_safetensors_library_reads_them(self, made: dict[str, np.ndarray]) -> None:
-        assert_same(safetensors.numpy.load(encoded(made)), made)
+        assert_same(safetensors_numpy.load(encoded(made)), made)
 
     @given(arrays())
     @settings(max_examples=examples(40), deadline=None)
     def test_what_the_safetensors_library_writes_is_read(self, made: dict[str, np.ndarray]) -> None:
-        assert_same(part_file.decode(safetensors.numpy.save(made), "a file"), made)
+        assert_same(part_file.decode(safetensors_numpy.save(made), "a file"), made)
 
     def test_arrays_that_are_not_contiguous_are_written_as_they_look(self) -> None:
         made = {

@@ -18,6 +18,7 @@ import psutil
 import pytest
 import zmq
 from support import processes
+from support.extras import needs
 from support.fleets import WAIT, ForkedServer, keys_of
 from support.jobs import wait_until
 from support.messages import names, naming
@@ -100,6 +101,7 @@ def scraped(port: int) -> str:
 
 class TestStart:
     def test_it_prints_the_address_that_it_listens_on_and_serves_metrics(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        needs("prometheus_client")
         (metrics,) = free_ports(1)
         monkeypatch.setenv("FLEET_METRICS_PORT", str(metrics))
         with ServerProcess() as server:
