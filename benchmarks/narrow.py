@@ -1,6 +1,6 @@
 """Tables of narrow rows: memory at its worst while they grow, waits, and lookups beside rows that are not packed.
 
-python -m benchmarks.narrow --json            the figures of docs/log.md, about ten minutes
+python -m benchmarks.narrow --json            the figures of benchmarks/log.md, about ten minutes
 python -m benchmarks.narrow --quick --json    a tenth of the size, to see that it works
 """
 

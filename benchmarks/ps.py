@@ -1,6 +1,6 @@
 """Pull and push through real sockets, beside the bare kernels on an equal table; memory per row; stalls while growing.
 
-python -m benchmarks.ps --json            the figures of docs/log.md, about two minutes
+python -m benchmarks.ps --json            the figures of benchmarks/log.md, about two minutes
 python -m benchmarks.ps --quick --json    a tenth of the size, to see that it works
 """
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.messages import naming
 
 import torchfleet as fleet
 from torchfleet.base.errors import FleetError, ModelError, RoleError, StrategyError, TableError
@@ -41,7 +42,7 @@ class TestStrategy:
     def test_a_key_cannot_be_set_in_place_and_the_error_shows_how_to_set_it(self) -> None:
         strategy = fleet.DistributedStrategy(a_sync=True)
         configs: Any = strategy.a_sync_configs
-        with pytest.raises(StrategyError, match=r"a_sync_configs\['k_steps'\] cannot be changed in place.*Assign all"):
+        with pytest.raises(StrategyError, match=naming("a_sync_configs['k_steps']")):
             configs["k_steps"] = 1
         assert strategy.a_sync_configs.k_steps == 0
         strategy.a_sync_configs = {**strategy.a_sync_configs, "k_steps": 1}  # as the error says
@@ -49,7 +50,7 @@ class TestStrategy:
 
     def test_an_unknown_key_is_listed_with_those_there_are(self) -> None:
         configs = fleet.DistributedStrategy().a_sync_configs
-        with pytest.raises(StrategyError, match=r"^a_sync_configs has no field 'k_step'; it has .*k_steps"):
+        with pytest.raises(StrategyError, match=naming("a_sync_configs", "'k_step'", "k_steps")):
             configs["k_step"]
         assert configs.get("k_step", 7) == 7  # a dictionary still
         assert "k_step" not in configs
@@ -68,77 +69,77 @@ class TestStrategy:
     ],
 )
 def test_a_wrong_setting_of_an_embedding_is_named_when_it_is_made(make: Callable[[], Any]) -> None:
-    with pytest.raises(ModelError, match=r"SparseEmbedding\(\w+=\.\.\.\): expected .*found"):
+    with pytest.raises(ModelError, match=r"SparseEmbedding\(\w+="):
         make()
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: fleet.nn.Uniform("a", 1.0), r"Uniform: low must be a number, found 'a'"),  # type: ignore[arg-type]
-        (lambda: fleet.nn.Constant(None), r"Constant: value must be a number, found None"),  # type: ignore[arg-type]
-        (lambda: fleet.nn.Normal(0.0, [1]), r"Normal: std must be a number, found \[1\]"),  # type: ignore[arg-type]
-        (lambda: fleet.Shrink("x"), r"Shrink: delete_after_unseen_days must be a number"),  # type: ignore[arg-type]
-        (lambda: fleet.Shrink(max_rows=1.5), r"Shrink: max_rows must be a whole number"),  # type: ignore[arg-type]
-        (lambda: fleet.Shrink(max_bytes="8GB"), r"Shrink: max_bytes must be a whole number"),  # type: ignore[arg-type]
-        (lambda: fleet.Shrink(where=5), r"Shrink: where must be a text"),  # type: ignore[arg-type]
-        (lambda: fleet.WindowCountEntry(2, "day"), r"hours must be a number, found 'day'"),  # type: ignore[arg-type]
-        (lambda: fleet.WindowCountEntry(2, max_bytes="x"), r"max_bytes must be a whole"),  # type: ignore[arg-type]
+        (lambda: fleet.nn.Uniform("a", 1.0), "Uniform low 'a'"),  # type: ignore[arg-type]
+        (lambda: fleet.nn.Constant(None), "Constant value None"),  # type: ignore[arg-type]
+        (lambda: fleet.nn.Normal(0.0, [1]), "Normal std [1]"),  # type: ignore[arg-type]
+        (lambda: fleet.Shrink("x"), "Shrink delete_after_unseen_days"),  # type: ignore[arg-type]
+        (lambda: fleet.Shrink(max_rows=1.5), "Shrink max_rows"),  # type: ignore[arg-type]
+        (lambda: fleet.Shrink(max_bytes="8GB"), "Shrink max_bytes"),  # type: ignore[arg-type]
+        (lambda: fleet.Shrink(where=5), "Shrink where"),  # type: ignore[arg-type]
+        (lambda: fleet.WindowCountEntry(2, "day"), "hours 'day'"),  # type: ignore[arg-type]
+        (lambda: fleet.WindowCountEntry(2, max_bytes="x"), "max_bytes"),  # type: ignore[arg-type]
     ],
 )
 def test_a_wrong_number_of_a_policy_or_initializer_is_named(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(TableError, match=message):
+    with pytest.raises(TableError, match=naming(*message.split())):
         make()
 
 
 class TestFacade:
     @pytest.mark.parametrize("given", ["worker", fleet.DistributedStrategy(), {"role": "worker"}])
     def test_init_wants_a_role_maker(self, given: Any) -> None:
-        with pytest.raises(RoleError, match=r"role_maker: expected fleet\.PaddleCloudRoleMaker.*found"):
+        with pytest.raises(RoleError, match=naming("role_maker", "fleet.PaddleCloudRoleMaker")):
             fleet.init(given)
 
     @pytest.mark.parametrize("given", [{"a_sync": True}, fleet.DistributedStrategy, "async"])
     @pytest.mark.parametrize("is_collective", [False, True])
     def test_a_strategy_is_a_distributed_strategy(self, given: Any, is_collective: bool) -> None:
-        with pytest.raises(StrategyError, match=r"fleet\.init.*expected a fleet\.DistributedStrategy.*found"):
+        with pytest.raises(StrategyError, match=naming("fleet.init", "fleet.DistributedStrategy")):
             fleet.init(is_collective=is_collective, strategy=given)
         if is_collective:
             return
         fleet.init()
-        with pytest.raises(StrategyError, match=r"fleet\.distributed_model.*expected a fleet\.DistributedStrategy"):
+        with pytest.raises(StrategyError, match=naming("fleet.distributed_model", "fleet.DistributedStrategy")):
             fleet.distributed_model(Small(), given)
         model = fleet.distributed_model(Small())
-        with pytest.raises(StrategyError, match=r"fleet\.distributed_optimizer.*expected a fleet\.DistributedStrategy"):
+        with pytest.raises(StrategyError, match=naming("fleet.distributed_optimizer", "fleet.DistributedStrategy")):
             fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), given)
 
     @pytest.mark.parametrize("given", [None, Small, len, "model"], ids=str)
     def test_a_model_is_a_module(self, given: Any) -> None:
         fleet.init()
-        with pytest.raises(ModelError, match=r"distributed_model: expected a torch\.nn\.Module.*found"):
+        with pytest.raises(ModelError, match=naming("distributed_model", "torch.nn.Module")):
             fleet.distributed_model(given)
 
     @pytest.mark.parametrize("given", [None, torch.optim.SGD, [torch.zeros(1)]], ids=str)
     def test_an_optimizer_is_an_object_of_torchs(self, given: Any) -> None:
         fleet.init()
         fleet.distributed_model(Small())
-        with pytest.raises(ModelError, match=r"distributed_optimizer: expected a torch\.optim\.Optimizer.*found"):
+        with pytest.raises(ModelError, match=naming("distributed_optimizer", "torch.optim.Optimizer")):
             fleet.distributed_optimizer(given)
 
     @pytest.mark.parametrize("given", [None, 3, print])
     def test_prefetch_wants_batches_and_says_so_at_once(self, given: Any) -> None:
         training()
-        with pytest.raises(FleetError, match=r"fleet\.prefetch: expected a loader.*found"):
+        with pytest.raises(FleetError, match=naming("fleet.prefetch")):
             fleet.prefetch(given)
 
     @pytest.mark.parametrize("given", ["x", None, torch.ones(2)])
     def test_a_reported_metric_is_a_number(self, given: Any) -> None:
         training()
-        with pytest.raises(FleetError, match=r"fleet\.report\(loss=\.\.\.\): expected a number, found"):
+        with pytest.raises(FleetError, match=naming("fleet.report(loss=...)")):
             fleet.report(loss=given)
 
     def test_a_scheduler_has_a_step(self) -> None:
         training()
-        with pytest.raises(ModelError, match=r"distributed_scheduler: expected a scheduler.*found None"):
+        with pytest.raises(ModelError, match="distributed_scheduler"):
             fleet.distributed_scheduler(None)
 
     def test_the_share_of_whole_tables_is_a_number(self) -> None:
@@ -149,11 +150,11 @@ class TestFacade:
     @pytest.mark.parametrize("offsets", [torch.tensor([0.0, 1.0]), torch.tensor([False, True])])
     def test_offsets_are_whole_numbers(self, offsets: torch.Tensor) -> None:
         model, _ = training()
-        with pytest.raises(ModelError, match=r"offsets must be whole numbers, found torch\."):
+        with pytest.raises(ModelError, match=r"offsets.*torch\."):
             model(torch.arange(3), offsets)
 
     def test_a_loss_function_can_be_called(self) -> None:
         _, optimizer = training()
         wrong: Any = 3
-        with pytest.raises(FleetError, match=r"loss_fn: expected a function of \(output, batch\), found 3"):
+        with pytest.raises(FleetError, match=naming("loss_fn", 3)):
             fleet.train_from_dataset(len, fleet.InMemoryDataset(), optimizer, wrong)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import naming
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -134,5 +135,5 @@ def test_a_loader_of_another_class_is_refused() -> None:
     class Own(DataLoader[int]):
         pass
 
-    with pytest.raises(FleetError, match=r"found a Own.*fleet\.data_shard.*fleet\.prefetch"):
+    with pytest.raises(FleetError, match=naming("Own", "fleet.data_shard", "fleet.prefetch")):
         shared_loader(Own(Numbers(3)), 0, 2, bytes)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.late_imports import Late
+from support.extras import Late
+from support.messages import naming
 
 from torchfleet import metrics
 from torchfleet.api.metrics import AUC, area
@@ -289,24 +290,24 @@ def test_an_empty_batch_counts_nothing_and_is_an_update(shape: tuple[int, ...]) 
 
 
 REFUSED: dict[str, tuple[Any, Any, bool, str]] = {
-    "scores that are not numbers": ([math.nan, 1.0], [1, 0], True, "not numbers"),
-    "one of two logits that is no number": ([[math.nan, 1.0]], [1], True, "not numbers"),
-    "two infinite logits": ([[math.inf, math.inf]], [1], True, "not numbers"),
-    "a probability that is no number": ([math.nan], [1], False, "not numbers"),
+    "scores that are not numbers": ([math.nan, 1.0], [1, 0], True, "scores"),
+    "one of two logits that is no number": ([[math.nan, 1.0]], [1], True, "scores"),
+    "two infinite logits": ([[math.inf, math.inf]], [1], True, "scores"),
+    "a probability that is no number": ([math.nan], [1], False, "scores"),
     "logits as probabilities": ([1.5, 0.2], [1, 0], False, "from_logits=True"),
-    "negative probabilities": ([-0.1, 0.2], [1, 0], False, "not probabilities"),
+    "negative probabilities": ([-0.1, 0.2], [1, 0], False, "probabilities"),
     "text as scores": (["high"], [1], True, "scores"),
     "no scores": (None, [1], True, "scores"),
-    "a label 2": ([1.0, 2.0], [1, 2], True, "labels must be 0 or 1"),
-    "a label -1": ([1.0, 2.0], [1, -1], True, "labels must be 0 or 1"),
-    "a label 0.5": ([1.0, 2.0], [1, 0.5], True, "labels must be 0 or 1"),
-    "a label that is no number": ([1.0, 2.0], [1, math.nan], True, "labels must be 0 or 1"),
-    "text as labels": ([1.0, 2.0], ["1", "0"], True, "labels must be 0 or 1"),
-    "fewer labels than scores": ([1.0, 2.0], [1], True, "2 scores and 1 labels"),
-    "one-hot labels": ([1.0, 2.0], [[1, 0], [0, 1]], True, "2 scores and 4 labels"),
-    "three classes": (np.zeros((4, 3)), [0, 1, 0, 1], True, r"found \(4, 3\)"),
-    "three dimensions": (np.zeros((4, 2, 1)), [0, 1, 0, 1], True, r"found \(4, 2, 1\)"),
-    "one number": (0.5, 1, True, r"found \(\)"),
+    "a label 2": ([1.0, 2.0], [1, 2], True, "labels 0 1"),
+    "a label -1": ([1.0, 2.0], [1, -1], True, "labels 0 1"),
+    "a label 0.5": ([1.0, 2.0], [1, 0.5], True, "labels 0 1"),
+    "a label that is no number": ([1.0, 2.0], [1, math.nan], True, "labels 0 1"),
+    "text as labels": ([1.0, 2.0], ["1", "0"], True, "labels 0 1"),
+    "fewer labels than scores": ([1.0, 2.0], [1], True, "2 1"),
+    "one-hot labels": ([1.0, 2.0], [[1, 0], [0, 1]], True, "2 4"),
+    "three classes": (np.zeros((4, 3)), [0, 1, 0, 1], True, "(4, 3)"),
+    "three dimensions": (np.zeros((4, 2, 1)), [0, 1, 0, 1], True, "(4, 2, 1)"),
+    "one number": (0.5, 1, True, "()"),
 }
 
 
@@ -315,7 +316,7 @@ REFUSED: dict[str, tuple[Any, Any, bool, str]] = {
 def test_a_batch_that_makes_no_sense_is_refused_and_counts_nothing(mistake: str) -> None:
     scores, labels, from_logits, text = REFUSED[mistake]
     meter = AUC(from_logits=from_logits)
-    with pytest.raises(FleetError, match=text):
+    with pytest.raises(FleetError, match=naming(*text.split())):
         meter.update(scores, labels)
     assert sum(stat.sum() for stat in meter.compute()[2]) == 0
 
@@ -334,7 +335,7 @@ def test_a_batch_that_makes_no_sense_is_refused_and_counts_nothing(mistake: str)
     ids=str,
 )
 def test_options_that_are_no_counts_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(FleetError, match="num_thresholds and slide_steps"):
+    with pytest.raises(FleetError, match=naming("num_thresholds", "slide_steps")):
         AUC(**options)
 
 
@@ -521,7 +522,7 @@ def test_what_was_given_is_not_changed_when_the_result_is() -> None:
 @pytest.mark.parametrize("name", ["acc", "mae", "mse", "rmse"])
 @pytest.mark.parametrize("total", [0, -1, 0.0], ids=str)
 def test_no_samples_is_an_error_that_names_the_metric(name: str, total: float) -> None:
-    with pytest.raises(FleetError, match=f"fleet.metrics.{name}: there are no samples"):
+    with pytest.raises(FleetError, match=naming(f"fleet.metrics.{name}")):
         getattr(metrics, name)(3, total)
 
 
@@ -533,7 +534,7 @@ def test_what_is_no_number_is_refused_by_name(name: str, value: Any) -> None:
 
 
 def test_histograms_of_different_lengths_are_refused() -> None:
-    with pytest.raises(FleetError, match=r"3.*2|bins|lengths"):
+    with pytest.raises(FleetError, match=naming(3, 2)):
         metrics.auc([1, 2, 3], [1, 2])
 
 

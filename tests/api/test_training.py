@@ -17,6 +17,7 @@ import pytest
 import torch
 from support import jobs
 from support.jobs import Servers, assert_equal_values, fleet_optimizer
+from support.messages import naming
 from support.scripts import slotted
 from support.scripts.slotted import Slotted, job, loss_of
 from torch.nn import functional as F
@@ -106,7 +107,7 @@ def test_two_optimizers_train_as_in_a_plain_loop_and_in_one_thread_only(tmp_path
     both = lambda model: jobs.plain_optimizers("adam", model, **RULES["adam"])  # noqa: E731
     with job(new_model(), both, mode="half_async") as part:
         data = slotted.dataset("queue", files, SIZE)
-        with pytest.raises(FleetError, match="thread=2: a step of 2 optimizers"):
+        with pytest.raises(FleetError, match=naming("thread=2", 2)):
             fleet.train_from_dataset(part.model, data, part.optimizer, loss_of, thread=2)
         fleet.train_from_dataset(part.model, data, part.optimizer, loss_of)
         assert_equal_values(values(part), expected, 1e-5)
@@ -291,7 +292,7 @@ def test_a_name_of_fetch_list_that_the_step_does_not_return_is_an_error(tmp_path
     with job(new_model()) as part:
         data = slotted.dataset("memory", files, SIZE)
         step = step_of(part.model, auc=1.0)
-        with pytest.raises(FleetError, match=r"fetch_list.*returns loss, auc, and no acu"):
+        with pytest.raises(FleetError, match=naming("fetch_list", "loss", "auc", "acu")):
             fleet.train_from_dataset(step, data, part.optimizer, fetch_list=["acu", "loss"], print_period=2)
 
 
@@ -341,7 +342,7 @@ def test_a_step_without_a_loss_that_can_be_learned_from_is_refused(
     files, _ = make_files(tmp_path)
     with job(new_model(), mode="half_async") as part:
         data = slotted.dataset("memory", files, SIZE)
-        with pytest.raises(FleetError, match=f"the step must return the loss.*found {found}"):
+        with pytest.raises(FleetError, match=naming(found)):
             fleet.train_from_dataset(lambda batch: returned(part.model(batch)), data, part.optimizer, thread=thread)
 
 
@@ -351,7 +352,7 @@ def test_the_users_own_optimizer_is_refused(tmp_path: Path) -> None:
         data = slotted.dataset("memory", files, SIZE)
         own = torch.optim.SGD(new_model().parameters(), lr=0.1)
         for wrong in (own, None):
-            with pytest.raises(FleetError, match=r"the optimizer that fleet.distributed_optimizer returned"):
+            with pytest.raises(FleetError, match=naming("fleet.distributed_optimizer")):
                 fleet.train_from_dataset(part.model, data, wrong, loss_of)  # type: ignore[arg-type]
 
 
@@ -363,7 +364,7 @@ def test_a_number_of_threads_that_is_none_is_refused(tmp_path: Path, thread: Any
         data = slotted.dataset("memory", files, SIZE)
         with no_thread_more(), pytest.raises(FleetError, match="thread"):
             train_plainly(part, data, thread=thread, fetch_handler=Watch())
-        with no_thread_more(), pytest.raises(FleetError, match="thread: expected a number of at least 1"):
+        with no_thread_more(), pytest.raises(FleetError, match=naming("thread", 1)):
             fleet.infer_from_dataset(part.model, data, loss_of, thread=thread, fetch_handler=Watch())
 
 
@@ -380,7 +381,7 @@ def test_several_threads_that_step_together_are_refused_with_the_way_out(mode: s
     files, _ = make_files(tmp_path)
     with job(new_model(), mode=mode) as part:
         data = slotted.dataset("memory", files, SIZE)
-        with no_thread_more(), pytest.raises(FleetError, match=rf"thread=2: in.* {mode}.* mode.*a_sync=True"):
+        with no_thread_more(), pytest.raises(FleetError, match=naming("thread=2", mode, "a_sync=True")):
             train_plainly(part, data, thread=2, fetch_handler=Watch())
         assert fleet.infer_from_dataset(part.model, data, loss_of, thread=2).samples == NUM
         assert train_plainly(part, data).steps == 6
@@ -395,7 +396,7 @@ def test_a_print_period_that_is_none_is_refused(tmp_path: Path, period: Any) -> 
 
 def test_what_cannot_be_called_is_no_step(tmp_path: Path) -> None:
     files, _ = make_files(tmp_path)
-    with job(new_model()) as part, pytest.raises(FleetError, match=r"expected a function step\(batch\)"):
+    with job(new_model()) as part, pytest.raises(FleetError, match=naming("step(batch)")):
         fleet.train_from_dataset(3, slotted.dataset("memory", files, SIZE), part.optimizer)  # type: ignore[arg-type]
 
 
@@ -445,7 +446,7 @@ def test_what_a_reader_finds_wrong_arrives_at_the_caller(tmp_path: Path, mode: s
         data = slotted.dataset("queue", files, SIZE)
         with (
             no_thread_more(),
-            pytest.raises(DataError, match=r"part-1, line 21, slot 'words': expected an integer, found 'not'"),
+            pytest.raises(DataError, match=naming("part-1", "line 21", "'words'", "'not'")),
         ):
             train_plainly(part, data, thread=thread)
         assert train_plainly(part, slotted.dataset("queue", files[:1], SIZE), thread=thread).samples == 20

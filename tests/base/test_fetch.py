@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support import jobs
+from support.messages import names, naming
 from support.scripts import slotted
 
 import torchfleet as fleet
@@ -199,7 +200,7 @@ def test_a_value_that_is_not_there_is_told_by_name(
     handler = Recorder({"auc": "acu"}, period_secs=3600)
     assert train(part, data, handler).steps == NUM
     assert not handler.calls
-    assert "the step returns loss, number, ids, grad, and no 'acu'" in capsys.readouterr().err
+    assert names(capsys.readouterr().err, "loss", "number", "ids", "grad", "'acu'")
 
 
 def test_a_function_that_fails_is_shown(part: jobs.Part, data: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,7 +211,7 @@ def test_a_function_that_fails_is_shown(part: jobs.Part, data: Any, capsys: pyte
 
 def test_a_handler_that_nobody_wrote_says_so(part: jobs.Part, data: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(part, data, fleet.FetchHandler({"n": "number"}, 3600)).steps == NUM
-    assert "FetchHandler.handler(values) is to be written by you" in capsys.readouterr().err
+    assert "FetchHandler.handler(values)" in capsys.readouterr().err
 
 
 def test_when_training_fails_the_handlers_thread_ends(part: jobs.Part, data: Any) -> None:
@@ -249,23 +250,23 @@ def test_a_period_without_end_means_only_at_the_end(part: jobs.Part, data: Any, 
 
 @pytest.mark.parametrize("var_dict", [None, {}, [], ["loss"], "loss"])
 def test_what_is_no_dict_is_refused(var_dict: Any) -> None:
-    with pytest.raises(FleetError, match="expected a dict of what to watch"):
+    with pytest.raises(FleetError, match="dict"):
         fleet.FetchHandler(var_dict)
 
 
 @pytest.mark.parametrize("what", [None, 3, ["loss"], 0.5])
 def test_what_cannot_be_watched_is_refused_by_name(what: Any) -> None:
-    with pytest.raises(FleetError, match="'auc' must be the name of a value"):
+    with pytest.raises(FleetError, match=naming("'auc'")):
         fleet.FetchHandler({"loss": "loss", "auc": what})
 
 
 @pytest.mark.parametrize("period", [0, -1, float("nan"), "5", None])
 def test_a_period_that_is_none_is_refused(period: Any) -> None:
-    with pytest.raises(FleetError, match="period_secs must be above 0"):
+    with pytest.raises(FleetError, match=naming("period_secs", 0)):
         fleet.FetchHandler({"loss": "loss"}, period)
 
 
 @pytest.mark.parametrize("wrong", [Recorder, lambda values: None, {"loss": "loss"}, 5])
 def test_what_is_no_handler_is_refused_before_training(part: jobs.Part, data: Any, wrong: Any) -> None:
-    with pytest.raises(FleetError, match=r"an object of a class of fleet\.FetchHandler"):
+    with pytest.raises(FleetError, match=naming("fleet.FetchHandler")):
         train(part, data, wrong, at=pytest.fail)

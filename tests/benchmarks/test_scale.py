@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from support.messages import naming
 
 from benchmarks.scale import means, result_of
 from benchmarks.scale_runs import MODES, Outcome, Setting, outcome, script_flags
@@ -31,7 +32,7 @@ def test_in_sync_mode_each_worker_counts_the_batches_of_all() -> None:
 
 
 def test_a_log_without_all_epochs_is_an_error() -> None:
-    with pytest.raises(SystemExit, match="expected 3 epochs"):
+    with pytest.raises(SystemExit, match=naming(3)):
         outcome([log((100, 0.5))], setting("async", 1))
 
 

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.extras import Late, imported, needing
+from support.messages import naming
 
-pa = pytest.importorskip("pyarrow")
-pq = pytest.importorskip("pyarrow.parquet")
+import torchfleet as fleet
+from torchfleet.base.errors import DataError
+from torchfleet.data.dataset import Dataset
 
-import torchfleet as fleet  # noqa: E402
-from torchfleet.base.errors import DataError  # noqa: E402
-from torchfleet.data.dataset import Dataset  # noqa: E402
+pytestmark = needing("pyarrow")
+pa, pq = Late("pyarrow"), Late("pyarrow.parquet")
 
 SLOTS = [fleet.Slot("x", "float32", 3), fleet.Slot("ids"), fleet.Slot("w", "float32"), fleet.Slot("label", dim=1)]
 
@@ -218,7 +220,7 @@ def test_a_window_is_shuffled_and_nothing_is_lost() -> None:
 def test_a_stream_that_cannot_begin_anew_says_so() -> None:
     dataset = fleet.data.from_arrow(iter(table(10).to_batches()), 5, SLOTS)
     assert len(samples(dataset)) == 10
-    with pytest.raises(DataError, match="gone through before, and cannot begin anew: give from_arrow a function"):
+    with pytest.raises(DataError, match="from_arrow"):
         samples(dataset)
     again = fleet.data.from_arrow(lambda: table(10).to_reader(), 5, SLOTS)
     assert len(samples(again)) == len(samples(again)) == 10
@@ -240,7 +242,7 @@ def test_folders_urls_and_lists_of_parquet_files(tmp_path: Path, give: Callable[
 
 
 def test_a_pyarrow_dataset_is_read_with_its_own_filters(tmp_path: Path) -> None:
-    ds = pytest.importorskip("pyarrow.dataset")
+    ds = imported("pyarrow.dataset")
     list(_pieces(tmp_path))
     source = ds.dataset(tmp_path)
     found = samples(fleet.data.from_arrow(source.scanner(filter=ds.field("label") == 1), 64, SLOTS))
@@ -260,7 +262,7 @@ def test_parquet_in_memory_is_what_the_text_format_is(tmp_path: Path) -> None:
         found.append(samples(dataset))
     assert found[0] == found[1]
     dataset.init(batch_size=30, use_var=SLOTS, data_format=fleet.ParquetFormat(shuffle=10))
-    with pytest.raises(DataError, match=r"shuffle=10\) is for a QueueDataset"):
+    with pytest.raises(DataError, match=naming("shuffle=10", "QueueDataset")):
         dataset.load_into_memory()
 
 
@@ -269,33 +271,33 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     pq.write_table(table(1000), bad)
     whole = bad.read_bytes()
     bad.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(DataError, match=r"bad.parquet: not a Parquet file that can be read"):
+    with pytest.raises(DataError, match=naming("bad.parquet")):
         samples(fleet.data.from_parquet(bad, 10, SLOTS))
     bad.write_bytes(whole[:4] + bytes(len(whole) // 2) + whole[len(whole) // 2 + 4 :])
-    with pytest.raises(DataError, match=r"bad.parquet: cannot be read"):
+    with pytest.raises(DataError, match=naming("bad.parquet")):
         samples(fleet.data.from_parquet(bad, 10, SLOTS))
-    with pytest.raises(DataError, match=r"no file at .*gone.parquet"):
+    with pytest.raises(DataError, match=naming("gone.parquet")):
         fleet.data.from_parquet(tmp_path / "gone.parquet", 10, SLOTS)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"no .parquet file in"):
+    with pytest.raises(DataError, match=naming(".parquet", tmp_path / "empty")):
         fleet.data.from_parquet(tmp_path / "empty", 10, SLOTS)
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"use_var": SLOTS, "columns": {"y": "x"}}, "no slot 'y' in use_var"),
-        ({"use_var": SLOTS, "columns": {"x": ["a", "b"]}}, "names 2 columns, and the slot has dim=3: give it dim=2"),
-        ({"columns": {"x": "a"}}, "name the slots in use_var, too"),
-        ({"use_var": SLOTS, "shuffle": -1}, "shuffle: expected a number of samples"),
-        ({"use_var": SLOTS, "fill_null": float("inf")}, "fill_null: expected a finite number"),
-        ({"use_var": SLOTS, "batch_size": 0}, "batch_size must be a number of at least 1"),
+        ({"use_var": SLOTS, "columns": {"y": "x"}}, "'y' use_var"),
+        ({"use_var": SLOTS, "columns": {"x": ["a", "b"]}}, "2 dim=3 dim=2"),
+        ({"columns": {"x": "a"}}, "use_var"),
+        ({"use_var": SLOTS, "shuffle": -1}, "shuffle"),
+        ({"use_var": SLOTS, "fill_null": float("inf")}, "fill_null"),
+        ({"use_var": SLOTS, "batch_size": 0}, "batch_size 1"),
     ],
 )
 def test_contradictions_are_found_before_anything_is_read(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(DataError, match=text):
+    with pytest.raises(DataError, match=naming(*text.split())):
         fleet.data.from_arrow([], **arguments)
-    with pytest.raises(DataError, match="expected record batches of pyarrow, a Dataset or Table"):
+    with pytest.raises(DataError, match=naming("pyarrow", "Dataset", "Table")):
         fleet.data.from_arrow(5)
-    with pytest.raises(DataError, match="expected record batches or tables of pyarrow, found dict"):
+    with pytest.raises(DataError, match=naming("pyarrow", "dict")):
         samples(fleet.data.from_arrow([{"a": 1}], 1, SLOTS))

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import jobs, processes
+from support.messages import names, naming
 
 import torchfleet as fleet
 from torchfleet.base.errors import DataError
@@ -200,9 +201,7 @@ def test_a_malformed_line_is_an_error_with_its_place(tmp_path: Path) -> None:
     files = write(tmp_path, [5, 5, 5], id_line)
     Path(files[1]).write_text("1 1\n1 2 3\n")
     for thread_num in (1, 3):
-        with pytest.raises(
-            DataError, match="part-0-1, line 2: expected the end of the line after slot 'id', found '3'"
-        ):
+        with pytest.raises(DataError, match=naming("part-0-1", "line 2", "'id'", "'3'")):
             dataset_of(files, thread_num=thread_num)
 
 
@@ -212,8 +211,8 @@ def test_skipped_lines_are_counted_and_reported(tmp_path: Path, capfd: pytest.Ca
     assert ids(dataset) == [0, 1, 3, 4, 5, 7, 8, 9]
     assert dataset.num_skipped == 2
     report = capfd.readouterr().err
-    assert f"1, the first: {files[0]}, line 3" in report
-    assert f"1, the first: {files[1]}, line 2" in report
+    assert names(report, 1, files[0], "line 3")
+    assert names(report, 1, files[1], "line 2")
 
 
 def test_leaving_an_iteration_ends_its_thread(tmp_path: Path) -> None:
@@ -345,7 +344,7 @@ def test_one_slot_may_be_given_by_its_name_alone(twenty: InMemoryDataset) -> Non
 
 
 def test_an_unknown_slot_is_refused_and_nothing_is_shuffled(twenty: InMemoryDataset) -> None:
-    with pytest.raises(DataError, match="no slot 'idd'; there are id, words, x, marks, label"):
+    with pytest.raises(DataError, match=naming("'idd'", "id", "words", "x", "marks", "label")):
         twenty.slots_shuffle(["id", "idd"])
     assert samples_of(twenty) == TWENTY
 
@@ -457,7 +456,7 @@ def test_an_error_of_a_preload_is_raised_by_who_waits_for_it_and_the_old_samples
     bad.write_text("1 1\noh\n")
     dataset.set_filelist([str(bad)])
     dataset.preload_into_memory()
-    with pytest.raises(DataError, match="bad, line 2"):
+    with pytest.raises(DataError, match=naming("bad", "line 2")):
         dataset.wait_preload_done()
     assert ids(dataset) == list(range(5))
     bad.write_text("1 9\n")
@@ -499,7 +498,7 @@ def test_calls_in_a_wrong_order_say_what_to_call(tmp_path: Path) -> None:
 @pytest.mark.parametrize("thread_num", [0, -1, 2.5, "2", True])
 def test_a_preload_with_a_wrong_number_of_threads_is_refused_at_once(tmp_path: Path, thread_num: Any) -> None:
     dataset = dataset_of(write(tmp_path, [5], id_line), load=False)
-    with pytest.raises(DataError, match="thread_num must be a number of at least 1"):
+    with pytest.raises(DataError, match=naming("thread_num", 1)):
         dataset.preload_into_memory(thread_num)
 
 
@@ -629,7 +628,7 @@ def test_samples_that_do_not_fit_are_an_error_that_says_what_to_do(monkeypatch: 
     rows = big_rows(20, 256)
     for _ in range(3):
         store.append(rows)
-    with pytest.raises(DataError, match=r"do not fit into this machine's memory.*QueueDataset"):
+    with pytest.raises(DataError, match="QueueDataset"):
         store.append(rows)
     assert store.num == 60
 

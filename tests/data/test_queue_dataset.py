@@ -25,6 +25,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import jobs, processes
+from support.messages import lines_naming, names, naming
 
 import torchfleet as fleet
 from torchfleet.base.errors import DataError, FleetError
@@ -286,8 +287,8 @@ def test_skipped_lines_are_counted_and_reported(
         assert dataset.num_skipped == 5
         report = capfd.readouterr().err
         assert "5" in report
-        assert f"2, the first: {files[0]}, line 4, slot 'id': expected an integer, found 'x'" in report
-        assert f"3, the first: {files[3]}, line 4, slot 'id': expected an integer, found 'x'" in report
+        assert names(report, 2, files[0], "line 4", "'id'", "'x'")
+        assert names(report, 3, files[3], "line 4", "'id'", "'x'")
         assert files[1] not in report
         assert files[2] not in report
 
@@ -310,7 +311,7 @@ def test_an_abandoned_pass_reports_what_it_has_skipped(tmp_path: Path, capfd: py
             break
     del batch
     jobs.wait_until(lambda: dataset.num_skipped > 0, "the pass is over", SECONDS)
-    assert "part-0, line 4" in capfd.readouterr().err
+    assert lines_naming(capfd.readouterr().err, "part-0", "line 4")
 
 
 @pytest.mark.parametrize("thread_num", [1, 3])
@@ -322,7 +323,7 @@ def test_a_malformed_line_in_a_file_in_the_middle_is_an_error_with_its_place(tmp
     with pytest.raises(DataError) as raised:  # noqa: PT012
         for batch in dataset:
             seen += ids([batch])
-    assert str(raised.value) == f"{files[2]}, line 3, slot 'id': expected an integer, found 'abc'"
+    assert names(str(raised.value), files[2], "line 3", "'id'", "'abc'")
     if thread_num == 1:
         assert seen == [*range(40), 7, 8]
     Path(files[2]).write_text("1 7\n")
@@ -335,7 +336,7 @@ def test_after_an_error_the_same_iterator_does_not_look_finished(tmp_path: Path)
     batches = iter(dataset_of([str(path)]))
     next(batches)
     for _ in range(2):
-        with pytest.raises(DataError, match="line 2"):
+        with pytest.raises(DataError, match=naming("line 2")):
             next(batches)
 
 
@@ -343,7 +344,7 @@ def test_a_file_that_is_gone_by_the_time_it_is_read_is_named(tmp_path: Path) -> 
     files = write(tmp_path, [5, 5], id_line)
     dataset = dataset_of(files)
     os.remove(files[1])
-    with pytest.raises(DataError, match="part-1: cannot be opened"):
+    with pytest.raises(DataError, match="part-1"):
         list(dataset)
 
 
@@ -358,7 +359,7 @@ def test_a_cut_off_compressed_file_is_named(tmp_path: Path) -> None:
 def test_a_pipe_command_that_fails_in_the_middle_is_an_error_with_all_it_says(tmp_path: Path) -> None:
     files = write(tmp_path, [5, 5, 5], id_line)
     command = "cat; case $(readlink /proc/$$/fd/0) in *part-1) echo oh no >&2; exit 3;; esac"
-    with pytest.raises(DataError, match=r"(?s)part-1: .*ended with status 3.*oh no"):
+    with pytest.raises(DataError, match=naming("part-1", "status 3", "oh no")):
         list(dataset_of(files, pipe_command=command))
 
 
@@ -415,7 +416,7 @@ def test_a_malformed_line_from_a_pipe_ends_the_command_even_while_the_error_is_k
     left, text_found = children(), str(raised.value)
     del raised
     gc.collect()
-    assert "expected an integer, found 'x'" in text_found
+    assert "'x'" in text_found
     assert left == [], "the command runs on as long as somebody holds the error"
 
 
@@ -512,12 +513,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "slots by name": ({"use_var": ["id"]}, "use_var"),
     "one slot, no list": ({"use_var": fleet.Slot("id")}, "use_var"),
     "nothing for slots": ({"use_var": None}, "use_var"),
-    "two slots of one name": ({"use_var": ID * 2}, "two slots have one name: id"),
-    "an unknown way with bad lines": ({"on_bad_line": "ignore"}, "on_bad_line must be 'error' or 'skip'"),
-    "a command and a format": ({"pipe_command": "cat", "data_format": fleet.CriteoFormat()}, "exclude each other"),
+    "two slots of one name": ({"use_var": ID * 2}, "id"),
+    "an unknown way with bad lines": ({"on_bad_line": "ignore"}, "on_bad_line 'error' 'skip'"),
+    "a command and a format": (
+        {"pipe_command": "cat", "data_format": fleet.CriteoFormat()},
+        "pipe_command data_format",
+    ),
     "an empty command": ({"pipe_command": ""}, "pipe_command"),
     "a command as a list": ({"pipe_command": ["cat"]}, "pipe_command"),
-    "a generator class": ({"pipe_command": fleet.MultiSlotDataGenerator}, "is a class"),
+    "a generator class": ({"pipe_command": fleet.MultiSlotDataGenerator}, "MultiSlotDataGenerator"),
     "a format by name": ({"data_format": "criteo"}, "data_format"),
     "a format with other slots": ({"data_format": fleet.CriteoFormat()}, "slots"),
 }
@@ -527,7 +531,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_wrong_setting_is_refused_by_init(name: str) -> None:
     options, match = WRONG[name]
     for make in (QueueDataset, InMemoryDataset):
-        with pytest.raises(DataError, match=match):
+        with pytest.raises(DataError, match=naming(*match.split())):
             make().init(**{"use_var": ID, **options})
 
 
@@ -572,24 +576,24 @@ class TestFileList:
         assert ids(dataset) == [0, 1]
 
     def test_a_missing_file_is_named(self, dataset: Dataset, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match=r"no file at .*missing-7"):
+        with pytest.raises(DataError, match="missing-7"):
             dataset.set_filelist([str(tmp_path / "part-0"), str(tmp_path / "missing-7")])
 
     def test_many_missing_files_are_counted(self, dataset: Dataset, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match=r"missing-0.*and 997 more.*of 1000"):
+        with pytest.raises(DataError, match=naming("missing-0", 997, 1000)):
             dataset.set_filelist([str(tmp_path / f"missing-{i}") for i in range(1000)])
 
     def test_a_folder_is_named(self, dataset: Dataset, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match="is a folder"):
+        with pytest.raises(DataError, match=naming(tmp_path)):
             dataset.set_filelist([str(tmp_path)])
 
     def test_a_file_twice_is_named(self, dataset: Dataset, tmp_path: Path) -> None:
-        with pytest.raises(DataError, match="part-0' is twice in the list"):
+        with pytest.raises(DataError, match="part-0"):
             dataset.set_filelist([str(tmp_path / "part-0")] * 2)
 
     @pytest.mark.parametrize("files", ["part-0", b"part-0", Path("part-0"), None, 7, [7], [None], [b"part-0"], [["a"]]])
     def test_what_is_no_list_of_paths_is_refused(self, dataset: Dataset, files: Any) -> None:
-        with pytest.raises(DataError, match=r"expected a list of paths|expected paths as text"):
+        with pytest.raises(DataError, match="set_filelist"):
             dataset.set_filelist(files)
 
 

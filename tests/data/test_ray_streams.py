@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support import jobs
-from support.late_imports import Late
+from support.extras import Late
+from support.messages import naming
 
 import torchfleet as fleet
 from torchfleet.base.errors import DataError
@@ -80,7 +81,7 @@ def test_a_worker_alone_has_all_of_it(cluster: None) -> None:
 
 def test_other_sources_are_refused() -> None:
     with a_worker_alone():
-        with pytest.raises(DataError, match=r"expected a ray\.data\.Dataset, or what its streaming_split gives"):
+        with pytest.raises(DataError, match=naming("ray.data.Dataset", "streaming_split")):
             fleet.data.from_ray({"id": [1]})
-        with pytest.raises(DataError, match="expected a stream for each of 1 workers, found 2"):
+        with pytest.raises(DataError, match=naming(1, 2)):
             fleet.data.from_ray([1, 2])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support import jobs
-from support.late_imports import Late
+from support.extras import Late, needing
 from torch.nn import functional as F
 
 import torchfleet as fleet
@@ -18,7 +18,10 @@ from torchfleet.base.errors import ModelError
 
 oracle = Late("sklearn.metrics")
 
-pytestmark = pytest.mark.xdist_group("deepctr")  # imported once, which takes seconds
+pytestmark = [
+    needing("deepctr_torch", "sklearn"),
+    pytest.mark.xdist_group("deepctr"),  # imported once, which takes seconds
+]
 
 LARGEST, BATCH, STEPS, WORKERS = 500, 64, 6, 2
 MODELS: dict[str, dict[str, Any]] = {

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.messages import lines_naming, naming
 from support.paths import ROOT
 from support.ranks import Ranks
 from support.scripts.launching import forked_fleetrun
@@ -60,7 +61,7 @@ def test_one_process_and_a_save_that_two_go_on_from(ranks: Ranks, tmp_path: Path
     first = run(ranks, "--save", tmp_path / "parts", "--epochs", 1, size=1)
     second = run(ranks, "--save", tmp_path / "parts", "--epochs", 2, size=2)
     assert accuracy(first) < accuracy(whole)
-    assert "goes on after epoch 1" in second
+    assert "epoch 1" in second
     assert "epoch 1 of" not in second
     assert accuracy(second) > 0.9
 
@@ -84,7 +85,7 @@ def test_fleetrun_and_an_accuracy_that_is_not_reached(tmp_path: Path) -> None:
     few = ("--num_classes", "5000", "--steps", "2", "--epochs", "1", "--min_accuracy", "0.9")
     with forked_fleetrun(tmp_path, "--nproc_per_node", "2", str(SCRIPT), *few) as job:
         assert job.wait(100) != 0
-        assert "is less than --min_accuracy 0.9" in job.output
+        assert lines_naming(job.output, "--min_accuracy", "0.9")
 
 
 def entry() -> Entry:
@@ -131,30 +132,30 @@ def test_entry_with_an_optimizer_of_ones_own(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     ("setter", "value", "text"),
     [
-        ("set_class_num", 0, "set_class_num expects a whole number of at least 1, found 0"),
-        ("set_emb_dim", 1.5, "set_emb_dim expects a whole number of at least 1, found 1.5"),
-        ("set_model", "resnet", "set_model expects a torch.nn.Module, found str"),
-        ("set_dataset", 3, "set_dataset: train expects a torch Dataset with a length, found int"),
-        ("set_train_reader", 3, "set_train_reader expects a function, found int"),
-        ("set_batch_size", True, "set_train_batch_size expects a whole number of at least 1, found True"),
-        ("set_train_epochs", -1, "set_train_epochs expects a whole number of at least 1, found -1"),
-        ("set_loss_type", "triplet", "set_loss_type must be one of arcface, cosface, softmax, found 'triplet'"),
-        ("set_learning_rate", float("nan"), "set_learning_rate expects a positive number, found nan"),
-        ("set_optimizer", "sgd", "set_optimizer expects a function, found str"),
-        ("set_lr_steps", [0], "set_lr_steps expects a whole number of at least 1, found 0"),
-        ("set_checkpoint_dir", "", "set_checkpoint_dir expects the name of a folder, found ''"),
-        ("set_strategy", {}, "set_strategy expects a fleet.DistributedStrategy, found dict"),
+        ("set_class_num", 0, "set_class_num 1 0"),
+        ("set_emb_dim", 1.5, "set_emb_dim 1 1.5"),
+        ("set_model", "resnet", "set_model torch.nn.Module str"),
+        ("set_dataset", 3, "set_dataset train Dataset int"),
+        ("set_train_reader", 3, "set_train_reader int"),
+        ("set_batch_size", True, "set_train_batch_size 1 True"),
+        ("set_train_epochs", -1, "set_train_epochs 1 -1"),
+        ("set_loss_type", "triplet", "set_loss_type arcface cosface softmax 'triplet'"),
+        ("set_learning_rate", float("nan"), "set_learning_rate nan"),
+        ("set_optimizer", "sgd", "set_optimizer str"),
+        ("set_lr_steps", [0], "set_lr_steps 1 0"),
+        ("set_checkpoint_dir", "", "set_checkpoint_dir ''"),
+        ("set_strategy", {}, "set_strategy fleet.DistributedStrategy dict"),
     ],
 )
 def test_wrong_settings_are_named(setter: str, value: Any, text: str) -> None:
-    with pytest.raises(FleetError, match=re.escape(text)):
+    with pytest.raises(FleetError, match=naming(*text.split())):
         getattr(Entry(), setter)(value)
 
 
 def test_missing_settings_are_named() -> None:
-    with pytest.raises(FleetError, match="call set_class_num first"):
+    with pytest.raises(FleetError, match="set_class_num"):
         Entry().train()
-    with pytest.raises(FleetError, match="call set_model first"):
+    with pytest.raises(FleetError, match="set_model"):
         Entry().set_class_num(3).set_emb_dim(4).test()
-    with pytest.raises(FleetError, match="set_loss_type has no 'margin'; it has scale, m1, m2, m3"):
+    with pytest.raises(FleetError, match=naming("set_loss_type", "'margin'", "scale", "m1", "m2", "m3")):
         Entry().set_loss_type("arcface", margin=0.5)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.example_scripts import WORKERS, by_a_fleet, click_loss, number, plain, printed, train_plain
-from support.late_imports import Late
+from support.extras import Late
+from support.messages import names, naming
 from support.paths import REAL_DATA
 
 from examples.columns import auc, predicted, split
@@ -40,10 +41,10 @@ def test_auc_is_that_of_scikit_learn_with_ties() -> None:
 def test_a_batch_is_that_of_all_workers_unless_an_example_compares_samples_within_it() -> None:
     shared = parser_of(None, 1, 256, 0.1, None).parse_args([])
     assert [own_batch_size(shared, workers) for workers in (1, 2, 3)] == [256, 128, 85]
-    with pytest.raises(SystemExit, match="--batch_size 256 is less than a sample for each of 300 workers"):
+    with pytest.raises(SystemExit, match=naming("--batch_size", 256, 300)):
         own_batch_size(shared, 300)
     assert own_batch_size(parser_of(None, 1, 256, 0.1, None, is_batch_shared=False).parse_args([]), 4) == 256
-    with pytest.raises(SystemExit, match="--rows 100 are not a batch of 256 for each of 1 workers: give more rows"):
+    with pytest.raises(SystemExit, match=naming("--rows", 100, 256, 1)):
         printed("wide_deep/train_dataset.py", "--rows", 100)
 
 
@@ -74,8 +75,8 @@ def test_wide_and_deep_is_trained_from_a_dataset_in_three_modes(tmp_path: Path) 
     }
     aucs = {mode: number(r"AUC ([0-9.]+) on the held-out rows of all workers", text) for mode, text in found.items()}
     assert min(aucs.values()) > 0.62, aucs  # of 800 rows: by chance 0.5 ± 0.02
-    assert "epoch 1: 7,200 samples on this worker" in found["sync"]
-    assert "epoch 1: 3,600 samples on this worker" in found["geo"]
+    assert names(found["sync"], "epoch 1", "7,200")
+    assert names(found["geo"], "epoch 1", "3,600")
 
 
 @pytest.mark.skipif(not REAL.is_file(), reason="the rows of the Criteo challenge are not here")

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from support import jobs
+from support.extras import needing
+from support.messages import lines_naming
 from support.paths import ROOT
 from support.scripts.launching import SOON, Forked, clean_environment, forked_fleetrun
 
@@ -113,7 +115,7 @@ def lines_of(folder: Path, name: str) -> list[list[bytes]]:
 
 def test_generated_rows_are_split_nine_to_one_and_each_is_in_one_part(tmp_path: Path) -> None:
     text = run("prepare.py", "--rows", 20_000, "--out", tmp_path / "data")
-    assert f"18,000 rows in {tmp_path}/data/train, 2,000 in {tmp_path}/data/test" in text
+    assert lines_naming(text, "18,000", f"{tmp_path}/data/train", "2,000", f"{tmp_path}/data/test")
     train, test = lines_of(tmp_path / "data", "train"), lines_of(tmp_path / "data", "test")
     assert [len(part) for part in train] == [1800] * 10
     assert [len(part) for part in test] == [1000] * 2
@@ -220,6 +222,7 @@ def test_all_readers_give_the_same(few: Path) -> None:
     assert found["generator"] == pytest.approx(found["fast"], abs=1e-6)
 
 
+@needing("pyarrow")
 def test_parquet_gives_the_same_to_the_last_digit(data: Path, trained: tuple[Path, float]) -> None:
     """The rows as the fast reader makes them, written and read as columns: the same training."""
     folder = data.parent / "parquet"
@@ -368,4 +371,4 @@ def test_too_few_rows_leave_the_parts_that_are_there(tmp_path: Path) -> None:
 def test_a_process_without_data_ends_with_an_error_and_does_not_hang(tmp_path: Path) -> None:
     status, output = ended("train.py", "--data", tmp_path / "nowhere")
     assert status == 1
-    assert f"no part-* files in {tmp_path}/nowhere/train" in output
+    assert f"{tmp_path}/nowhere/train" in output

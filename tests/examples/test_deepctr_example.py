@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 from support import jobs, processes
+from support.extras import needing
 from support.paths import ROOT
 from support.scripts.launching import forked_fleetrun
 
-pytestmark = pytest.mark.xdist_group("deepctr")  # imported once, which takes seconds
+pytestmark = [
+    needing("deepctr_torch", "sklearn"),
+    pytest.mark.xdist_group("deepctr"),  # imported once, which takes seconds
+]
 
 SCRIPT = ROOT / "examples" / "deepctr" / "train.py"
 ROWS = ["--rows", "4000", "--batch_size", "64"]

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.extras import imported
+from support.messages import lines_naming, naming
 from support.paths import ROOT
 from support.ranks import Ranks
 from support.scripts.launching import forked_fleetrun
@@ -91,7 +93,7 @@ class TestData:
 
     def test_more_ranks_than_images_for_one_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(data.fleet, "data_shard", lambda: (0, 4), raising=False)
-        with pytest.raises(SystemExit, match="2 images per rank are less than one batch of 16"):
+        with pytest.raises(SystemExit, match=naming(2, 16)):
             data.loader(data.Generated(8, 2, 8), 16, train=True, seed=0, processes=0)
 
     @pytest.fixture
@@ -125,7 +127,7 @@ class TestData:
             data.datasets(str(folder), 0, 0, size=8)
 
     def test_a_picture_is_read_as_an_array_is(self, folder: Path) -> None:
-        pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+        pillow = imported("PIL.Image")
         array = np.arange(8 * 8 * 3, dtype=np.uint8).reshape(8, 8, 3)
         np.save(folder / "val" / "cat" / "1.npy", array)
         pillow.fromarray(array).save(folder / "val" / "cat" / "2.png")
@@ -133,14 +135,14 @@ class TestData:
         assert torch.equal(images[0][0], images[1][0])
 
     def test_what_is_wrong_with_a_folder_is_said(self, folder: Path, tmp_path: Path) -> None:
-        with pytest.raises(SystemExit, match=r"no folder .*none/train.*<class>/<image>"):
+        with pytest.raises(SystemExit, match=naming("none/train", "<class>/<image>")):
             data.datasets(str(tmp_path / "none"), 0, 0, size=8)
         np.save(folder / "train" / "cat" / "1.npy", np.zeros((8, 8), np.float32))
-        with pytest.raises(SystemExit, match=r"1\.npy: expected bytes.*found float32 \(8, 8\)"):
+        with pytest.raises(SystemExit, match=naming("1.npy", "float32", "(8, 8)")):
             data.datasets(str(folder), 0, 0, size=8)[0][0]
         (folder / "val" / "dog" / "1.npy").unlink()
         (folder / "val" / "dog").rmdir()
-        with pytest.raises(SystemExit, match=r"val lacks dog"):
+        with pytest.raises(SystemExit, match=naming("val", "dog")):
             data.datasets(str(folder), 0, 0, size=8)
 
 
@@ -189,7 +191,7 @@ class TestTraining:
         whole = train(ranks, *flags, "--epochs", 3)
         first = train(ranks, *flags, "--epochs", 1, "--save", tmp_path / "model")
         second = train(ranks, *flags, "--epochs", 3, "--save", tmp_path / "model")
-        assert "epoch 1, step 2" in second
+        assert lines_naming(second, "epoch 1", "step 2")
         assert losses(first) + losses(second) == losses(whole)
         assert final(second) == final(whole)
         third = train(ranks, *flags, "--epochs", 3, "--save", tmp_path / "model", size=1)

@@ -23,6 +23,8 @@ import numpy as np
 import pytest
 import torch
 from support import jobs, processes
+from support.extras import imported
+from support.messages import lines_naming, names
 from support.paths import ROOT
 from support.scripts.launching import SOON, Forked, clean_environment, forked_fleetrun
 
@@ -252,9 +254,9 @@ def test_one_process_learns_the_analogies(trained: Trained) -> None:
     found = accuracies(trained.output)
     assert [*found] == [*SECTIONS, "total"]
     assert found["total"] >= 95
-    assert f"\n{3 * NUM_WORDS:,} words in " in trained.output
+    assert lines_naming(trained.output, f"{3 * NUM_WORDS:,}", "words")
     assert f"total {found['total']:16.1f} %" in trained.output
-    assert "\n0 questions skipped" in trained.output
+    assert lines_naming(trained.output, 0, "skipped")
     assert last_loss(trained.output) < 0.75 * UNTRAINED
     (spearman,) = re.findall(
         r"^pairs  Pearson 0\.\d+  Spearman (0\.\d+)  40 of 40 pairs$", trained.output, re.MULTILINE
@@ -279,7 +281,7 @@ def test_saves_and_vectors_that_are_there_are_replaced(trained: Trained, tmp_pat
         *("train.py", *trained.arguments, "--epochs", 1, "--seed", 5),
         *("--save", tmp_path / "model", "--vectors", tmp_path / "v.txt"),
     )
-    assert f"model saved in {tmp_path / 'model'}" in text
+    assert lines_naming(text, tmp_path / "model")
     new = WordVectors.load(tmp_path / "v.txt")
     saved = WordVectors.load_checkpoint(tmp_path / "model", Vocabulary.load(trained.dictionary))
     np.testing.assert_allclose(saved.vectors, new.vectors, rtol=0, atol=1e-6)
@@ -290,13 +292,13 @@ def test_nothing_given_is_a_made_up_language_of_which_max_bytes_takes_a_part(tmp
     """The second command must not train on what the first one has made of a part."""
     quick = ("--work", tmp_path, "--threads", 1, "--epochs", 1, "--dim", 8)
     part = run("train.py", *quick, "--max_bytes", 100_000)
-    assert "no --text and no --corpus: 1,200,000 words of a made-up language" in part
+    assert names(part, "--text", "--corpus", "1,200,000")
     assert [*accuracies(part)] == [*SECTIONS, "total"]
     (words,) = re.findall(r"^([\d,]+) words in \d+\.\d+ s", part, re.MULTILINE)
     assert 10_000 < int(words.replace(",", "")) < 30_000
     whole = run("train.py", *quick)
-    assert "\n1,200,000 words in " in whole
-    assert "\n0 questions skipped" in whole
+    assert lines_naming(whole, "1,200,000", "words")
+    assert lines_naming(whole, 0, "skipped")
 
 
 def test_training_goes_on_from_a_save(trained: Trained) -> None:
@@ -480,7 +482,7 @@ def test_one_fleetrun_command_learns_the_analogies_as_one_process_does(
     assert found["total"] >= accuracies(trained.output)["total"] - 2
     assert [f"[worker 0] {name}" in job.output for name in found] == [True] * 7
     assert [reads_the_text(log) for log in logs] == [True, *[False] * (num_workers - 1)]
-    assert f"\n{3 * NUM_WORDS:,} words in " in logs[0]
+    assert lines_naming(logs[0], f"{3 * NUM_WORDS:,}", "words")
     records = HistoryReader((tmp_path / "log" / "latest").resolve()).records()
     last = {record["key"]: record["status"] for record in records if record["kind"] == "role"}
     expected = pytest.approx(3 * NUM_WORDS / num_workers / 9000, rel=0.2)
@@ -510,7 +512,7 @@ def test_a_model_of_a_fleet_goes_on_in_one_process_and_back(
 
 
 def test_saved_vectors_are_the_same_in_every_format_and_in_gensim(trained: Trained) -> None:
-    gensim = pytest.importorskip("gensim.models")
+    gensim = imported("gensim.models")
     by_text = gensim.KeyedVectors.load_word2vec_format(str(trained.text))
     by_binary = gensim.KeyedVectors.load_word2vec_format(str(trained.binary), binary=True)
     saved = WordVectors.load_checkpoint(trained.model, Vocabulary.load(trained.dictionary))
@@ -541,7 +543,7 @@ def test_neighbours_are_of_the_family_and_words_are_drawn(trained: Trained, tmp_
     near = re.findall(r"^  0\.\d{4}  (\S+)$", text, re.MULTILINE)
     assert len(near) == 9
     assert sum(bool(re.fullmatch(r"f7r\d|of_f7_\d", word)) for word in near) >= 7
-    assert text.splitlines()[-1] == f"4 words drawn in {picture}"
+    assert names(text.splitlines()[-1], 4, picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -557,17 +559,17 @@ def by_hand(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(texts / "text", source / "all")
     dictionary, ids, parts = folder / "words", folder / "ids", folder / "parts"
     made = run("preprocess.py", "--build_dict", "--build_dict_corpus_dir", source, "--dict_path", dictionary)
-    assert made.startswith(f"{NUM_WORDS:,} words, 624 distinct, 624 kept, 0 as <UNK>")
+    assert names(made.splitlines()[0], f"{NUM_WORDS:,}", 624, 0, "<UNK>")
     made = run(
         *("preprocess.py", "--filter_corpus", "--dict_path", dictionary, "--input_corpus_dir", source),
         *("--output_corpus_dir", ids, "--downsample", 0.001),
     )
-    assert f"{NUM_WORDS:,} words, 0 unknown, " in made
+    assert lines_naming(made, f"{NUM_WORDS:,}", 0)
     made = run(
         *("preprocess.py", "--data_resplit", "--input_corpus_dir", ids, "--output_corpus_dir", parts),
         *("--num_files", 8),
     )
-    assert " words in 8 files, " in made
+    assert lines_naming(made, "words", 8)
     return folder
 
 
@@ -576,7 +578,7 @@ def test_the_three_steps_of_preprocessing_and_training_on_what_they_made(by_hand
     how = ("--sample", 0, "--dim", DIM, "--rate", 0.05, "--epochs", 6)
     text = run("train.py", *corpus, *how, "--questions", texts / "questions")
     assert accuracies(text)["total"] >= 90
-    assert f"\n{6 * NUM_WORDS:,} words in " in text  # those that were left out count
+    assert lines_naming(text, f"{6 * NUM_WORDS:,}", "words")  # those that were left out count
 
 
 def test_frequent_words_that_preprocessing_left_out_are_not_left_out_again(by_hand: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support.messages import names, naming
 from support.paths import ROOT
 
 import torchfleet as fleet
@@ -71,7 +72,7 @@ def test_negatives_are_shared_by_a_batch_and_follow_the_counts(corpus: tuple[str
 
 def test_ids_beyond_the_dictionary_and_broken_dictionaries_are_named(corpus: tuple[str, str], tmp_path: Path) -> None:
     (tmp_path / "wrong").write_text("1 2 99\n")
-    with pytest.raises(fleet.FleetError, match=r"wrong, line 1: SkipGramReader raised ValueError.*below 30"):
+    with pytest.raises(fleet.FleetError, match=naming("line 1", "SkipGramReader", "ValueError", 30)):
         samples(str(tmp_path / "wrong"), SkipGramReader(COUNTS))
     (tmp_path / "broken").write_text("a 3\nb\n")
     done = subprocess.run(
@@ -83,4 +84,4 @@ def test_ids_beyond_the_dictionary_and_broken_dictionaries_are_named(corpus: tup
         check=False,
     )
     assert done.returncode == 1
-    assert "line 2: expected `word count`, found 'b'" in done.stderr
+    assert names(done.stderr, "line 2", "'b'")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from support import jobs
 from support.fleets import Talk, refusal
+from support.messages import names, naming
 from support.paths import SCRIPTS
 
 import torchfleet as fleet
@@ -60,11 +61,11 @@ def test_the_workers_own_meetings_and_training_go_on_as_usual(found: Found) -> N
 def test_a_call_at_the_wrong_place_says_where_it_belongs(found: Found) -> None:
     for index in range(2):
         server, worker = found[f"server-{index}"], found[f"worker-{index}"]
-        assert "between fleet.init_server() and fleet.run_server()" in server["too early"]
-        assert "comm_world='worker' is for workers, and this process is a server" in server["as a worker"]
-        assert "after fleet.init_worker()" in worker["too early"]
-        assert "comm_world='server' is for servers, and this process is a worker" in worker["as a server"]
-        assert "comm_world must be one of 'worker', 'server', 'all', found 'everybody'" in worker["unknown"]
+        assert names(server["too early"], "fleet.init_server()", "fleet.run_server()")
+        assert names(server["as a worker"], "comm_world='worker'", "server")
+        assert "fleet.init_worker()" in worker["too early"]
+        assert names(worker["as a server"], "comm_world='server'", "worker")
+        assert names(worker["unknown"], "comm_world", "'worker'", "'server'", "'all'", "'everybody'")
 
 
 @pytest.mark.parametrize("comm_world", ["worker", "server", "all"])
@@ -78,7 +79,7 @@ def test_one_process_meets_itself(comm_world: str) -> None:
 def test_a_collective_job_has_no_servers(comm_world: str) -> None:
     fleet.init(is_collective=True)
     if comm_world == "server":
-        with pytest.raises(fleet.FleetError, match=r"comm_world='server'.*collective"):
+        with pytest.raises(fleet.FleetError, match=naming("comm_world='server'", "collective")):
             util.all_gather(3, comm_world)
     else:
         assert util.all_gather(3, comm_world) == [3]
@@ -103,6 +104,6 @@ def test_who_is_missing_among_servers_is_named_by_its_number() -> None:
     server = Server(num_workers=2)
     assert gather(server, 3, 2, 2) == []
     (reply,) = gather(server, 1, 2, 2)
-    assert "2 to 3" in refusal(reply)[1]
-    (expired,) = server.state.gatherings.expired(float("inf"))
-    assert "still waiting for worker 2 of 2 to 3" in str(expired[1])
+    assert names(refusal(reply)[1], 2, 3)
+    (expired,) = server.state.meetings.gatherings.expired(float("inf"))
+    assert names(str(expired[1]), "worker 2", 2, 3)

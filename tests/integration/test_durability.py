@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.fleets import ForkedServer
+from support.messages import lines_naming
 from support.scripts.launching import forked_fleetrun, run_dir
 
 from torchfleet.ps.net.sockets import SocketChannel
@@ -43,7 +44,7 @@ def result(log_dir: Path, name: str, mode: str, kills: tuple[int, ...]) -> str:
             job.wait_for(f"worker 0 has made step {10 + 30 * number}")
             os.kill(job.pid("SERVER", server), signal.SIGKILL)
         assert job.wait() == 0, job.output
-        assert job.output.count("starting it again from its log") == len(kills)
+        assert len(lines_naming(job.output, "[fleetrun]", "SIGKILL")) == len(kills)
         found = re.search(rf"{name}: (\S+)", job.output)
     assert found
     assert not (run_dir(log_dir) / "server_state").exists()  # nobody could go on from it

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from support.messages import lines_naming, names, naming
 from support.scripts.launching import SOON, START, TINY, Forked, Started, wait_until
 
 from torchfleet.launch.roles import free_ports
@@ -58,7 +59,7 @@ def assert_ends_with(process: Started, *texts: str) -> None:
     assert process.wait(SOON) != 0
     for text in texts:
         assert re.search(text, process.output), process.output
-    assert "Is its process alive" not in process.output
+    assert "ServerUnreachable" not in process.output
 
 
 def test_a_killed_worker_is_named_to_the_one_that_waits_and_a_second_of_its_number_is_refused(job: Job) -> None:
@@ -66,16 +67,14 @@ def test_a_killed_worker_is_named_to_the_one_that_waits_and_a_second_of_its_numb
     wait_for_training(first, second)
     double = job.worker(1, *ENDLESS)
     assert double.wait(START) != 0
-    there = rf"worker 1 is here already, from \S+, pid {second.process.pid}\b"
+    there = rf"worker 1\b.*pid {second.process.pid}\b"
     assert re.search(there, double.output), double.output
-    assert "FLEET_WORKER_INDEX / PADDLE_TRAINER_ID" in double.output
+    assert names(double.output, "FLEET_WORKER_INDEX", "PADDLE_TRAINER_ID")
     assert first.process.poll() is None
     os.kill(second.process.pid, signal.SIGKILL)
-    assert_ends_with(
-        first, rf"worker 1 \(\S+, pid {second.process.pid}\) is lost: no sign of life for", r"optimizer\.step"
-    )
+    assert_ends_with(first, rf"worker 1 \(\S+, pid {second.process.pid}\)", r"optimizer\.step")
     assert server.wait(SOON) == 1
-    assert "No worker is left; the server ends" in server.output
+    assert re.search("no worker", server.output, re.IGNORECASE)
 
 
 def test_workers_that_wait_in_a_circle_are_told_who_waits_where(job: Job) -> None:
@@ -83,7 +82,7 @@ def test_workers_that_wait_in_a_circle_are_told_who_waits_where(job: Job) -> Non
     workers = [job.worker(index, "--steps", "5", "--fewer", "2", "--barrier") for index in range(2)]
     wait_for_training(*workers)
     for worker in workers:
-        assert_ends_with(worker, r"worker 0 waits in optimizer\.step\(\); worker 1 waits in barrier 'workers'")
+        assert_ends_with(worker, naming("worker 0", "optimizer.step()", "worker 1", "barrier 'workers'"))
 
 
 def test_a_worker_that_ends_without_stop_worker_is_named(job: Job) -> None:
@@ -91,23 +90,23 @@ def test_a_worker_that_ends_without_stop_worker_is_named(job: Job) -> None:
     first, second = (job.worker(index, "--steps", "5", "--fewer", "2", "--forget_stop") for index in range(2))
     wait_for_training(first, second)
     assert second.wait(START) == 0
-    assert_ends_with(first, rf"worker 1 \(\S+, pid {second.process.pid}\) has ended without fleet\.stop_worker\(\)")
+    assert_ends_with(first, rf"worker 1 \(\S+, pid {second.process.pid}\).*fleet\.stop_worker\(\)")
 
 
 def test_a_worker_that_was_told_of_another_number_of_workers_is_refused(job: Job) -> None:
     server, worker = job.server(num_workers=1), job.worker(1)
     assert worker.wait(START) != 0
-    assert "worker 1 of 2 came to a server that was started for 1" in worker.output
-    assert "FLEET_NUM_WORKERS / PADDLE_TRAINERS_NUM" in worker.output
+    assert lines_naming(worker.output, "worker 1", 2, 1)
+    assert names(worker.output, "FLEET_NUM_WORKERS", "PADDLE_TRAINERS_NUM")
     assert server.process.poll() is None  # it waits for the worker that it was told of
 
 
 def test_a_worker_with_a_wrong_port_says_for_whom_it_waits_and_ends(job: Job) -> None:
     worker = job.worker(0, FLEET_START_TIMEOUT="6")
     assert worker.wait(START) != 0
-    where = re.escape(f"server 0 (tcp://{job.place})")
-    assert re.search(rf"waiting for {where}: no answer yet, \d+ s", worker.output), worker.output
-    assert re.search(rf"{where} has given no answer for 6 s \(FLEET_START_TIMEOUT\)", worker.output), worker.output
+    where = f"server 0 (tcp://{job.place})"
+    assert lines_naming(worker.output, "waiting", where)
+    assert lines_naming(worker.output, where, 6, "FLEET_START_TIMEOUT")
 
 
 def test_a_stopped_async_worker_disturbs_nobody_and_goes_on_when_it_is_continued(job: Job) -> None:

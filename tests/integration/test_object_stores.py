@@ -12,19 +12,19 @@ from typing import Any
 
 import fsspec
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from support import jobs, processes
 from support.cut_proxy import SECONDS, CutProxy, cut_proxy
-from support.late_imports import Late
+from support.extras import Late, imported
+from support.messages import naming
 from support.one_number import NUM_IDS, Model, held, set_all
 from support.paths import ROOT, SCRIPTS
 from support.scripts import killed_saves, resuming
 from support.scripts.launching import forked_fleetrun
 from support.sharded_models import Net
 
-from torchfleet.api import fleet as facade
+import torchfleet as fleet
 from torchfleet.base.errors import CheckpointError
 from torchfleet.base.storage import Storage
 from torchfleet.collective.checkpoint.loading import load_parameters
@@ -34,7 +34,7 @@ from torchfleet.ps.checkpoint.compaction import compact
 from torchfleet.ps.checkpoint.export import export_table
 from torchfleet.ps.checkpoint.manifest import read_manifest
 
-s3fs, moto = Late("s3fs"), Late("moto.server")
+s3fs, moto, pq = Late("s3fs"), Late("moto.server"), Late("pyarrow.parquet")
 
 BUCKET = "models"
 ALONE: Any = types.SimpleNamespace(rank=0, size=1)
@@ -83,7 +83,7 @@ def test_full_saves_deltas_and_compaction_load_whole(
         set_all(part, number)
         manifest = part.worker.save(folder, kind, {"number": number})
         assert held(part, folder) == number
-        assert facade.saved_extra(folder) == {"number": number}
+        assert fleet.saved_extra(folder) == {"number": number}
         assert sorted(Storage(folder).folders()) == [link.save for link in manifest.links()]
         assert len(list(Storage(folder).files())) == 3  # the manifest, the numbered one, the donefile
     compact(folder)
@@ -92,19 +92,19 @@ def test_full_saves_deltas_and_compaction_load_whole(
     part.worker.save(folder, "delta")
     assert held(part, folder) == 5
     assert command.main(["inspect", folder, "--check"]) == 0
-    assert "files are whole" in capsys.readouterr().out
+    assert re.search(r"\b\d+ files", capsys.readouterr().out)
 
 
 def test_another_process_s_save_is_seen_at_once(part: jobs.Part, folder: str) -> None:
     """Listings and sizes that this process knows from before are not taken for what is there."""
     storage = Storage(folder)
     assert list(storage.folders()) == []
-    assert facade.saved_extra(folder) is None
+    assert fleet.saved_extra(folder) is None
     set_all(part, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(s3fs.S3FileSystem, "cachable", False)  # each Storage has its own, as each process has
         part.worker.save(folder, "full", {"a": 1})
-        assert facade.saved_extra(folder) == {"a": 1}
+        assert fleet.saved_extra(folder) == {"a": 1}
         list(storage.folders())
         part.worker.save(folder, "full", {"a": "much longer than before" * 100})
     assert storage.exists("donefile.jsonl")
@@ -153,7 +153,7 @@ def test_a_connection_cut_in_the_middle_of_a_manifest_leaves_the_old_model(
     with cut_proxy(address, f"/{name}", 300) as proxy, pytest.MonkeyPatch.context() as patch:
         use(patch, proxy.endpoint)
         patch.setitem(fsspec.config.conf["s3"], "config_kwargs", {"retries": {"max_attempts": 1}})
-        with pytest.raises(CheckpointError, match=rf"{name} cannot be written: "):
+        with pytest.raises(CheckpointError, match=naming(name)):
             part.worker.save(folder, "full")
         assert proxy.num_cut
     assert held(part, folder) in ((1,) if name != "manifest.json" else (1, 2))
@@ -247,9 +247,7 @@ def test_half_a_file_is_not_uploaded_as_a_whole_one(folder: str) -> None:
 
 
 def test_a_bucket_that_is_not_there_is_an_error_and_is_not_made(part: jobs.Part, address: Address) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"s3://no-such-bucket/model/.* cannot be written: .*bucket does not exist"
-    ):
+    with pytest.raises(CheckpointError, match=naming("s3://no-such-bucket/model/")):
         part.worker.save("s3://no-such-bucket/model", "full")
     assert not fsspec.filesystem("s3").exists("no-such-bucket")
 
@@ -257,7 +255,7 @@ def test_a_bucket_that_is_not_there_is_an_error_and_is_not_made(part: jobs.Part,
 def test_a_collective_model_is_saved_loaded_inspected_and_exported(
     folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from safetensors.torch import load
+    load = imported("safetensors.torch").load
 
     for epoch in (1, 2):
         model, loaded = Net(), Net()
@@ -269,7 +267,7 @@ def test_a_collective_model_is_saved_loaded_inspected_and_exported(
         "manifest-000002.json", "manifest.json", "save-000002",
     ]  # fmt: skip
     assert command.main(["inspect", folder, "--check"]) == 0
-    assert "pieces are whole" in capsys.readouterr().out
+    assert re.search(r"\b\d+ pieces", capsys.readouterr().out)
     assert command.main(["export", folder, "--out", f"{folder}/out.safetensors"]) == 0
     with fsspec.open(f"{folder}/out.safetensors", "rb") as file:
         found = load(file.read())
@@ -286,7 +284,7 @@ def test_a_collective_save_cut_in_the_middle_of_a_manifest_leaves_the_old_model(
     with cut_proxy(address, "/manifest-000002.json", 300) as proxy, pytest.MonkeyPatch.context() as patch:
         use(patch, proxy.endpoint)
         patch.setitem(fsspec.config.conf["s3"], "config_kwargs", {"retries": {"max_attempts": 1}})
-        with pytest.raises(CheckpointError, match=r"manifest-000002\.json cannot be written: "):
+        with pytest.raises(CheckpointError, match=naming("manifest-000002.json")):
             save_collective(folder, Net(), None, [], ALONE)
     loaded = Net()
     load_parameters(folder, loaded)

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from support import jobs
+from support.messages import naming
 from support.paths import SUPPORT
+from support.recorded_model import STEPS, batch_of
 from support.recorded_model import Model as RecordedModel
-from support.recorded_model import batch_of
 
 import torchfleet as fleet
 from torchfleet.api.job.server_role import ServerRole
 from torchfleet.base.errors import CheckpointError, ModelError
-from torchfleet.base.role import SERVER, RoleInfo
+from torchfleet.base.role.role_info import SERVER, RoleInfo
 from torchfleet.observe.commands.command import main as fleet_command
 from torchfleet.ps.checkpoint.compaction import compact
 from torchfleet.ps.checkpoint.comparison import compare
@@ -174,25 +175,7 @@ def test_deltas_compaction_inspection_and_comparison_know_them(
     assert "dense.bytes" in capsys.readouterr().out
 
 
-def test_a_checkpoint_of_before_loads_and_the_tensors_that_it_lacks_are_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    model = RecordedModel()
-    model.norm.num_batches_tracked += 11
-    fleet.load_inference_model(str(RECORDED / "inference"), model)
-    assert model.norm.num_batches_tracked == 11
-    error = capsys.readouterr().err
-    assert "norm.num_batches_tracked" in error
-    assert "inference" in error
-    fleet.init()
-    model = fleet.distributed_model(RecordedModel())
-    fleet.distributed_optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
-    fleet.init_worker(str(RECORDED / "model"))
-    assert "norm.num_batches_tracked" in capsys.readouterr().err
-    fleet.stop_worker()
-
-
-def test_a_delta_goes_on_from_a_checkpoint_of_before(tmp_path: Path) -> None:
+def test_a_delta_goes_on_from_a_recorded_checkpoint(tmp_path: Path) -> None:
     shutil.copytree(RECORDED / "model", tmp_path / "model")
     folder = str(tmp_path / "model")
     fleet.init()
@@ -205,7 +188,7 @@ def test_a_delta_goes_on_from_a_checkpoint_of_before(tmp_path: Path) -> None:
     fleet.save_persistables(folder, mode=1)
     fleet.stop_worker()
     found = fleet.load_inference_model(folder, RecordedModel())
-    assert found.norm.num_batches_tracked == model.norm.num_batches_tracked == 1
+    assert found.norm.num_batches_tracked == model.norm.num_batches_tracked == STEPS + 1
 
 
 class Float(Model):
@@ -229,18 +212,18 @@ class More(Model):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (Float, r"'table' was saved as float64 of shape \(3, 5\), and the model has float32 of shape \(3, 5\)"),
-        (Shorter, r"'mask' was saved as bool of shape \(5,\), and the model has bool of shape \(4,\)"),
-        (More, "no parameter '?more"),
+        (Float, "'table' float64 float32 (3, 5)"),
+        (Shorter, "'mask' bool (5,) (4,)"),
+        (More, "more"),
     ],
 )
 def test_a_tensor_of_another_type_or_shape_is_refused_by_name(make: type[Model], text: str, tmp_path: Path) -> None:
     with jobs.one_worker(Model()) as part:
         part.worker.save(str(tmp_path), "full")
-    with pytest.raises(CheckpointError, match=text):
+    with pytest.raises(CheckpointError, match=naming(*text.split())):
         fleet.load_inference_model(str(tmp_path), make())
     job = jobs.make_part(make, jobs.sgd, jobs.strategy(), RoleInfo(SERVER, 0, 1, 0, ("127.0.0.1:1",))).job
-    with pytest.raises(CheckpointError, match=text):
+    with pytest.raises(CheckpointError, match=naming(*text.split())):
         ServerRole(job).load(str(tmp_path))
 
 
@@ -260,21 +243,21 @@ def sparse_buffer() -> torch.nn.Module:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: torch.nn.Sequential(WithState(2, 1)), r"'0\._extra_state'.*register_buffer"),
-        (sparse_buffer, r"'links' is .*sparse"),
+        (lambda: torch.nn.Sequential(WithState(2, 1)), "'0._extra_state' register_buffer"),
+        (sparse_buffer, "'links'"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_by_name(make: type[torch.nn.Module], text: str) -> None:
-    with pytest.raises(ModelError, match=text):
+    with pytest.raises(ModelError, match=naming(*text.split())):
         jobs.make_part(make, jobs.sgd, jobs.strategy(), jobs.roles(1, 1)[0])
 
 
 def test_a_buffer_that_became_another_kind_of_tensor_is_named_when_it_is_saved(tmp_path: Path) -> None:
     with jobs.one_worker(Model()) as part:
         part.model.steps = torch.zeros(2)
-        with pytest.raises(ModelError, match=r"'steps' was int64 of shape \(\).*float32 of shape \(2,\)"):
+        with pytest.raises(ModelError, match=naming("'steps'", "int64", "float32", "(2,)")):
             part.worker.save(str(tmp_path), "full")
         part.model.steps = torch.tensor(1)
         part.model.total = torch.tensor([1.0, float("nan")])
-        with pytest.raises(ModelError, match=r"'total' holds NaN or infinity"):
+        with pytest.raises(ModelError, match=naming("'total'", "NaN")):
             part.worker.save(str(tmp_path), "full")

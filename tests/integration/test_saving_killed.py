@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support import jobs
+from support.messages import naming
 from support.one_number import Model, held, set_all
 from support.paths import SCRIPTS
 
@@ -133,7 +134,7 @@ def test_a_first_save_that_is_killed_leaves_no_model_and_the_next_one_is_whole(p
             Disk(patch, point)
             with pytest.raises((FleetError, OSError)):
                 part.worker.save(folder, "full")
-        with pytest.raises(FleetError, match=r"no saved model in .*: there is no manifest\.json"):
+        with pytest.raises(FleetError, match=naming("manifest.json")):
             held(part, folder)
         part.worker.save(folder, "full")
         assert held(part, folder) == 1

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import zmq
 from support.fleets import WAIT, ServerThread
+from support.messages import naming
 
 from torchfleet.base.errors import PermissionRefused, SecurityError, ServerUnreachable
 from torchfleet.ps.net.keys import KeyFolder, is_private, keygen, require_keys
@@ -77,25 +78,25 @@ class TestKeygen:
 
     def test_it_refuses_a_folder_with_something_in_it(self, tmp_path: Path) -> None:
         (tmp_path / "old").write_text("precious")
-        with pytest.raises(SecurityError, match="is not an empty folder"):
+        with pytest.raises(SecurityError, match=naming(tmp_path)):
             keygen(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["old"]
 
     def test_it_never_overwrites_keys(self, tmp_path: Path) -> None:
         first = {path: path.read_bytes() for path in keygen(tmp_path / "keys")}
-        with pytest.raises(SecurityError, match="remove the old keys yourself"):
+        with pytest.raises(SecurityError, match=naming(tmp_path / "keys")):
             keygen(tmp_path / "keys")
         assert {path: path.read_bytes() for path in first} == first
 
     def test_it_refuses_a_file(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
-        with pytest.raises(SecurityError, match="is not an empty folder"):
+        with pytest.raises(SecurityError, match=naming(tmp_path / "file")):
             keygen(tmp_path / "file")
 
 
 class TestKeyFolder:
     def test_a_missing_folder_is_named(self, tmp_path: Path) -> None:
-        with pytest.raises(SecurityError, match=f"no folder of keys at {tmp_path}/none"):
+        with pytest.raises(SecurityError, match=naming(f"{tmp_path}/none")):
             KeyFolder(tmp_path / "none")
 
     @pytest.mark.parametrize("name", NAMES)
@@ -103,7 +104,7 @@ class TestKeyFolder:
         copy = Path(shutil.copytree(folder, tmp_path / "copy"))
         (copy / f"{name}.key_secret").unlink()
         roles = {"worker": Role.WORKER, "first_worker": Role.FIRST_WORKER, "launcher": Role.LAUNCHER}
-        with pytest.raises(SecurityError, match=f"the key {copy}/{name}.key_secret is missing"):
+        with pytest.raises(SecurityError, match=naming(f"{copy}/{name}.key_secret")):
             KeyFolder(copy).server_pair() if name == "server" else KeyFolder(copy).client_pair(roles[name])
 
     @pytest.mark.parametrize("content", ["", "not a key", "curve\n    secret-key = 5\n"])
@@ -116,7 +117,7 @@ class TestKeyFolder:
     def test_a_public_key_in_the_place_of_a_secret_is_refused(self, folder: Path, tmp_path: Path) -> None:
         copy = Path(shutil.copytree(folder, tmp_path / "copy"))
         shutil.copy(copy / "worker.key", copy / "worker.key_secret")
-        with pytest.raises(SecurityError, match="holds no secret key"):
+        with pytest.raises(SecurityError, match=naming("worker.key_secret")):
             KeyFolder(copy).client_pair(Role.WORKER)
 
     def test_a_worker_needs_only_its_own_secret(self, folder: Path, tmp_path: Path, server: ServerThread) -> None:
@@ -124,7 +125,7 @@ class TestKeyFolder:
             shutil.copy(folder / name, tmp_path)
         with closing(connect(server, tmp_path, Role.WORKER)) as client:
             client.ping()
-        with pytest.raises(SecurityError, match=r"launcher\.key_secret is missing"):
+        with pytest.raises(SecurityError, match=naming("launcher.key_secret")):
             connect(server, tmp_path, Role.LAUNCHER)
 
 
@@ -136,12 +137,12 @@ class TestRoles:
     ) -> None:
         with closing(connect(server, folder, role, claims)) as client:
             if role is Role.SERVER:  # may speak to its backup, or its primary, and to nobody else
-                with pytest.raises(PermissionRefused, match=r"PING is for .*; this is a server"):
+                with pytest.raises(PermissionRefused, match=naming("PING", "server")):
                     client.ping()
                 return
             client.ping()
             if role is Role.WORKER:
-                with pytest.raises(PermissionRefused, match=r"CREATE_TABLE is for .*; this is a worker"):
+                with pytest.raises(PermissionRefused, match=naming("CREATE_TABLE", "worker")):
                     client.create_table(SPEC)
             else:
                 client.create_table(SPEC)
@@ -150,7 +151,7 @@ class TestRoles:
                 client.stop_servers()
                 server.join()
             else:
-                with pytest.raises(PermissionRefused, match="STOP is for launcher"):
+                with pytest.raises(PermissionRefused, match=naming("STOP", "launcher")):
                     client.stop_servers()
                 client.ping()
 
@@ -176,10 +177,10 @@ class TestStrangers:
 
     def stays_outside(self, stranger: Client, server: ServerThread, insider: Client) -> None:
         """It gets no answer, the server does not even see its request, and others are served meanwhile."""
-        before = server.server.state.num_requests
+        before = server.server.state.counters.num_requests
         with closing(stranger), pytest.raises(ServerUnreachable, match=server.endpoint):
             stranger.ping()
-        assert server.server.state.num_requests == before
+        assert server.server.state.counters.num_requests == before
         assert insider.pull("t", [1]).result().tolist() == [[0]]
 
     def test_one_without_keys_gets_no_answer(self, server: ServerThread, insider: Client) -> None:
@@ -199,9 +200,9 @@ class TestStrangers:
         copy = Path(shutil.copytree(folder, tmp_path / "copy"))
         shutil.copy(copy / "server.key_secret", copy / "launcher.key_secret")
         with closing(connect(server, copy, Role.LAUNCHER)) as client:
-            with pytest.raises(PermissionRefused, match="STOP is for launcher; this is a server"):
+            with pytest.raises(PermissionRefused, match=naming("STOP", "launcher", "server")):
                 client.stop_servers()
-            with pytest.raises(PermissionRefused, match=r"PING is for .*; this is a server"):
+            with pytest.raises(PermissionRefused, match=naming("PING", "server")):
                 client.ping()
         insider.ping()
 
@@ -299,7 +300,7 @@ class TestAddresses:
     )
     def test_others_may_reach_these(self, endpoint: str) -> None:
         assert not is_private(endpoint)
-        with pytest.raises(SecurityError, match=r"can be reached from other machines, and no keys are given"):
+        with pytest.raises(SecurityError, match=naming(endpoint)):
             require_keys(endpoint, None, insecure=False)
         require_keys(endpoint, None, insecure=True)
 
@@ -321,7 +322,7 @@ class TestAddresses:
         ended = self.run_server("--endpoint", "tcp://0.0.0.0:0")
         assert ended.returncode == 2
         assert ended.stdout == ""
-        assert ended.stderr.startswith("torchfleet server: tcp://0.0.0.0:0 can be reached from other machines")
+        assert "tcp://0.0.0.0:0" in ended.stderr
         assert "fleetrun --keygen" in ended.stderr
 
     @pytest.mark.parametrize("missing", ["server.key_secret", "worker.key"])
@@ -330,12 +331,12 @@ class TestAddresses:
         (copy / missing).unlink()
         ended = self.run_server("--endpoint", "tcp://127.0.0.1:0", "--key_dir", str(copy))
         assert ended.returncode == 2
-        assert f"the key {copy}/{missing} is missing" in ended.stderr
+        assert f"{copy}/{missing}" in ended.stderr
 
     def test_a_server_process_names_a_missing_folder(self, tmp_path: Path) -> None:
         ended = self.run_server("--key_dir", str(tmp_path / "none"))
         assert ended.returncode == 2
-        assert f"no folder of keys at {tmp_path}/none" in ended.stderr
+        assert f"{tmp_path}/none" in ended.stderr
 
 
 def _read(source: socket.socket, num_bytes: int) -> bytes:

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.messages import lines_naming, names
 from support.paths import ROOT
 from support.scripts.launching import TINY, fleetrun, forked_fleetrun, run_dir
 
@@ -87,7 +88,7 @@ class TestRefusedCommandLines:
         self, capsys: pytest.CaptureFixture[str], script: str
     ) -> None:
         assert status_of("--heter_worker_num", "2", "--dry_run", script) == 2
-        assert "--heter_worker_num is not available yet" in capsys.readouterr().err
+        assert "--heter_worker_num" in capsys.readouterr().err
 
     @pytest.mark.parametrize("place", ["127.0.0.1", "127.0.0.1:", ":7000", "127.0.0.1:http", "7000"])
     @pytest.mark.parametrize("option", ["--servers", "--workers"])
@@ -126,12 +127,12 @@ class TestRefusedCommandLines:
 
     def test_no_script_is_refused_with_the_usage(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert status_of("--server_num", "2") == 2
-        assert "no script given. Usage: fleetrun" in capsys.readouterr().err
+        assert "fleetrun" in capsys.readouterr().err
 
     def test_a_script_that_is_not_there_is_named(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         for path in (tmp_path / "missing.py", tmp_path):
             assert status_of("--dry_run", str(path)) == 2
-            assert f"no script at {path}" in capsys.readouterr().err
+            assert lines_naming(capsys.readouterr().err, path)
 
     def test_hosts_that_are_not_here_are_listed(
         self, capsys: pytest.CaptureFixture[str], script: str, monkeypatch: pytest.MonkeyPatch
@@ -148,7 +149,7 @@ class TestRefusedCommandLines:
     ) -> None:
         (tmp_path / "log").write_text("a file")
         assert status_of("--log_dir", str(tmp_path / "log"), script) == 2
-        assert f"cannot make the folder of logs {tmp_path / 'log'}" in capsys.readouterr().err
+        assert lines_naming(capsys.readouterr().err, tmp_path / "log")
 
     def test_help_shows_every_option_that_works_and_none_that_does_not(
         self, capsys: pytest.CaptureFixture[str]
@@ -203,7 +204,7 @@ class TestDryRun:
             monkeypatch.setattr(module, "usable_cores", lambda: 16)
         assert status_of("--server_num", "auto", "--worker_num", "4", "--dry_run", script) == 0
         told = capsys.readouterr().out
-        assert told.startswith("--server_num auto: 4 servers. 4 workers of 1 thread leave 12 of 16 cores")
+        assert names(told.splitlines()[0], "--server_num auto", "4 servers", 12, 16)
         assert re.findall(r"^(\w+) \d:", told, flags=re.MULTILINE) == ["server"] * 4 + ["worker"] * 4
         assert re.findall(r"OMP_NUM_THREADS=(\d+)", told) == ["1"] * 4 + ["3"] * 4  # a core is left to every server
 
@@ -253,24 +254,22 @@ class TestPrivacy:
         self, told: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         keygen(tmp_path / "keys")
-        assert "--private ipc keeps other users of this machine out, --plain lets them in" in told(
-            2, "--plain", "--private", "ipc"
-        )
-        assert "--plain and --key_dir" in told(2, "--plain", "--key_dir", str(tmp_path / "keys"))
+        assert names(told(2, "--plain", "--private", "ipc"), "--private", "--plain")
+        assert names(told(2, "--plain", "--key_dir", str(tmp_path / "keys")), "--plain", "--key_dir")
         for option in (("--plain",), ("--private", "ipc"), ("--log_max_bytes", "1MB")):
             assert option[0] in told(2, *option, "--nproc_per_node", "2")
             assert option[0] in told(2, *option, "--simulate")
         monkeypatch.setattr(roles, "own_addresses", lambda: {"192.0.2.7"})
         lists = ("--insecure", "--servers", "192.0.2.7:7000", "--workers", "192.0.2.7:0")
-        assert "--plain is for jobs whose processes all are on this machine" in told(2, "--plain", *lists)
+        assert "--plain" in told(2, "--plain", *lists)
 
     def test_a_size_of_logs_that_is_none_is_refused(self, capsys: pytest.CaptureFixture[str], script: str) -> None:
         assert status_of("--log_max_bytes", "many", script) == 2
-        assert "--log_max_bytes must be a number of bytes" in capsys.readouterr().err
+        assert "--log_max_bytes" in capsys.readouterr().err
 
     def test_more_workers_than_a_machine_can_have_are_refused(self, told: Callable[..., str]) -> None:
         lists = ("--servers", "127.0.0.1:7000", "--workers", "127.0.0.1:0*99999999999")
-        assert "fewer of them than that" in told(2, *lists) or "host:port*N" in told(2, *lists)
+        assert names(told(2, *lists), "--workers", "host:port")
 
 
 class TestKeys:
@@ -291,7 +290,7 @@ class TestKeys:
         assert status_of("--keygen", str(tmp_path / "keys")) == 0  # an empty folder is fine
         before = {path: path.read_bytes() for path in (tmp_path / "keys").iterdir()}
         assert status_of("--keygen", str(tmp_path / "keys")) == 2
-        assert f"{tmp_path / 'keys'} is not an empty folder" in capsys.readouterr().err
+        assert lines_naming(capsys.readouterr().err, tmp_path / "keys")
         assert {path: path.read_bytes() for path in (tmp_path / "keys").iterdir()} == before
         (tmp_path / "file").write_text("")
         assert status_of("--keygen", str(tmp_path / "file")) == 2
@@ -363,7 +362,7 @@ def test_two_servers_and_two_workers_train_and_tell_what_they_do(tmp_path: Path)
         _check_tables(log)
     echoed = [line.removeprefix("[worker 0] ") for line in job.output.splitlines() if line.startswith("[worker 0]")]
     assert echoed == (tmp_path / "latest" / "workerlog.0").read_text().splitlines()
-    assert job.output.splitlines()[-1] == f"[fleetrun] finished; logs in {run_dir(tmp_path)}"
+    assert names(job.output.splitlines()[-1], "[fleetrun]", run_dir(tmp_path))
 
 
 def _cells(log: str, title: str) -> list[list[str]]:
@@ -377,7 +376,7 @@ def _cells(log: str, title: str) -> list[list[str]]:
 def _check_configuration(log: str, worker: int) -> None:
     """The effective settings are printed as a table at the start."""
     settings = {row[0]: row[1] for row in _cells(log, f"torchfleet worker {worker}")}
-    assert settings["fleet"] in ("2 servers, 2 workers (keys)", "2 servers, 2 workers (sockets of this user)")
+    assert names(settings["fleet"], "2 servers", "2 workers")
     assert settings["mode"] == "sync"
     assert settings["rpc_timeout"] == "30.0"
     assert settings["a_sync_configs.send_queue_size"] == "2"
@@ -406,7 +405,7 @@ def test_a_job_given_by_addresses_trains_with_keys(tmp_path: Path) -> None:
     arguments = ("--servers", servers, "--workers", "127.0.0.1:0", "--key_dir", str(tmp_path / "keys"))
     with forked_fleetrun(tmp_path / "log", *arguments, TINY, "--mode", "async") as job:
         assert job.wait(150) == 0
-    assert "2 servers, 1 worker (keys)" in job.output
+    assert lines_naming(job.output, "2 servers", "1 worker", "keys")
     assert "[worker 0] worker 0 of 1 ends with loss" in job.output
     names = sorted(path.name for path in run_dir(tmp_path / "log").iterdir())
     assert names == ["history.jsonl", "serverlog.0", "serverlog.1", "workerlog.0"]
@@ -430,12 +429,12 @@ class TestModulesAndVersions:
     def test_a_module_that_is_not_there_is_named(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
         before = list(sys.path)
         assert status_of("-m", name) == 2
-        assert f"-m {name}: no module or package '{name.partition('.')[0]}'" in capsys.readouterr().err
+        assert lines_naming(capsys.readouterr().err, "-m", name, f"'{name.partition('.')[0]}'")
         assert sys.path == before
 
     def test_a_script_behind_m_is_told_to_go_without(self, script: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert status_of("-m", script) == 2
-        assert f"for a script leave -m out: fleetrun {script}" in capsys.readouterr().err
+        assert f"fleetrun {script}" in capsys.readouterr().err
 
     @pytest.mark.parametrize("command", [cli.main, fleet_command])
     def test_the_version_is_that_of_the_package(self, command: Any, capsys: pytest.CaptureFixture[str]) -> None:

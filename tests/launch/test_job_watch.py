@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.messages import naming
 
 from torchfleet.base import cgroups
 from torchfleet.base.errors import FleetError
@@ -26,7 +27,7 @@ def test_a_taken_port_of_the_dashboard_leaves_signals_as_they_were_and_ends_the_
         watching = Watching(dashboard=taken.getsockname()[1])
         job = JobSpec(("train.py",), tmp_path, watching=watching)
         before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-        with pytest.raises(FleetError, match="the dashboard cannot listen"):
+        with pytest.raises(FleetError, match=naming(watching.dashboard)):
             JobSupervisor(job, JobLayout((), (), (), ()), [], tmp_path).run()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
     assert [record["kind"] for record in HistoryReader(tmp_path).records()] == ["start", "end"]

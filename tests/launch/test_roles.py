@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.messages import naming
 from support.scripts.launching import SOON, TINY, Forked
 
 from torchfleet.base.errors import RoleError
-from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.launch import roles
 from torchfleet.launch.roles import (
     PORTS,
@@ -78,7 +79,7 @@ class TestJobLayout:
             taken.bind(("127.0.0.1", 0))
             port = taken.getsockname()[1]
             monkeypatch.setattr(roles, "PORTS", range(port, port + 1))
-            with pytest.raises(RoleError, match=f"expected 1 free ports of {port} to {port} on this machine, found 0"):
+            with pytest.raises(RoleError, match=naming(port)):
                 free_ports(1)
 
     def test_every_machine_starts_its_own_part_of_the_same_lists(self, at: SetAddresses) -> None:
@@ -200,5 +201,5 @@ def test_servers_get_the_cores_that_workers_leave(
 
 def test_a_number_of_threads_that_is_none_is_an_error() -> None:
     assert (given_threads({}), given_threads({"OMP_NUM_THREADS": "4,2"})) == (None, 4)
-    with pytest.raises(RoleError, match=r"OMP_NUM_THREADS must be a number above 0, found 'many'"):
+    with pytest.raises(RoleError, match=naming("OMP_NUM_THREADS", 0, "'many'")):
         given_threads({"OMP_NUM_THREADS": "many"})

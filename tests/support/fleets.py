@@ -46,7 +46,7 @@ class Fleet:
     @property
     def num_requests(self) -> int:
         """That servers of this process have taken so far."""
-        return sum(getattr(server, "server", server).state.num_requests for server in self.servers)
+        return sum(getattr(server, "server", server).state.counters.num_requests for server in self.servers)
 
     def client(self, **options: Any) -> Client:
         options = {"patience": LEAST_PATIENCE, "names": self.names, **options}

@@ -36,7 +36,7 @@ def kind_of(job: JobSpec, layout: JobLayout, private: str | None, plain: bool) -
         )
     if plain or job.key_dir or not _is_all_here(layout):
         return None
-    return private or IPC  # as private as keys, and nothing is encrypted: docs/log.md
+    return private or IPC  # as private as keys, and nothing is encrypted: benchmarks/log.md
 
 
 def told(kind: str | None) -> list[str]:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 import torch
 from support import jobs
+from support.extras import needing
 from support.jobs import TABLES, Batch, Net, Part
+from support.messages import naming
 
 import torchfleet as fleet
 from torchfleet.base.errors import FleetError, ModelError, StrategyError, TableError
@@ -173,14 +175,14 @@ def test_rows_are_not_in_grad_and_a_scaler_of_torch_is_refused() -> None:
         scaler.scale(jobs.loss_of(part.model, BATCHES[0])).backward()
         assert part.model.out.weight.grad is not None
         assert part.model.items.weight.grad is None
-        with pytest.raises(StrategyError, match=r"GradScaler in hybrid.*DistributedStrategy\(amp=True\)"):
+        with pytest.raises(StrategyError, match=naming("GradScaler", "DistributedStrategy(amp=True)")):
             scaler.step(part.optimizer)
 
 
 def test_nothing_of_a_step_with_nan_is_sent_and_the_parameter_is_named() -> None:
     with hybrid(jobs.sgd) as part:
         before = values(part)
-        with pytest.raises(TableError, match=r"step 1: NaN or infinity in the gradient of parameter 'hidden.weight'"):
+        with pytest.raises(TableError, match=naming("step 1", "NaN", "'hidden.weight'")):
             part.step({**BATCHES[0], "x": torch.full_like(BATCHES[0]["x"], torch.nan)})
         jobs.assert_equal_values(values(part), before)
 
@@ -190,7 +192,7 @@ def test_parts_of_the_model_by_themselves_that_would_not_be_exchanged_are_an_err
     with hybrid(jobs.sgd, **settings) as part:
         rows = part.model.items(torch.tensor([1, 2])).sum() if settings else 0.0
         (part.model.out(torch.ones(1, 6)).sum() + rows).backward()
-        with pytest.raises(FleetError, match="call the model as a whole"):
+        with pytest.raises(FleetError, match="model"):
             part.optimizer.step()
 
 
@@ -259,25 +261,28 @@ def test_training_goes_on_from_hybrid_to_sync_and_back_as_if_nothing_had_been(ru
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "pipeline": ({"pipeline": True}, "pipeline=True.*hybrid.*Leave one"),
-    "tensor_parallel": ({"tensor_parallel": True}, "tensor_parallel=True.*hybrid"),
-    "stage 2": ({"sharding": True, "sharding_configs": {"stage": 2}}, r"stage.\]=2.*'stage': 1"),
-    "pure": ({"amp": True, "amp_configs": {"use_pure_bf16": True}}, "use_pure_bf16.*float32"),
-    "compiled": ({"build_strategy": fleet.BuildStrategy(fuse_bn_act_ops=True)}, "fuse_bn_act_ops.*compile"),
-    "receiver": ({"a_sync_configs": {"hybrid": True, "independent_recv_thread": True}}, "acts in async mode only"),
+    "pipeline": ({"pipeline": True}, "pipeline=True hybrid"),
+    "tensor_parallel": ({"tensor_parallel": True}, "tensor_parallel=True hybrid"),
+    "stage 2": ({"sharding": True, "sharding_configs": {"stage": 2}}, "'stage']=2 'stage': 1"),
+    "pure": ({"amp": True, "amp_configs": {"use_pure_bf16": True}}, "use_pure_bf16 float32"),
+    "compiled": ({"build_strategy": fleet.BuildStrategy(fuse_bn_act_ops=True)}, "fuse_bn_act_ops"),
+    "receiver": (
+        {"a_sync_configs": {"hybrid": True, "independent_recv_thread": True}},
+        "independent_recv_thread async",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_had_beside_rows_is_refused(name: str) -> None:
     fields, text = REFUSED[name]
-    with pytest.raises(StrategyError, match=text):
+    with pytest.raises(StrategyError, match=naming(*text.split())):
         DistributedStrategy(**{**HYBRID, **fields}).freeze("the test")
 
 
 @pytest.mark.parametrize("other", [{"k_steps": 5}, {"half_async": True}])
 def test_two_modes_at_once_are_refused(other: dict[str, Any]) -> None:
-    with pytest.raises(StrategyError, match=r"hybrid and .* are different modes. Choose one"):
+    with pytest.raises(StrategyError, match=naming("hybrid", *other)):
         DistributedStrategy(a_sync=True, a_sync_configs={"hybrid": True, **other})
 
 
@@ -292,7 +297,7 @@ def test_a_row_rule_that_is_not_known_is_named() -> None:
     def make(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": list(model.parameters()), "row_rule": "ftrl"}], lr=0.1)
 
-    with pytest.raises(ModelError, match=r"row_rule='ftrl'; expected one of sgd, adagrad, adam"):
+    with pytest.raises(ModelError, match=naming("row_rule='ftrl'", "sgd", "adagrad", "adam")):
         jobs.make_part(Net, make, DistributedStrategy(**HYBRID), jobs.roles(1, 1)[0])
 
 
@@ -300,10 +305,11 @@ def test_an_unknown_optimizer_without_a_row_rule_says_how_to_give_one() -> None:
     def make(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.RMSprop(model.parameters())
 
-    with pytest.raises(ModelError, match=r"RMSprop cannot run on servers.*'row_rule': 'adagrad'"):
+    with pytest.raises(ModelError, match=naming("RMSprop", "'row_rule'", "'adagrad'")):
         jobs.make_part(Net, make, DistributedStrategy(**HYBRID), jobs.roles(1, 1)[0])
 
 
+@needing("prometheus_client")
 def test_a_worker_and_its_network_share_one_metrics_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEET_METRICS_PORT", str(port := free_ports(1)[0]))
     with hybrid(jobs.sgd) as part:

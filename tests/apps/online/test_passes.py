@@ -17,18 +17,19 @@ import numpy as np
 import pytest
 import torch
 from support import jobs
+from support.messages import lines_naming, names, naming
 from support.scripts import online_job
 from support.scripts.online_parts import HOURS, Parts, Tiny, assert_same, held, step
 
 import torchfleet as fleet
-from torchfleet.api import fleet as facade
+from torchfleet.api import current_job
 from torchfleet.api.job.ps_job import ParameterServerJob
 from torchfleet.apps import online
 from torchfleet.apps.online import agreement, pass_progress, passes
 from torchfleet.apps.online.parts import time_of
 from torchfleet.apps.online.pass_progress import KEPT
 from torchfleet.base.errors import CheckpointError, FleetError
-from torchfleet.base.role import RoleInfo
+from torchfleet.base.role.role_info import RoleInfo
 from torchfleet.base.storage import Storage
 from torchfleet.ps.checkpoint.manifest import read_manifest
 from torchfleet.ps.worker import model_saving
@@ -49,7 +50,7 @@ def local(folder: str | Path, does_load: bool = True, policy: Any = None) -> Ite
                 step(model, optimizer, 10 * int(part.time) + i)
 
         yield train
-        if facade.current.job is not None:
+        if current_job.current.job is not None:
             fleet.stop_worker()
 
 
@@ -98,8 +99,8 @@ def test_a_day_begins_with_a_full_save_and_goes_on_with_deltas(
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("pass ")]
     assert len(lines) == 6
     assert lines[0].startswith(f"pass {HOURS[0]} | ")
-    assert " samples/s | saved full | rows " in lines[0]
-    assert " | saved delta 2 | rows " in lines[2]
+    assert names(lines[0], "samples/s", "full", "rows")
+    assert names(lines[2], "delta 2", "rows")
     assert lines[2].endswith(" s")
 
 
@@ -119,7 +120,7 @@ def test_order_within_a_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return call
 
     for name in ("set_time", "save_persistables", "flush", "shrink"):
-        monkeypatch.setattr(facade, name, note(name, (lambda: {}) if name == "shrink" else getattr(facade, name)))
+        monkeypatch.setattr(fleet, name, note(name, (lambda: {}) if name == "shrink" else getattr(fleet, name)))
     source = Parts(HOURS[2:4])
     source.done = note("done", source.done)  # type: ignore[method-assign]
     with local(tmp_path / "m"):
@@ -152,7 +153,7 @@ def test_the_auc_is_that_of_the_part_before_it_is_trained(tmp_path: Path, capfd:
     _, reports = run_local(tmp_path / "m", Parts(HOURS[:1]), evaluate=lambda part, files: meter)
     assert reports[0].auc == meter.compute()[0]
     assert reports[0].samples == 500
-    assert f"pass {HOURS[0]} | auc {meter.compute()[0]:.4f} | " in capfd.readouterr().out
+    assert lines_naming(capfd.readouterr().out, HOURS[0], "auc", f"{meter.compute()[0]:.4f}")
     assert held(tmp_path / "m")[1]["online"]["history"][0][:3] == [HOURS[0], meter.compute()[0], 500]
 
 
@@ -189,8 +190,8 @@ def test_a_missing_part_is_waited_for_with_one_line(
     source = Parts(HOURS[:3], after={HOURS[1]: 30, HOURS[2]: 60})
     assert run_local(tmp_path / "m", source)[0] == HOURS[:3]
     out = capfd.readouterr().out
-    assert out.count("waiting for the first part after") == 2
-    assert f"waiting for the first part after {HOURS[0]}\n" in out
+    assert len(lines_naming(out, "waiting")) == 2
+    assert lines_naming(out, "waiting", HOURS[0])
     assert source.num_asked >= 60
 
 
@@ -256,7 +257,7 @@ def run_crashing(folder: Path, crashes: Crashes) -> bool:
             crashes.at("evaluate")
 
         for name in ("set_time", "flush", "save_persistables"):
-            patch.setattr(facade, name, crashes.before(name, getattr(facade, name)))
+            patch.setattr(fleet, name, crashes.before(name, getattr(fleet, name)))
         patch.setattr(model_saving, "write_manifest", crashes.before("half a save", model_saving.write_manifest))
         patch.setattr(model_saving, "write_donefile", crashes.before("most of a save", model_saving.write_donefile))
         try:
@@ -268,7 +269,7 @@ def run_crashing(folder: Path, crashes: Crashes) -> bool:
                 on_pass=lambda report: crashes.at("on_pass"),
             )
         except Crash:
-            assert facade.current.job is None  # it has left, so that nobody waits for it
+            assert current_job.current.job is None  # it has left, so that nobody waits for it
             return False
         return True
 
@@ -292,7 +293,7 @@ def test_a_model_that_the_servers_have_not_loaded_is_an_error(tmp_path: Path, wh
     shutil.copytree(whole, tmp_path / "m")
     with (
         local(tmp_path / "m", does_load=False),
-        pytest.raises(FleetError, match=r"server 0 has loaded none\. Write fleet.init_server"),
+        pytest.raises(FleetError, match=naming("server 0", "fleet.init_server")),
     ):
         online.train_passes(Parts(), str(tmp_path / "m"), lambda part, files: None)
 
@@ -312,7 +313,7 @@ def test_where_a_run_cannot_begin_with_a_delta_everything_is_saved(
     run_local(tmp_path / "m", Parts(HOURS[:2]))
     _, reports = run_local(tmp_path / "m", Parts(HOURS[:4]), policy=fleet.Shrink(ttl_days=30))
     assert [report.deltas for report in reports] == [0, 0]
-    assert f"part {HOURS[2]}: everything is saved, as no delta can be: table 'ids' is not" in capfd.readouterr().err
+    assert lines_naming(capfd.readouterr().err, HOURS[2], "'ids'")
     _, reports = run_local(tmp_path / "m", Parts(HOURS[:5]), policy=fleet.Shrink(ttl_days=30))
     assert [report.deltas for report in reports] == [1]
 
@@ -323,10 +324,10 @@ def test_later_a_delta_that_cannot_be_saved_is_an_error(tmp_path: Path) -> None:
 
     def on_pass(report: online.PassReport) -> None:
         if report.part == HOURS[1]:
-            facade.save_persistables(folder)
-            facade.get_worker()._links.local._server.state.chain.attempt = 0  # this job does not know of it
+            fleet.save_persistables(folder)
+            current_job.get_worker()._links.local._server.state.saves.chain.attempt = 0  # this job does not know of it
 
-    with pytest.raises(CheckpointError, match="do not come from the last save"):
+    with pytest.raises(CheckpointError, match=naming("mode=0")):
         run_local(folder, on_pass=on_pass)
     assert held(folder)[1] == {}
 
@@ -334,26 +335,26 @@ def test_later_a_delta_that_cannot_be_saved_is_an_error(tmp_path: Path) -> None:
 def test_what_is_kept_about_passes_must_be_readable(tmp_path: Path) -> None:
     with local(tmp_path / "m"):
         fleet.save_persistables(str(tmp_path / "m"), 0, {"online": {"passes": "many"}})
-    with pytest.raises(CheckpointError, match="about the passes cannot be read"):
+    with pytest.raises(CheckpointError, match=naming(tmp_path / "m")):
         run_local(tmp_path / "m")
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"evaluate": lambda part, files: 0.7}, r"evaluate must return a fleet.metrics.AUC, or None, found float"),
-        ({"poll_seconds": 0.0}, "poll_seconds: expected a number above 0"),
+        ({"evaluate": lambda part, files: 0.7}, "evaluate fleet.metrics.AUC None float"),
+        ({"poll_seconds": 0.0}, "poll_seconds 0"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, options: dict[str, Any], text: str) -> None:
-    with local(tmp_path / "m"), pytest.raises(FleetError, match=text):
+    with local(tmp_path / "m"), pytest.raises(FleetError, match=naming(*text.split())):
         online.train_passes(Parts(), str(tmp_path / "m"), lambda part, files: None, **options)
 
 
 def test_a_worker_that_was_started_again_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with local(tmp_path / "m"):
-        monkeypatch.setattr(facade.get_job(), "info", replace(facade.get_job().info, restart=1))
-        with pytest.raises(FleetError, match="use --max_job_restart, not --max_restart"):
+        monkeypatch.setattr(current_job.get_job(), "info", replace(current_job.get_job().info, restart=1))
+        with pytest.raises(FleetError, match=naming("--max_job_restart", "--max_restart")):
             online.train_passes(Parts(), str(tmp_path / "m"), lambda part, files: None)
 
 
@@ -374,6 +375,8 @@ def test_nothing_grows_with_the_number_of_passes(monkeypatch: pytest.MonkeyPatch
     )
     for module in (passes, agreement, pass_progress):
         monkeypatch.setattr(module, "fleet", stand_in)
+    monkeypatch.setattr(agreement, "process_role", stand_in)
+    monkeypatch.setattr(passes, "current_job", stand_in)
     names = online_job.hours("20260101/00", 2 * KEPT)
     reports = online.train_passes(Parts(names), "nowhere", lambda part, files: None)
     assert [report.part for report in reports] == names[-KEPT:]

@@ -19,6 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import jobs
+from support.messages import naming
 
 from torchfleet.apps.word2vec import pairs as pairs_module
 from torchfleet.apps.word2vec import trainer as trainer_module
@@ -196,9 +197,9 @@ def test_words_are_kept_as_preprocessing_keeps_them() -> None:
 @pytest.mark.parametrize("words", [["one"], ["one", UNKNOWN]])
 def test_a_vocabulary_of_one_word_is_refused(words: list[str]) -> None:
     vocabulary = Vocabulary(words, [5] * len(words))
-    with pytest.raises(DataError, match="at least two words, found 1"):
+    with pytest.raises(DataError, match=naming(1)):
         word_chances(vocabulary, 1e-4)
-    with pytest.raises(DataError, match="at least two words"):
+    with pytest.raises(DataError):
         Trainer(Rows(len(words)), vocabulary, SkipGramOptions())
     if UNKNOWN in words:
         word_chances(vocabulary, 1e-4, train_unknown=True)
@@ -206,7 +207,7 @@ def test_a_vocabulary_of_one_word_is_refused(words: list[str]) -> None:
 
 def test_options_and_thresholds_that_make_no_sense_are_refused() -> None:
     for name in ("window", "num_negatives", "windows_per_step", "shared_negatives"):
-        with pytest.raises(DataError, match=f"{name} must be at least 1, found 0"):
+        with pytest.raises(DataError, match=naming(name, 1, 0)):
             SkipGramOptions(**{name: 0})
     for sample in (-0.1, 1.0, math.nan, math.inf):
         with pytest.raises(DataError, match="sample"):
@@ -316,7 +317,7 @@ def test_words_without_pairs_at_the_end_are_counted_as_read(tmp_path: Path, monk
 def test_a_reader_without_windows_negatives_or_pairs_is_refused(name: str) -> None:
     """A window of 0 would write pairs behind its memory; a batch of 0 pairs would never end."""
     words = word_chances(Vocabulary(["a", "b"], [1, 1]), 0.0)
-    with pytest.raises(DataError, match=f"{name} must be at least 1, found 0"):
+    with pytest.raises(DataError, match=naming(name, 1, 0)):
         PairReader(words, **{"window": 2, "num_shared": 4, "batch_size": 8, name: 0}, seed=0)
 
 
@@ -671,12 +672,12 @@ def test_training_on_nothing_is_refused(tmp_path: Path) -> None:
     corpus, vocabulary = make_corpus(tmp_path / "ids", [[1, 2]], [], [[]]), vocabulary_of([[1, 2]])
     trainer = Trainer(Rows(), vocabulary, SkipGramOptions())
     with no_thread_is_left():
-        with pytest.raises(DataError, match="no words in the 2 files"):
+        with pytest.raises(DataError, match=naming(2)):
             trainer.train(corpus, corpus.files[1:], 1, constant(0.1), threads=1)
-        with pytest.raises(DataError, match="no words in the 0 files"):
+        with pytest.raises(DataError, match=naming(0)):
             trainer.train(corpus, [], 1, constant(0.1), threads=1)
         for epochs, threads in ((0, 1), (1, 0), (-1, 1), (1, -1)):
-            with pytest.raises(DataError, match=f"at least 1, found {epochs} and {threads}"):
+            with pytest.raises(DataError, match=naming(1, epochs, threads)):
                 trainer.train(corpus, corpus.files, epochs, constant(0.1), threads)
     assert not math.isnan(trainer.train(corpus, corpus.files, 1, constant(0.1), threads=1).words)
 
@@ -703,9 +704,9 @@ def put_large_ids_in(path: str) -> None:
     ("damage", "message"),
     [
         (remove, "part-1"),
-        (cut_off, "part-1: expected .* words, found"),
-        (put_words_in, "part-1.*'five'"),
-        (put_large_ids_in, "part-1.*id 60 is not below 60"),
+        (cut_off, "part-1"),
+        (put_words_in, "part-1 'five'"),
+        (put_large_ids_in, "part-1 60"),
     ],
 )
 def test_a_file_that_is_damaged_while_training_is_an_error_of_the_caller(
@@ -723,7 +724,7 @@ def test_a_file_that_is_damaged_while_training_is_an_error_of_the_caller(
         return 0.01
 
     trainer = Trainer(rows, vocabulary_of(lines), SkipGramOptions())
-    with no_thread_is_left(), pytest.raises(DataError, match=message):
+    with no_thread_is_left(), pytest.raises(DataError, match=naming(*message.split())):
         trainer.train(corpus, corpus.files, 50, schedule, threads)
     assert damaged.is_set()
     assert 1 <= rows.num_steps <= 3, "the words before the damage are trained on, and none behind it"

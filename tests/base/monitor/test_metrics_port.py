@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
+from support.extras import Late, needing
+from support.messages import naming
 
 from torchfleet.base.errors import RoleError
 from torchfleet.base.monitor.prometheus.exposition import buckets_of
 from torchfleet.base.monitor.prometheus.metrics_port import MetricsPort, open_metrics_port
 from torchfleet.base.monitor.prometheus.step_times import StepTimes
+
+pytestmark = needing("prometheus_client")
+parser = Late("prometheus_client.parser")
 
 ROOT = Path(__file__).parents[3]
 WORKER: dict[str, Any] = {
@@ -52,7 +56,7 @@ def page(port: MetricsPort, accept: str = "") -> str:
 
 def samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     found = {}
-    for family in text_string_to_metric_families(text):
+    for family in parser.text_string_to_metric_families(text):
         for sample in family.samples:
             labels = {name: value for name, value in sample.labels.items() if name not in ("role", "index")}
             found[sample.name, tuple(labels.items())] = sample.value
@@ -165,12 +169,12 @@ def test_a_client_that_sends_drop_by_drop_holds_the_port_for_a_moment_only(port:
 
 
 def test_a_port_that_is_taken_is_an_error_that_names_it(port: MetricsPort, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RoleError, match=rf"127.0.0.1:{port.port} \(FLEET_METRICS_PORT\) cannot be opened"):
+    with pytest.raises(RoleError, match=naming(f"127.0.0.1:{port.port}", "FLEET_METRICS_PORT")):
         MetricsPort("127.0.0.1", port.port, {})
     monkeypatch.delenv("FLEET_METRICS_PORT", raising=False)
     assert open_metrics_port("worker", 0) is None
     monkeypatch.setenv("FLEET_METRICS_PORT", "70000")
-    with pytest.raises(RoleError, match="must be a port from 1 to 65535, found '70000'"):
+    with pytest.raises(RoleError, match=naming(1, 65535, "'70000'")):
         open_metrics_port("worker", 0)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from support.messages import naming
 
 from torchfleet.base.errors import StrategyError, UnknownFieldError
 from torchfleet.base.strategy.collective_fields import ALIASES, CONFIGS, OBJECTS, AmpConfigs, ShardingConfigs
@@ -47,13 +48,13 @@ class TestReading:
         configs = DistributedStrategy().lamb_configs
         with pytest.raises(KeyError):
             configs["no_such"]
-        with pytest.raises(UnknownFieldError, match=r"lamb_configs has no field 'no_such'; it has .*lamb_weight_decay"):
+        with pytest.raises(UnknownFieldError, match=naming("lamb_configs", "'no_such'", "lamb_weight_decay")):
             getattr(configs, "no_such")  # noqa: B009
         assert not hasattr(configs, "no_such")
 
     def test_the_default_of_a_key_can_be_asked_of_its_class(self) -> None:
         assert AmpConfigs.init_loss_scaling.default == 32768.0
-        assert DistributedStrategy.amp.help.startswith("mixed precision")
+        assert "precision" in DistributedStrategy.amp.help
 
 
 class TestAssigning:
@@ -69,7 +70,7 @@ class TestAssigning:
         assert (strategy.lars_configs.epsilon, strategy.lars_configs.lars_coeff) == (0.5, 0.25)
         strategy.lars_configs = {"lars_coeff": 0.125} | strategy.lars_configs
         assert strategy.lars_configs.lars_coeff == 0.25
-        with pytest.raises(StrategyError, match="no field 'no_such'"):
+        with pytest.raises(StrategyError, match=naming("'no_such'")):
             strategy.lars_configs |= {"no_such": 1}
 
     def test_keys_that_are_not_given_go_back_to_their_default(self) -> None:
@@ -80,7 +81,7 @@ class TestAssigning:
     @pytest.mark.parametrize("key", ["init_loss_scaling", "no_such"])
     def test_an_item_cannot_be_changed_in_place_and_the_way_out_is_told(self, key: str) -> None:
         strategy = DistributedStrategy()
-        way_out = rf"amp_configs\['{key}'\].*strategy\.amp_configs = \{{\*\*strategy\.amp_configs, '{key}': value\}}"
+        way_out = naming(f"amp_configs['{key}']", f"strategy.amp_configs = {{**strategy.amp_configs, '{key}': value}}")
         with pytest.raises(StrategyError, match=way_out):
             strategy.amp_configs[key] = 1024.0  # type: ignore[index]
         with pytest.raises(StrategyError, match=way_out):
@@ -89,9 +90,9 @@ class TestAssigning:
 
     def test_an_attribute_cannot_be_changed_in_place_and_the_way_out_is_told(self) -> None:
         strategy = DistributedStrategy()
-        with pytest.raises(StrategyError, match=r"strategy\.amp_configs = \{\*\*strategy\.amp_configs"):
+        with pytest.raises(StrategyError, match=naming("strategy.amp_configs")):
             setattr(strategy.amp_configs, "init_loss_scaling", 1024.0)  # noqa: B010
-        with pytest.raises(StrategyError, match="amp_configs has no field 'no_such'"):
+        with pytest.raises(StrategyError, match=naming("amp_configs", "'no_such'")):
             setattr(strategy.amp_configs, "no_such", 1024.0)  # noqa: B010
         assert strategy == DistributedStrategy()
 
@@ -112,7 +113,7 @@ class TestAssigning:
             assert alias not in CONFIGS[name]
 
     def test_an_error_has_the_name_that_was_given(self) -> None:
-        with pytest.raises(StrategyError, match=r"^sharding_configs\['sharding_group_size'\] must be at least 0"):
+        with pytest.raises(StrategyError, match=naming("sharding_configs['sharding_group_size']", 0)):
             ShardingConfigs({"sharding_group_size": -1})
 
 
@@ -146,9 +147,7 @@ class TestObjects:
         }
 
     def test_an_unknown_field_is_refused_with_the_known_ones(self) -> None:
-        with pytest.raises(
-            StrategyError, match=r"BuildStrategy has no field 'fuse'; it has fuse_elewise_add_act_ops, "
-        ):
+        with pytest.raises(StrategyError, match=naming("BuildStrategy", "'fuse'", "fuse_elewise_add_act_ops")):
             BuildStrategy(fuse=True)
-        with pytest.raises(UnknownFieldError, match="BuildStrategy has no field 'fuse'"):
+        with pytest.raises(UnknownFieldError, match=naming("BuildStrategy", "'fuse'")):
             getattr(BuildStrategy(), "fuse")  # noqa: B009

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from support.messages import naming
 
 from torchfleet.base.errors import StrategyError, UnknownFieldError
 from torchfleet.base.strategy.configs import Configs, ConfigsField, aliases_of
@@ -86,6 +87,6 @@ def test_a_wrong_value_is_refused_and_changes_nothing(name: str, value: Any, tex
 
 
 def test_an_unknown_field_cannot_be_read() -> None:
-    with pytest.raises(UnknownFieldError, match="NoiseFields has no field 'noises'"):
+    with pytest.raises(UnknownFieldError, match=naming("NoiseFields", "'noises'")):
         getattr(NoiseFields(), "noises")  # noqa: B009
     assert not hasattr(NoiseFields(), "noises")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.messages import naming
 
 from torchfleet.base.errors import StrategyError
 from torchfleet.base.strategy.collective_fields import CONFIGS, FIELDS
@@ -174,7 +175,7 @@ class TestTextFormat:
     ) -> None:
         with pytest.raises(StrategyError) as caught:
             parse(text)
-        assert f"line {line}:" in str(caught.value)
+        assert f"line {line}" in str(caught.value)
         assert expected in str(caught.value)
         assert found in str(caught.value)
 
@@ -315,7 +316,7 @@ class TestLoading:
         assert strategy == DistributedStrategy(lars=True)
         path.write_text("amp: true")
         strategy.lock("fleet.init")
-        with pytest.raises(StrategyError, match=r"used by fleet\.init"):
+        with pytest.raises(StrategyError, match=naming("fleet.init")):
             strategy.load_from_prototxt(path)
 
 
@@ -358,7 +359,7 @@ class TestRefusals:
             assert word in str(caught.value)
 
     def test_limits_of_values_are_those_of_the_strategy(self, loaded: Any) -> None:
-        with pytest.raises(StrategyError, match=r"k_steps.*at least 1"):
+        with pytest.raises(StrategyError, match=naming("k_steps", 1)):
             loaded("localsgd: true localsgd_configs { k_steps: 0 }")
 
     @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
@@ -366,7 +367,7 @@ class TestRefusals:
         path = tmp_path / "it.prototxt"
         if content is not None:
             path.write_bytes(content)
-        with pytest.raises(StrategyError, match=r"cannot read.*it\.prototxt"):
+        with pytest.raises(StrategyError, match=naming("it.prototxt")):
             load(path)
 
     def test_no_field_is_both_known_and_absent(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from mypy import api
+from support.extras import imported
 
 import torchfleet
 
@@ -47,10 +47,10 @@ strategy.amp_configs["init_loss_scaling"] = 1024.0  # Unsupported target for ind
 
 def said_by_mypy(path: Path, cache: Path) -> dict[int, str]:
     """Line of the script → what mypy says of it. Only the files of strategies are read with it, for speed."""
-    package = Path(torchfleet.__file__).parent
-    files = [path, package / "errors.py", *(package / "strategy").glob("*.py")]
+    base = Path(torchfleet.__file__).parent / "base"
+    files = [path, base / "errors.py", *(base / "strategy").glob("*.py")]
     options = ["--strict", "--follow-imports=skip", "--config-file=", f"--cache-dir={cache}", "--no-error-summary"]
-    text, errors, _ = api.run([*options, *map(str, files)])
+    text, errors, _ = imported("mypy.api").run([*options, *map(str, files)])
     assert not errors
     found: dict[int, str] = {}
     for line, said in re.findall(rf"^{re.escape(str(path))}:(\d+): \w+: (.*)$", text, re.MULTILINE):

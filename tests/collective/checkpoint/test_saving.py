@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.extras import imported
+from support.messages import lines_naming, names
 from support.ranks import Ranks
 from support.sharded_models import CLOSE, OPTIMIZERS, Net, Tied, batches, chain, of_case, sharded, share, start, whole
 
 from torchfleet.base.errors import CheckpointError
-from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.base.storage import Storage
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.checkpoint import save_writing
@@ -423,9 +426,9 @@ def fail_on_one_rank(folder: str) -> dict[str, Any]:
 def test_an_error_on_one_rank_is_raised_on_all(ranks: Ranks, tmp_path: Path) -> None:
     for found in ranks.run(fail_on_one_rank, 2, folder=str(tmp_path)):
         assert found["save 0"] == "rank 1: the disk is full"
-        assert found["save 1"].startswith("rank 0: fleet.save(extra=...): expected a dict that JSON can hold")
-        assert found["load"].startswith("rank 1: /nowhere/save-000001/rank-0000")
-        assert found["load"].endswith("is missing")
+        assert names(found["save 1"], "rank 0", "fleet.save(extra=...)")
+        assert "rank 1" in found["load"]
+        assert "/nowhere/save-000001/rank-0000" in found["load"]
         assert found["value"] == 1.0
 
 
@@ -480,13 +483,13 @@ def test_torch_reads_the_files_by_its_own_reader(saved: list[dict[str, Any]], fo
 def test_an_exported_model_is_one_file_for_safetensors(
     saved: list[dict[str, Any]], folder: str, strategy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from safetensors.torch import load_file
+    load_file = imported("safetensors.torch").load_file
 
     model = Net()
     load_parameters(f"{folder}/{strategy}", model)
     out = tmp_path / "model.safetensors"
     assert command.main(["export", f"{folder}/{strategy}", "--out", str(out)]) == 0
-    assert f"{len(model.state_dict())} tensors in {out}" in capsys.readouterr().out
+    assert lines_naming(capsys.readouterr().out, len(model.state_dict()), out)
     found = load_file(out)
     assert set(found) == set(model.state_dict())
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
@@ -498,10 +501,10 @@ def test_inspect_tells_of_a_saved_model(
     place = f"{folder}/stage 3"
     assert command.main(["inspect", place, "--check"]) == 0
     shown = capsys.readouterr().out
-    assert "save-000001: collective, by 2 ranks" in shown
-    assert "Adam, group 0: 20 parameters, lr=0.0025" in shown
+    assert lines_naming(shown, "save-000001", "collective", 2)
+    assert lines_naming(shown, "Adam", 20, "lr=0.0025")
     assert "blocks.0.inner.0.weight" in shown
-    assert "pieces are whole" in shown
+    assert re.search(r"\b\d+ pieces", shown)
     assert command.main(["inspect", place, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["extra"]["step"] == 2

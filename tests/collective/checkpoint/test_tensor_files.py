@@ -10,6 +10,8 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from support.extras import imported
+from support.messages import names, naming
 from support.sharded_models import Net, Tied
 
 from torchfleet.base.errors import CheckpointError
@@ -104,7 +106,7 @@ def test_another_optimizer_starts_anew_and_says_so(tmp_path: Path, capfd: pytest
     assert torch.equal(other.weight, model.weight)
     assert not adam.state
     assert adam.param_groups[0]["lr"] == 0.5
-    assert "saved by SGD, and is now trained by Adam: parameters are loaded" in capfd.readouterr().err
+    assert names(capfd.readouterr().err, "SGD", "Adam")
 
 
 def saved_net(tmp_path: Path) -> tuple[str, Path]:
@@ -119,15 +121,15 @@ def change(file: Path, place: int) -> None:
 
 
 DAMAGE: dict[str, tuple[Any, str]] = {
-    "a file is cut off": (lambda file: os.truncate(file, file.stat().st_size - 5), "is cut off: expected"),
-    "a bit has changed": (lambda file: change(file, -3), "is damaged: the checksum of"),
-    "a file is gone": (lambda file: file.unlink(), "rank-00000-of-00001.safetensors is missing"),
+    "a file is cut off": (lambda file: os.truncate(file, file.stat().st_size - 5), "rank-00000-of-00001.safetensors"),
+    "a bit has changed": (lambda file: change(file, -3), "rank-00000-of-00001.safetensors"),
+    "a file is gone": (lambda file: file.unlink(), "rank-00000-of-00001.safetensors"),
     "the manifest has changed": (
         lambda file: change(file.parents[1] / "manifest.json", 99),
-        "manifest.json is damaged",
+        "manifest.json",
     ),
-    "the manifest is cut off": (lambda file: os.truncate(file.parents[1] / "manifest.json", 99), "is damaged"),
-    "the manifest is gone": (lambda file: (file.parents[1] / "manifest.json").unlink(), "no saved model in"),
+    "the manifest is cut off": (lambda file: os.truncate(file.parents[1] / "manifest.json", 99), "manifest.json"),
+    "the manifest is gone": (lambda file: (file.parents[1] / "manifest.json").unlink(), "manifest.json"),
 }
 
 
@@ -136,7 +138,7 @@ def test_damage_is_named(what: str, tmp_path: Path) -> None:
     folder, file = saved_net(tmp_path)
     damage, message = DAMAGE[what]
     damage(file)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=naming(*message.split())):
         load_parameters(folder, Net())
 
 
@@ -152,10 +154,10 @@ def with_more(model: Net) -> Net:
 
 
 MISTAKES: dict[str, tuple[Any, str]] = {
-    "another shape": (lambda: Net(8), r"has shape \(8,\) in the model, and was saved with shape \(7,\)"),
-    "a layer too few": (lambda: Net().blocks[0], "has 'blocks.0.norm.weight', which the model does not have"),
-    "a layer too many": (lambda: with_more(Net()), "has no 'more.weight', which the model has"),
-    "another name": (lambda: with_another_name(Net()), "has 'head.weight', which the model does not have"),
+    "another shape": (lambda: Net(8), "(8,) (7,)"),
+    "a layer too few": (lambda: Net().blocks[0], "'blocks.0.norm.weight'"),
+    "a layer too many": (lambda: with_more(Net()), "'more.weight'"),
+    "another name": (lambda: with_another_name(Net()), "'head.weight'"),
 }
 
 
@@ -165,7 +167,7 @@ def test_a_model_that_does_not_fit_is_named_and_left_alone(what: str, tmp_path: 
     make, message = MISTAKES[what]
     model = make()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=naming(*message.split())):
         load_parameters(folder, model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -174,18 +176,18 @@ def test_optimizers_that_do_not_fit_are_named(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     save(str(tmp_path), model, torch.optim.SGD(model.parameters(), lr=0.1), [], ALONE)
     two = torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
-    with pytest.raises(CheckpointError, match="the optimizer has 2 param groups, and 1 were saved"):
+    with pytest.raises(CheckpointError, match=naming(2, 1)):
         load(str(tmp_path), model, two, [], None)
     save(str(tmp_path), model, two, [], ALONE)
     swapped = torch.optim.SGD([{"params": [model.bias]}, {"params": [model.weight]}], lr=0.1)
     swapped.state[model.bias]["momentum_buffer"] = kept = torch.ones(2)
-    with pytest.raises(CheckpointError, match="'bias' is in param group 0 of the optimizer, and was saved in group 1"):
+    with pytest.raises(CheckpointError, match=naming("'bias'", 0, 1)):
         load(str(tmp_path), model, swapped, [], None)
     assert swapped.state[model.bias]["momentum_buffer"] is kept
     stranger = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
-    with pytest.raises(CheckpointError, match=r"shape \(3,\) in param group 0 is none of the model's"):
+    with pytest.raises(CheckpointError, match=naming("(3,)", 0)):
         save(str(tmp_path), model, stranger, [], ALONE)
-    with pytest.raises(CheckpointError, match=r"shape \(3,\) in param group 0 is none of the model's"):
+    with pytest.raises(CheckpointError, match=naming("(3,)", 0)):
         load(
             str(tmp_path),
             model,
@@ -194,9 +196,7 @@ def test_optimizers_that_do_not_fit_are_named(tmp_path: Path) -> None:
             None,
         )
     two.param_groups[1]["lr"] = float("inf")
-    with pytest.raises(
-        CheckpointError, match="option 'lr'=inf of a param group: expected numbers, which must be finite"
-    ):
+    with pytest.raises(CheckpointError, match=naming("'lr'", "inf")):
         save(str(tmp_path), model, two, [], ALONE)
 
 
@@ -208,34 +208,32 @@ def test_pieces_that_do_not_fit_together_are_no_save() -> None:
         [[spec("a", (9,), 0, 5), spec("b", (4,), 0, 4)], [spec("a", (9,), 5, 4), spec("b", (4,), 0, 4)]]
     )
     assert [sorted(piece.name for piece in specs) for specs in plan] == [["a"], ["a", "b"]]  # who has less writes b
-    with pytest.raises(CheckpointError, match="'a' has 9 elements, and the pieces that the ranks hold have 5"):
+    with pytest.raises(CheckpointError, match=naming("'a'", 9, 5)):
         assign_writers([[spec("a", (9,), 0, 5)], []])
-    with pytest.raises(CheckpointError, match=r"'a' is F32 \(9,\) on one rank, and F32 \(8,\) on rank 1"):
+    with pytest.raises(CheckpointError, match=naming("'a'", "F32", "(9,)", "(8,)", "rank 1")):
         assign_writers([[spec("a", (9,), 0, 9)], [spec("a", (8,), 0, 8)]])
-    with pytest.raises(CheckpointError, match=r"would both be 'optimizer\.a'"):
+    with pytest.raises(CheckpointError, match=naming("'optimizer.a'")):
         assign_writers([[spec("optimizer.a", (1,), 0, 1), PieceSpec("optimizer", "a", "F32", (1,), (0,), (1,))]])
 
 
 def test_kinds_of_tensors_and_tied_ones_are_exported(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, load_model
-
+    safetensors = imported("safetensors.torch")
     odd, tied = Odd(), Tied()
     save(str(tmp_path / "odd"), odd, None, [], ALONE)
     save(str(tmp_path / "tied"), tied, None, [], ALONE)
     assert export(str(tmp_path / "odd"), str(tmp_path / "odd.safetensors")) == len(odd.state_dict())
-    for name, value in load_file(tmp_path / "odd.safetensors").items():
+    for name, value in safetensors.load_file(tmp_path / "odd.safetensors").items():
         assert value.dtype == odd.state_dict()[name].dtype
         assert torch.equal(bits(value), bits(odd.state_dict()[name])), name
     assert export(str(tmp_path / "tied"), str(tmp_path / "tied.safetensors")) == len(tied.state_dict()) - 1
     other = Tied()
-    load_model(other, tmp_path / "tied.safetensors")
+    safetensors.load_model(other, tmp_path / "tied.safetensors")
     assert torch.equal(other.outputs[0].weight, tied.embedding.weight)
 
 
 @pytest.mark.parametrize("place", ["memory://exported.safetensors", "memory://x/y.safetensors", "file://{folder}/z"])
 def test_a_collective_model_is_exported_to_any_path_that_fsspec_opens(place: str, tmp_path: Path) -> None:
-    from safetensors.torch import load
-
+    load = imported("safetensors.torch").load
     folder, _ = saved_net(tmp_path)
     path = place.format(folder=tmp_path)
     assert command.main(["export", folder, "--out", path]) == 0
@@ -251,7 +249,7 @@ def test_a_collective_model_is_exported_to_any_path_that_fsspec_opens(place: str
 WRONG: dict[str, tuple[list[str], str]] = {
     "a table of a collective model": (["inspect", "{model}", "--table", "t"], "it is collective"),
     "a collective model as a table": (["export", "{model}", "t", "p"], "which has no tables: fleet export"),
-    "no model": (["export", "{model}/save-000001", "--out", "p"], "no saved model in"),
+    "no model": (["export", "{model}/save-000001", "--out", "p"], "manifest.json"),
     "no such place": (["export", "{model}", "--out", "/proc/no/model.safetensors"], "cannot write to /proc/no"),
 }
 
@@ -271,7 +269,7 @@ def test_options_for_tables_are_refused_of_a_model_without_any(
 ) -> None:
     folder, _ = saved_net(tmp_path)
     assert command.main(["export", str(folder), "--out", str(tmp_path / "p"), *more]) == 1
-    assert "is a collective model, which has no tables" in capsys.readouterr().err
+    assert names(capsys.readouterr().err, folder)
     assert not (tmp_path / "p").exists()
 
 

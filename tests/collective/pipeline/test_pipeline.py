@@ -6,7 +6,6 @@ batch norms of few samples, which make small differences large, are compared in 
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from itertools import combinations
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.messages import naming
 from support.ranks import Ranks, export_once
 from torch import nn
 
@@ -306,23 +306,23 @@ def backwards() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "said", "text"),
     [
-        (Net, ["second"], "pipeline_configs['stages'] and device_guard both say"),
-        (Chain, ["tail"], "the model has no module 'tail'; it has body, body.0"),
-        (Chain, ["head", "body.1"], "in the order the model has them"),
-        (Chain, ["body.1", "head"], "makes 3 stages (body.1, head begin the later ones), and the pipeline has 2 ranks"),
-        (Block, [], "a Block is no torch.nn.Sequential, and nothing says where its stages begin"),
-        (lambda: nn.Sequential(nn.Linear(1, 1)), [], "1 modules in a row cannot be cut into 2 stages"),
-        (backwards, [], "device_guard puts module '1' into stage 0 after modules of stage 1"),
+        (Net, ["second"], "pipeline_configs['stages'] device_guard"),
+        (Chain, ["tail"], "'tail' body body.0"),
+        (Chain, ["head", "body.1"], "head body.1"),
+        (Chain, ["body.1", "head"], "3 body.1 head 2"),
+        (Block, [], "Block torch.nn.Sequential"),
+        (lambda: nn.Sequential(nn.Linear(1, 1)), [], "1 2"),
+        (backwards, [], "device_guard '1' 0 1"),
     ],
 )
 def test_stages_that_cannot_be_are_named(model: Any, said: list[str], text: str) -> None:
-    with pytest.raises(StrategyError, match=re.escape(text)):
+    with pytest.raises(StrategyError, match=naming(*text.split())):
         stages.starts(model(), said, 2)
 
 
 def test_an_unknown_device_is_named() -> None:
     with (
-        pytest.raises(StrategyError, match=re.escape("device_guard('tpu:1'): expected 'gpu:<stage>'")),
+        pytest.raises(StrategyError, match=naming("device_guard('tpu:1')", "'gpu:<stage>'")),
         device_guard("tpu:1"),
     ):
         pass
@@ -334,13 +334,13 @@ def test_an_unknown_device_is_named() -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((10, 4, 0), "accumulate_steps']=4 does not divide the batch of 10 samples"),
-        ((10, 1, 4), "micro_batch_size']=4 does not divide the batch of 10 samples"),
-        ((8, 4, 4), "micro_batch_size=4 and accumulate_steps=4 contradict each other for a batch of 8 samples"),
+        ((10, 4, 0), "accumulate_steps']=4 10"),
+        ((10, 1, 4), "micro_batch_size']=4 10"),
+        ((8, 4, 4), "micro_batch_size=4 accumulate_steps=4 8"),
     ],
 )
 def test_batches_that_cannot_be_cut_are_named(arguments: tuple[int, int, int], text: str) -> None:
-    with pytest.raises(StrategyError, match=re.escape(text)):
+    with pytest.raises(StrategyError, match=naming(*text.split())):
         num_micro_batches(*arguments)
 
 
@@ -351,14 +351,14 @@ def test_batches_are_cut_in_any_structure() -> None:
     assert first["a"].tolist() == [0, 1]
     assert second["b"][0].shape == (2, 2)
     assert second["b"][1:] == [None, 3.0]
-    with pytest.raises(ModelError, match=re.escape("found shapes (4,), (3, 2)")):
+    with pytest.raises(ModelError, match=naming("(4,)", "(3, 2)")):
         batch_size_of({"a": torch.zeros(4)}, torch.zeros(3, 2))
 
 
 def test_what_is_no_tensor_cannot_cross() -> None:
     assert shape_of(torch.zeros(2, 3)) == ((2, 3), torch.float32)
     for wrong in ({}, torch.zeros(1, dtype=torch.complex64)):
-        with pytest.raises(ModelError, match=r"a stage returns (dict|torch\.complex64), and only tensors"):
+        with pytest.raises(ModelError, match=r"dict|torch\.complex64"):
             shape_of(wrong)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.collective_oracles import alone, assert_close, job_of, values
+from support.messages import naming
 from support.ranks import Ranks
 from torch import nn
 
@@ -132,5 +133,5 @@ def test_layers_that_add_something_of_their_own_are_refused() -> None:
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input).relu()
 
-    with pytest.raises(ModelError, match="cannot replace 0, a WithActivation"):
+    with pytest.raises(ModelError, match=naming(0, "WithActivation")):
         SyncBatchNorm(*alone(sync_batch_norm=True)).convert(nn.Sequential(WithActivation(3)))

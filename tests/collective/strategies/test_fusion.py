@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.messages import names, naming
 from torch import nn
 
 from torchfleet.base.errors import ModelError, StrategyError
@@ -67,8 +68,8 @@ def test_a_compiled_model_trains_like_the_eager_one_and_says_what_was_fused(
     assert losses(compiled) == pytest.approx(losses(model), rel=1e-5)
     fusion.after_step()
     said = capsys.readouterr().out
-    assert "graphs 2, graph breaks 1; " in said
-    assert "graph break (1×)" in said
+    assert names(said, "graphs 2", "graph breaks 1")
+    assert "1×" in said
     assert "relu" in said
     operations, kernels = (int(said.split(word)[0].split()[-1]) for word in (" operations in", " kernels"))
     assert operations > kernels > 0
@@ -96,33 +97,31 @@ def test_without_a_compiler_it_says_what_to_install(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("CXX", raising=False)
     if variable:
         monkeypatch.setenv("CXX", variable)
-    with pytest.raises(
-        StrategyError, match=r"C\+\+ compiler, and there is no (g\+\+|no-such-compiler) on.*apt install"
-    ):
+    with pytest.raises(StrategyError, match=naming(variable or "g++", "apt install")):
         fusion_of()
 
 
 @pytest.mark.parametrize(
     ("flags", "fields", "match"),
     [
-        (COMPILING[1:2], {"pipeline": True}, r"fuse_bn_act_ops and pipeline cannot"),
+        (COMPILING[1:2], {"pipeline": True}, "fuse_bn_act_ops pipeline"),
         (
             COMPILING[:1],
             {"recompute": True, "recompute_configs": {"checkpoints": ["a"], "enable_offload": True}},
-            r"fuse_elewise_add_act_ops and recompute_configs\['enable_offload'\] cannot",
+            "fuse_elewise_add_act_ops recompute_configs['enable_offload']",
         ),
-        (COMPILING[4:], {"device": "cuda", "gradient_merge": True}, "graph_capture and gradient_merge cannot"),
+        (COMPILING[4:], {"device": "cuda", "gradient_merge": True}, "gradient_merge"),
         (
             COMPILING[4:],
             {"device": "cuda", "sharding": True, "sharding_configs": {"stage": 3}},
-            r"graph_capture and sharding \(stage 3\) cannot",
+            "sharding 3",
         ),
-        (("fuse_all_optimizer_ops",), {"lamb": True}, "fuse_all_optimizer_ops and lamb cannot"),
-        (("fuse_all_optimizer_ops",), {"dgc": True}, "fuse_all_optimizer_ops and dgc cannot"),
+        (("fuse_all_optimizer_ops",), {"lamb": True}, "fuse_all_optimizer_ops lamb"),
+        (("fuse_all_optimizer_ops",), {"dgc": True}, "fuse_all_optimizer_ops dgc"),
     ],
 )
 def test_what_does_not_go_together_is_refused(flags: tuple[str, ...], fields: dict[str, Any], match: str):
-    with pytest.raises(StrategyError, match=match):
+    with pytest.raises(StrategyError, match=naming(*match.split())):
         fusion_of(flags=flags, **fields)
 
 
@@ -173,7 +172,7 @@ def test_a_state_saved_without_fusion_is_loaded_into_a_fused_optimizer():
 
 @pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SparseAdam])
 def test_an_optimizer_without_such_kernels_is_refused(kind: Any):
-    with pytest.raises(ModelError, match=rf"{kind.__name__} has neither fused nor foreach"):
+    with pytest.raises(ModelError, match=naming(kind.__name__, "fused", "foreach")):
         fuse_optimizer(kind([nn.Parameter(torch.ones(3))]))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.messages import naming
 from support.ranks import Ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -121,17 +122,17 @@ def test_patterns_name_modules(patterns: list[str], expected: list[str]):
     "pattern", ["encoder.layer", "encoder.layer.[03]", "layer.*", "encoder.*.*.*.*", "Encoder", "."]
 )
 def test_other_names_match_nothing(pattern: str):
-    with pytest.raises(ModelError, match=r"no module of the model matches|never called itself"):
+    with pytest.raises(ModelError, match=naming("recompute_configs['checkpoints']", f"'{pattern}'")):
         chosen(Net(), [pattern])
 
 
 def test_a_pattern_that_matches_nothing_lists_near_names():
-    with pytest.raises(ModelError, match=r"matches 'encoder\.layers\.\*'.*'encoder\.layer\.\*'"):
+    with pytest.raises(ModelError, match=naming("'encoder.layers.*'", "'encoder.layer.*'")):
         chosen(Net(), ["encoder.layers.*"])
 
 
 def test_a_list_of_modules_is_not_a_module_that_runs():
-    with pytest.raises(ModelError, match=r"'encoder\.layer' is a ModuleList.*'encoder\.layer\.\*'"):
+    with pytest.raises(ModelError, match=naming("'encoder.layer'", "ModuleList", "'encoder.layer.*'")):
         chosen(Net(), ["encoder.layer"])
 
 
@@ -142,7 +143,7 @@ def test_a_module_with_two_names_is_wrapped_once():
 
 
 def test_without_names_it_says_what_to_give():
-    with pytest.raises(StrategyError, match=r"checkpoints.*found \[\].*encoder\.layer\.\*"):
+    with pytest.raises(StrategyError, match=naming("checkpoints", "[]", "encoder.layer.*")):
         recompute_of([])
 
 
@@ -365,7 +366,7 @@ def test_an_input_changed_in_place_is_an_error():
 
     net = nn.Sequential(nn.Linear(4, 4), Careless(), nn.Linear(4, 4))
     recompute(net[1], Offload(CPU))
-    with pytest.raises(ModelError, match="changed in place"):
+    with pytest.raises(ModelError, match=r"in.place"):
         net(torch.randn(3, 4)).sum().backward()
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
 import torch
 from support.collective_oracles import alone as without_ranks
+from support.messages import naming
 from support.ranks import Ranks
 from support.sharded_models import (
     CLOSE,
@@ -25,7 +25,7 @@ from support.sharded_models import (
 )
 
 from torchfleet.base.errors import ModelError, StrategyError
-from torchfleet.base.role import PaddleCloudRoleMaker
+from torchfleet.base.role.role_makers import PaddleCloudRoleMaker
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.collective.strategies.sharding.sharding import Sharding
 from torchfleet.collective.strategies.sharding.units import Units
@@ -131,13 +131,13 @@ def test_parameters_in_host_memory_train_as_one_process_does(on_two: list[dict[s
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        (sharded(2, offload=True), "offload=True and stage=2: parameters stay in host memory only if"),
-        ({**sharded(3, offload=True), "lamb": True}, "sharding_configs['offload'] and lamb cannot be used together"),
-        ({**sharded(3, offload=True), "amp": True}, "and amp in float16 cannot be used together"),
+        (sharded(2, offload=True), "offload=True stage=2"),
+        ({**sharded(3, offload=True), "lamb": True}, "sharding_configs['offload'] lamb"),
+        ({**sharded(3, offload=True), "amp": True}, "amp float16"),
     ],
 )
 def test_what_offload_does_not_go_with_is_named(fields: dict[str, Any], text: str) -> None:
-    with pytest.raises(StrategyError, match=re.escape(text)):
+    with pytest.raises(StrategyError, match=naming(*text.split())):
         Sharding(*without_ranks(**fields))
 
 
@@ -437,9 +437,7 @@ def test_every_unit_is_of_one_type() -> None:
     ]
     mixed = torch.nn.Linear(2, 2)
     mixed.bias.data = mixed.bias.data.half()
-    with pytest.raises(
-        ModelError, match=r"a Linear has parameters of types torch\.float16, torch\.float32; from stage 2"
-    ):
+    with pytest.raises(ModelError, match=naming("Linear", "torch.float16", "torch.float32", "stage 2")):
         names_of(mixed, 0)
 
 
@@ -454,5 +452,5 @@ def test_parameters_are_dealt_out_evenly_and_alike_on_all_ranks() -> None:
 
 
 def test_an_optimizer_that_takes_all_parameters_at_once_is_refused() -> None:
-    with pytest.raises(ModelError, match="LBFGS steps on all parameters as one vector"):
+    with pytest.raises(ModelError, match="LBFGS"):
         ShardedOptimizer(torch.optim.LBFGS([torch.nn.Parameter(torch.zeros(1))]), Axis(0, 2, None), 1)

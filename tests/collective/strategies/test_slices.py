@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.collective_oracles import alone
+from support.messages import naming
 from torch import nn
 
 from torchfleet.base.errors import ModelError, StrategyError
@@ -116,28 +117,28 @@ def test_what_cannot_be_cut_is_an_error() -> None:
     x = torch.randn(ROWS, DIM, requires_grad=True)
     block, total = made(num=1)[0], Total()
     recompute(block, slices=2)
-    with pytest.raises(ModelError, match=r"must be the batch: expected 12.*found a tensor of shape \(16,\).*'slices'"):
+    with pytest.raises(ModelError, match=naming(12, "(16,)", "'slices'")):
         block(x, torch.ones(DIM))
     recompute(total, slices=2)
-    with pytest.raises(ModelError, match=r"outputs.*expected 6, found a tensor of shape \(\)"):
+    with pytest.raises(ModelError, match=naming(6)):
         total(x)
-    with pytest.raises(ModelError, match="BatchNorm1d in Sequential needs them all"):
+    with pytest.raises(ModelError, match="BatchNorm1d"):
         recompute(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), slices=2)
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "match"),
     [
-        (Recompute, {"configs": {"half_inputs": True}}, "half_inputs.*amp is off: set amp=True"),
-        (Recompute, {"configs": {"slices": 2}, "pipeline": True}, "'slices'.*pipeline.*accumulate_steps"),
-        (Fusion, {"configs": {"slices": 2}}, r"recompute_configs\['slices'\] cannot be used together"),
-        (Fusion, {"flag": "allow_cuda_graph_capture"}, "needs a GPU, and this job computes on the cpu"),
+        (Recompute, {"configs": {"half_inputs": True}}, "half_inputs amp=True"),
+        (Recompute, {"configs": {"slices": 2}, "pipeline": True}, "'slices' pipeline accumulate_steps"),
+        (Fusion, {"configs": {"slices": 2}}, "recompute_configs['slices']"),
+        (Fusion, {"flag": "allow_cuda_graph_capture"}, "GPU cpu"),
     ],
 )
 def test_contradictions_are_found(kind: Any, fields: dict[str, Any], match: str) -> None:
     configs = {"checkpoints": ["0"], **fields.pop("configs", {})}
     flag = fields.pop("flag", "fuse_bn_act_ops")
-    with pytest.raises(StrategyError, match=match):
+    with pytest.raises(StrategyError, match=naming(*match.split())):
         kind(*alone(recompute=True, recompute_configs=configs, build_strategy={flag: True}, **fields))
 
 

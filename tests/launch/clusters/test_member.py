@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from support.messages import naming
 from support.paths import ROOT
 from support.scripts.launching import SOON, clean_environment, wait_until
 
@@ -67,13 +68,13 @@ def test_the_scheduler_s_variables_become_a_role() -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"FLEET_GROUP": "master"}, "FLEET_GROUP must be one of server, worker"),
-        ({"FLEET_INDEX": ""}, "its number is missing"),
-        ({"FLEET_INDEX": "7"}, "there are 3 workers"),
+        ({"FLEET_GROUP": "master"}, "FLEET_GROUP server worker"),
+        ({"FLEET_INDEX": ""}, "number"),
+        ({"FLEET_INDEX": "7"}, "3"),
     ],
 )
 def test_mistakes_of_the_environment_are_named(change: dict[str, str], told: str) -> None:
-    with pytest.raises(RoleError, match=told):
+    with pytest.raises(RoleError, match=naming(*told.split())):
         read_role(member_environment({**WORKER, **change}))
 
 
@@ -81,7 +82,7 @@ def test_a_mistake_ends_it_with_status_2_and_a_script_with_its_own(tmp_path: Pat
     with started(tmp_path, "raise SystemExit(5)") as member:
         assert member.wait(SOON) == 5
     with started(tmp_path, "pass", {**WORKER, "FLEET_GRACE": "soon"}) as member:
-        assert "FLEET_GRACE must be a number of seconds" in member.communicate(timeout=60)[0]
+        assert "FLEET_GRACE" in member.communicate(timeout=60)[0]
         assert member.returncode == 2
 
 
@@ -134,7 +135,7 @@ def test_a_server_whose_loop_does_not_turn_is_not_healthy(tmp_path: Path) -> Non
 
 def test_a_server_waits_for_its_own_name() -> None:
     wait_for_own_name("localhost", 1.0)
-    with pytest.raises(RoleError, match=r"own name no-such-host.invalid is not known after 0.3 s"):
+    with pytest.raises(RoleError, match=naming("no-such-host.invalid", "0.3")):
         wait_for_own_name("no-such-host.invalid", 0.3)
 
 

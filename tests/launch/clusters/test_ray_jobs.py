@@ -17,7 +17,8 @@ from typing import Any
 
 import psutil
 import pytest
-from support.late_imports import Late
+from support.extras import Late
+from support.messages import lines_naming
 from support.paths import ROOT
 from support.ray_nodes import RayNodes, places, ray_nodes
 from support.scripts.launching import TINY, fleetrun, run_dir
@@ -74,7 +75,7 @@ def test_a_script_that_fails_ends_the_job_with_its_last_lines(nodes: RayNodes, t
     (group,) = json.loads((run_dir(tmp_path) / "prometheus_targets.json").read_text())
     hosts = [place.rpartition(":")[0] for place in places(started.output).values()]
     assert [target.rpartition(":")[0] for target in group["targets"]] == hosts
-    assert "worker 1 ended with exit status 1; the job ends. Last lines of" in started.output
+    assert lines_naming(started.output, "worker 1", "status 1")
     assert "RuntimeError: this worker was told to fail" in started.output
 
 
@@ -162,7 +163,7 @@ class TestWithoutACluster:
             (("--cluster", "ray", "--worker_num", "0"), "must be at least 1, found 1 and 0"),
             (("--cluster", "ray", "--nproc_per_node", "2", "--worker_num", "2"), "use one kind"),
             (("--cluster", "ray", "--nnodes", "1:2"), "--nnodes and --nproc_per_node must be numbers"),
-            (("--cluster", "ray", "--durability", "log"), "needs --log_store DIR, a folder that all nodes share"),
+            (("--cluster", "ray", "--durability", "log"), "--log_store DIR"),
             (("--cluster", "ray", "--replicas", "2"), "give --coordinator etcd://"),
             (("--cluster", "ray", "--worker_cpus", "0"), "--worker_cpus must be a number above 0, found 0"),
             (("--cluster", "ray", "--worker_num", "3:2"), "expected MIN:MAX with 1 <= MIN <= MAX"),
@@ -197,8 +198,8 @@ class TestWithoutACluster:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"durability": "log"}, "needs --log_store DIR, a folder that all nodes share"),
-            ({"log_max_bytes": "many"}, "--log_max_bytes must be a number of bytes"),
+            ({"durability": "log"}, "--log_store DIR"),
+            ({"log_max_bytes": "many"}, "--log_max_bytes"),
         ],
     )
     def test_options_from_python_are_checked_as_those_of_fleetrun(self, options: dict[str, str], message: str) -> None:
@@ -211,5 +212,5 @@ class TestWithoutACluster:
         place = f"127.0.0.1:{free_ports(1)[0]}"
         assert cli.main(["--log_dir", str(tmp_path / "log"), "--cluster", f"ray={place}", TINY]) == 2
         told = capsys.readouterr().err
-        assert f"--cluster ray={place}: no cluster of Ray is there" in told
+        assert lines_naming(told, "--cluster", f"ray={place}")
         assert "ray=local" in told

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.messages import lines_naming
 from support.own_slurm import Slurm, started_slurm
 from support.paths import ROOT, SCRIPTS
 from support.scripts.launching import TINY, forked_fleetrun, in_log, wait_until
@@ -121,7 +122,7 @@ def test_a_killed_worker_ends_the_job_and_is_named(slurm: Slurm, tmp_path: Path)
     wait_for_log(slurm, log, "is training")
     os.kill(_script_of(slurm, number, worker=1), signal.SIGKILL)
     assert wait_for_end(slurm, number)["JobState"] == "FAILED"
-    assert f"[fleetrun] worker 1 ended with status {128 + signal.SIGKILL}." in (tmp_path / "output").read_text()
+    assert lines_naming((tmp_path / "output").read_text(), "[fleetrun]", "worker 1", 128 + signal.SIGKILL)
 
 
 def test_tasks_are_the_machines_of_a_collective_job(slurm: Slurm, tmp_path: Path) -> None:

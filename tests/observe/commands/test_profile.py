@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 from support import trace_events
+from support.messages import lines_naming
 from support.paths import SCRIPTS
 from support.scripts.launching import SOON, TINY, Forked, forked_fleetrun, run_dir, wait_until
 
@@ -48,8 +50,8 @@ def test_a_running_job_is_profiled_and_goes_on(tmp_path: Path) -> None:
         wait_until(lambda: not any((run_dir(tmp_path / "log") / ".profile").iterdir()), SOON, "an empty folder")
         stop.touch()
         assert job.wait() == 0
-    assert f"{2 * STEPS} steps of 2 workers, async" in asked.output
-    assert "slowest server: server" in asked.output
+    assert lines_naming(asked.output, 2 * STEPS, 2, "async")
+    assert re.search(r"\bserver \d", asked.output)
     document = json.loads(gzip.decompress(out.read_bytes()))
     trace_events.check(document)
     check_steps(document["traceEvents"], ("worker 0", "worker 1"))
@@ -100,7 +102,7 @@ def test_a_collective_job_is_started_profiled_and_ended(tmp_path: Path) -> None:
     own = ["--steps", str(STEPS), "--skip", "2", "--out", str(out)]
     with profile(*own, "--log_dir", str(tmp_path / "log"), "--nproc_per_node", "2", script, "1000000") as asked:
         assert asked.wait() == 0, asked.output
-    assert f"{2 * STEPS} steps of 2 ranks, collective" in asked.output
+    assert lines_naming(asked.output, 2 * STEPS, 2, "collective")
     document = json.loads(out.read_bytes())
     trace_events.check(document)
     events = document["traceEvents"]
@@ -112,7 +114,7 @@ def test_a_job_that_ends_too_soon_is_an_error_that_says_so(tmp_path: Path) -> No
     own = ["--steps", "5", "--skip", "50", "--out", str(tmp_path / "t.json"), "--log_dir", str(tmp_path / "log")]
     with profile(*own, "--nproc_per_node", "1", str(SCRIPTS / "profiled_ranks.py"), "3") as asked:
         assert asked.wait() == 1
-    assert "the job has ended with status 0 before its profile was complete" in asked.output
+    assert "status 0" in asked.output
     assert "--skip" in asked.output
     assert not (tmp_path / "t.json").exists()
 

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 from support.made_history import MadeJob, append, write
+from support.messages import lines_naming, naming
 from support.scripts.launching import SOON, wait_until
 
 from torchfleet.base.errors import FleetError
+from torchfleet.base.monitor.http_listener import Bounds
 from torchfleet.launch.job_spec import JobSpec
 from torchfleet.launch.job_watch import JobWatch
-from torchfleet.observe.dashboard import http_bounds
 from torchfleet.observe.dashboard.access import Access, token_of, token_of_this_process
 from torchfleet.observe.dashboard.dashboard_server import Dashboard
 from torchfleet.observe.dashboard.run_folders import RunFolders
@@ -184,7 +185,7 @@ def test_a_mistake_of_the_server_is_told_once(
     with served(run) as dashboard:
         for _ in range(2):
             assert not _answers(dashboard)
-    assert capsys.readouterr().err.count("a request could not be answered: KeyError") == 1
+    assert len(lines_naming(capsys.readouterr().err, "KeyError")) == 1
 
 
 def test_a_request_by_another_name_or_from_another_site_is_refused(run: Path) -> None:
@@ -221,7 +222,7 @@ def test_data_needs_the_token_and_the_page_does_not(run: Path) -> None:
 
 
 def test_beyond_loopback_there_is_always_a_token(tmp_path: Path) -> None:
-    with pytest.raises(FleetError, match="needs a token"):
+    with pytest.raises(FleetError, match="token"):
         Access("0.0.0.0", None)
     assert token_of(None) != token_of(None)
     made = token_of(str(tmp_path / "token"))
@@ -232,13 +233,13 @@ def test_beyond_loopback_there_is_always_a_token(tmp_path: Path) -> None:
         token_of(str(tmp_path / "token"))
     (tmp_path / "short").write_text("short")
     (tmp_path / "short").chmod(0o600)
-    with pytest.raises(FleetError, match="expected a token of 16"):
+    with pytest.raises(FleetError, match=naming("token", 16)):
         token_of(str(tmp_path / "short"))
 
 
 @pytest.mark.parametrize("host", ["203.0.113.9", "no-such-name.invalid"])
 def test_an_address_of_another_machine_is_told_as_such(run: Path, host: str) -> None:
-    with pytest.raises(FleetError, match=f"cannot listen on {host}: .* Expected an address of this machine"):
+    with pytest.raises(FleetError, match=naming(host)):
         Dashboard(RunFolders([run]), host, port=0, token=TOKEN)
 
 
@@ -259,9 +260,9 @@ def test_a_job_prints_its_token_once_keeps_it_over_attempts_and_records_none(tmp
     assert token_of_this_process() not in (tmp_path / "history.jsonl").read_text()
 
 
-def test_garbage_slow_clients_and_too_many_of_them_do_no_harm(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_bounds, "REQUEST_SECONDS", 0.5)
+def test_garbage_slow_clients_and_too_many_of_them_do_no_harm(run: Path) -> None:
     with served(run) as dashboard:
+        dashboard._server.bounds = Bounds(request_seconds=0.5)
         for garbage in (
             b"\x00\xff" * 100,
             b"GET\r\n\r\n",
@@ -281,8 +282,8 @@ def test_garbage_slow_clients_and_too_many_of_them_do_no_harm(run: Path, monkeyp
                 time.sleep(0.1)
         assert time.monotonic() - begin < 100
         dripping.close()
-        monkeypatch.setattr(http_bounds, "REQUEST_SECONDS", 30.0)
-        held = [socket.create_connection(("127.0.0.1", dashboard.port)) for _ in range(http_bounds.MOST_CONNECTIONS)]
+        dashboard._server.bounds = Bounds(request_seconds=30.0)
+        held = [socket.create_connection(("127.0.0.1", dashboard.port)) for _ in range(Bounds.connections)]
         held.append(socket.create_connection(("127.0.0.1", dashboard.port)))
         held[-1].settimeout(60)
         assert b"503" in held[-1].recv(100)
@@ -297,14 +298,13 @@ def _answers(dashboard: Dashboard) -> bool:
     return False
 
 
-def test_a_client_that_does_not_read_is_dropped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_bounds.BoundedHandler, "timeout", 0.5)
-    monkeypatch.setattr(http_bounds, "REPLY_SECONDS", 0.5)
+def test_a_client_that_does_not_read_is_dropped(run: Path) -> None:
     command = ["x" * 199] * 199
     begin = {"time": 1.0, "kind": "start", "command": command, "attempt": 0}
     append(run, [begin, *({"time": 2.0, "kind": "event", "text": "y" * 2000} for _ in range(1000))])  # megabytes
     before = _streams()  # clients of other tests may be going still
     with served(run) as dashboard:
+        dashboard._server.bounds = Bounds(reply_seconds=0.5)
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(("127.0.0.1", dashboard.port))
@@ -320,7 +320,7 @@ def _streams() -> set[threading.Thread]:
 
 def test_a_taken_port_is_an_error_and_the_default_one_gives_way(run: Path) -> None:
     with served(run) as first:
-        with pytest.raises(FleetError, match=f"cannot listen on 127.0.0.1:{first.port}"):
+        with pytest.raises(FleetError, match=naming(f"127.0.0.1:{first.port}")):
             Dashboard(RunFolders([run]), port=first.port)
         others = [Dashboard(RunFolders([run])) for _ in range(2)]
         assert others[0].port != others[1].port
@@ -340,6 +340,6 @@ def test_runs_are_those_that_have_a_record_the_newest_first(run: Path) -> None:
     assert RunFolders([parent / "latest"]).names() == ["2026-11-17_10-00-00_2"]
     both = RunFolders([run, parent / "latest"])
     assert both.folders(both.names()[0]) == [run, parent / "latest"]
-    for wrong, text in ((parent / "2026-11-18_10-00-00_3", "no history.jsonl"), (parent / "nowhere", "no such folder")):
+    for wrong, text in ((parent / "2026-11-18_10-00-00_3", "history.jsonl"), (parent / "nowhere", "nowhere")):
         with pytest.raises(FleetError, match=text):
             RunFolders([wrong])

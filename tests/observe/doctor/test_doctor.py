@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.messages import names
 
 from torchfleet.observe.commands import command
 from torchfleet.observe.doctor.finding import NOTE, SLOWS, STOPS, Finding, ordered, will_hurt
@@ -55,7 +56,7 @@ def test_facts_are_read_from_the_files_of_a_machine(tmp_path: Path) -> None:
     assert (facts.overcommit, facts.huge_pages, facts.governor) == (2, "never", "powersave")
     assert (facts.processor, facts.gpus) == ("Some CPU @ 3 GHz", ["Some GPU"])
     found = [finding.what for finding in check_machine(facts)]
-    for part in ("memory are left", "swapped", "overcommit", "huge pages", "want the cores", "one core", "governor",
+    for part in ("memory", "swap", "overcommit", "huge", "cores", "one core", "governor",
                  "somaxconn", "tcp_rmem", "233 ports", "1.5 of"):  # fmt: skip
         assert any(part in what for what in found), part
 
@@ -145,8 +146,8 @@ def test_software_that_cannot_work_here_is_found() -> None:
     )
     found = {finding.what: finding.kind for finding in check_software(facts, ["G"])}
     assert found["x is 1"] == STOPS
-    assert found["torch 2.9.0+cpu cannot use the GPUs of this machine"] == STOPS
-    assert any("compiled kernels" in what and kind == SLOWS for what, kind in found.items())
+    assert any(names(what, "torch 2.9.0+cpu", "GPUs") and kind == STOPS for what, kind in found.items())
+    assert any("kernels" in what and kind == SLOWS for what, kind in found.items())
 
 
 def test_slow_links_and_other_releases_are_found() -> None:
@@ -177,8 +178,8 @@ def test_a_real_run_ends_with_a_status_that_its_findings_explain() -> None:
     kinds = [finding["kind"] for finding in document["findings"]]
     assert kinds == sorted(kinds, key=[STOPS, SLOWS, NOTE].index)
     texts = " ".join(finding["what"] for finding in document["findings"])
-    assert "127.0.0.1:1: nothing listens there" in texts
-    assert "100,000,000,000,000 rows" in texts
+    assert names(texts, "127.0.0.1:1")
+    assert names(texts, "100,000,000,000,000")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.extras import OTLP, needing
+from support.messages import lines_naming, naming
 
 from torchfleet import notebook
 from torchfleet.base.errors import FleetError, RoleError
@@ -38,7 +40,7 @@ def test_a_dashboard_has_a_port_or_none_and_the_script_is_no_port(
 def test_what_is_no_port_is_refused(port: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_with_ports(parser(), [f"--dashboard={port}", "train.py"])
-    assert "expected a port from 0 to 65535" in capsys.readouterr().err
+    assert lines_naming(capsys.readouterr().err, 0, 65535)
 
 
 def test_a_dashboard_may_be_asked_for_from_python() -> None:
@@ -50,29 +52,27 @@ def test_a_dashboard_may_be_asked_for_from_python() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"server_num": 1, "sever_num": 2}, "^run: unrecognized arguments: --sever_num"),
-        ({"server_num": 1, "dashboard": 1 << 20}, "^run: argument --dashboard: expected a port from 0 to 65535"),
+        ({"server_num": 1, "sever_num": 2}, "--sever_num"),
+        ({"server_num": 1, "dashboard": 1 << 20}, "--dashboard 0 65535"),
     ],
 )
 def test_the_option_from_python_that_is_wrong_is_named_alone(
     given: dict[str, int], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(RoleError, match=message):
+    with pytest.raises(RoleError, match=naming(*message.split())):
         options_from("run", given, ["train.py"])
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"), [({"args": 3}, "a tuple or list, found 3"), ({"worker_num": "2"}, "whole number, found '2'")]
-)
+@pytest.mark.parametrize(("wrong", "message"), [({"args": 3}, "args 3"), ({"worker_num": "2"}, "worker_num '2'")])
 def test_a_call_from_a_cell_that_cannot_be_made_is_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(FleetError, match=message):
+    with pytest.raises(FleetError, match=naming(*message.split())):
         notebook.run(print, **wrong)
 
 
 @pytest.mark.parametrize("name", ["dry_run", "keygen"])
 def test_what_starts_no_job_is_refused_from_python(name: str) -> None:
-    with pytest.raises(RoleError, match=f"run runs a job, and {name} does not: use fleetrun --{name}"):
+    with pytest.raises(RoleError, match=naming(f"fleetrun --{name}")):
         options_from("run", {name: "keys" if name == "keygen" else True}, ["train.py"])
 
 
@@ -92,6 +92,7 @@ def test_what_a_job_has_no_use_for_is_refused(
     assert message in capsys.readouterr().err
 
 
+@needing(OTLP)
 @pytest.mark.parametrize("job", ["--server_num 1 --worker_num 1", "--cluster ray", "--nproc_per_node 2"])
 def test_every_launcher_tells_its_processes_how_much_to_tell(
     job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.chains import DENSE, IDS, ITEMS, PLAIN, Chain, assert_holds, held
+from support.messages import naming
 from support.searches import examples
 
 from torchfleet.base.errors import CheckpointError
@@ -129,9 +130,9 @@ class TestLiveRows:
     def test_a_dense_table_is_refused_before_anything_is_read(self, place: str) -> None:
         chain = Chain(place)
         chain.save(1, {})
-        with pytest.raises(CheckpointError, match=r"'dense\.0' is dense: .* Sparse: items/ä, plain, ids"):
+        with pytest.raises(CheckpointError, match=naming("'dense.0'", "items/ä", "plain", "ids")):
             live_rows(chain.storage, chain.manifest, "dense.0")  # type: ignore[arg-type]
-        with pytest.raises(CheckpointError, match="no table 'itmes'"):
+        with pytest.raises(CheckpointError, match=naming("'itmes'")):
             live_rows(chain.storage, chain.manifest, "itmes")  # type: ignore[arg-type]
 
     def test_statistics_of_a_table_are_those_its_policies_look_at(self, place: str) -> None:
@@ -191,20 +192,16 @@ class TestDamage:
         self.read_all(chain)
         for path in files:
             whole = path.read_bytes()
-            for data, what in [
-                (whole[:-1], "damaged"),
-                (whole[:-1] + bytes([whole[-1] ^ 1]), "damaged"),
-                (None, "missing"),
-            ]:
+            for data in (whole[:-1], whole[:-1] + bytes([whole[-1] ^ 1]), None):
                 path.unlink() if data is None else path.write_bytes(data)
-                with pytest.raises(CheckpointError, match=f"{path.parent.name}/{path.name} is {what}"):
+                with pytest.raises(CheckpointError, match=naming(f"{path.parent.name}/{path.name}")):
                     self.read_all(chain)
             path.write_bytes(whole)
         self.read_all(chain)
 
     def test_a_missing_folder_is_named(self, chain: Chain) -> None:
         chain.storage.remove_folder("save-000002")
-        with pytest.raises(CheckpointError, match=r"save-000002/.* is missing"):
+        with pytest.raises(CheckpointError, match=naming("save-000002/")):
             self.read_all(chain)
 
     def changed(self, chain: Chain, **fields: Any) -> Manifest:
@@ -216,9 +213,7 @@ class TestDamage:
 
     def test_rows_of_another_width_are_refused(self, chain: Chain) -> None:
         write_manifest(chain.storage, self.changed(chain, dim=3))
-        with pytest.raises(
-            CheckpointError, match=r"/plain.rows.0-00000.safetensors: expected rows of shape .* found float32"
-        ):
+        with pytest.raises(CheckpointError, match=naming("/plain.rows.0-00000.safetensors", "float32")):
             self.read_all(chain)
 
     def test_another_number_of_rows_is_refused(self, chain: Chain) -> None:
@@ -228,7 +223,7 @@ class TestDamage:
             for part in chain.manifest.parts
         ]
         write_manifest(chain.storage, msgspec.structs.replace(chain.manifest, parts=parts))
-        with pytest.raises(CheckpointError, match=r"expected keys of shape \(2,\), found uint64 \(1,\)"):
+        with pytest.raises(CheckpointError, match=naming("(2,)", "uint64", "(1,)")):
             self.read_all(chain)
 
 
@@ -245,7 +240,7 @@ class TestKeySet:
 
     def test_too_many_keys_are_an_error(self) -> None:
         met = KeySet(5, 0)
-        with pytest.raises(CheckpointError, match="four billion"):
+        with pytest.raises(CheckpointError, match="keys"):
             met.add(np.arange(2000, dtype=np.uint64))
 
 

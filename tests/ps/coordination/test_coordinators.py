@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.messages import naming
 from support.own_etcd import started_etcd
 
 from torchfleet.base.errors import CoordinatorUnreachable, RoleError, SecurityError
@@ -77,13 +78,13 @@ def _race(connect: Callable[[], Coordinator], view: View) -> list[str]:
 
 
 def test_a_coordinator_that_is_gone_says_so(tmp_path: Path) -> None:
-    with pytest.raises(CoordinatorUnreachable, match="no etcd answers"):
+    with pytest.raises(CoordinatorUnreachable, match=naming("127.0.0.1:9")):
         make_coordinator("etcd://127.0.0.1:9/run").read(0)
     folder = tmp_path / "terms"
     folder.mkdir(mode=0o700)
     made = make_coordinator(f"file://{folder}")
     folder.rmdir()
-    with pytest.raises(CoordinatorUnreachable, match="cannot be used"):
+    with pytest.raises(CoordinatorUnreachable, match=naming(folder)):
         made.replace(0, None, FIRST)
 
 
@@ -95,5 +96,5 @@ def test_a_url_of_another_form_is_refused(url: str) -> None:
 
 def test_a_folder_that_others_can_write_to_decides_nothing(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(SecurityError, match="written to by others"):
+    with pytest.raises(SecurityError, match=naming(tmp_path)):
         make_coordinator(f"file://{tmp_path}")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.messages import lines_naming
 from support.paths import ROOT
 
 USE = """
@@ -23,7 +24,7 @@ def package(tmp_path: Path) -> Path:
     """A copy of the package beside whose kernels nothing can be written: a file stands where the folder would."""
     copy = tmp_path / "site" / "torchfleet"
     shutil.copytree(ROOT / "torchfleet", copy, ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "kernels" / "__pycache__").write_text("not a folder")
+    (copy / "ps" / "kernels" / "__pycache__").write_text("not a folder")
     return copy.parent
 
 
@@ -44,8 +45,7 @@ def test_a_read_only_package_without_a_home_compiles_anew_and_says_so_once(packa
     ended = run(package, tmp_path, HOME="/dev/null/nowhere")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.endswith("True\n")
-    assert ended.stderr.count("compiled anew in every process") == 1
-    assert "NUMBA_CACHE_DIR" in ended.stderr
+    assert ended.stderr.count("NUMBA_CACHE_DIR") == 1
     assert not list(tmp_path.glob("torchfleet-kernels-*")), "the temporary folder is removed at the end"
 
 
@@ -70,12 +70,12 @@ def test_a_chosen_folder_in_which_others_can_write_is_refused(package: Path, tmp
     (tmp_path / "chosen").chmod(0o777)
     ended = run(package, tmp_path, NUMBA_CACHE_DIR=str(tmp_path / "chosen"))
     assert ended.returncode == 1
-    assert "SecurityError: NUMBA_CACHE_DIR: compiled kernels are executed when they are loaded." in ended.stderr
+    assert lines_naming(ended.stderr, "SecurityError", "NUMBA_CACHE_DIR")
     assert f"chmod go-w {tmp_path}/chosen" in ended.stderr
 
 
 def test_kernels_beside_their_sources_are_not_used_where_others_can_write(package: Path, tmp_path: Path) -> None:
-    open_to_all = package / "torchfleet" / "kernels" / "__pycache__"
+    open_to_all = package / "torchfleet" / "ps" / "kernels" / "__pycache__"
     open_to_all.unlink()
     open_to_all.mkdir()
     open_to_all.chmod(0o777)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.messages import names, naming
 from support.searches import examples
 
 from torchfleet.apps.word2vec import textfiles
@@ -93,7 +94,7 @@ def test_a_word_may_be_longer_than_many_chunks_but_not_endless(monkeypatch: pyte
     text = b"a " + b"b" * 5000 + b" c"
     assert counted(text, 7) == [(b"a", 1), (b"b" * 5000, 1), (b"c", 1)]
     monkeypatch.setattr(textfiles, "MAX_WORD", 4000)
-    with pytest.raises(DataError, match=r"^text: a word of more than 4,000 bytes; is this a text\?"):
+    with pytest.raises(DataError, match=naming("text", "4,000")):
         counted(text, 7)
 
 
@@ -201,17 +202,17 @@ def test_ids_stand_between_any_white_space_and_empty_lines_are_passed_over(tmp_p
 def test_what_is_no_id_is_named_with_its_byte(tmp_path: Path, token: str) -> None:
     with pytest.raises(DataError) as caught:
         read(tmp_path, f"1 2\n3 {token} 4\n".encode())
-    assert f"{tmp_path}/ids, byte 6: expected an id, a number from 0 on, found {token!r}" in str(caught.value)
+    assert names(str(caught.value), f"{tmp_path}/ids", "byte 6", 0, f"{token!r}")
 
 
 @pytest.mark.parametrize("token", ["100", "101", "4294967296", "18446744073709551616", "9" * 40, "0" * 20 + "5"])
 def test_an_id_that_is_too_large_is_named_with_its_byte(tmp_path: Path, token: str) -> None:
     with pytest.raises(DataError) as caught:
         read(tmp_path, f"99 {token}".encode(), num_ids=100)
-    assert f"byte 3: id {token} is not below 100, the size of the dictionary; is this the" in str(caught.value)
+    assert names(str(caught.value), "byte 3", token, 100)
 
 
 def test_the_byte_is_counted_over_many_chunks(tmp_path: Path) -> None:
     text = b"12345 " * 400_000 + b"here"
-    with pytest.raises(DataError, match=rf"byte {6 * 400_000}: expected an id.*'here'"):
+    with pytest.raises(DataError, match=naming(f"byte {6 * 400_000}", "'here'")):
         read(tmp_path, text, 1 << 16)

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import zmq
 from support.fleets import WAIT, ForkedServer, Talk, assert_ok, keys_of, push_arrays, refusal, values_of
+from support.messages import INTERNAL_ERROR
 from support.scripts.launching import wait_until
 
 from torchfleet.base.errors import WireError
@@ -268,7 +269,7 @@ class Fuzzed:
         assert mine, "it answered others, and not this one"
         if mine[-1].status == ERROR:
             kind, text = refusal(mine[-1])
-            assert not text.startswith("internal error"), f"{text}: {frames}"
+            assert INTERNAL_ERROR not in text, f"{text}: {frames}"
             assert self._fingerprint() == before, f"refused, and yet changed something: {kind} {text}: {frames}"
 
     def check(self) -> None:
@@ -282,7 +283,7 @@ class Fuzzed:
         assert self.server.state.tables[KEPT.number].stats()["rows"] == len(KEPT_KEYS)
         assert_ok(self._talk.ask(Command.STATS))
         # Whoever still waits at a barrier is answered when its time is up.
-        num_waiting = sum(len(meeting.waiting) for meeting in self.server.state.barriers._meetings.values())
+        num_waiting = sum(len(meeting.waiting) for meeting in self.server.state.meetings.barriers._meetings.values())
         assert len(self.server.tick(time.monotonic() + 8 * 24 * 3600)) == num_waiting
 
     def _fingerprint(self) -> list[float]:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import zmq
 from support.fleets import WAIT, ServerThread, keys_of
+from support.messages import lines_naming, names
 
 from torchfleet.base.errors import ServerBusy
 from torchfleet.ps.net import doorkeeper, unread
@@ -69,8 +70,8 @@ class TestFrames:
         raw.send_multipart([header, *[b"x"] * (num - 1)])
         reply = decode_reply(raw.recv_multipart())
         assert reply.call == 42
-        assert unpack(reply.arrays[0], dict)["text"].startswith(f"a message of {num:,} frames, at most 4,099")
-        assert "torchfleet server: refused: PING of worker 0, client 0: a message of" in capfd.readouterr().err
+        assert names(unpack(reply.arrays[0], dict)["text"], f"{num:,}", "4,099")
+        assert lines_naming(capfd.readouterr().err, "PING", "worker 0", "client 0")
         assert ends.poll(int(WAIT * 1000)), "its connection is not ended"
         raw.disable_monitor()
         assert client.num_retries == 0
@@ -81,11 +82,11 @@ class TestFrames:
     def test_the_frames_behind_are_not_taken_for_messages_of_others(
         self, server: ServerThread, raw: zmq.Socket, client: Client
     ) -> None:
-        before = server.server.state.num_requests
+        before = server.server.state.counters.num_requests
         raw.send_multipart([b"x"] * 20_000)
         raw.recv_multipart()
         client.ping()
-        assert server.server.state.num_requests == before + 2
+        assert server.server.state.counters.num_requests == before + 2
 
     def test_as_many_frames_as_a_message_may_have_are_answered(self, server: ServerThread, raw: zmq.Socket) -> None:
         raw.send_multipart([b"x"] * (MAX_ENTRY + 1))
@@ -102,11 +103,11 @@ class TestUnreadReplies:
         counted = server._listener._unread
         lazy = SocketChannel(server.endpoint)
         state = server.server.state
-        before = state.num_requests
+        before = state.counters.num_requests
         for call in range(1, 41):  # 10 MB each
             while not lazy.send(encode(Message(Command.PULL, client=5, call=call, arrays=[keys_of(SPEC, keys)]))):
                 time.sleep(0.01)
-        wait_until(lambda: state.num_requests >= before + 40, "all of them taken")
+        wait_until(lambda: state.counters.num_requests >= before + 40, "all of them taken")
         assert max(counted._bytes.values()) <= 30 << 20
         assert client.pull("t", keys[:10]).result().shape == (10, 256)
         replies = []
@@ -132,7 +133,7 @@ class TestUnreadReplies:
         monkeypatch.setattr(server._listener._unread, "refusal", lambda peer, num=0: "too much of it")
         with (
             Client.connect([server.endpoint], patience=Patience(1.0, 1)) as hasty,
-            pytest.raises(ServerBusy, match=r"refused PING: too much of it"),
+            pytest.raises(ServerBusy, match="PING"),
         ):
             hasty.ping()
 

@@ -12,23 +12,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from support.messages import naming
 
 from torchfleet.base.errors import FleetError, WireError
 from torchfleet.ps.net.wire import (
-    ERROR,
     MAX_ARRAYS,
     MAX_FRAME,
     Array,
     Command,
     Message,
-    Reply,
     Role,
     call_of,
     decode,
-    decode_reply,
     encode,
-    encode_reply,
-    error_arrays,
     pack,
     unpack,
 )
@@ -134,12 +130,12 @@ class TestRoundTrip:
     def test_the_largest_number_of_arrays_goes_through_and_one_more_does_not(self) -> None:
         arrays = [Array(i, np.empty(0, np.uint8)) for i in range(MAX_ARRAYS)]
         assert len(decode(encode(Message(Command.PING, arrays=arrays))).arrays) == MAX_ARRAYS
-        with pytest.raises(WireError, match=r"4097 arrays in one message, at most 4096"):
+        with pytest.raises(WireError, match=naming(4097, 4096)):
             encode(Message(Command.PING, arrays=[*arrays, arrays[0]]))
 
     def test_an_array_too_large_for_a_frame_is_refused_before_it_is_sent(self) -> None:
         data = np.empty(MAX_FRAME + 1, np.uint8)  # never touched: address space only
-        with pytest.raises(WireError, match="too large for one message"):
+        with pytest.raises(WireError, match=naming(f"{MAX_FRAME + 1:,}", f"{MAX_FRAME:,}")):
             encode(Message(Command.PING, arrays=[Array(1, data)]))
 
 
@@ -241,19 +237,6 @@ class TestStrictness:
         assert call_of(frames) == call
 
 
-def test_a_peer_of_version_1_can_read_why_it_is_refused() -> None:
-    """Byte for byte what its own release would have written."""
-    reply = Reply(Command.PULL, ERROR, 3, 900, 42, error_arrays("WireError", "no"))
-    first, body = encode_reply(reply, version=1)
-    expected = b"TFLT" + bytes([1, 4, 1, 0]) + struct.pack("<IHxxQQQQ", 3, 1, 900, 42, 0, 0)
-    assert first == expected + struct.pack("<IBxxxIQ", 0, 1, 1, len(as_bytes(body)))
-    found = decode_reply([first, body])
-    assert (found.command, found.status, found.worker, found.incarnation, found.call) == (4, ERROR, 3, 900, 42)
-    assert unpack(found.arrays[0], dict) == {"kind": "WireError", "text": "no"}
-    again = decode_reply(encode_reply(reply))
-    assert (again.incarnation, again.call, again.status) == (900, 42, ERROR)
-
-
 class TestBodies:
     @pytest.mark.parametrize("spec", [TableSpec("a"), TableSpec("ä" * 200, "dense", size=7, rule=Rule("adam", lr=0.5))])
     def test_a_body_comes_back(self, spec: TableSpec) -> None:
@@ -273,7 +256,7 @@ class TestBodies:
         ],
     )
     def test_a_body_of_another_type_is_refused(self, body: object, text: str) -> None:
-        with pytest.raises(WireError, match="expected a TableSpec") as caught:
+        with pytest.raises(WireError, match="TableSpec") as caught:
             unpack(pack(body), TableSpec)
         assert text in str(caught.value)
 
@@ -296,7 +279,7 @@ class TestBodies:
 
     @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype != np.uint8], ids=str)
     def test_a_body_is_made_of_bytes(self, dtype: np.dtype) -> None:
-        with pytest.raises(WireError, match="expected a body of bytes"):
+        with pytest.raises(WireError, match="bytes"):
             unpack(Array(0, np.zeros((4, 1), dtype)), TableSpec)
 
     @pytest.mark.parametrize("kind", [TableSpec, BarrierBody, dict])

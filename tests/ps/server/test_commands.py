@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 from support.fleets import OWN_RATE, Talk, assert_ok, keys_of, push_arrays, refusal, values_of
+from support.messages import INTERNAL_ERROR, lines_naming, names
 
 from torchfleet.ps.net import wire
 from torchfleet.ps.net.wire import MAX_ARRAYS, NO_CREATE, OK, VERSIONS, Array, Command, Role, decode_reply, pack, unpack
@@ -83,8 +84,7 @@ class TestRoles:
         else:
             kind, text = refusal(reply)
             assert kind == "PermissionRefused"
-            assert text.startswith(f"{command.name} is for ")
-            assert text.endswith(f"this is a {role.name.lower()}")
+            assert names(text, command.name, role.name.lower())
         assert talk.server.is_stopping == (command is Command.STOP and role is Role.LAUNCHER)
 
     def test_a_key_may_also_prove_less_than_the_message_claims(self, talk: Talk) -> None:
@@ -96,12 +96,9 @@ class TestRoles:
     @pytest.mark.parametrize("role", [0, 5, 255])
     def test_an_unknown_role_may_do_nothing(self, talk: Talk, role: int) -> None:
         for command in COMMANDS:
-            assert refusal(talk.ask(command, role=role)) == (
-                "PermissionRefused",
-                f"{command.name} is for "
-                + ", ".join(sorted(known.name.lower() for known in COMMANDS[command].roles))
-                + f"; this is a role {role}",
-            )
+            kind, text = refusal(talk.ask(command, role=role))
+            assert kind == "PermissionRefused"
+            assert names(text, command.name, *(known.name.lower() for known in COMMANDS[command].roles), role)
 
     def test_every_command_has_an_entry(self) -> None:
         assert set(COMMANDS) | self.REPLICAS == set(Command)
@@ -117,7 +114,7 @@ class TestUnknown:
     def test_an_unknown_command_is_answered_with_the_known_ones(self, talk: Talk, command: int) -> None:
         kind, text = refusal(talk.ask(command))
         assert kind == "WireError"
-        assert f"unknown command {command}" in text
+        assert lines_naming(text, command)
         assert all(known.name in text for known in Command)
 
     @pytest.mark.parametrize(
@@ -135,10 +132,10 @@ class TestUnknown:
     ) -> None:
         kind, text = refusal(talk.ask(command, *arrays, once=COMMANDS[command].once))
         assert kind == "TableError"
-        assert "known tables: 'array', 'dense', 'other', 'rows'" in text
+        assert lines_naming(text, "'array'", "'dense'", "'other'", "'rows'")
 
     def test_a_server_without_tables_says_so(self, server: Server) -> None:
-        assert "known tables: none" in refusal(Talk(server).ask(Command.PULL, keys_of(ROWS, [1])))[1]
+        assert refusal(Talk(server).ask(Command.PULL, keys_of(ROWS, [1])))[0] == "TableError"
 
     def test_a_reply_carries_the_numbers_of_its_request(self, talk: Talk) -> None:
         for command in (Command.PING, Command.PULL, 99):
@@ -173,8 +170,7 @@ class TestTables:
             other = msgspec.structs.replace(ROWS, **changes)
             kind, text = refusal(talk.ask(Command.CREATE_TABLE, pack(other)))
             assert kind == "TableError"
-            assert f"table 'rows' exists with {there}, and was asked for with {asked}" in text
-            assert "build the same model and optimizer" in text
+            assert lines_naming(text, "'rows'", there, asked)
 
     def test_a_table_that_does_not_fit_is_refused(self, talk: Talk) -> None:
         before = contents(talk.server)
@@ -185,17 +181,16 @@ class TestTables:
     @pytest.mark.parametrize("num_arrays", [0, 2])
     def test_a_description_is_one_array(self, talk: Talk, num_arrays: int) -> None:
         arrays = [pack(TableSpec("x"))] * num_arrays
-        assert refusal(talk.ask(Command.CREATE_TABLE, *arrays)) == (
-            "WireError",
-            f"expected one array, found {num_arrays}",
-        )
+        kind, text = refusal(talk.ask(Command.CREATE_TABLE, *arrays))
+        assert kind == "WireError"
+        assert names(text, num_arrays)
 
     def test_the_number_of_tables_is_bounded(self) -> None:
         talk = Talk(Server(max_table_bytes=1 << 12))
         for i in range(MAX_TABLES):
             talk.create(TableSpec(f"t{i}", "dense", size=1))
         kind, text = refusal(talk.ask(Command.CREATE_TABLE, pack(TableSpec("one more", "dense", size=1))))
-        assert (kind, text) == ("TableError", f"{MAX_TABLES} tables exist already, which is the limit")
+        assert (kind, names(text, MAX_TABLES)) == ("TableError", True)
         talk.create(TableSpec("t0", "dense", size=1))
         body = unpack(talk.ask(Command.STATS).arrays[0], dict)
         assert len(body["tables"]) == MAX_TABLES
@@ -266,7 +261,7 @@ class TestPull:
     def test_keys_beyond_an_array_are_refused_and_create_nothing_elsewhere(self, talk: Talk) -> None:
         kind, text = refusal(talk.ask(Command.PULL, keys_of(ROWS, [1]), keys_of(ARRAY, [3, 10])))
         assert kind == "TableError"
-        assert "table 'array': ids must be 0 to 9, as its declared size (num_embeddings) is 10; found 10." in text
+        assert lines_naming(text, "'array'", 0, 9, "num_embeddings", 10)
         assert contents(talk.server)["rows"][0] == 0
 
     @pytest.mark.parametrize(
@@ -281,8 +276,8 @@ class TestPull:
 
     def test_a_reply_larger_than_a_frame_is_refused(self, talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "MAX_FRAME", 12)
-        assert "too large for one message" in refusal(talk.ask(Command.PULL, keys_of(DENSE, [0, 4])))[1]
-        assert "too large for one message" in refusal(talk.ask(Command.PULL, keys_of(ROWS, [1, 2])))[1]
+        assert names(refusal(talk.ask(Command.PULL, keys_of(DENSE, [0, 4])))[1], 16, 12)
+        assert names(refusal(talk.ask(Command.PULL, keys_of(ROWS, [1, 2])))[1], 16, 12)
         assert len(talk.pull(DENSE, [0, 3])) == 3
 
     def test_sections_that_do_not_fit_together_create_nothing(self) -> None:
@@ -311,7 +306,7 @@ class TestPull:
         talk.create(big)
         monkeypatch.setattr(wire, "MAX_FRAME", 1000)  # larger than an error, smaller than the table
         reply = talk.ask(Command.PULL_CHANGED, Array(0, np.zeros(1, np.uint64)), keys_of(big, []))
-        assert "too large" in refusal(reply)[1]
+        assert "1,000" in refusal(reply)[1]
 
 
 Sections = Callable[[], list[Array]]
@@ -401,7 +396,7 @@ class TestChanges:
     def test_a_dense_table_has_no_rows_to_erase(self, talk: Talk) -> None:
         kind, text = refusal(talk.ask(Command.ERASE, keys_of(OTHER, [1]), keys_of(DENSE, [1]), once=True))
         assert kind == "TableError"
-        assert "'dense' is dense" in text
+        assert "'dense'" in text
 
     @pytest.mark.parametrize(("sections", "kind"), BAD_PUSHES.values(), ids=BAD_PUSHES.keys())
     def test_a_bad_push_is_refused(self, talk: Talk, sections: Sections, kind: str) -> None:
@@ -459,7 +454,7 @@ class TestChanges:
         arrays[0] = Array(0, np.full(2, NAN))
         kind, text = refusal(talk.ask(Command.PUSH, *arrays, once=True))
         assert kind == "TableError"
-        assert "'rows' is full" in text
+        assert "'rows'" in text
         assert contents(talk.server) == before
         assert_ok(talk.push(ROWS, [9], np.ones((1, 2))))
 
@@ -497,7 +492,8 @@ class TestEnd:
 
         monkeypatch.setitem(COMMANDS, Command.PUSH, dataclasses.replace(COMMANDS[Command.PUSH], run=fail))
         kind, text = refusal(talk.push(ROWS, [1], [[1, 1]]))
-        assert (kind, text) == ("FleetError", "internal error of the server: ZeroDivisionError: our own mistake")
+        assert kind == "FleetError"
+        assert names(text, INTERNAL_ERROR, "ZeroDivisionError: our own mistake")
         assert "ZeroDivisionError" in capsys.readouterr().err  # the log of the server has the whole story
         monkeypatch.undo()
         assert_ok(talk.push(ROWS, [1], [[1, 1]]))

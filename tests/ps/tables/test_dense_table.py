@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from support.messages import naming
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.tables.dense_table import NO_KEYS, DenseTable
@@ -120,7 +121,7 @@ def test_state_and_steps_can_be_set_and_an_update_goes_on_from_them():
 def test_state_that_does_not_fit_is_refused():
     table = DenseTable(TableSpec("d", "dense", size=3, rule=OPTIMIZERS["adam"][0]), ROOM)
     for start, num in ((0, 3), (0, 10), (1, 9)):
-        with pytest.raises(TableError, match="all 3 values with 2 numbers of state each"):
+        with pytest.raises(TableError, match=naming(3, 2)):
             table.check_assign(np.array([start, 5, 1], np.uint64), np.zeros(num, np.float32))
 
 
@@ -138,8 +139,8 @@ def test_add_moves_the_weights_by_a_difference_and_no_rule_is_applied():
     assert table.get(0, 3).tolist() == [2, 3, 4]
     assert not table._states.any()
     assert table.step == 2
-    refused(table, "NaN or infinity at element 1", lambda: table.add(NO_KEYS, np.array([0, np.nan, 0], np.float32)))
-    refused(table, "expects 3 gradients", lambda: table.add(NO_KEYS, np.ones(4, np.float32)))
+    refused(table, naming("NaN", 1), lambda: table.add(NO_KEYS, np.array([0, np.nan, 0], np.float32)))
+    refused(table, naming(3, 4), lambda: table.add(NO_KEYS, np.ones(4, np.float32)))
 
 
 def test_gradients_over_a_messages_memory_are_taken():
@@ -171,7 +172,7 @@ def test_stats_count_weights_and_state(rule, num_blocks):
 
 
 def test_a_table_that_does_not_fit_is_refused_at_once():
-    with pytest.raises(TableError, match=r"'w' takes 1,200 bytes here, max_table_bytes is 1,199"):
+    with pytest.raises(TableError, match=naming("'w'", "1,200", "max_table_bytes", "1,199")):
         make_table(100, 1199, rule=Rule("adam"))
     make_table(100, 1200, rule=Rule("adam"))
 
@@ -186,19 +187,19 @@ def refused(table: DenseTable, match: str, act) -> None:
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (0, 11), (11, 11), (6, 5), (2**63, 2**63 + 1)])
 def test_a_range_outside_the_shard_is_refused(start, stop):
     table = make_table()
-    refused(table, "holds elements 0 to 10 here", lambda: table.get(start, stop))
+    refused(table, naming(0, 10), lambda: table.get(start, stop))
 
 
 @pytest.mark.parametrize("start", [-1, 8, 2**63])
 def test_values_outside_the_shard_are_refused(start):
     table = make_table()
-    refused(table, "holds elements 0 to 10 here", lambda: table.set(start, np.ones(3, np.float32)))
+    refused(table, naming(0, 10), lambda: table.set(start, np.ones(3, np.float32)))
 
 
 @pytest.mark.parametrize("num", [0, 9, 11])
 def test_a_push_of_the_wrong_length_is_refused(num):
     table = make_table(rule=Rule("adam"))
-    refused(table, f"'w' expects 10 gradients here, found {num}", lambda: table.push(np.ones(num, np.float32)))
+    refused(table, naming("'w'", 10, num), lambda: table.push(np.ones(num, np.float32)))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -207,8 +208,8 @@ def test_nan_and_infinity_are_refused_and_their_place_is_named(bad):
     table.push(np.ones(10, np.float32))
     block = np.ones(10, np.float32)
     block[7] = bad
-    refused(table, "'w': NaN or infinity at element 7", lambda: table.push(block))
-    refused(table, "'w': NaN or infinity at element 7", lambda: table.set(0, block))
+    refused(table, naming("'w'", "NaN", 7), lambda: table.push(block))
+    refused(table, naming("'w'", "NaN", 7), lambda: table.set(0, block))
 
 
 # 1e39 is a finite Python float, but infinity in float32

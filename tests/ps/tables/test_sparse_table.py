@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support import twins
+from support.messages import naming
 from support.searches import examples
 
 from torchfleet.base.errors import TableError
@@ -280,7 +281,7 @@ def test_rows_that_accepted_pushes_have_made_can_always_be_assigned_back():
     """The square of a gradient of 1e20 is not finite in float32: refused. What is taken, up to there, loads again."""
     table = make_table(dim=1, rule=Rule("adagrad"))
     table.push(as_keys(1), as_rows([1e19]))
-    with pytest.raises(TableError, match="would become NaN or infinite"):
+    with pytest.raises(TableError, match="NaN"):
         table.push(as_keys(1), as_rows([1e20]))
     restored = make_table(dim=1, rule=Rule("adagrad"))
     for keys, rows, _ in table.chunks():
@@ -387,14 +388,14 @@ def test_an_array_table_holds_every_id_below_its_size_and_no_other():
     before = snapshot(table)
     for bad in (10, LARGEST):
         for act in (
-            table.pull,
-            lambda keys: table.pull(keys, create=False),
+            table.look_up,
+            lambda keys: table.look_up(keys, create=False),
             lambda keys: table.push(keys, np.ones((2, 2), np.float32)),
             lambda keys: table.assign(keys, np.ones((2, 2), np.float32)),
             table.erase,
         ):
             given = int(np.uint64(bad).astype(np.int64))  # ids are signed: the largest key is -1
-            with pytest.raises(TableError, match=rf"table 't': ids must be 0 to 9, .*; found {given}\."):
+            with pytest.raises(TableError, match=naming("'t'", 0, 9, given)):
                 act(as_keys(3, bad))
     assert snapshot(table) == before
 
@@ -403,8 +404,8 @@ def test_ids_of_another_servers_part_are_refused():
     table = make_table(kind="array", size=10, shard=1, num_shards=3)
     table.pull(as_keys(1, 4, 7))
     before = snapshot(table)
-    with pytest.raises(TableError, match=r"remainder 1 when divided by 3.*same list of servers"):
-        table.pull(as_keys(1, 2))
+    with pytest.raises(TableError, match=naming(1, 3)):
+        table.look_up(as_keys(1, 2))
     assert snapshot(table) == before
     assert sorted(before[0]) == [1, 4, 7]
 
@@ -422,7 +423,7 @@ def test_the_shards_of_an_array_table_hold_all_ids_together(num_shards):
 
 
 def test_an_array_table_that_does_not_fit_is_refused_at_once():
-    with pytest.raises(TableError, match=r"1,000 rows of 8 bytes do not fit max_table_bytes = 7,999"):
+    with pytest.raises(TableError, match=naming("1,000", 8, "max_table_bytes", "7,999")):
         make_table(7999, kind="array", size=1000)
     make_table(8000, kind="array", size=1000)
 
@@ -453,7 +454,7 @@ FIVE_NEW = as_keys(0, 10, 11, 12, 13, 14, 10)
 def test_a_full_table_refuses_a_batch_whole_and_says_what_to_do(act):
     table = full_table()
     before = snapshot(table)
-    with pytest.raises(TableError, match=r"'t' is full: 6 rows, 5 new keys, room for 4.*max_table_bytes"):
+    with pytest.raises(TableError, match=naming("'t'", 6, 5, 4, "max_table_bytes")):
         act(table)
     assert snapshot(table) == before
 
@@ -464,7 +465,7 @@ def test_a_nearly_full_table_takes_a_long_batch_that_repeats_what_fits():
     table.push(keys, np.zeros((len(keys), 2), np.float32))
     assert table.stats()["rows"] == 10
     assert table.pull(as_keys(99), create=False).tolist() == [[0, 0]]
-    with pytest.raises(TableError, match="1 new keys, room for 0 rows"):
+    with pytest.raises(TableError, match=naming(1, 0)):
         table.pull(as_keys(99))
 
 
@@ -482,7 +483,7 @@ def test_a_batch_with_nan_or_infinity_is_refused_whole_and_the_key_is_named(call
     before = snapshot(table)
     block = np.ones((3, 2), np.float32)
     block[1, 1] = bad
-    with pytest.raises(TableError, match=r"'t': NaN or infinity in the row for key 42 \(row 1 of 3\)"):
+    with pytest.raises(TableError, match=naming("'t'", "NaN", 42, 1, 3)):
         getattr(table, call)(as_keys(0, 42, 1), block)
     assert snapshot(table) == before
 
@@ -501,7 +502,7 @@ def test_a_block_of_the_wrong_shape_is_refused_and_both_shapes_are_named(call, s
 
 def test_push_takes_no_block_that_is_as_wide_as_value_and_state():
     table = make_table(rule=Rule("adagrad"))
-    with pytest.raises(TableError, match=r"\(1, 2\)"):
+    with pytest.raises(TableError, match=naming("(1, 2)")):
         table.push(as_keys(1), np.ones((1, 4), np.float32))
     assert contents(table) == {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.fleets import Fleet
+from support.messages import naming
 
 from torchfleet.base.errors import FleetError
 from torchfleet.ps.tables.settings.spec import TableSpec
@@ -47,5 +48,5 @@ def test_an_empty_table_has_no_rows_and_a_dense_one_is_refused(fleet: Fleet) -> 
     for spec in (empty, dense):
         client.create_table(spec)
     assert sum(len(keys) for keys, _ in client.walk(empty)) == 0
-    with pytest.raises(FleetError, match="'dense' is dense: it has no rows to walk over"):
+    with pytest.raises(FleetError, match=naming("'dense'")):
         list(client.walk(dense))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import jobs
 from support.jobs import Net, Part, assert_equal_values, one_worker, worker_batches
+from support.messages import naming
 
 from torchfleet.base.errors import FleetError
 from torchfleet.ps.worker.distributed_optimizer import DistributedOptimizer
@@ -71,7 +72,7 @@ def test_it_is_an_optimizer_with_the_param_groups_of_the_inner_one() -> None:
 def test_step_before_init_worker_says_what_to_call() -> None:
     part = jobs.make_part(Net, jobs.sgd, jobs.strategy(), jobs.roles(1, 1)[0])
     part.optimizer.zero_grad()  # harmless
-    with pytest.raises(FleetError, match=r"before fleet\.init_worker\(\)"):
+    with pytest.raises(FleetError, match=naming("fleet.init_worker()")):
         part.optimizer.step()
 
 

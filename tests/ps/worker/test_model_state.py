@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import jobs
 from support.jobs import Net, Part, Servers, fleet_optimizer, make_batch, one_worker, plain_step, worker_batches
+from support.messages import naming
 
 import torchfleet
 from torchfleet.base.errors import FleetError, ModelError
@@ -89,7 +90,7 @@ def test_a_state_that_is_loaded_before_init_worker_is_what_worker_0_begins_with(
     part.worker = jobs.Worker(part.job, servers)
     assert_same_state(part.model.state_dict(), expected)
     part.worker.stop()
-    with pytest.raises(FleetError, match=r"stop_worker\(\) was called"):
+    with pytest.raises(FleetError, match=naming("stop_worker()")):
         part.model.state_dict()
 
 
@@ -116,13 +117,13 @@ def test_what_does_not_fit_is_told_as_torch_tells_it_and_the_servers_stay_as_the
     wrong["items.weight"] = wrong["items.weight"][1:]
     with one_worker(Net(), SGD) as part:
         before = copied(part.model.state_dict())
-        with pytest.raises(RuntimeError, match=r"size mismatch for items\.weight: .*\[39, 4\].*\[40, 4\]"):
+        with pytest.raises(RuntimeError, match=naming("items.weight", "[39, 4]", "[40, 4]")):
             part.model.load_state_dict(wrong)
         part.worker.communicator.refresh()
         assert_same_state(part.model.state_dict(), before)
         for name, change, text in [
-            ("words.weight", lambda value: value / 0, "NaN or infinity"),
-            ("items.weight", lambda value: value + 1, "padding_idx=0 is not zero"),
+            ("words.weight", lambda value: value / 0, "NaN"),
+            ("items.weight", lambda value: value + 1, "padding_idx=0"),
         ]:
             with pytest.raises(RuntimeError, match=text):
                 part.model.load_state_dict({**before, name: change(before[name])})
@@ -130,7 +131,7 @@ def test_what_does_not_fit_is_told_as_torch_tells_it_and_the_servers_stay_as_the
             part.model.load_state_dict(before, assign=True)
         state = {name: value for name, value in pretrained().items() if name != "tags.weight"}
         state["other.weight"] = torch.ones(1)
-        with pytest.raises(RuntimeError, match=r'Missing key.*"tags.weight"'):
+        with pytest.raises(RuntimeError, match=naming('"tags.weight"')):
             part.model.load_state_dict(state)
         missing, unexpected = part.model.load_state_dict(state, strict=False)
         assert (missing, unexpected) == (["tags.weight"], ["other.weight"])
@@ -220,14 +221,14 @@ class AnyIds(torch.nn.Module):
 
 def test_a_table_without_a_size_says_how_to_save_it() -> None:
     with one_worker(AnyIds(None), SGD) as part:
-        with pytest.raises(ModelError, match=r"table 'rows' .*fleet\.save\(dirname\).*state='rows'.*state='none'"):
+        with pytest.raises(ModelError, match=naming("'rows'", "fleet.save(dirname)", "state='rows'", "state='none'")):
             part.model.state_dict()
         with without_rows():
             assert len(part.model.state_dict()["rows.weight"]) == 0
     with one_worker(AnyIds("none"), SGD) as part:
         assert list(part.model.state_dict()) == ["out.weight", "out.bias"]
         part.model.load_state_dict(part.model.state_dict())
-    with pytest.raises(ModelError, match="state='rows'\\) is for tables without"):
+    with pytest.raises(ModelError, match=naming("state='rows'")):
         torchfleet.nn.SparseEmbedding(2, num_embeddings=3, state="rows")
 
 
@@ -255,7 +256,7 @@ def test_ids_and_rows_go_out_and_come_in_as_keys_and_weight(dim: int, mode: str)
     servers.make_tables(other.job)
     other.worker = jobs.Worker(other.job, servers)
     assert_same_state(other.model.state_dict(), state)
-    with pytest.raises(RuntimeError, match="each once"):
+    with pytest.raises(RuntimeError, match=naming("rows.keys", "int64")):
         other.model.load_state_dict({**state, "rows.keys": torch.zeros(4, dtype=torch.int64)})
     other.worker.stop()
 
@@ -269,13 +270,13 @@ def test_a_worker_that_was_started_again_goes_on_with_what_the_others_have_train
         again = jobs.make_part(Net, SGD, jobs.strategy(), info)
         again.worker = jobs.Worker(again.job, servers)
         again.model.load_state_dict(pretrained())
-        assert "started again" in capfd.readouterr().err
+        assert "again" in capfd.readouterr().err
         assert_same_state(again.model.state_dict(), trained)
 
 
 def test_a_table_that_does_not_fit_the_memory_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     with one_worker(Net(), SGD) as part:
         monkeypatch.setattr(whole_rows, "available_bytes", lambda: 600)
-        with pytest.raises(ModelError, match=r"'items' has 40 rows of 4 numbers: .* are needed"):
+        with pytest.raises(ModelError, match=naming("'items'", 40, 4)):
             part.model.state_dict()
         monkeypatch.undo()

@@ -50,7 +50,6 @@ def test_a_plain_scheduler_that_advances_per_batch_is_named_once(name: str, caps
     run_schedule(SCHEDULES[name])
     lines = [line for line in capsys.readouterr().err.splitlines() if "distributed_scheduler(scheduler)" in line]
     assert len(lines) == 2, "one from each worker"
-    assert all("advances with every batch" in line for line in lines)
     if name != "SequentialLR":  # one of its parts may be named
         assert all(name in line for line in lines)
 

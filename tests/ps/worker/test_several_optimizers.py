@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import jobs
 from support.jobs import Net, Part, assert_equal_values, one_worker, worker_batches
+from support.messages import naming
 
 import torchfleet as fleet
 from torchfleet.base.errors import ModelError, StrategyError
@@ -71,7 +72,7 @@ def test_a_list_gives_a_list_and_one_after_the_other_is_the_same() -> None:
             state = [one.state_dict() for one in optimizers]
             optimizers[1].load_state_dict(state[1])
             found.append([p.detach().clone() for p in model.parameters()] + [model.items(torch.arange(1, 5)).detach()])
-            with pytest.raises(ModelError, match="the tables are made"):
+            with pytest.raises(ModelError, match="tables"):
                 fleet.distributed_optimizer(torch.optim.SGD([model.out.weight], lr=0.1))
             fleet.stop_worker()
     assert [len(one["param_groups"][0]["params"]) for one in state] == [4, 3]
@@ -79,11 +80,11 @@ def test_a_list_gives_a_list_and_one_after_the_other_is_the_same() -> None:
 
 
 def test_a_parameter_in_two_optimizers_or_an_embedding_in_none_is_named() -> None:
-    with pytest.raises(ModelError, match=r"parameter 'out\.bias' is in two optimizers"):
+    with pytest.raises(ModelError, match=naming("'out.bias'")):
         one_worker(Net(), lambda m: [jobs.sgd(m), torch.optim.Adam([m.out.bias])]).__enter__()
-    with pytest.raises(ModelError, match=r"parameter 'tags\.weight' is in two optimizers"):
+    with pytest.raises(ModelError, match=naming("'tags.weight'")):
         one_worker(Net(), lambda m: [jobs.sgd(m), torch.optim.SparseAdam([m.tags.weight])]).__enter__()
-    with pytest.raises(ModelError, match=r"embedding 'words' is in no param group of any optimizer"):
+    with pytest.raises(ModelError, match=naming("'words'")):
         one_worker(
             Net(), lambda m: [torch.optim.Adam([m.out.bias]), torch.optim.SparseAdam([m.items.weight])]
         ).__enter__()
@@ -96,5 +97,5 @@ def test_modes_that_count_pushes_take_one_optimizer(mode: str, configs: dict[str
     def make(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD(parameters, lr=0.1) for parameters in jobs.split_parameters(model)]
 
-    with pytest.raises(StrategyError, match=r"counts the pushes of one optimizer.*row_rule"):
+    with pytest.raises(StrategyError, match="row_rule"):
         one_worker(Net(), make, mode=mode, **configs).__enter__()

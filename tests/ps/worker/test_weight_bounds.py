@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import jobs
 from support.jobs import Part, assert_equal_values
+from support.messages import naming
 
 import torchfleet as fleet
 from torchfleet.base.errors import ModelError, StrategyError
@@ -97,21 +98,21 @@ def test_one_bound_may_be_infinite_and_whole_numbers_will_do(bounds: Any) -> Non
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
-        ((1.0, 1.0), r"weight_bounds.*low below high as float32, found \(1\.0, 1\.0\)"),
-        ((2.0, 1.0), "low below high"),
-        ((math.nan, 1.0), "low below high"),
-        ((math.inf, math.inf), "low below high"),
-        (0.5, r"weight_bounds=\(low, high\), found 0\.5"),
-        ((1.0,), r"\(low, high\)"),
-        ((-1.0, 0.0, 1.0), r"\(low, high\)"),
-        (("-1", "1"), r"\(low, high\)"),
-        ((False, True), r"\(low, high\)"),
-        ((-1e-60, 1e-60), "low below high as float32"),
+        ((1.0, 1.0), "weight_bounds low high float32 (1.0, 1.0)"),
+        ((2.0, 1.0), "low high"),
+        ((math.nan, 1.0), "low high"),
+        ((math.inf, math.inf), "low high"),
+        (0.5, "weight_bounds=(low, high) 0.5"),
+        ((1.0,), "(low, high)"),
+        ((-1.0, 0.0, 1.0), "(low, high)"),
+        (("-1", "1"), "(low, high)"),
+        ((False, True), "(low, high)"),
+        ((-1e-60, 1e-60), "low high float32"),
     ],
     ids=str,
 )
 def test_bounds_that_are_not_two_ascending_numbers_are_refused(bounds: Any, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises(ModelError, match=naming(*message.split())):
         fleet.nn.SparseEmbedding(2, weight_bounds=bounds)
 
 
@@ -122,14 +123,14 @@ def test_embeddings_that_share_a_table_must_agree_on_its_bounds() -> None:
             self.left = fleet.nn.SparseEmbedding(2, name="both", weight_bounds=(-1.0, 1.0))
             self.right = fleet.nn.SparseEmbedding(2, name="both")
 
-    with pytest.raises(ModelError, match="table 'both' is shared by embeddings with different weight_bounds"):
+    with pytest.raises(ModelError, match=naming("'both'", "weight_bounds")):
         fleet.nn.sparse_embeddings(Shared())
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_geo_training_refuses_bounds(num_workers: int) -> None:
     """The servers add differences, and what several workers add up to is bounded by none of them."""
-    with pytest.raises(StrategyError, match=r"'items' has weight_bounds.*geo.*sync, half_async or async"):
+    with pytest.raises(StrategyError, match=naming("'items'", "weight_bounds", "geo", "sync", "half_async", "async")):
         jobs.run(settled_steps, Bounded, jobs.sgd, mode="geo", num_workers=num_workers)
 
 
@@ -144,7 +145,7 @@ def test_whole_tables_refuse_bounds() -> None:
         model = fleet.distributed_model(Whole())
         fleet.distributed_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         fleet.init_worker()
-        with pytest.raises(ModelError, match="'items' has weight_bounds"):
+        with pytest.raises(ModelError, match=naming("'items'", "weight_bounds")):
             fleet.whole_tables()
 
 

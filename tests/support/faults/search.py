@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from support.faults.bugs import planted_copies, planted_logs, planted_meetings, planted_members, planted_replicas
 from support.faults.planted import BUGS, planted
 from support.faults.schedules import Plan, run
+from support.messages import INTERNAL_ERROR
 
 # Importing them has filled BUGS.
 PLANTED = (planted_copies, planted_logs, planted_meetings, planted_members, planted_replicas)
@@ -46,5 +47,5 @@ def hunt(name: str, num_schedules: int) -> Found | None:
 
 def _check_plant(error: Exception) -> None:
     """A planted bug that cannot run is not found: it is none."""
-    if isinstance(error, MISTAKES) or "internal error of the server" in str(error):
+    if isinstance(error, MISTAKES) or INTERNAL_ERROR in str(error):
         raise RuntimeError("what was planted does not fit the code any longer") from error

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from support.fuzz.search import Target
+from support.messages import INTERNAL_ERROR
 
 from torchfleet.base.errors import WireError
 from torchfleet.ps.net import wire
@@ -89,7 +90,7 @@ def server_target() -> Target:
             answer = wire.decode_reply(reply)
             if answer.status == wire.ERROR:
                 text = answer.arrays[-1].data.tobytes() if answer.arrays else b""
-                assert b"internal error" not in text, text
+                assert INTERNAL_ERROR.encode() not in text, text
         state["server"].work()
 
     return Target("server", run, messages(), [wire, commands, among_workers, handshake, arrays, sections], [b"TFLT"])

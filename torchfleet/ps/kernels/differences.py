@@ -12,7 +12,7 @@ import numpy as np
 
 from torchfleet.ps.kernels.jit import kernel
 
-CHANGES_TO_ARRIVE = 10.0  # measured on word vectors: docs/log.md
+CHANGES_TO_ARRIVE = 10.0  # measured on word vectors: benchmarks/log.md
 
 
 @kernel

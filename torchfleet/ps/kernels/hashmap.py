@@ -28,7 +28,7 @@ from torchfleet.ps.kernels.jit import inlined, kernel
 MISSING = -1
 OVERFLOW = -1  # the spare buckets are used up: with a salted hash this means a broken invariant, not bad luck
 BUCKET = 8  # slots, one cache line
-BLOCK = 64  # keys whose memory is fetched together; 64 to 256 measure alike, see docs/log.md
+BLOCK = 64  # keys whose memory is fetched together; 64 to 256 measure alike, see benchmarks/log.md
 NUM_KEYS, NEXT_ROW, NUM_FREE, MOVED, SALT, FETCHED = range(6)  # places in a map's `state`
 OLD, NEW = 0, 1  # places in a map's `num_buckets`
 

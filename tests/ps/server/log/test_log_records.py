@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import random
+import struct
+import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 from support.logged_work import Work, make_server, whole_state
+from support.messages import naming
 
 from torchfleet.base.errors import LogError
 from torchfleet.ps.server.log.durable_server import Durability, begin_log, go_on
 from torchfleet.ps.server.log.log_entry import Effects, Entry, Kind, decode_entry, encode_entry
-from torchfleet.ps.server.log.log_records import Records, record_of
+from torchfleet.ps.server.log.log_records import Records, crc32c, record_of
 from torchfleet.ps.server.log.replay import Replay
 
 FRAMES = some.lists(some.binary(max_size=40), max_size=4)
@@ -69,7 +73,7 @@ def test_a_flipped_bit_anywhere_in_what_was_synced_is_refused_by_name(
     damaged[bit // 8] ^= 1 << bit % 8
     if is_followed:  # by a record that says what was synced
         damaged += written(entries[:1], len(damaged))
-    with pytest.raises(LogError, match="a file: the record at byte"):
+    with pytest.raises(LogError, match=naming("a file", "byte")):
         list(Records(memoryview(bytes(damaged)), "a file", is_synced=not is_followed))
 
 
@@ -82,7 +86,7 @@ def test_a_flipped_bit_of_what_may_not_be_synced_is_refused_too_where_nothing_is
     damaged = bytearray(written(entries))
     bit = data.draw(some.integers(0, 8 * len(damaged) - 1))
     damaged[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(LogError, match="a file: the record at byte"):
+    with pytest.raises(LogError, match=naming("a file", "byte")):
         read(bytes(damaged))
 
 
@@ -114,10 +118,46 @@ def test_zeros_in_what_was_synced_are_damage(entry: Entry) -> None:
         assert read(whole + lost)[0] == [entry]
         behind = len(whole) + len(lost)
         assert read(whole + lost + written([entry], len(whole)))[1].is_torn
-        with pytest.raises(LogError, match="a later record says that it was on the disk"):
+        with pytest.raises(LogError, match=naming(f"byte {len(whole):,}")):
             read(whole + lost + written([entry], behind))
-        with pytest.raises(LogError, match="its prefix is not one that was written"):
+        with pytest.raises(LogError, match=naming("a file", f"byte {len(whole):,}")):
             list(Records(memoryview(whole + lost), "a file", is_synced=True))
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"", 0),
+        (b"123456789", 0xE3069283),
+        # RFC 3720, appendix B.4
+        (bytes(32), 0x8A9136AA),
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (bytes(range(31, -1, -1)), 0x113FDB5C),
+    ],
+)
+def test_the_checksum_is_crc_32c(data: bytes, expected: int) -> None:
+    assert crc32c(data) == expected
+    assert crc32c(memoryview(b"x" + data)[1:]) == expected  # whatever the alignment
+    assert crc32c(bytearray(data)) == expected
+
+
+def test_the_checksum_of_parts_is_that_of_the_whole() -> None:
+    rows = np.random.default_rng(0).random((300_001, 2), np.float32)  # three slices, the last of an odd length
+    whole = crc32c(rows.tobytes())
+    assert crc32c(memoryview(rows)) == whole
+    for at in (1, 1 << 20, (1 << 20) + 3):
+        assert crc32c(rows.tobytes()[at:], crc32c(rows.tobytes()[:at])) == whole
+
+
+@given(some.lists(ENTRIES, min_size=1, max_size=3))
+def test_a_log_of_another_format_is_refused_by_name(entries: list[Entry]) -> None:
+    other = bytearray(written(entries))
+    other[:4] = b"TFL2"
+    other[28:32] = struct.pack("<I", zlib.crc32(other[:28]))
+    for is_synced in (False, True):
+        with pytest.raises(LogError, match="is a log of format 2"):
+            list(Records(memoryview(bytes(other)), "a file", is_synced=is_synced))
 
 
 @given(some.binary(max_size=200))

@@ -11,6 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support.fleets import Talk, assert_ok, refusal
+from support.messages import naming
 from support.searches import examples
 
 from torchfleet.base.errors import DataError
@@ -204,7 +205,7 @@ class TestFileLists:
     def test_lists_that_differ_are_refused_with_a_hint(self) -> None:
         (first,) = team(1, ABC)
         for files in (["a", "b"], ["a", "b", "d"], ["x"]):
-            with pytest.raises(DataError, match=r"file list 'files': this worker has \d files and others have 3"):
+            with pytest.raises(DataError, match=naming("'files'", 3)):
                 Worker(first.lists, 1, files).begin()
         assert first.take() == ("file", "a")
 
@@ -232,7 +233,7 @@ class TestFileLists:
             assert found == ("file", f"{name} {number}")
 
     def test_an_unknown_pass_is_an_error(self) -> None:
-        with pytest.raises(DataError, match="not known to this server"):
+        with pytest.raises(DataError, match=naming("'files'", 0)):
             FileLists().ask(1, 0, FilesBody("files", 0, 10.0, take=1), 0.0)
 
     def test_a_finished_pass_keeps_no_file_names(self) -> None:
@@ -505,7 +506,7 @@ class TestServer:
     def test_malformed_requests_are_refused_and_open_nothing(self, server: Server, wrong: dict[str, object]) -> None:
         body = {"name": "files", "number": 0, "lease": 5.0, "files": ["a"], **wrong}
         assert refusal(Talk(server).ask(Command.FILES, pack(body)))[0] == "WireError"
-        assert len(server.state.files._passes) == 0
+        assert len(server.state.meetings.files._passes) == 0
 
     def test_no_body_and_garbage_are_refused(self, server: Server) -> None:
         talk = Talk(server)

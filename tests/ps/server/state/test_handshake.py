@@ -8,14 +8,15 @@ import msgspec
 import pytest
 from support.fleets import Talk, assert_ok, refusal
 from support.jobs import Net, Servers, Worker, make_part, roles, sgd, strategy
+from support.messages import lines_naming, names, naming
 
 from torchfleet import __version__
-from torchfleet.api.job.job_claims import claims_of
+from torchfleet.api.job.joining import claims_of
 from torchfleet.base.errors import RoleError
 from torchfleet.base.strategy.distributed_strategy import DistributedStrategy
 from torchfleet.ps.net.wire import Command, Reply, pack
 from torchfleet.ps.server import commands
-from torchfleet.ps.server.log.other_run import forget_workers
+from torchfleet.ps.server.log.durable_server import forget_workers
 from torchfleet.ps.server.log.state_copy import export_state, import_state
 from torchfleet.ps.server.server import Server
 from torchfleet.ps.tables.settings.policy import AdmissionEntry, Shrink
@@ -75,17 +76,14 @@ def test_another_strategy_is_refused_by_its_field_and_both_values(server: Server
     other = {bool: lambda: not before, int: lambda: before + 1, str: lambda: "workers"}[type(before)]()
     text = told(server, claims(strategy={**STRATEGY.shared_fields(), field: other}))
     shown = [f"'{value}'" if isinstance(value, str) else str(value) for value in (other, before)]
-    assert text == (
-        f"worker 1 has strategy.{field} = {shown[0]}, worker 0 joined with {shown[1]}: give all workers the same "
-        "strategy."
-    )
+    assert names(text, "worker 1", f"strategy.{field}", shown[0], "worker 0", shown[1])
 
 
 def test_a_field_that_only_one_side_has_is_named(server: Server) -> None:
     fields = STRATEGY.shared_fields()
     more, less = {**fields, "new": 1.5}, {name: value for name, value in fields.items() if name != "a_sync"}
-    assert "strategy.new = 1.5, worker 0 joined with no value" in told(server, claims(strategy=more))
-    assert "strategy.a_sync = no value, worker 0 joined with True" in told(server, claims(strategy=less))
+    assert names(told(server, claims(strategy=more)), "strategy.new", "1.5", "worker 0")
+    assert names(told(server, claims(strategy=less)), "strategy.a_sync", "worker 0", True)
 
 
 def test_hybrid_mode_compares_the_strategies_of_the_network(server: Server) -> None:
@@ -94,7 +92,7 @@ def test_hybrid_mode_compares_the_strategies_of_the_network(server: Server) -> N
     plain, amp = DistributedStrategy(**hybrid), DistributedStrategy(amp=True, **hybrid)
     fresh = Server(1 << 20)
     assert_ok(join(fresh, 0, claims_of([], plain, 1)[0]))
-    assert "strategy.amp = True, worker 0 joined with False" in told(fresh, claims_of([], amp, 1)[0])
+    assert names(told(fresh, claims_of([], amp, 1)[0]), "strategy.amp", True, "worker 0", False)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +115,7 @@ def test_two_lists_of_servers_in_another_order_are_refused() -> None:
     fresh = Server(1 << 20)
     first, second = claims_of([], STRATEGY, 2)
     assert_ok(join(fresh, 0, first))
-    assert "worker 1 has this server as number = 1, worker 0 joined with 0" in told(fresh, second)
+    assert names(told(fresh, second), "worker 1", 1, "worker 0", 0)
 
 
 def other_specs() -> list[tuple[str, TableSpec, TableSpec]]:
@@ -150,11 +148,11 @@ def test_another_table_is_refused_by_its_field_and_both_values(
     else:
         assert_ok(join(server, 0, claims(tables=[before])))
     text = told(server, claims(tables=[after]))
-    other = "this server has" if is_made else "worker 0 joined with"
+    other = "this server" if is_made else "worker 0"
     leaf, name = field.removeprefix("rule."), before.name
     mine, theirs = (spec.rule if "." in field else spec for spec in (after, before))
-    assert text.startswith(f"table '{name}': worker 1 has ")
-    assert f", {other} " in text
+    assert names(text, f"'{name}'", "worker 1")
+    assert other in text
     if isinstance(getattr(mine, leaf), (int, float, str)):
         assert f"{field}={getattr(mine, leaf)!r}" in text.partition(other)[0]
         assert f"{field}={getattr(theirs, leaf)!r}" in text.partition(other)[2]
@@ -168,7 +166,7 @@ class TestServersOfAScript:
     @pytest.fixture
     def server(self) -> Server:
         made = Server(1 << 20, 2)
-        made.state.place = 1, 2
+        made.state.meetings.place = 1, 2
         for spec in (ROWS, DAYS):
             made.state.add_table(spec.for_shard(1, 2))
         return made
@@ -196,18 +194,18 @@ OTHER = DistributedStrategy(a_sync=True, a_sync_configs={"k_steps": 4}).shared_f
 
 def test_workers_of_the_next_run_agree_anew(server: Server) -> None:
     """Those of the last one are lost or have left; one that may yet be heard of is waited for."""
-    heard = server.state.presence._members[0]
+    heard = server.state.meetings.presence._members[0]
     heard.heard -= 2.0  # two signs of life were missed
     assert refusal(join(server, 1, claims(strategy=OTHER)))[0] == "ServerBusy"
     heard.heard -= 4.0
     assert_ok(join(server, 1, claims(strategy=OTHER)))
-    assert "strategy.a_sync_configs.k_steps = 8, worker 1 joined with 4" in refusal(join(server, 0))[1]
+    assert names(refusal(join(server, 0))[1], "strategy.a_sync_configs.k_steps", 8, "worker 1", 4)
 
 
 def test_a_copy_of_a_server_refuses_the_same(server: Server) -> None:
     copy = Server(1 << 20)
     import_state(copy, export_state(server, 1))
-    assert "worker 0 joined with 8" in told(copy, claims(strategy=OTHER))
+    assert lines_naming(told(copy, claims(strategy=OTHER)), "worker 0", 8)
     forget_workers(copy.state)
     assert_ok(join(copy, 1, claims(strategy=OTHER)))
 
@@ -248,7 +246,7 @@ def test_a_worker_whose_script_differs_is_refused_before_it_makes_a_table() -> N
     worker = Worker(one.job, servers)
     try:
         other = make_part(Net, sgd, strategy("geo", **{**settings, "k_steps": 4}), second)
-        with pytest.raises(RoleError, match=r"a_sync_configs\.k_steps = 4, worker 0 joined with 8: give all workers"):
+        with pytest.raises(RoleError, match=naming("a_sync_configs.k_steps", 4, "worker 0", 8)):
             Worker(other.job, servers)
     finally:
         worker.stop()
@@ -258,5 +256,5 @@ def test_a_server_of_another_release_is_named(monkeypatch: pytest.MonkeyPatch) -
     servers, (info,) = Servers(1, 1), roles(1, 1)
     part = make_part(Net, sgd, strategy(), info)
     monkeypatch.setattr(commands, "__version__", "0.0.9")
-    with pytest.raises(RoleError, match=rf"torchfleet {__version__}, and server 0 has '0.0.9': install the same"):
+    with pytest.raises(RoleError, match=naming(__version__, "server 0", "'0.0.9'")):
         Worker(part.job, servers)

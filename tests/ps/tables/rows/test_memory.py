@@ -65,7 +65,7 @@ def test_released_pages_go_back_to_the_system_and_read_as_zeros():
 
 
 def test_a_reservation_that_the_system_refuses_is_a_table_error_that_says_what_to_do():
-    with pytest.raises(TableError, match=r"cannot reserve .* bytes.*max_table_bytes"):
+    with pytest.raises(TableError, match="max_table_bytes"):
         Memory(1 << 62)
     with pytest.raises(TableError, match="max_table_bytes"):
         Memory(1 << 70)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.messages import naming
 from support.searches import examples
 from support.twins import key_with_tag, keys_and_rows, packed_keys_and_rows, salt_of, set_salt
 
@@ -325,7 +326,7 @@ def test_two_maps_have_different_salts():
 
 
 def test_a_limit_below_one_row_is_an_error_that_names_both():
-    with pytest.raises(TableError, match=r"a row takes 40 bytes, but max_table_bytes is 39"):
+    with pytest.raises(TableError, match=naming(40, "max_table_bytes", 39)):
         PackedMap(8, 39)
 
 

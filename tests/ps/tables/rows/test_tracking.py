@@ -11,6 +11,7 @@ import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.messages import naming
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.kernels.marks import PAGE_ROWS
@@ -137,7 +138,7 @@ def test_the_list_of_gone_keys_stays_compact():
 @pytest.mark.parametrize("row", [1000, 1001, 1 << 15, 1 << 40, 2**63 - 1])
 def test_a_row_number_that_cannot_be_is_an_error_and_touches_nothing(row):
     made = Tracking(1000)
-    with pytest.raises(IndexError, match="1 of 2 row numbers are 1,000 or more"):
+    with pytest.raises(IndexError, match=naming(1, 2, "1,000")):
         made.mark(np.array([999, row]))
     made.begin(True)
     assert made.changed(0, 1 << 41).tolist() == [999]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from support.fleets import in_process
+from support.messages import lines_naming, names, naming
 
 from torchfleet.base.errors import TableError
 from torchfleet.ps.server.server import Server
@@ -56,8 +57,7 @@ def test_corrections_are_followed_and_jumps_are_told_once(machine: Machine, caps
         before += 10
         assert clock.now == before
     told = capsys.readouterr().err
-    assert told.count("was set by") == 1
-    assert "was set by +691,200 s" in told
+    assert len(told.splitlines()) == len(lines_naming(told, "+691,200 s")) == 1
     machine.wall = before + 5.0  # set right again
     assert clock.now == before + 5
 
@@ -95,7 +95,7 @@ def test_a_shrink_that_would_drop_more_than_its_share_drops_none_and_says_so(
         client, server = fleet.client(), fleet.servers[0]
         client.create_table(SPEC)
         client.pull("t", np.arange(1000)).result()
-        text = r"would drop 1,000 of 1,000 rows, more than max_share=0\.5 of them; nothing was dropped"
+        said = ("1,000", "max_share=0.5")
         calls: dict[str, Callable[[], object]] = {
             "shrink": lambda: client.shrink("t", Shrink()),
             "set_clock": lambda: client.set_clock(START + 8 * DAY),
@@ -106,11 +106,11 @@ def test_a_shrink_that_would_drop_more_than_its_share_drops_none_and_says_so(
             server.tick(0.0)
             while server.work() is not None:
                 pass
-            assert "would drop 1,000 of 1,000 rows" in capsys.readouterr().err
+            assert names(capsys.readouterr().err, *said)
         else:
             if ask == "shrink":
                 machine.run(8 * DAY)
-            with pytest.raises(TableError, match=text):
+            with pytest.raises(TableError, match=naming(*said)):
                 calls[ask]()
         assert client.stats()[0]["tables"]["t"]["rows"] == 1000
         client.pull("t", np.arange(500)).result()
@@ -136,5 +136,5 @@ def test_a_declared_share_is_the_tables_own_in_every_shrink(machine: Machine) ->
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.5, float("nan"), "half", True])
 def test_a_share_that_cannot_be_is_refused(share: object) -> None:
-    with pytest.raises(TableError, match="max_share must be"):
+    with pytest.raises(TableError, match="max_share"):
         Shrink(ttl_days=1, max_share=share)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 from support.fleets import WAIT, Fleet, ForkedServer, in_process, in_processes
+from support.messages import naming
 
 from torchfleet.base.errors import FleetError, ServerRestarted, ServerUnreachable, TableError
 from torchfleet.ps.tables.settings.spec import Initializer, Rule, TableSpec
@@ -53,35 +54,35 @@ def with_one(value: float, *shape: int) -> np.ndarray:
 
 
 REFUSED: dict[str, tuple[Callable[[Client], object], str]] = {
-    "an unknown table": (lambda c: c.pull("rwos", [1]), "no table 'rwos' here; known tables: 'array', 'dense', 'rows'"),
-    "an unknown table in a push": (lambda c: c.push("rwos", [1], ones(1, 2)), "known tables: 'array', 'dense', 'rows'"),
-    "an unknown dense table": (lambda c: c.pull_dense("rwos"), "known tables: 'array', 'dense', 'rows'"),
-    "an unknown table to set": (lambda c: c.set_dense("rwos", ones(10)), "known tables: 'array', 'dense', 'rows'"),
-    "an unknown table to erase": (lambda c: c.erase("rwos", [1]), "known tables: 'array', 'dense', 'rows'"),
-    "keys that are no integers": (lambda c: c.pull("rows", [1.5]), "keys must be integers"),
-    "keys that are truth values": (lambda c: c.pull("rows", [True]), "keys must be integers"),
-    "NaN in a push": (lambda c: c.push("rows", KEYS, with_one(NAN, 40, 2)), "NaN or infinity"),
-    "infinity in a push": (lambda c: c.push("rows", KEYS, with_one(np.inf, 40, 2)), "NaN or infinity"),
+    "an unknown table": (lambda c: c.pull("rwos", [1]), "'rwos' 'array' 'dense' 'rows'"),
+    "an unknown table in a push": (lambda c: c.push("rwos", [1], ones(1, 2)), "'array' 'dense' 'rows'"),
+    "an unknown dense table": (lambda c: c.pull_dense("rwos"), "'array' 'dense' 'rows'"),
+    "an unknown table to set": (lambda c: c.set_dense("rwos", ones(10)), "'array' 'dense' 'rows'"),
+    "an unknown table to erase": (lambda c: c.erase("rwos", [1]), "'array' 'dense' 'rows'"),
+    "keys that are no integers": (lambda c: c.pull("rows", [1.5]), "keys"),
+    "keys that are truth values": (lambda c: c.pull("rows", [True]), "keys"),
+    "NaN in a push": (lambda c: c.push("rows", KEYS, with_one(NAN, 40, 2)), "NaN"),
+    "infinity in a push": (lambda c: c.push("rows", KEYS, with_one(np.inf, 40, 2)), "NaN"),
     "NaN in the second table of a push": (
         lambda c: c.push_tables({"rows": (KEYS, ones(40, 2)), "dense": with_one(NAN, 10)}),
-        "NaN or infinity",
+        "NaN",
     ),
-    "NaN in a dense push": (lambda c: c.push_dense("dense", with_one(NAN, 10)), "NaN or infinity"),
-    "NaN to set": (lambda c: c.set_dense("dense", with_one(NAN, 10)), "NaN or infinity"),
-    "NaN to assign": (lambda c: c.assign("rows", KEYS, 3 * with_one(NAN, 40, 2)), "NaN or infinity"),
-    "rows too narrow": (lambda c: c.push("rows", KEYS, ones(40, 1)), r"shape \(40, 2\), found \(40, 1\)"),
-    "rows too few": (lambda c: c.push("rows", KEYS, ones(39, 2)), r"shape \(40, 2\), found \(39, 2\)"),
-    "rows too many": (lambda c: c.push("rows", KEYS, ones(41, 2)), r"shape \(40, 2\), found \(41, 2\)"),
+    "NaN in a dense push": (lambda c: c.push_dense("dense", with_one(NAN, 10)), "NaN"),
+    "NaN to set": (lambda c: c.set_dense("dense", with_one(NAN, 10)), "NaN"),
+    "NaN to assign": (lambda c: c.assign("rows", KEYS, 3 * with_one(NAN, 40, 2)), "NaN"),
+    "rows too narrow": (lambda c: c.push("rows", KEYS, ones(40, 1)), "(40, 2) (40, 1)"),
+    "rows too few": (lambda c: c.push("rows", KEYS, ones(39, 2)), "(40, 2) (39, 2)"),
+    "rows too many": (lambda c: c.push("rows", KEYS, ones(41, 2)), "(40, 2) (41, 2)"),
     "too few rows to assign": (lambda c: c.assign("rows", KEYS, 3 * ones(39, 2)), "40"),
     "too narrow rows to assign": (lambda c: c.assign("rows", KEYS, 3 * ones(40, 1)), "2"),
-    "a dense block too short": (lambda c: c.push_dense("dense", ones(9)), "has 10 elements, found 9"),
-    "a dense block too long": (lambda c: c.set_dense("dense", ones(11)), "has 10 elements, found 11"),
+    "a dense block too short": (lambda c: c.push_dense("dense", ones(9)), "10 9"),
+    "a dense block too long": (lambda c: c.set_dense("dense", ones(11)), "10 11"),
     "rows of a dense table": (lambda c: c.pull("dense", [0, 3]).result(), "dense"),
     "the whole of a sparse table": (lambda c: c.pull_dense("rows").result(), "dense"),
     "the whole of an array table": (lambda c: c.pull_dense("array").result(), "dense"),
     "keys for a dense table": (lambda c: c.push("dense", np.arange(10), ones(10, 1)).result(), "dense"),
     "a block for a sparse table": (lambda c: c.push_dense("rows", ones(2)).result(), "rows"),
-    "a negative rate": (lambda c: c.push("rows", KEYS, ones(40, 2), lr=-1.0).result(), "rate must be"),
+    "a negative rate": (lambda c: c.push("rows", KEYS, ones(40, 2), lr=-1.0).result(), "rate"),
     "a rate that is no number": (lambda c: c.push("rows", KEYS, ones(40, 2), lr=NAN).result(), "rate"),
 }
 
@@ -93,25 +94,25 @@ class TestRefused:
     ) -> None:
         client.pull("rows", KEYS).result()
         before = contents(fleet)
-        with pytest.raises(TableError, match=text):
+        with pytest.raises(TableError, match=naming(*text.split())):
             ask(client)
         client.ping()
         assert contents(fleet) == before
 
     @pytest.mark.parametrize("name", [name for name in REFUSED if "NaN" in name or "infinity" in name])
     def test_what_is_not_finite_is_not_even_sent(self, client: Client, fleet: Fleet, name: str) -> None:
-        before = [server.state.num_requests for server in fleet.servers]
+        before = [server.state.counters.num_requests for server in fleet.servers]
         with pytest.raises(TableError):
             REFUSED[name][0](client)
-        assert [server.state.num_requests for server in fleet.servers] == before
+        assert [server.state.counters.num_requests for server in fleet.servers] == before
 
     def test_a_client_without_servers_is_refused(self) -> None:
-        with pytest.raises(FleetError, match="at least one server"):
+        with pytest.raises(FleetError, match="server"):
             Client([])
 
     @pytest.mark.parametrize("endpoint", ["", "localhost:7000", "tcp://", "tcp://127.0.0.1", "http://127.0.0.1:80"])
     def test_an_address_that_is_none_is_named(self, endpoint: str) -> None:
-        with pytest.raises(FleetError, match=f"not an address to connect to: '{endpoint}'"):
+        with pytest.raises(FleetError, match=naming(f"'{endpoint}'")):
             Client.connect([endpoint])
 
     def test_replies_of_another_shape_are_not_believed(self, fleet: Fleet, client: Client) -> None:
@@ -175,9 +176,9 @@ class TestRequests:
         assert client.pull("array", [1, 2]).result().tolist() == [[-3], [-4]]
 
     def test_several_tables_travel_together(self, client: Client, fleet: Fleet) -> None:
-        before = [server.state.num_requests for server in fleet.servers]
+        before = [server.state.counters.num_requests for server in fleet.servers]
         client.push_tables({"rows": (KEYS, ones(40, 2)), "dense": ones(10), "array": (KEYS, ones(40, 1))}).result()
-        after = [server.state.num_requests for server in fleet.servers]
+        after = [server.state.counters.num_requests for server in fleet.servers]
         assert [b - a for a, b in zip(before, after, strict=True)] == [1] * fleet.num_servers
         assert (client.pull("rows", KEYS).result() == 0).all()
         assert (client.pull("array", KEYS).result() == -1).all()
@@ -212,14 +213,14 @@ class TestErrorsOfPushes:
 
     def test_flush_raises_what_nobody_waited_for(self, lost: Client) -> None:
         lost.push("lost", KEYS, ones(40, 1))
-        with pytest.raises(TableError, match=r"server 0 refused PUSH: no table with number .* known tables"):
+        with pytest.raises(TableError, match=naming("server 0", "PUSH", "'rows'")):
             lost.flush()
         lost.flush()
 
     def test_the_next_push_raises_it_and_is_not_made(self, lost: Client) -> None:
         lost.push("lost", KEYS, ones(40, 1))
         lost.ping()
-        with pytest.raises(TableError, match="known tables"):
+        with pytest.raises(TableError, match=naming("'rows'")):
             lost.push("rows", KEYS, ones(40, 2))
         lost.flush()
         assert (lost.pull("rows", KEYS).result() == 1).all()
@@ -254,7 +255,7 @@ class TestDeadServers:
             endpoint = f"tcp://127.0.0.1:{free.getsockname()[1]}"
             with Client.connect([endpoint], patience=SHORT) as client:
                 started = time.monotonic()
-                with pytest.raises(ServerUnreachable, match=f"server 0 \\({endpoint}\\) gave no answer to PING"):
+                with pytest.raises(ServerUnreachable, match=naming("server 0", endpoint, "PING")):
                     client.ping()
                 assert 1.4 < time.monotonic() - started < WAIT
 
@@ -325,5 +326,5 @@ class TestDeadServers:
             first.kill()
             with ForkedServer(first.endpoint) as second:
                 assert second.endpoint == first.endpoint
-                with pytest.raises(ServerRestarted, match=f"server 0 \\({first.endpoint}\\) is another process"):
+                with pytest.raises(ServerRestarted, match=naming("server 0", first.endpoint)):
                     client.pull("rows", [1]).result()

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.jobs import one_worker
+from support.messages import naming
 from support.searches import examples
 
 from torchfleet.base.errors import ModelError
@@ -149,14 +150,14 @@ def test_weights_of_a_frozen_table_still_learn() -> None:
 @pytest.mark.parametrize(
     ("mode", "arguments", "text"),
     [
-        ("mean", ([[1, 2]], None, [[1.0, 1.0]]), "go with sums, found pooling 'mean'"),
-        ("sum", ([[1, 2]], None, [[1.0]]), r"a float for each id of ids of shape .* found \(1, 1\)"),
-        ("sum", ([1, 2], [0], [1, 1]), r"a float for each id .* found \(2,\) torch.int64"),
+        ("mean", ([[1, 2]], None, [[1.0, 1.0]]), "pooling 'mean'"),
+        ("sum", ([[1, 2]], None, [[1.0]]), "(1, 1)"),
+        ("sum", ([1, 2], [0], [1, 1]), "(2,) torch.int64"),
     ],
 )
 def test_weights_that_torch_would_refuse_are_refused(mode: str, arguments: tuple[Any, ...], text: str) -> None:
     model, _ = pair(torch.nn.EmbeddingBag, mode=mode)
-    with one_worker(model), pytest.raises(ModelError, match=text):
+    with one_worker(model), pytest.raises(ModelError, match=naming(*text.split())):
         model(*(None if value is None else torch.tensor(value) for value in arguments))
 
 
@@ -164,6 +165,6 @@ def test_a_last_offset_that_is_not_the_number_of_ids_is_refused() -> None:
     model, _ = pair(torch.nn.EmbeddingBag, include_last_offset=True)
     with (
         one_worker(model),
-        pytest.raises(ModelError, match=r"the last offset must be the number of ids, 3; found \[2\]"),
+        pytest.raises(ModelError, match=naming(3, "[2]")),
     ):
         model(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2]))

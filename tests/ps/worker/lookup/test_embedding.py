@@ -12,6 +12,7 @@ import pytest
 import torch
 from support import jobs
 from support.jobs import Servers, one_worker
+from support.messages import names, naming
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -148,7 +149,7 @@ def test_a_batch_of_another_size_is_looked_up() -> None:
 
 
 def test_floating_point_ids_are_refused() -> None:
-    with one_worker(One()) as part, pytest.raises(TypeError, match=r"rows.*expects integer ids, found torch.float32"):
+    with one_worker(One()) as part, pytest.raises(TypeError, match=naming("torch.float32")):
         part.model(torch.tensor([1.0]))
 
 
@@ -156,7 +157,7 @@ def test_ids_beyond_a_torch_embedding_are_refused_by_name() -> None:
     for wrong in (4, -1):
         with one_worker(Of(torch.nn.Embedding(4, 2, sparse=True))) as part:
             for _ in range(2):  # unforeseen, then foreseen
-                with pytest.raises(TableError, match=rf"table 'rows' \(module 'rows'\): ids must be 0 to 3.*{wrong}\."):
+                with pytest.raises(TableError, match=naming("'rows'", 0, 3, wrong)):
                     part.model(torch.tensor([1, wrong]))
                 part.optimizer.zero_grad()
                 step(part, torch.tensor([1, 2]))
@@ -171,7 +172,7 @@ def test_ids_beyond_a_shared_table_name_all_modules_that_use_it() -> None:
 
     with (
         one_worker(Two()) as part,
-        pytest.raises(TableError, match=r"table 'both' \(module 'a' and 'towers\.0'\): ids"),
+        pytest.raises(TableError, match=naming("'both'", "'a'", "'towers.0'")),
     ):
         part.model.towers[0](torch.tensor([5]))
 
@@ -242,13 +243,13 @@ def test_sparse_embedding_pools_with_offsets() -> None:
 
 @pytest.mark.parametrize("offsets", [[1, 2], [0, 3, 2], [0, 9]])
 def test_offsets_that_are_no_bags_are_refused(offsets: list[int]) -> None:
-    with one_worker(One()) as part, pytest.raises(ModelError, match="offsets must start at 0 and never fall, up to 4"):
+    with one_worker(One()) as part, pytest.raises(ModelError, match=naming(0, 4)):
         part.model(torch.tensor([1, 2, 3, 4]), torch.tensor(offsets))
 
 
 @pytest.mark.parametrize(
     ("ids", "offsets", "text"),
-    [([[1, 2]], [0], "two-dimensional ids are bags already"), ([1, 2], None, "one-dimensional ids need offsets")],
+    [([[1, 2]], [0], "ids"), ([1, 2], None, "offsets")],
 )
 def test_a_bag_says_which_ids_it_takes(ids: list[Any], offsets: list[int] | None, text: str) -> None:
     arguments = [torch.tensor(ids)] + ([] if offsets is None else [torch.tensor(offsets)])
@@ -537,7 +538,7 @@ def test_describe_names_tables_and_parameters(capsys: pytest.CaptureFixture[str]
         configuration = capsys.readouterr().out
         text = torchfleet.describe()
         torchfleet.stop_worker()
-    assert "torchfleet worker 0: one process (in process), sync\n" in configuration
+    assert names(configuration, "worker 0", "sync")
     for word in ("items", "words", "tags", "dense.0", "hidden.weight", "adam(lr=0.001)", "40 ids x 4", "worker 0"):
         assert word in text
 

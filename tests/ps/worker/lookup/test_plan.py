@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import jobs
 from support.jobs import Net
+from support.messages import names, naming
 
 import torchfleet
 from torchfleet.api.job.ps_job import ParameterServerJob
@@ -120,26 +121,26 @@ def test_all_parameters_of_a_plan_appear_in_its_description() -> None:
     for word in ("dense.0", "hidden.weight", "items", "40 ids x 4", "sgd(lr=0.5)", "worker 0"):
         assert word in text
     text = "\n".join(" ".join(line) for line in plan_of(Pair(SparseEmbedding(2))).describe())
-    assert "any id x 2" in text
+    assert names(text, "x 2")
     assert "uniform(-0.05, 0.05)" in text
 
 
 # Optimizers and options that the servers do not have
 
 UNSUPPORTED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
-    "RMSprop": (lambda p: torch.optim.RMSprop(p, lr=0.1), r"RMSprop cannot run on servers.*SGD, Adagrad, Adam, AdamW"),
-    "LBFGS": (torch.optim.LBFGS, r"LBFGS cannot run on servers"),
-    "Adamax": (torch.optim.Adamax, r"Adamax cannot run on servers"),
-    "NAdam": (torch.optim.NAdam, r"NAdam cannot run on servers"),
-    "SGD dampening": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), r"SGD\(dampening=0.5\)"),
-    "SGD maximize": (lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), r"SGD\(maximize=True\)"),
-    "Adagrad maximize": (lambda p: torch.optim.Adagrad(p, maximize=True), r"Adagrad\(maximize=True\)"),
-    "Adam maximize": (lambda p: torch.optim.Adam(p, maximize=True), r"Adam\(maximize=True\)"),
-    "Adam amsgrad": (lambda p: torch.optim.Adam(p, amsgrad=True), r"Adam\(amsgrad=True\)"),
-    "AdamW amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), r"AdamW\(amsgrad=True\)"),
-    "Adam capturable": (lambda p: torch.optim.Adam(p, capturable=True), r"Adam\(capturable=True\)"),
-    "SGD differentiable": (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), r"SGD\(differentiable=True\)"),
-    "SparseAdam maximize": (lambda p: torch.optim.SparseAdam(p, maximize=True), r"SparseAdam\(maximize=True\)"),
+    "RMSprop": (lambda p: torch.optim.RMSprop(p, lr=0.1), "RMSprop SGD Adagrad Adam AdamW"),
+    "LBFGS": (torch.optim.LBFGS, "LBFGS"),
+    "Adamax": (torch.optim.Adamax, "Adamax"),
+    "NAdam": (torch.optim.NAdam, "NAdam"),
+    "SGD dampening": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), "SGD(dampening=0.5)"),
+    "SGD maximize": (lambda p: torch.optim.SGD(p, lr=0.1, maximize=True), "SGD(maximize=True)"),
+    "Adagrad maximize": (lambda p: torch.optim.Adagrad(p, maximize=True), "Adagrad(maximize=True)"),
+    "Adam maximize": (lambda p: torch.optim.Adam(p, maximize=True), "Adam(maximize=True)"),
+    "Adam amsgrad": (lambda p: torch.optim.Adam(p, amsgrad=True), "Adam(amsgrad=True)"),
+    "AdamW amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), "AdamW(amsgrad=True)"),
+    "Adam capturable": (lambda p: torch.optim.Adam(p, capturable=True), "Adam(capturable=True)"),
+    "SGD differentiable": (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), "SGD(differentiable=True)"),
+    "SparseAdam maximize": (lambda p: torch.optim.SparseAdam(p, maximize=True), "SparseAdam(maximize=True)"),
 }
 
 
@@ -147,7 +148,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
 @pytest.mark.parametrize("model", [lambda: torch.nn.Linear(2, 1), lambda: Pair(SparseEmbedding(2))])
 def test_an_unsupported_optimizer_or_option_is_named(case: str, model: Callable[[], torch.nn.Module]) -> None:
     make, text = UNSUPPORTED[case]
-    with pytest.raises(ModelError, match=text):
+    with pytest.raises(ModelError, match=naming(*text.split())):
         plan_of(model(), lambda made: make(list(made.parameters())))
 
 
@@ -165,38 +166,38 @@ def test_an_unsupported_optimizer_or_option_is_named(case: str, model: Callable[
 def test_momentum_and_weight_decay_on_rows_are_refused_with_the_way_out(
     make: Callable[[Any], torch.optim.Optimizer], option: str
 ) -> None:
-    with pytest.raises(ModelError, match=rf"(?s){option}=0\.\d+ cannot act on the sparse rows of 'left'.*{option}=0"):
+    with pytest.raises(ModelError, match=naming("'left'", f"{option}=0")):
         plan_of(Pair(SparseEmbedding(2)), lambda model: make(list(model.parameters())))
 
 
 def test_a_float64_parameter_is_named() -> None:
-    with pytest.raises(ModelError, match=r"'out.weight' is torch.float64: servers hold float32. Use model.float\(\)"):
+    with pytest.raises(ModelError, match=naming("'out.weight'", "torch.float64", "float32", "model.float()")):
         plan_of(Pair(SparseEmbedding(2)).double())
 
 
 def test_a_float64_embedding_is_named() -> None:
     """Its rows would come back as float32, without a word."""
     model = Pair(torch.nn.Embedding(4, 2, sparse=True, dtype=torch.float64))
-    with pytest.raises(ModelError, match=r"left.*float64"):
+    with pytest.raises(ModelError, match=naming("left", "float64")):
         plan_of(model)
 
 
 def test_an_optimizer_of_another_model_is_an_error_that_says_the_order() -> None:
     model = Net()
     optimizer = torch.optim.SGD(Net().parameters(), lr=0.1)
-    with pytest.raises(ModelError, match=r"Make the optimizer after `model = fleet.distributed_model\(model\)`"):
+    with pytest.raises(ModelError, match=naming("fleet.distributed_model(model)")):
         plan_of(model, lambda made: optimizer)
 
 
 def test_an_embedding_in_no_group_is_named() -> None:
-    with pytest.raises(ModelError, match=r"embedding 'left' is in no param group"):
+    with pytest.raises(ModelError, match=naming("'left'")):
         plan_of(Pair(SparseEmbedding(2)), lambda model: torch.optim.SGD(model.out.parameters(), lr=0.1))
 
 
 def test_a_table_in_two_groups_is_named() -> None:
     model = Pair(SparseEmbedding(2, name="both"), SparseEmbedding(2, name="both"))
     groups = [{"params": [model.left.weight]}, {"params": [model.right.weight], "lr": 0.5}]
-    with pytest.raises(ModelError, match=r"table 'both' are in two param groups"):
+    with pytest.raises(ModelError, match=naming("'both'")):
         plan_of(model, lambda made: torch.optim.SGD(groups, lr=0.1))
 
 
@@ -214,53 +215,53 @@ def test_a_table_in_two_groups_is_named() -> None:
     ],
 )
 def test_modules_that_share_a_table_must_agree_on_it(left: torch.nn.Module, right: torch.nn.Module, field: str) -> None:
-    with pytest.raises(ModelError, match=rf"table '(both|left)' is shared by embeddings with different {field}"):
+    with pytest.raises(ModelError, match=naming(field)):
         plan_of(Pair(left, right))
 
 
 @pytest.mark.parametrize(
     ("embedding", "text"),
     [
-        (lambda: torch.nn.Embedding(4, 2, sparse=True, max_norm=1.0), r"'left': max_norm=1.0"),
-        (lambda: torch.nn.EmbeddingBag(4, 2, sparse=True, max_norm=1.0), r"'left': max_norm=1.0"),
+        (lambda: torch.nn.Embedding(4, 2, sparse=True, max_norm=1.0), "'left' max_norm=1.0"),
+        (lambda: torch.nn.EmbeddingBag(4, 2, sparse=True, max_norm=1.0), "'left' max_norm=1.0"),
         (
             lambda: torch.nn.EmbeddingBag(4, 2, sparse=True, mode="max", scale_grad_by_freq=True),
-            r"'left': scale_grad_by_freq=True goes with mode 'sum' and 'mean'",
+            "'left' scale_grad_by_freq=True 'sum' 'mean'",
         ),
     ],
 )
 def test_an_option_of_an_embedding_that_servers_do_not_have_is_named(
     embedding: Callable[[], torch.nn.Module], text: str
 ) -> None:
-    with pytest.raises(ModelError, match=text):
+    with pytest.raises(ModelError, match=naming(*text.split())):
         plan_of(Pair(embedding()))
 
 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"dim": 0}, "dim must be at least 1, found 0"),
-        ({"dim": 2, "pooling": "median"}, "pooling must be 'sum', 'mean' or 'max', found 'median'"),
-        ({"dim": 2, "entry": object()}, "expected fleet.CountFilterEntry"),
+        ({"dim": 0}, "dim 1 0"),
+        ({"dim": 2, "pooling": "median"}, "pooling 'sum' 'mean' 'max' 'median'"),
+        ({"dim": 2, "entry": object()}, "fleet.CountFilterEntry"),
     ],
 )
 def test_a_wrong_option_of_sparse_embedding_is_refused_when_it_is_made(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ModelError, match=text):
+    with pytest.raises(ModelError, match=naming(*text.split())):
         SparseEmbedding(**options)
 
 
 def test_a_model_that_is_itself_a_torch_embedding_is_refused() -> None:
-    with pytest.raises(ModelError, match="put it into a module"):
+    with pytest.raises(ModelError, match="module"):
         plan_of(torch.nn.Embedding(4, 2, sparse=True))
 
 
 def test_a_job_has_one_model_and_each_parameter_one_optimizer() -> None:
     job = ParameterServerJob(jobs.roles(1, 1)[0], None)
-    with pytest.raises(ModelError, match=r"call fleet\.distributed_model"):
+    with pytest.raises(ModelError, match=naming("fleet.distributed_model")):
         job.distribute_optimizer(torch.optim.SGD(Net().parameters(), lr=0.1))
     model = job.distribute_model(Net())
-    with pytest.raises(ModelError, match="a job has one model"):
+    with pytest.raises(ModelError, match="model"):
         job.distribute_model(Net())
     job.distribute_optimizer(jobs.sgd(model))
-    with pytest.raises(ModelError, match=r"parameter 'items\.weight' is in two optimizers"):
+    with pytest.raises(ModelError, match=naming("'items.weight'")):
         job.distribute_optimizer(jobs.sgd(model))
